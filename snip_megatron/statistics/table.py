@@ -1,0 +1,207 @@
+"""The statistics table: everything one update measured, as float64 arrays on rank 0.
+
+All entries are sums of squares over the whole global tensor (all tokens of the probe over all DP ranks, all shards),
+so that they add over microbatches and ranks. L is the mean token loss of the probe's T tokens; G = ∂L/∂Y in that scale.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import LinearId
+
+STATS_SCHEMA = "snip.stats/1"
+
+RHO_GRID = np.logspace(-4.0, 1.0, 24)
+"""Relative gradient errors ρ at which F_j(ρ) is tabulated (METHOD, recipe step 6)."""
+
+# One value a linear. Shapes: X [T,K], W [N,K], Y [T,N], G [T,N], D = ∂L/∂X [T,K], ∇W [N,K].
+LINEAR_COLUMNS = (
+    "x2",  # ‖X‖²
+    "w2",  # ‖W‖²
+    "y2",  # ‖Y‖²
+    "g2",  # ‖G‖²
+    "d2",  # ‖D‖², after its reduction over tensor parallel ranks
+    "gw2",  # ‖∇W‖², after the reduction over data parallel ranks
+    "s2",  # Σ_t ‖G_t‖²‖X_t‖²: the squared norm of the per-token gradients, T × what independent tokens add to Var(∇W)
+    "m2",  # ‖exp_avg‖²
+    "v2",  # ‖exp_avg_sq‖²
+    "xs2",  # ‖X‖² over the sampled tokens, in the statistics pass
+    "gs2",  # ‖G‖² over the sampled tokens
+    "fx2",  # ‖X' − X‖² over the sampled tokens, X' of the forward-noise pass
+    "fg2",  # ‖G' − G‖² over the sampled tokens, forward-noise pass
+    "bg2",  # the same of the backward-noise pass; 0 when that pass was not run
+)
+# One value a linear and candidate format.
+FORMAT_COLUMNS = (
+    "dx_row2",  # ‖δX‖², tiles along K (fprop)
+    "dx_col2",  # ‖δX‖², tiles along T (wgrad)
+    "dw2",  # ‖δW‖², blocks (fprop, dgrad)
+    "dg_row2",  # ‖δG‖², tiles along N (dgrad), with the rounding training uses (stochastic for fp4)
+    "dg_col2",  # ‖δG‖², tiles along T (wgrad), likewise
+    "e2",  # ‖E‖², E = Q(X)Q(W)ᵀ − XWᵀ
+    "c2",  # Σ_t (G_t·E_t)²
+    "wdrift2",  # ‖u(g + σ∘z) − u(g)‖², σ from column norms of the wgrad error of one step (weight divergence of wgrad)
+    "wsigma2",  # ‖σ‖² of one step: the expected squared error of ∇W that wgrad in this format adds
+)
+# One value a residual boundary b = 0 … 2L: the stream below sub-block b (b = 2L: below the final norm).
+BOUNDARY_COLUMNS = (
+    "h2",  # ‖h_b‖² over the sampled tokens
+    "r2",  # ‖r_b‖², r_b = ∂L/∂h_b, sampled tokens
+    "branch_h2",  # ‖h_{b+1} − h_b‖², sampled tokens; 0 for b = 2L
+    "branch_r2",  # ‖r_b − r_{b+1}‖², sampled tokens; 0 for b = 2L
+    "cn2",  # Σ_t (r_{b,t}·δh_{b,t})², sampled tokens scaled to all tokens, forward-noise pass
+    "fh2",  # ‖δh_b‖², sampled tokens, forward-noise pass
+    "fr2",  # ‖δr_b‖², sampled tokens, forward-noise pass
+    "br2",  # ‖δr_b‖², sampled tokens, backward-noise pass; 0 when that pass was not run
+)
+
+
+@dataclass(frozen=True)
+class LinearRow:
+    """One linear of the model: global name, pipeline stage, global (unsharded) shape of W [n, k]."""
+
+    name: str
+    stage: int
+    n: int
+    k: int
+
+    @property
+    def id(self) -> LinearId:
+        """The parsed name."""
+        return LinearId.parse(self.name)
+
+
+@dataclass(frozen=True)
+class SinkRow:
+    """A parameter that gradient errors reach although it is no candidate: the word embedding, the norms' weights.
+
+    ``boundary`` is the residual boundary whose gradient feeds it: an error of r_boundary arrives unchanged in relative
+    size (METHOD, recipe step 4: the first block's dgrad reaches nothing else).
+    """
+
+    name: str
+    boundary: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class StatisticsTable:
+    """One update's measurements. Arrays are float64 [rows] or [rows, formats] or [rows, len(RHO_GRID)].
+
+    Attributes:
+        step: training step (0-based) before which the probe ran.
+        tokens: T, tokens of the probe over all data parallel ranks.
+        tokens_per_step: tokens of a training step's global batch; gradient noise of one step is that of the probe times
+            sqrt(tokens / tokens_per_step). ``wdrift2`` and ``wsigma2`` already are of one step.
+        formats: the candidate formats, the columns' second axis.
+        linear, by_format, boundary: named columns (LINEAR_COLUMNS, FORMAT_COLUMNS, BOUNDARY_COLUMNS).
+        drift2: ‖u(g + ρ·s∘z) − u(g)‖² per linear [linears, len(RHO_GRID)]; ‖s‖² = s2 brought to one step.
+        sink_drift2, sink_w2: the same table for the sinks and their ‖W‖².
+    """
+
+    step: int
+    tokens: int
+    tokens_per_step: int
+    formats: tuple[str, ...]
+    linears: tuple[LinearRow, ...]
+    sinks: tuple[SinkRow, ...]
+    linear: Mapping[str, np.ndarray]
+    by_format: Mapping[str, np.ndarray]
+    boundary: Mapping[str, np.ndarray]
+    drift2: np.ndarray
+    sink_drift2: np.ndarray
+    sink_w2: np.ndarray
+    meta: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n, f, s = len(self.linears), len(self.formats), len(self.sinks)
+        boundaries = 2 * (1 + max((row.id.layer for row in self.linears), default=-1)) + 1
+        expected = {
+            **{f"linear.{c}": (n,) for c in LINEAR_COLUMNS},
+            **{f"by_format.{c}": (n, f) for c in FORMAT_COLUMNS},
+            **{f"boundary.{c}": (boundaries,) for c in BOUNDARY_COLUMNS},
+            "drift2": (n, len(RHO_GRID)),
+            "sink_drift2": (s, len(RHO_GRID)),
+            "sink_w2": (s,),
+        }
+        for name, shape in expected.items():
+            group, _, column = name.partition(".")
+            array = getattr(self, group)[column] if column else getattr(self, group)
+            if array.shape != shape or array.dtype != np.float64:
+                raise ValueError(f"statistics {name}: {array.dtype}{array.shape}, expected float64{shape}")
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays by dotted name, in a fixed order."""
+        named: dict[str, np.ndarray] = {}
+        for group in ("linear", "by_format", "boundary"):
+            named |= {f"{group}.{c}": array for c, array in getattr(self, group).items()}
+        return named | {"drift2": self.drift2, "sink_drift2": self.sink_drift2, "sink_w2": self.sink_w2}
+
+    def non_finite(self) -> list[str]:
+        """Names of the columns that hold a NaN, an Inf or a negative value: such a table drops the update."""
+        bad = []
+        for name, array in self.arrays().items():
+            wrong = ~(np.isfinite(array) & (array >= 0))
+            if wrong.any():
+                row = int(np.argwhere(wrong)[0][0])
+                owner = self.linears[row].name if name.split(".")[0] in ("linear", "by_format", "drift2") else row
+                bad.append(f"{name} at {owner}")
+        return bad
+
+    def save(self, path: Path) -> None:
+        """Write as .npz without pickles, by rename."""
+        header = {
+            "schema": STATS_SCHEMA,
+            "step": self.step,
+            "tokens": self.tokens,
+            "tokens_per_step": self.tokens_per_step,
+            "formats": list(self.formats),
+            "linears": [[r.name, r.stage, r.n, r.k] for r in self.linears],
+            "sinks": [[r.name, r.boundary, r.numel] for r in self.sinks],
+            "meta": dict(self.meta),
+        }
+        buffer = io.BytesIO()
+        text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+        np.savez(buffer, header=text, **self.arrays())  # type: ignore[arg-type]
+        partial = path.with_name(path.name + ".part")
+        partial.write_bytes(buffer.getvalue())
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: Path) -> StatisticsTable:
+        """Read a file written by :meth:`save`. Raises SnipError on anything else; never unpickles."""
+        try:
+            with np.load(path, allow_pickle=False) as data:
+                header = json.loads(bytes(data["header"]))
+                if header.get("schema") != STATS_SCHEMA:
+                    raise SnipError(f'{path}: "schema" must be "{STATS_SCHEMA}"')
+                groups = {
+                    "linear": {c: data[f"linear.{c}"] for c in LINEAR_COLUMNS},
+                    "by_format": {c: data[f"by_format.{c}"] for c in FORMAT_COLUMNS},
+                    "boundary": {c: data[f"boundary.{c}"] for c in BOUNDARY_COLUMNS},
+                }
+                return cls(
+                    step=int(header["step"]),
+                    tokens=int(header["tokens"]),
+                    tokens_per_step=int(header["tokens_per_step"]),
+                    formats=tuple(header["formats"]),
+                    linears=tuple(LinearRow(str(a), int(b), int(c), int(d)) for a, b, c, d in header["linears"]),
+                    sinks=tuple(SinkRow(str(a), int(b), int(c)) for a, b, c in header["sinks"]),
+                    **groups,
+                    drift2=data["drift2"],
+                    sink_drift2=data["sink_drift2"],
+                    sink_w2=data["sink_w2"],
+                    meta={str(k): float(v) for k, v in header["meta"].items()},
+                )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+            raise SnipError(f"{path}: not a statistics file ({error})") from None
