@@ -1,0 +1,196 @@
+"""One frozen configuration and its ``--snip-*`` arguments, which are generated from it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+
+GRANULARITIES = ("gemm", "layer")
+GEMM_BACKENDS = ("auto", "reference")
+EVAL_MODES = ("map", "bf16", "both")
+FORMATS = ("fp8", "fp4", "nvfp4", "mxfp4", "mxfp8", "fp8_tensor")
+FOUR_BIT = ("fp4", "nvfp4", "mxfp4")
+
+
+def _option(default: Any, text: str, **argument: Any) -> Any:
+    """A dataclass field that is also a command line argument; ``argument`` goes to ``add_argument``."""
+    return dataclasses.field(default=default, metadata={"help": text, "argument": argument})
+
+
+@dataclass(frozen=True)
+class SnipConfig:
+    """Everything a run needs to know about SNIP. Field ``x_y`` is the argument ``--snip-x-y``."""
+
+    enabled: bool = False
+    budget: str = _option("fp4=0.75", "what is wanted: fp4=SHARE of the decoder linears' FLOPs in fp4")
+    formats: tuple[str, ...] = _option(("fp8", "fp4"), "candidate formats, comma separated")
+    granularity: str = _option("gemm", "one choice per GEMM, or per linear (the paper's)", choices=GRANULARITIES)
+    update_interval: int = _option(1000, "steps between two updates of the map; 0: no updates", type=int, metavar="N")
+    first_update: int = _option(100, "step of the first update", type=int, metavar="N")
+    lag: int = _option(10, "steps from submitting an update to adopting it", type=int, metavar="N")
+    policy: str = _option("snip", "how options are scored")
+    estimator: str = _option("noise", "sensitivity estimator behind the snip policy")
+    q: str = _option("split", "how loss and weight divergence combine to one score")
+    backward_noise: bool = _option(False, "also run the paper's backward-noise probe")
+    probe_microbatches: int = _option(1, "microbatches a probe runs on each data parallel rank", type=int, metavar="B")
+    probe_tokens: int = _option(
+        512, "tokens a microbatch of which noise probes compare activations", type=int, metavar="N"
+    )
+    probe_noise: float = _option(0.03, "relative size of the probes' noise", type=float)
+    stage_tolerance: str = _option("0.02", "how far a pipeline stage may stay under the budget; none: no constraint")
+    pin: tuple[str, ...] = _option((), "GLOB=FORMAT: a fixed choice for the linears that match; repeatable")
+    map: str | None = _option(None, "a snip.map/1 file to run under, without updates", metavar="MAP.json")
+    replay: str | None = _option(None, "repeat the recorded adoptions of another run's directory", metavar="RUN")
+    gemm: str = _option("auto", "GEMM backend", choices=GEMM_BACKENDS)
+    eval: str = _option("map", "formats of validation: the map's, bf16, or both", choices=EVAL_MODES)
+    solver_time: float = _option(10.0, "deterministic seconds CP-SAT may take for an update", type=float)
+    deadline: float = _option(600.0, "seconds after which a silent sidecar is killed", type=float)
+    seed: int = _option(1234, "seed of stochastic rounding, probes and tie-breaking", type=int)
+    dir: str | None = _option(None, "run directory: events, statistics, maps, report", metavar="DIR")
+    overwrite: bool = _option(False, "write into a run directory of another configuration")
+    no_compat: tuple[str, ...] = _option((), "switch one compatibility patch off by name; repeatable")
+
+    def __post_init__(self) -> None:
+        if self.enabled:
+            self._validate()
+
+    # -- derived -----------------------------------------------------------------------------------------------
+    @property
+    def target(self) -> float:
+        """The wanted fp4 share in [0, 1]."""
+        kind, _, value = self.budget.partition("=")
+        if kind != "fp4":
+            raise SnipError(f"--snip-budget {self.budget}: expected fp4=SHARE, for example fp4=0.75")
+        return _share("--snip-budget", self.budget, value)
+
+    @property
+    def tolerance(self) -> float | None:
+        """Per-stage tolerance as a number; None when there is no stage constraint."""
+        if self.stage_tolerance.lower() == "none":
+            return None
+        return _share("--snip-stage-tolerance", self.stage_tolerance, self.stage_tolerance)
+
+    @property
+    def pins(self) -> tuple[tuple[str, str], ...]:
+        """(glob, format) pairs, in the order given; the last match wins."""
+        pairs = []
+        for text in self.pin:
+            glob, equals, fmt = text.rpartition("=")
+            if not equals or not glob or fmt not in Format._value2member_map_:
+                known = ", ".join(f.value for f in Format)
+                raise SnipError(f"--snip-pin {text}: expected GLOB=FORMAT with FORMAT one of {known}")
+            pairs.append((glob, fmt))
+        return tuple(pairs)
+
+    @property
+    def updates(self) -> bool:
+        """Whether the run solves for maps of its own."""
+        fixed = self.policy in ("bf16", "uniform-fp8", "uniform-fp4")
+        return self.update_interval > 0 and self.map is None and self.replay is None and not fixed
+
+    def is_update_step(self, step: int) -> bool:
+        """Whether an update starts before ``step`` (0-based)."""
+        return self.updates and step >= self.first_update and (step - self.first_update) % self.update_interval == 0
+
+    # -- validation --------------------------------------------------------------------------------------------
+    def _validate(self) -> None:
+        from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
+        from snip_megatron.sensitivity.quality import Q_RULES
+
+        _ = self.target, self.tolerance, self.pins
+        for name, value, known in (
+            ("policy", self.policy, POLICIES),
+            ("estimator", self.estimator, ESTIMATORS),
+            ("q", self.q, Q_RULES),
+            ("granularity", self.granularity, GRANULARITIES),
+            ("gemm", self.gemm, GEMM_BACKENDS),
+            ("eval", self.eval, EVAL_MODES),
+        ):
+            if value not in known:
+                raise SnipError(f"--snip-{name} {value}: unknown; choose one of {', '.join(known)}")
+        unknown = [f for f in self.formats if f not in FORMATS]
+        if unknown or not self.formats or len(set(self.formats)) != len(self.formats):
+            raise SnipError(f"--snip-formats {','.join(self.formats)}: expected distinct names of {', '.join(FORMATS)}")
+        if self.updates and self.target > 0 and not set(self.formats) & set(FOUR_BIT):
+            raise SnipError(
+                f"--snip-formats {','.join(self.formats)}: none has four bits, so --snip-budget {self.budget}"
+                " cannot be reached; add fp4"
+            )
+        for name, least in (("update_interval", 0), ("first_update", 0), ("lag", 1), ("probe_microbatches", 1)):
+            if getattr(self, name) < least:
+                raise SnipError(f"--snip-{name.replace('_', '-')} {getattr(self, name)}: must be at least {least}")
+        if self.probe_tokens < 1:
+            raise SnipError(f"--snip-probe-tokens {self.probe_tokens}: must be at least 1")
+        if self.updates and self.update_interval <= self.lag:
+            raise SnipError(
+                f"--snip-lag {self.lag}: must be smaller than --snip-update-interval {self.update_interval},"
+                " so that an update is adopted before the next begins"
+            )
+        for name in ("probe_noise", "solver_time", "deadline"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise SnipError(f"--snip-{name.replace('_', '-')} {getattr(self, name)}: must be positive")
+        if self.map is not None and self.replay is not None:
+            raise SnipError("--snip-map and --snip-replay cannot be combined: both fix the maps; give one")
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready fields: what config.json of the run directory holds."""
+        return {
+            f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v for f in dataclasses.fields(self)
+        }
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> SnipConfig:
+        """Build from a parsed namespace that :func:`add_arguments` extended. Raises SnipError."""
+        values: dict[str, Any] = {"enabled": bool(getattr(args, "snip", False))}
+        for f in _option_fields():
+            value = getattr(args, f"snip_{f.name}", None)
+            if value is None:
+                continue
+            values[f.name] = _tuple(f.name, value) if isinstance(f.default, tuple) else value
+        return cls(**values)
+
+
+def _share(argument: str, text: str, value: str) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = math.nan
+    if not 0.0 <= share <= 1.0:
+        raise SnipError(f"{argument} {text}: the share must be a number between 0 and 1")
+    return share
+
+
+def _tuple(name: str, value: Any) -> tuple[str, ...]:
+    return tuple(part for part in value.split(",") if part) if name == "formats" else tuple(value)
+
+
+def _option_fields() -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(SnipConfig) if "help" in f.metadata]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--snip`` and one ``--snip-*`` argument a field. Choices are checked by SnipConfig: one clear line."""
+    group = parser.add_argument_group("SNIP", "precision chosen during training")
+    group.add_argument("--snip", action="store_true", help="choose precision while training")
+    for f in _option_fields():
+        kwargs: dict[str, Any] = {"help": f.metadata["help"], "dest": f"snip_{f.name}", "default": None}
+        argument = dict(f.metadata["argument"])
+        choices = argument.pop("choices", None)
+        if choices:
+            kwargs["help"] += f" ({', '.join(choices)})"
+        if isinstance(f.default, bool):
+            kwargs["action"] = "store_true"
+            kwargs["default"] = False
+        elif isinstance(f.default, tuple) and f.name != "formats":
+            kwargs |= {"action": "append", "metavar": "NAME" if f.name == "no_compat" else "GLOB=FORMAT"}
+        else:
+            kwargs |= {"type": argument.get("type", str), "metavar": argument.get("metavar", "X")}
+            kwargs["help"] += f"; default {','.join(f.default) if isinstance(f.default, tuple) else f.default}"
+        group.add_argument(f"--snip-{f.name.replace('_', '-')}", **kwargs)
+    return parser
