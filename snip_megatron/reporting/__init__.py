@@ -1,0 +1,1 @@
+"""Run directory, wandb figures and the HTML report. Imports nothing of a host framework."""
