@@ -1,0 +1,83 @@
+"""The element formats and their scaling: one frozen table that every quantiser reads.
+
+Sources: METHOD, Formats (fp8, fp4, fp8_tensor); OCP Microscaling Formats 1.0 (mxfp4, mxfp8); NVIDIA's NVFP4 (nvfp4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+
+TILE = 128
+"""Edge of the paper's tiles (1×128) and blocks (128×128)."""
+
+
+@dataclass(frozen=True)
+class Element:
+    """A small float: sign, exponent, ``mantissa_bits``; no infinities.
+
+    Attributes:
+        mantissa_bits: explicit bits of the mantissa.
+        min_exponent: exponent of the smallest normal number; below it the spacing stays the same.
+        max_exponent: exponent of the largest number (``emax`` of the OCP text).
+        maximum: the largest finite number.
+    """
+
+    mantissa_bits: int
+    min_exponent: int
+    max_exponent: int
+    maximum: float
+
+
+E2M1 = Element(mantissa_bits=1, min_exponent=0, max_exponent=2, maximum=6.0)
+E4M3 = Element(mantissa_bits=3, min_exponent=-6, max_exponent=8, maximum=448.0)
+
+
+class Scaling(Enum):
+    """How a tile's scale is stored."""
+
+    FP32 = "fp32"  # amax / maximum, an FP32 number per tile
+    FP32_TENSOR = "fp32_tensor"  # the same, the whole tensor is one tile
+    E4M3_FP32 = "e4m3_fp32"  # E4M3 per tile times one FP32 number per tensor
+    E8M0 = "e8m0"  # a power of two per tile
+
+
+@dataclass(frozen=True)
+class FormatSpec:
+    """One row of the table: element, scaling and the tile's edge (None: the paper's 128, or the whole tensor)."""
+
+    element: Element
+    scaling: Scaling
+    tile: int
+    square_blocks: bool  # whether granularity "block" means tile×tile; otherwise it is ignored
+
+    def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
+        """(rows, columns) of a tile that runs along ``axis`` (1: last dimension, 0: first) or of a square block."""
+        if block and self.square_blocks:
+            return self.tile, self.tile
+        return (self.tile, 1) if axis == 0 else (1, self.tile)
+
+
+SPECS: dict[Format, FormatSpec] = {
+    Format.FP4: FormatSpec(E2M1, Scaling.FP32, TILE, True),
+    Format.FP8: FormatSpec(E4M3, Scaling.FP32, TILE, True),
+    Format.FP8_TENSOR: FormatSpec(E4M3, Scaling.FP32_TENSOR, 0, False),
+    Format.NVFP4: FormatSpec(E2M1, Scaling.E4M3_FP32, 16, True),
+    Format.MXFP4: FormatSpec(E2M1, Scaling.E8M0, 32, False),
+    Format.MXFP8: FormatSpec(E4M3, Scaling.E8M0, 32, False),
+}
+
+FOUR_BIT = frozenset({Format.FP4, Format.NVFP4, Format.MXFP4})
+"""Formats whose gradients are rounded stochastically (METHOD, Formats)."""
+
+
+def resolve(format: Format | str) -> Format:
+    """The quantised :class:`Format` of a name. Raises SnipError for bf16 and unknown names."""
+    value = format.value if isinstance(format, Format) else format
+    for known in SPECS:
+        if known.value == value:
+            return known
+    raise SnipError(f"format {value!r} cannot be quantised to (known: {', '.join(f.value for f in SPECS)})")
