@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# The whole check of this repository: environment, ruff, mypy, every test. Arguments go to pytest:
+#
+#   bash scripts/test.sh                           everything (under 20 minutes on 2 cores)
+#   bash scripts/test.sh tests/unit/solver -k cpsat
+#
+# Exit code: pytest's, or 1 if only ruff or mypy failed. pytest's own summary is the last line.
+set -uo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 1
+source scripts/bootstrap.sh
+
+failed=()
+check() {
+    local name="$1"
+    shift
+    echo "== $name"
+    "$@" || failed+=("$name")
+}
+
+check "ruff check" ruff check .
+check "ruff format" ruff format --check .
+check "mypy" mypy
+
+echo "== pytest"
+if ((${#failed[@]})); then
+    echo "FAILED before the tests: ${failed[*]} (see above); this run will exit non-zero"
+fi
+# Two workers on two cores. Tests that start ranks or commands share one worker (tests/conftest.py), so they run one
+# after the other and each rank keeps to one thread.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+python -m pytest --numprocesses 2 --dist loadgroup "$@"
+status=$?
+((status == 0 && ${#failed[@]})) && status=1
+exit "$status"

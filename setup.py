@@ -1,0 +1,66 @@
+"""Packaging of snip_megatron. Tool settings (ruff, mypy, pytest) live in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+# Ranges of what is supported; constraints.txt pins the primary versions that are tested.
+REQUIREMENTS = [
+    "torch>=2.8",
+    "triton>=3.4; platform_system == 'Linux'",
+    "megatron-core>=0.17,<0.20",
+    "omegaconf>=2.3",  # imported by megatron.training, not declared by megatron-core itself
+    "ortools>=9.15,<10",
+    "transformers>=5",
+    "tokenizers>=0.22",
+    "wandb>=0.22",
+    "numpy>=2",
+    "plotly>=6",
+    "tqdm>=4.66",
+]
+
+DEVELOPMENT = [
+    "hypothesis>=6.100",
+    "ml_dtypes>=0.5",
+    "mypy>=2",
+    "pytest>=9",
+    "pytest-xdist>=3.8",
+    "ruff>=0.17",
+    "scipy>=1.14",
+]
+
+
+def version() -> str:
+    """``__version__`` of the package, read without importing it."""
+    source = (ROOT / "snip_megatron" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
+    if match is None:
+        raise RuntimeError("snip_megatron/__init__.py has no __version__ line")
+    return match.group(1)
+
+
+setup(
+    name="snip_megatron",
+    version=version(),
+    description="SNIP for Megatron: choose, while training, which GEMM of which linear runs in FP4, FP8 or BF16",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["snip_megatron", "snip_megatron.*"]),
+    package_data={"snip_megatron": ["**/*.md"]},
+    python_requires=">=3.12",
+    install_requires=REQUIREMENTS,
+    extras_require={"dev": DEVELOPMENT},
+    entry_points={"console_scripts": ["snip = snip_megatron.cli:main"]},
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,39 @@
+"""What the folders under tests/ mean: their marker, who runs beside whom, and the settings of property tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+TESTS = Path(__file__).resolve().parent
+# Under xdist (--dist loadgroup) these share one worker: they start ranks and commands that want the cores themselves.
+SERIAL_FOLDERS = ("distributed", "e2e", "gpu")
+
+# A deadline would assert a time; derandomised, a failure on one machine is a failure on every machine.
+settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.load_profile("suite")
+
+
+def cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip_gpu = None
+    for item in items:
+        if not item.path.is_relative_to(TESTS):
+            continue
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in SERIAL_FOLDERS:
+            item.add_marker(getattr(pytest.mark, folder))
+            item.add_marker(pytest.mark.xdist_group("serial"))
+        if folder == "gpu":
+            if skip_gpu is None:
+                skip_gpu = not cuda_is_available()
+            if skip_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

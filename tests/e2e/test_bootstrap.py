@@ -1,0 +1,238 @@
+"""scripts/bootstrap.sh: finding Python, the stamp, the lock, repair; real pip, a package without dependencies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A build backend inside the tree: pip needs no setuptools and no network. It can be made to hang in the middle.
+BACKEND = """
+import base64, hashlib, os, time, zipfile
+from pathlib import Path
+
+def build_editable(directory, config_settings=None, metadata_directory=None):
+    while os.path.exists("hang"):
+        time.sleep(0.1)
+    name = "sample-1.0-py3-none-any.whl"
+    files = {
+        "sample.pth": os.getcwd() + "\\n",
+        "sample-1.0.dist-info/METADATA": "Metadata-Version: 2.1\\nName: sample\\nVersion: 1.0\\n",
+        "sample-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    }
+    record = "".join(f"{path},,\\n" for path in files)
+    with zipfile.ZipFile(Path(directory) / name, "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+        wheel.writestr("sample-1.0.dist-info/RECORD", record + "sample-1.0.dist-info/RECORD,,\\n")
+    return name
+
+def build_wheel(directory, config_settings=None, metadata_directory=None):
+    raise RuntimeError("only editable")
+"""
+PYPROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository with this one's bootstrap and a package that needs nothing."""
+    root = tmp_path / "project"
+    (root / "scripts").mkdir(parents=True)
+    for name in ("bootstrap.sh", "bootstrap.py"):
+        (root / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
+    (root / "constraints.txt").write_text("# nothing is needed\n")
+    (root / "setup.py").write_text("# requirements would stand here\n")
+    (root / "pyproject.toml").write_text(PYPROJECT)
+    (root / "backend.py").write_text(BACKEND)
+    return root
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SNIP_", "VIRTUAL_ENV"))}
+    return {**kept, "SNIP_PYTHON": sys.executable, **extra}
+
+
+def bootstrap(project: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(project / "scripts" / "bootstrap.sh")]
+    return subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=120)
+
+
+def wait_for_pip(project: Path) -> None:
+    """Until pip works on the package (and hangs there, if the project says so)."""
+    log = project / ".venv" / "snip-install.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "Obtaining" in log.read_text()):
+        assert time.monotonic() < deadline, "pip did not start"
+        time.sleep(0.1)
+
+
+def stamp(project: Path) -> Path:
+    return project / ".venv" / "snip-stamp.json"
+
+
+def test_installs_once_and_again_only_when_an_input_changes(project: Path) -> None:
+    first = bootstrap(project)
+    assert first.returncode == 0, first.stderr
+    assert "snip: installed in" in first.stdout
+    assert json.loads(stamp(project).read_text())["root"] == str(project)
+    log = project / ".venv" / "snip-install.log"
+    before = log.stat().st_mtime_ns
+
+    # A second run is silent, installs nothing, and puts the environment first in the caller's PATH.
+    script = f"source {project}/scripts/bootstrap.sh; type -P python; echo $VIRTUAL_ENV"
+    second = subprocess.run(["bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=120)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.split() == [str(project / ".venv" / "bin" / "python"), str(project / ".venv")]
+    assert log.stat().st_mtime_ns == before
+
+    kept = project / ".venv" / "kept-by-an-update-in-place"
+    kept.touch()
+    (project / "constraints.txt").write_text("# another pin\n")
+    third = bootstrap(project)
+    assert third.returncode == 0, third.stderr
+    assert log.stat().st_mtime_ns > before
+    assert kept.exists()
+
+
+def test_killed_run_leaves_its_pip_the_lock_and_is_repaired(project: Path) -> None:
+    (project / "hang").touch()
+    command = [sys.executable, "-I", str(project / "scripts" / "bootstrap.py")]
+    killed = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+    wait_for_pip(project)
+    killed.kill()
+    killed.wait()
+    assert not stamp(project).exists()
+    left_by_the_kill = project / ".venv" / "half"
+    left_by_the_kill.touch()
+
+    second = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert second.stdout is not None
+    assert "waiting for it" in second.stdout.readline()  # on the killed run's pip
+    (project / "hang").unlink()
+    output = second.communicate(timeout=120)[0]
+    assert second.returncode == 0
+    assert "interrupted; building it anew" in output
+    assert stamp(project).exists()
+    assert not left_by_the_kill.exists()
+
+
+def test_two_runs_at_once_install_once(project: Path) -> None:
+    (project / "hang").touch()
+    command = ["bash", str(project / "scripts" / "bootstrap.sh")]
+    runs = [
+        subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    wait_for_pip(project)
+    time.sleep(1.0)  # the other run reaches the lock
+    (project / "hang").unlink()
+    outputs = [run.communicate(timeout=120)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    assert sorted("snip: installed in" in output for output in outputs) == [False, True]
+    assert sum("waiting for it" in output for output in outputs) == 1
+
+
+def test_a_failing_install_names_the_log_and_leaves_no_stamp(project: Path) -> None:
+    (project / "pyproject.toml").write_text(PYPROJECT.replace('"backend"', '"no_such_backend"'))
+    result = bootstrap(project)
+    assert result.returncode == 1
+    assert f"the whole log: {project}/.venv/snip-install.log" in result.stderr
+    assert "Traceback" not in result.stderr.splitlines()[-1]
+    assert not stamp(project).exists()
+
+
+def test_an_environment_of_the_users_own_is_left_alone(project: Path) -> None:
+    (project / ".venv").mkdir()
+    result = bootstrap(project)
+    assert result.returncode == 1
+    assert "was not made by scripts/bootstrap.sh" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert list((project / ".venv").iterdir()) == []
+
+
+def run_with_path(project: Path, path: Path, home: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    """The bootstrap with nothing but ``path`` in PATH and no other trace of an interpreter."""
+    variables = {"PATH": str(path), "HOME": str(home), **extra}
+    command = ["/bin/bash", str(project / "scripts" / "bootstrap.sh")]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def fake_python(path: Path, version: str) -> None:
+    """An interpreter of another version: it answers the finder's question as that version would."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numbers = tuple(int(part) for part in version.split("."))
+    program = (
+        f'#!{sys.executable}\nimport sys\nsys.version_info = {numbers}\nexec(sys.argv[sys.argv.index("-c") + 1])\n'
+    )
+    path.write_text(program)
+    path.chmod(0o755)
+
+
+def test_no_python_at_all_is_one_line(project: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = run_with_path(project, empty, empty)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "no Python >= 3.12" in result.stderr
+    assert "pyenv install 3.12" in result.stderr
+
+
+def test_an_old_python_and_a_shim_without_version_are_passed_over(project: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bin"
+    fake_python(path / "python3", "3.11.7")
+    (path / "python3.12").write_text("#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n")
+    (path / "python3.12").chmod(0o755)
+    result = run_with_path(project, path, tmp_path)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+
+    versions = tmp_path / ".pyenv" / "versions" / "3.12.9" / "bin"
+    versions.mkdir(parents=True)
+    (versions / "python3").symlink_to(sys.executable)
+    found = run_with_path(project, path, tmp_path, SNIP_VENV=str(tmp_path / "elsewhere"))
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "elsewhere" / "snip-stamp.json").exists()
+    assert not (project / ".venv").exists()
+
+
+def test_an_unsuitable_snip_python_is_named(project: Path, tmp_path: Path) -> None:
+    fake_python(tmp_path / "old", "3.11.7")
+    result = bootstrap(project, SNIP_PYTHON=str(tmp_path / "old"))
+    assert result.returncode == 1
+    assert result.stderr == f"snip: SNIP_PYTHON={tmp_path}/old is not a CPython >= 3.12 with the venv module\n"
+
+
+def test_everything_that_is_needed_is_pinned_at_the_installed_version() -> None:
+    """The closure of snip_megatron[dev] over the installed distributions stands in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(re.fullmatch(r"([\w.-]+)==(\S+)", line).groups() for line in lines if not line.startswith("#"))  # type: ignore[union-attr]
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    needed: dict[str, str] = {}
+    queue = [("snip_megatron", frozenset({"dev"}))]
+    seen = set()
+    while queue:
+        name, extras = queue.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        distribution = metadata.distribution(name)
+        needed[canonicalize_name(name)] = distribution.version
+        for text in distribution.requires or []:
+            requirement = Requirement(text)
+            if any(requirement.marker is None or requirement.marker.evaluate({"extra": e}) for e in extras or {""}):
+                queue.append((requirement.name, frozenset(requirement.extras)))
+    needed.pop("snip-megatron")
+    assert {name: pins.get(name) for name in needed} == needed
+    assert set(pins) - set(needed) == {"pip"}, "pinned but no longer needed"
