@@ -88,7 +88,7 @@ def _slabs(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     like = x if like is None else like
     if like.device.type != "cpu" or like.numel() <= _SLAB:
         return (x,)
-    slabs: tuple[Tensor, ...] = torch.split(x, max(1, _SLAB * like.shape[0] // like.numel()))  # type: ignore[no-untyped-call]
+    slabs: tuple[Tensor, ...] = torch.split(x, max(1, _SLAB * like.shape[0] // like.numel()))
     return slabs
 
 
