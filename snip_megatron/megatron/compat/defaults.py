@@ -1,0 +1,71 @@
+"""Argument defaults that follow from the machine: what the CPU cannot do, fusions whose extension is missing.
+
+They are the parser's *defaults*: a value that the user gives wins, and is refused where it cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron.startup import Startup
+
+
+@dataclass(frozen=True)
+class Default:
+    """``flag`` sets ``dest`` to ``value``. ``required``: any other value cannot work."""
+
+    flag: str
+    dest: str
+    value: Any
+    required: bool = False
+
+
+#: What the CPU needs. Kernels that exist only in CUDA, nccl, and the device that initialises weights.
+CPU = (
+    Default("--distributed-backend gloo", "distributed_backend", "gloo", required=True),
+    Default("--transformer-impl local", "transformer_impl", "local", required=True),
+    Default("--use-cpu-initialization", "use_cpu_initialization", True),
+    Default("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False, required=True),
+    Default("--no-masked-softmax-fusion", "masked_softmax_fusion", False, required=True),
+    Default("--no-persist-layer-norm", "no_persist_layer_norm", True, required=True),
+    Default("--no-rope-fusion", "apply_rope_fusion", False, required=True),
+    Default("--disable-jit-fuser", "disable_jit_fuser", True),
+)
+
+#: Fusions and the extension module that each takes.
+EXTENSIONS = (
+    ("fused_weight_gradient_mlp_cuda", CPU[3]),
+    ("scaled_upper_triang_masked_softmax_cuda", CPU[4]),
+    ("apex", CPU[5]),
+    ("transformer_engine", CPU[6]),
+)
+
+
+def _wanted(startup: Startup) -> list[tuple[str, Default]]:
+    if startup.on_cpu:
+        return [("cpu", default) for default in CPU]
+    if not startup.allows("missing-extensions"):
+        return []
+    return [("missing-extensions", d) for module, d in EXTENSIONS if importlib.util.find_spec(module) is None]
+
+
+def set_defaults(parser: argparse.ArgumentParser, startup: Startup) -> list[str]:
+    """Change the defaults of ``parser``; returns one line a compat set: its name and the flags it stands for."""
+    flags: dict[str, list[str]] = {}
+    for name, default in _wanted(startup):
+        parser.set_defaults(**{default.dest: default.value})
+        flags.setdefault(name, []).append(default.flag)
+    return [f"{name}: defaults {' '.join(values)}" for name, values in flags.items()]
+
+
+def check(args: argparse.Namespace, startup: Startup) -> None:
+    """Raise SnipError if ``args`` asks for something that this machine cannot do."""
+    for name, default in _wanted(startup):
+        value = getattr(args, default.dest)
+        if name == "cpu" and default.required and value != default.value:
+            given = default.dest.replace("_", "-")
+            raise SnipError(f"--{given} {value}: impossible without a CUDA device; the CPU needs {default.flag}")

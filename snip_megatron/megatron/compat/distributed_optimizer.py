@@ -1,0 +1,84 @@
+"""``distributed-optimizer-resume``: Megatron's distributed optimizer over ``torch.optim.AdamW``.
+
+With Apex or Transformer Engine the step count lives in the parameter groups; torch keeps it beside the moments of each
+parameter, which Megatron's (de)serialisation handles only in part (seen in 0.19):
+
+- ``state_dict`` of an optimizer that has not stepped (what loading begins with) asserts on the missing step;
+- parameter state of ``dp_reshardable`` holds the step as a tensor and loading copies an old one over it: the run
+  silently continues with a bias correction of step 0. ``fully_reshardable`` holds none: KeyError;
+- one step *tensor* is shared by all parameters, so that each of them would advance it;
+- FP32 shards are views of parameters that require gradients, and are copied into with gradients enabled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from snip_megatron.megatron.compat.versions import check_signature
+
+check_signature(DistributedOptimizer.state_dict, ("self",), "DistributedOptimizer.state_dict")
+check_signature(DistributedOptimizer.load_state_dict, ("self", "state_dict"), "DistributedOptimizer.load_state_dict")
+check_signature(
+    DistributedOptimizer._set_main_param_and_optimizer_states,
+    ("self", "model_param", "tensors"),
+    "DistributedOptimizer._set_main_param_and_optimizer_states",
+)
+_state_dict = DistributedOptimizer.state_dict
+_load_state_dict = DistributedOptimizer.load_state_dict
+_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def uses_torch_adamw() -> bool:
+    """Whether Megatron found neither Apex nor Transformer Engine and falls back to torch's AdamW."""
+    return bool(megatron_optimizer.USING_PYTORCH_OPTIMIZER)
+
+
+def install() -> str:
+    """Patch the class. Returns what it did, for the list at start."""
+    DistributedOptimizer.state_dict = _complete_state_dict
+    DistributedOptimizer.load_state_dict = _load_with_steps
+    DistributedOptimizer._set_main_param_and_optimizer_states = _set_without_step
+    return "step counts of torch's AdamW saved and restored"
+
+
+def _is_adamw(optimizer: Any) -> bool:
+    return isinstance(getattr(optimizer, "optimizer", None), torch.optim.AdamW)
+
+
+def _parameters(adamw: torch.optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    return [(group, parameter) for group in adamw.param_groups for parameter in group["params"]]
+
+
+def _step(count: float) -> torch.Tensor:
+    return torch.tensor(float(count), dtype=torch.float32)
+
+
+def _complete_state_dict(self: Any) -> Any:
+    """As upstream, after giving parameters that have not stepped the state that torch would give them."""
+    if _is_adamw(self):
+        for _, parameter in _parameters(self.optimizer):
+            if not self.optimizer.state.get(parameter):
+                self.optimizer.state[parameter] = {
+                    "step": _step(0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+    return _state_dict(self)
+
+
+def _load_with_steps(self: Any, state_dict: Any) -> Any:
+    with torch.no_grad():
+        result = _load_state_dict(self, state_dict)
+        if _is_adamw(self):
+            for group, parameter in _parameters(self.optimizer):
+                self.optimizer.state[parameter]["step"] = _step(group["step"])
+    return result
+
+
+def _set_without_step(self: Any, model_param: Any, tensors: Any) -> Any:
+    # None is what upstream skips; the step is restored from the parameter groups.
+    return _set_states(self, model_param, {**tensors, "step": None} if _is_adamw(self) else tensors)

@@ -1,0 +1,67 @@
+"""The compat sets as run-time patches of Megatron. Each is applied where it is needed and listed at start."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import logging
+import os
+from typing import Any
+
+import megatron.core.datasets.utils as dataset_utils
+import megatron.training.training as training
+
+from snip_megatron.megatron.compat import distributed_optimizer, torch_norm
+from snip_megatron.megatron.startup import Startup
+
+
+def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
+    """Patch what ``args`` needs and ``startup`` allows. Returns one line a compat set, to be shown at start."""
+    needed = {
+        "cpu": startup.on_cpu,
+        "dataset-helpers": _helpers_are_prebuilt(),
+        "torch-norm-sequence-parallel": args.sequence_parallel and args.transformer_impl == "local",
+        "distributed-optimizer-resume": args.use_distributed_optimizer and distributed_optimizer.uses_torch_adamw(),
+    }
+    patches = {
+        "cpu": _patch_for_cpu,
+        "dataset-helpers": _skip_dataset_build,
+        "torch-norm-sequence-parallel": torch_norm.install,
+        "distributed-optimizer-resume": distributed_optimizer.install,
+    }
+    lines = []
+    for name, patch in patches.items():
+        if needed[name] and startup.allows(name):
+            lines.append(f"{name}: {patch()}")
+    return lines
+
+
+def _patch_for_cpu() -> str:
+    """The Megatron half of ``cpu``; the torch half is ``cpu_device``."""
+    if not isinstance(training.initialize_megatron, functools.partial):
+        training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+    # It warms fused kernels up with random inputs of the layout's shape. On the CPU these would come from the very
+    # generator that initialises the weights, and make them depend on the layout.
+    training.set_jit_fusion_options = _nothing
+    # The tracker warns when work under a CUDA generator changes the CPU's: here they are one and the same.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+    return "CUDA calls answered by the CPU, its generator for the device's, no warm-up of fused kernels"
+
+
+def _helpers_are_prebuilt() -> bool:
+    folder = os.path.dirname(os.path.abspath(dataset_utils.__file__))
+    built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
+    return built and not os.path.exists(os.path.join(folder, "Makefile"))
+
+
+def _skip_dataset_build() -> str:
+    """Megatron runs ``make`` at start and exits when that fails; the wheel has the result but no Makefile."""
+    dataset_utils.compile_helpers = _nothing
+    return "the compiled dataset index builder is used as shipped"
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None

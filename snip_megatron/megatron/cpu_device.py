@@ -1,0 +1,236 @@
+"""The torch half of the ``cpu`` compat set: code written for one CUDA device per rank runs on the CPU.
+
+Nothing of Megatron is imported here, because Megatron binds some of these names while it is imported:
+:func:`install` comes first. Used for tests and demonstrations; it changes torch for the whole process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+# fmt: off
+_FACTORIES = (
+    "tensor", "as_tensor", "asarray", "zeros", "ones", "empty", "full", "arange", "linspace", "eye", "rand", "randn",
+    "randint", "randperm", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "empty_strided", "tril_indices", "triu_indices",
+)
+# fmt: on
+_TENSOR_FACTORIES = ("new_tensor", "new_zeros", "new_ones", "new_empty", "new_full")
+
+
+def install() -> None:
+    """Patch torch for this process. A second call does nothing."""
+    if getattr(torch.cuda, "snip_cpu_device", False):
+        return
+    # torch.compile has no use here (one compilation a rank, no fusion worth it) and needs a C++ compiler.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Imported before the patches: it registers torch's functions in tables that reject two names for one function.
+    importlib.import_module("torch._dynamo")
+
+    _redirect_devices()
+    _replace_cuda_runtime()
+    _adapt_gloo()
+    torch.cuda.snip_cpu_device = True  # type: ignore[attr-defined]
+
+
+# -- devices ---------------------------------------------------------------------------------------------------
+def _to_cpu(device: Any) -> Any:
+    """``device`` with every way to name a CUDA device (index, "cuda:0", torch.device) replaced by the CPU."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return CPU
+    if isinstance(device, str) and device.startswith("cuda"):
+        return CPU
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return CPU
+    return device
+
+
+def _redirected(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _to_cpu(kwargs["device"])
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _redirect_devices() -> None:
+    for owner, names in ((torch, _FACTORIES), (torch.Tensor, _TENSOR_FACTORIES)):
+        for name in names:
+            setattr(owner, name, _redirected(getattr(owner, name)))
+
+    tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:
+            args = (_to_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _to_cpu(kwargs["device"])
+        return tensor_to(self, *args, **kwargs)
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Megatron's optimizers sort parameters by the names "torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", ...
+        result = tensor_type(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    def unchanged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    torch.Tensor.to = to  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = unchanged  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = unchanged  # type: ignore[method-assign]
+    torch.nn.Module.cuda = unchanged  # type: ignore[method-assign]
+
+
+# -- the runtime -----------------------------------------------------------------------------------------------
+class _Stream:
+    """All work is done when it is issued: waiting is free, an event carries only its time."""
+
+    cuda_stream = 0
+    device = CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record()
+        return event
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds = 0.0
+
+    def record(self, *args: Any) -> None:
+        self.seconds = time.perf_counter()
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.seconds - self.seconds) * 1e3
+
+
+class _Properties:
+    """An Ampere-like device: no path of Hopper or Blackwell is taken."""
+
+    name = "cpu"
+    major, minor = 8, 0
+    multi_processor_count = 1
+    total_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class _MemoryStats(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        if "bytes" not in key:
+            return 0
+        return _peak_memory() if "peak" in key else _resident_memory()
+
+
+def _resident_memory(*args: Any) -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peak_memory(*args: Any) -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _replace_cuda_runtime() -> None:
+    stream = _Stream()
+    stand_ins: dict[str, Any] = {
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "set_device": _nothing,
+        "synchronize": _nothing,
+        "get_device_name": lambda *a: _Properties.name,
+        "get_device_properties": lambda *a: _Properties,
+        "get_device_capability": lambda *a: (_Properties.major, _Properties.minor),
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda *a: stream,
+        "default_stream": lambda *a: stream,
+        "set_stream": _nothing,
+        "stream": lambda s=None: contextlib.nullcontext(s),
+        "is_current_stream_capturing": lambda: False,
+        "empty_cache": _nothing,
+        "ipc_collect": _nothing,
+        "memory_stats": lambda *a: _MemoryStats(),
+        "memory_allocated": _resident_memory,
+        "memory_reserved": _resident_memory,
+        "device_memory_used": _resident_memory,
+        "max_memory_allocated": _peak_memory,
+        "max_memory_reserved": _peak_memory,
+        "reset_peak_memory_stats": _nothing,
+        "mem_get_info": lambda *a: (_Properties.total_memory - _resident_memory(), _Properties.total_memory),
+        "_lazy_init": _nothing,
+        "_lazy_call": lambda call, **k: call(),
+    }
+    # The device's generator is the CPU's own: dropout and initialisation draw from it on this device.
+    generator: dict[str, Any] = {
+        "default_generators": (torch.default_generator,),
+        "get_rng_state": lambda *a, **k: torch.get_rng_state(),
+        "set_rng_state": lambda state, *a, **k: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+        "manual_seed_all": _nothing,
+    }
+    for name, value in (stand_ins | generator).items():
+        setattr(torch.cuda, name, value)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
+        setattr(torch.cuda.random, name, generator[name])
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, _nothing)
+
+
+# -- gloo ------------------------------------------------------------------------------------------------------
+def _adapt_gloo() -> None:
+    """Mixture-of-experts passes split sizes as tensors; off the GPU they stay tensors, where a list is needed."""
+    all_to_all_single = dist.all_to_all_single
+
+    @functools.wraps(all_to_all_single)
+    def with_lists(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(a.tolist() if i >= 2 and isinstance(a, torch.Tensor) else a for i, a in enumerate(args))
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return all_to_all_single(*args, **kwargs)
+
+    dist.all_to_all_single = with_lists

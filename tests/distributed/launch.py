@@ -1,0 +1,117 @@
+"""Starts real ranks the way a user does: torchrun, gloo on the CPU, a Llama small enough to train in seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+_LLAMA = """
+--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4
+--group-query-attention --num-query-groups 2 --seq-length 64 --max-position-embeddings 64
+--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+--micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --eval-interval 1000
+--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0
+--seed 1234 --log-interval 1 --num-workers 0
+""".split()
+_MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 255".split()
+
+
+def tiny_llama_args(*extra: str, iters: int = 10, mock_data: bool = True) -> list[str]:
+    """Megatron's arguments of a 4-layer Llama (hidden 64, 64 tokens) for ``iters`` steps; a later ``extra`` wins."""
+    data = _MOCK_DATA if mock_data else []
+    return [*_LLAMA, *data, "--train-iters", str(iters), *extra]
+
+
+def run_ranks(
+    nproc: int,
+    args: Sequence[str],
+    *,
+    module: str = "snip_megatron.pretrain_gpt",
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    tmp: Path,
+    launcher: Sequence[str] = ("--standalone",),
+) -> subprocess.CompletedProcess[str]:
+    """Run ``-m module args`` on ``nproc`` ranks in the folder ``tmp``; returns the finished process with its output.
+
+    ``--standalone`` makes torchrun choose a free port. After ``timeout`` seconds every process that was started is
+    killed and TimeoutExpired raised, with the output so far.
+    """
+    process = start_ranks(nproc, args, module=module, env=env, tmp=tmp, launcher=launcher)
+    return finish(process, timeout)
+
+
+def start_ranks(
+    nproc: int,
+    args: Sequence[str],
+    *,
+    module: str = "snip_megatron.pretrain_gpt",
+    env: Mapping[str, str] | None = None,
+    tmp: Path,
+    launcher: Sequence[str] = ("--standalone",),
+) -> subprocess.Popen[str]:
+    """As :func:`run_ranks`, without waiting: for two launchers of one job, or to kill a rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(nproc)]
+    return subprocess.Popen(
+        [*command, "-m", module, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp,
+        env={**os.environ, **_environment(), **(env or {})},
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Wait for a process of :func:`start_ranks`; on a timeout kill it and all that it started."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as expired:
+        kill(process)
+        out, err = process.communicate()
+        raise subprocess.TimeoutExpired(process.args, timeout, out, err) from expired
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process of :func:`start_ranks` and all that it started (ranks are sessions of their own)."""
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=False
+    )
+    for pid in (process.pid, *map(int, children.stdout.split())):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "WANDB_MODE": "offline",
+    }
+
+
+def losses(process: subprocess.CompletedProcess[str]) -> dict[int, float]:
+    """Step (from 1) -> printed training loss. The second one after a start is the mean of two (Megatron's log)."""
+    found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", process.stdout)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def error_lines(process: subprocess.CompletedProcess[str]) -> list[str]:
+    """The lines that our commands print for a SnipError."""
+    return [line for line in process.stderr.splitlines() if line.startswith(("pretrain_gpt:", "snip "))]
