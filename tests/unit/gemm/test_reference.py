@@ -1,0 +1,134 @@
+"""The reference GEMMs against float64: exact on what they quantise, and a signal-to-noise floor on every result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.reference import dgrad, fprop, wgrad
+from snip_megatron.precision import Format
+from snip_megatron.quantization import fake_quantize
+
+QUANTISED = [f for f in Format if f is not Format.BF16]
+every_format = pytest.mark.parametrize("fmt", QUANTISED, ids=lambda f: f.value)
+# (fprop, dgrad, wgrad) in dB for independent normal operands, T=256 K=384 N=512, as measured on 2026-11-21.
+# dgrad and wgrad round G stochastically in the 4-bit formats, which costs about 1.5 dB of the product.
+SQNR = {
+    Format.FP8: (28.6, 28.7, 28.8),
+    Format.FP8_TENSOR: (28.5, 28.5, 28.5),
+    Format.FP4: (15.7, 14.1, 14.5),
+    Format.NVFP4: (16.6, 15.1, 15.5),
+    Format.MXFP4: (15.8, 14.2, 14.2),
+    Format.MXFP8: (27.6, 27.6, 27.6),
+}
+
+
+def operands(dtype: torch.dtype = torch.float32, tokens: int = 256) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """X [T, 384], W [512, 384], G [T, 512]."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, 384), (512, 384), (tokens, 512))
+    x, w, g = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return x, w, g * 1e-3
+
+
+def decibel(exact: torch.Tensor, found: torch.Tensor) -> float:
+    exact = exact.double()
+    return (10 * torch.log10(exact.square().sum() / (found.double() - exact).square().sum())).item()
+
+
+@every_format
+def test_output_and_every_gradient_keep_their_signal_to_noise(fmt: Format) -> None:
+    x, w, g = operands()
+    found = (fprop(x, w, fmt), dgrad(g, w, fmt, seed=1), wgrad(g, x, fmt, seed=2))
+    exact = (x.double() @ w.double().t(), g.double() @ w.double(), g.double().t() @ x.double())
+    measured = [decibel(e, f) for e, f in zip(exact, found, strict=True)]
+    assert measured == pytest.approx(SQNR[fmt], abs=0.4)
+
+
+@every_format
+@pytest.mark.parametrize("tokens", [256, 130, 1])
+def test_products_are_those_of_the_quantised_operands(fmt: Format, tokens: int) -> None:
+    x, w, g = operands(tokens=tokens)
+    options = {"rounding": "stochastic" if fmt in (Format.FP4, Format.NVFP4, Format.MXFP4) else "nearest", "seed": 5}
+    exact = fake_quantize(x, fmt).double() @ fake_quantize(w, fmt, block=True).double().t()
+    assert decibel(exact, fprop(x, w, fmt)) > 120
+    weight = fake_quantize(w, fmt, axis=0, block=True).double()
+    assert decibel(fake_quantize(g, fmt, **options).double() @ weight, dgrad(g, w, fmt, seed=5)) > 120
+    left = fake_quantize(g, fmt, axis=0, **options).double()
+    assert decibel(left.t() @ fake_quantize(x, fmt, axis=0).double(), wgrad(g, x, fmt, seed=5)) > 120
+
+
+def test_weight_blocks_are_the_same_numbers_in_fprop_and_dgrad() -> None:
+    eye = torch.eye(256)
+    w = operands()[1][:256, :256].contiguous()
+    for fmt in (Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4):
+        assert torch.equal(fprop(eye, w, fmt).t(), dgrad(eye, w, fmt, seed=0))
+
+
+@pytest.mark.parametrize("fmt", list(Format), ids=lambda f: f.value)
+def test_dtypes(fmt: Format) -> None:
+    x, w, g = operands(torch.bfloat16)
+    assert fprop(x, w, fmt).dtype == torch.bfloat16
+    assert dgrad(g, w, fmt, seed=1).dtype == torch.bfloat16
+    assert wgrad(g, x, fmt, seed=1).dtype == torch.float32
+    assert fprop(x, w, fmt, out_dtype=torch.float32).dtype == torch.float32
+    assert dgrad(g, w, fmt, seed=1, out_dtype=torch.float32).dtype == torch.float32
+
+
+def test_bf16_is_the_plain_product() -> None:
+    x, w, g = operands(torch.bfloat16)
+    assert torch.equal(fprop(x, w, "bf16"), x @ w.t())
+    assert torch.equal(dgrad(g, w, Format.BF16), g @ w)
+    exact = g.double().t() @ x.double()
+    assert decibel(exact, wgrad(g, x, Format.BF16)) > 120
+    assert decibel(exact, (g.t() @ x).float()) < 70  # what a bf16 result would lose
+
+
+@pytest.mark.parametrize("fmt", list(Format), ids=lambda f: f.value)
+def test_wgrad_accumulates_into_main_grad(fmt: Format) -> None:
+    x, _, g = operands(torch.bfloat16)
+    main_grad = torch.full((512, 384), 3.0)
+    result = wgrad(g, x, fmt, seed=1, out=main_grad)
+    assert result.data_ptr() == main_grad.data_ptr()
+    torch.testing.assert_close(main_grad, 3 + wgrad(g, x, fmt, seed=1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", [Format.FP4, Format.NVFP4, Format.MXFP4], ids=lambda f: f.value)
+def test_four_bit_gradients_round_stochastically_from_their_key(fmt: Format) -> None:
+    x, w, g = operands()
+    assert torch.equal(dgrad(g, w, fmt, seed=1), dgrad(g, w, fmt, seed=1))
+    assert not torch.equal(dgrad(g, w, fmt, seed=1), dgrad(g, w, fmt, seed=2))
+    assert not torch.equal(dgrad(g, w, fmt, seed=1), dgrad(g, w, fmt, seed=1, offset=(0, 512)))
+    assert not torch.equal(wgrad(g, x, fmt, seed=1), wgrad(g, x, fmt, seed=2))
+    assert torch.equal(dgrad(-g, w, fmt, seed=1), -dgrad(g, w, fmt, seed=1))
+    with pytest.raises(SnipError, match="seed"):
+        dgrad(g, w, fmt)
+    with pytest.raises(SnipError, match="seed"):
+        wgrad(g, x, fmt)
+
+
+def test_a_tensor_parallel_shard_of_fp4_gradients_gives_its_part_of_wgrad() -> None:
+    x, _, g = operands()
+    whole = wgrad(g, x, Format.FP4, seed=1)
+    cols = torch.cat([torch.arange(128, 256), torch.arange(384, 512)])
+    shard = wgrad(g[:, cols], x, Format.FP4, seed=1, cols=cols)
+    torch.testing.assert_close(shard, whole[cols], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fmt", list(Format), ids=lambda f: f.value)
+def test_no_tokens(fmt: Format) -> None:
+    x, w, g = operands(torch.bfloat16, tokens=0)
+    assert fprop(x, w, fmt).shape == (0, 512)
+    assert dgrad(g, w, fmt, seed=1).shape == (0, 384)
+    assert torch.equal(wgrad(g, x, fmt, seed=1), torch.zeros(512, 384))
+    main_grad = torch.ones(512, 384)
+    assert torch.equal(wgrad(g, x, fmt, seed=1, out=main_grad), torch.ones(512, 384))
+
+
+def test_a_nan_reaches_the_result() -> None:
+    x, w, _ = operands()
+    x[3, 5] = float("nan")
+    y = fprop(x, w, Format.FP4)
+    assert y[3].isnan().all()
+    assert not y[[0, 1, 2, 4]].isnan().any()
