@@ -1,0 +1,257 @@
+"""What happens at a step boundary: adopt a map, run probes, submit to the sidecar, learn its answer.
+
+Every rank calls :meth:`Controller.before_step` and :meth:`Controller.after_step` for every step. What a rank does there
+follows from the step number and from broadcasts alone, so that all ranks enter the same collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from snip_megatron.adoption import Decision, MapChannel, Verdict
+from snip_megatron.config import SnipConfig
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.precision import Format, Gemm, PrecisionMap
+from snip_megatron.reporting.wandb_sink import WandbSink
+from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.step_report import StepFigures, StepReport
+
+
+class Probe(Protocol):
+    """One update's measurement, run on all ranks before a step."""
+
+    @property
+    def table(self) -> StatisticsTable: ...
+
+    @property
+    def seconds(self) -> Mapping[str, float]: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
+class Office(Protocol):
+    """Rank 0's side of an update: the sidecar and the run directory. Absent on other ranks."""
+
+    def submit(self, step: int, table: StatisticsTable, version: int) -> None: ...
+
+    def poll(self, step: int, version: int) -> Decision: ...
+
+    def initial_map(self, step: int) -> Decision: ...
+
+    def replay_steps(self) -> list[int]: ...
+
+    def replayed_map(self, step: int) -> Decision: ...
+
+    def event(self, step: int, kind: str, **fields: Any) -> None: ...
+
+    def metric(self, figures: StepFigures, fp4_fraction: float) -> None: ...
+
+    def adopted(self, step: int, precision_map: PrecisionMap) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Pending:
+    """An update on its way: submitted before ``step``, decided before ``due``."""
+
+    step: int
+    due: int
+    version: int
+
+
+@dataclass
+class ControllerState:
+    """What a checkpoint must hold of the controller; equal on all ranks."""
+
+    started: bool = False
+    version: int = 0
+    pending: Pending | None = None
+    grad_norm: float | None = None
+    last_update: int | None = None
+    replay_steps: list[int] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return asdict(self)
+
+
+class Controller:
+    """The loop of the method on one rank.
+
+    Args:
+        config: the run's configuration.
+        registry: this rank's linears.
+        channel: agreement over all ranks.
+        report: the per-step loss collective.
+        flops: linear's global name → FLOPs of one of its GEMMs a token, for the fp4 share.
+        office: rank 0's duties; None on other ranks.
+        sink: Megatron's own wandb run, which only its last rank has; a no-op elsewhere.
+        clip_grad: Megatron's ``--clip-grad``; 0 for none.
+    """
+
+    def __init__(
+        self,
+        config: SnipConfig,
+        registry: LinearRegistry,
+        channel: MapChannel,
+        report: StepReport,
+        flops: Mapping[str, float],
+        office: Office | None,
+        sink: WandbSink,
+        clip_grad: float,
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._channel = channel
+        self._report = report
+        self._flops = dict(flops)
+        self._office = office
+        self._sink = sink
+        self._clip_grad = clip_grad
+        self._fraction = fp4_fraction(registry.current, self._flops)
+        self._fractions: dict[int, float] = {}  # of steps whose loss is still on its way
+        self.state = ControllerState()
+
+    # -- step boundary -----------------------------------------------------------------------------------------
+    def before_step(self, step: int, probe: Callable[[float], Probe]) -> None:
+        """Everything that precedes ``train_step(step)``: start, decision due, update due.
+
+        Args:
+            step: 0-based.
+            probe: runs the probes of this step, given the factor of gradient clipping.
+        """
+        self._sink.begin_step(step)
+        if not self.state.started:
+            self._start(step)
+        if step in self.state.replay_steps:
+            self._adopt(step, self._channel.agree(self._office.replayed_map(step) if self._office else None))
+        pending = self.state.pending
+        if pending is not None and step >= pending.due:
+            self._decide(step, pending)
+        if self._config.is_update_step(step):
+            self._update(step, probe)
+        self._registry.start_step(step)
+
+    def after_step(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> None:
+        """Note the step's figures; the previous step's, summed over ranks by now, are written down."""
+        self.state.grad_norm = grad_norm
+        self._fractions[step] = self._fraction
+        figures = self._report.exchange(step, loss, grad_norm)
+        self._metric(figures)
+
+    def close(self) -> None:
+        """The end of training: the last step's figures, then rank 0's processes and files."""
+        self._metric(self._report.drain())
+        if self._office is not None:
+            self._office.close()
+
+    # -- maps --------------------------------------------------------------------------------------------------
+    def _start(self, step: int) -> None:
+        """The first step of this process: a fixed map, if the configuration names one, and a replay's schedule."""
+        self.state.started = True
+        if self._config.replay is not None:
+            steps = self._office.replay_steps() if self._office else None
+            self.state.replay_steps = [s for s in self._channel.agree_steps(steps) if s >= step]
+        decision = self._channel.agree(self._office.initial_map(step) if self._office else None)
+        if decision.verdict is Verdict.MAP:
+            self._adopt(step, decision)
+
+    def _decide(self, step: int, pending: Pending) -> None:
+        """All ranks learn whether rank 0 has the map; if not, the decision waits for another whole lag (rule 6)."""
+        started = time.perf_counter()
+        decision = self._channel.agree(self._office.poll(step, pending.version) if self._office else None)
+        if decision.verdict is Verdict.NOT_READY:
+            pending.due = step + self._config.lag
+            self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=_since(started))
+            return
+        self.state.pending = None
+        if decision.verdict is Verdict.MAP:
+            self._adopt(step, decision, started)
+
+    def _adopt(self, step: int, decision: Decision, started: float | None = None) -> None:
+        new = decision.precision_map
+        if new is None:
+            return
+        started = time.perf_counter() if started is None else started
+        names = self._registry.names
+        changed = int((new.to_codes(names) != self._registry.current.to_codes(names)).sum())
+        self._registry.adopt(new)
+        self.state.version = max(self.state.version, new.version)
+        fraction = self._fraction = fp4_fraction(new, self._flops)
+        self._event(
+            step,
+            "adopt",
+            version=new.version,
+            status=new.status,
+            achieved=new.achieved,
+            achieved_per_stage=dict(new.achieved_per_stage),
+            fp4_fraction=fraction,
+            changed=changed,
+            wait_s=_since(started),
+        )
+        self._sink.precision_map(step, new, names)
+        if self._office is not None:
+            self._office.adopted(step, new)
+
+    # -- updates -----------------------------------------------------------------------------------------------
+    def _update(self, step: int, probe: Callable[[float], Probe]) -> None:
+        if self.state.pending is not None:
+            self._event(step, "skipped", reason="the previous update is still undecided")
+            return
+        started = time.perf_counter()
+        result = probe(self._clip_factor())
+        seconds = _since(started)
+        for kind, value in result.seconds.items():
+            event = "collect" if kind == "reduction" else "probe"
+            self._event(step, event, kind=kind, seconds=value, tokens=result.tokens, wait_s=value)
+        self.state.last_update = step
+        broken = result.table.non_finite()  # the table is the same on all ranks: so is this verdict
+        if broken:
+            self._event(step, "dropped", reason=f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
+            return
+        version = self.state.version + 1
+        self.state.version = version
+        self.state.pending = Pending(step, step + self._config.lag, version)
+        submitted = time.perf_counter()
+        if self._office is not None:
+            self._office.submit(step, result.table, version)
+        size = sum(array.nbytes for array in result.table.arrays().values())
+        self._event(step, "submit", version=version, table_bytes=size, wait_s=_since(submitted), update_seconds=seconds)
+
+    def _clip_factor(self) -> float:
+        """What gradient clipping multiplied the last step's gradient by."""
+        norm = self.state.grad_norm
+        return min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 and norm else 1.0
+
+    # -- figures -----------------------------------------------------------------------------------------------
+    def _metric(self, figures: StepFigures | None) -> None:
+        if figures is None:
+            return
+        fraction = self._fractions.pop(figures.step)
+        self._sink.metric(figures.step, fp4_fraction=fraction)
+        if self._office is not None:
+            self._office.metric(figures, fraction)
+
+    def _event(self, step: int, kind: str, **fields: Any) -> None:
+        self._sink.event(step, kind, **fields)
+        if self._office is not None:
+            self._office.event(step, kind, **fields)
+
+
+def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float]) -> float:
+    """FLOPs of four-bit GEMMs over all; ``flops``: linear's name → FLOPs of one GEMM (its three are equal)."""
+    four_bit = {Format.FP4, Format.NVFP4, Format.MXFP4}
+    total = 3.0 * sum(flops.values())
+    low = sum(flops[name] for name in flops for gemm in Gemm if precision_map.format_of(name, gemm) in four_bit)
+    return low / total if total else 0.0
+
+
+def _since(started: float) -> float:
+    return round(time.perf_counter() - started, 6)

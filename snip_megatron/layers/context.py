@@ -1,0 +1,113 @@
+"""What a converted linear knows about itself and about the step it runs in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId
+
+ALL_BF16 = (Format.BF16, Format.BF16, Format.BF16)
+GEMM_INDEX = {gemm: index for index, gemm in enumerate(Gemm)}
+
+
+class BackwardRecorder(Protocol):
+    """Sees every backward of a linear while a probe runs."""
+
+    def on_backward(
+        self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_local: torch.Tensor, d_reduced: torch.Tensor
+    ) -> None:
+        """x [T, K], w [N, K], g [T, N] as this rank holds them; d_local [T, K] before its reduction over tensor
+        parallel ranks, d_reduced after it (a token shard under sequence parallelism)."""
+
+
+@dataclass
+class StepContext:
+    """State of the current step, shared by all linears of a rank; the step hook writes it, linears read it.
+
+    Attributes:
+        step: 0-based training step.
+        seed: ``--snip-seed``.
+        dp_rank, dp_size: position among data parallel ranks: microbatch i of a rank is global microbatch
+            i·dp_size + dp_rank.
+        backend: runs the GEMMs.
+        probing: a probe runs: every GEMM in bf16, backwards are recorded.
+        bf16_eval: forwards without gradients run in bf16 whatever the map says.
+    """
+
+    step: int = 0
+    seed: int = 0
+    dp_rank: int = 0
+    dp_size: int = 1
+    backend: GemmBackend = REFERENCE
+    probing: bool = False
+    bf16_eval: bool = False
+
+
+@dataclass
+class LinearHandle:
+    """One converted linear of this rank.
+
+    Attributes:
+        id: its global name.
+        parallel: "column" (W sharded over output features) or "row" (over input features).
+        n, k: shape of the unsharded weight.
+        stage: pipeline stage (pipeline parallel rank).
+        tp_rank, tp_size: tensor parallel position.
+        out_features, in_features: int64 global indices of the local weight's rows and columns.
+        context: the step's state.
+        module: the converted linear; its ``weight`` is the local shard [N local, K local].
+        formats: (fprop, dgrad, wgrad) in force.
+    """
+
+    id: LinearId
+    parallel: str
+    n: int
+    k: int
+    stage: int
+    tp_rank: int
+    tp_size: int
+    out_features: torch.Tensor
+    in_features: torch.Tensor
+    context: StepContext
+    module: torch.nn.Module = field(repr=False)
+    formats: tuple[Format, Format, Format] = ALL_BF16
+    recorder: BackwardRecorder | None = None
+    backwards: int = field(default=0)
+    """Backwards done in this step. They come in microbatch order on every schedule, recomputed or not, so this is the
+    microbatch's number on this rank: what the counters of stochastic rounding need."""
+
+    def to(self, device: torch.device) -> None:
+        """Move the feature indices to where the weight is: stochastic rounding reads them in every backward."""
+        if self.out_features.device != device:
+            self.out_features = self.out_features.to(device)
+            self.in_features = self.in_features.to(device)
+
+    @property
+    def name(self) -> str:
+        """The global name."""
+        return str(self.id)
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """The local weight."""
+        weight = self.module.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        return weight
+
+    @property
+    def index(self) -> int:
+        """A number of the linear that no parallel layout changes."""
+        return self.id.layer * len(LINEAR_KINDS) + LINEAR_KINDS.index(self.id.kind)
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the next forward is Megatron's own: nothing quantised, nothing recorded."""
+        if self.context.probing:
+            return self.recorder is None
+        if self.context.bf16_eval and not torch.is_grad_enabled():
+            return True
+        return self.formats == ALL_BF16

@@ -1,0 +1,120 @@
+"""Turns the linears of built model chunks into Snip linears, in place, without touching their parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.backend import select_backend
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+from snip_megatron.precision import LINEAR_KINDS, LinearId
+
+logger = logging.getLogger(__name__)
+
+_SNIP_CLASS: dict[type, type] = {
+    ColumnParallelLinear: SnipColumnParallelLinear,
+    RowParallelLinear: SnipRowParallelLinear,
+    SnipColumnParallelLinear: SnipColumnParallelLinear,
+    SnipRowParallelLinear: SnipRowParallelLinear,
+}
+
+
+def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
+    """Convert every decoder linear of this rank's chunks. Parameters, their names and the checkpoint stay the same.
+
+    Linears outside the dense decoder (multi-token prediction, experts, the output layer) stay bf16.
+
+    Args:
+        model_chunks: the chunks as built, before or after Float16Module and DDP.
+        config: the run's configuration.
+
+    Raises:
+        SnipError: a linear of a class that cannot be converted, such as a fused linear of Transformer Engine.
+    """
+    layers = [layer for chunk in model_chunks for layer in _decoder_layers(chunk)]
+    if not layers:
+        raise SnipError("no decoder layer found in the model: SNIP supports Megatron's GPT models")
+    model_config = layers[0].config
+    context = StepContext(seed=config.seed, backend=select_backend(config.gemm))
+    registry = LinearRegistry(decoder_linear_names(model_config.num_layers), context)
+    for layer in layers:
+        for kind in LINEAR_KINDS:
+            module = _descend(layer, kind)
+            if module is not None:
+                _convert_linear(module, LinearId(layer.layer_number - 1, kind), registry)
+    return registry
+
+
+def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:
+    for name, module in chunk.named_modules():
+        if isinstance(module, TransformerLayer) and "mtp" not in name.split("."):
+            yield module
+
+
+def _descend(layer: torch.nn.Module, kind: str) -> torch.nn.Module | None:
+    module: Any = layer
+    for part in kind.split("."):
+        module = getattr(module, part, None)
+        if module is None:
+            logger.info("%s of layer %s is absent or made of experts: stays bf16", kind, layer.layer_number)
+            return None
+    return module
+
+
+def _convert_linear(module: torch.nn.Module, linear: LinearId, registry: LinearRegistry) -> None:
+    target = _SNIP_CLASS.get(type(module))
+    if target is None:
+        raise SnipError(
+            f"{linear}: cannot quantise a {type(module).__module__}.{type(module).__qualname__};"
+            " use --transformer-impl local, or build the model with snip_megatron's layer spec"
+        )
+    if not module.weight.requires_grad:
+        logger.info("%s is frozen: stays bf16", linear)
+        return
+    module.__class__ = target
+    module.snip = _handle(module, linear, registry.context)
+    registry.add(module.snip)
+
+
+def _handle(module: Any, linear: LinearId, context: StepContext) -> LinearHandle:
+    group = module.tp_group
+    rank, size = group.rank(), group.size()
+    n, k = module.output_size, module.input_size
+    column = isinstance(module, ColumnParallelLinear)
+    gated = linear.kind == "mlp.linear_fc1" and module.config.gated_linear_unit
+    everything = (torch.arange(n), torch.arange(k))
+    return LinearHandle(
+        id=linear,
+        parallel="column" if column else "row",
+        n=n,
+        k=k,
+        stage=_stage(module),
+        tp_rank=rank,
+        tp_size=size,
+        out_features=_shard(n, rank, size, halves=2 if gated else 1) if column else everything[0],
+        in_features=everything[1] if column else _shard(k, rank, size, halves=1),
+        context=context,
+        module=module,
+    )
+
+
+def _shard(features: int, rank: int, size: int, halves: int) -> torch.Tensor:
+    """Global indices of a rank's shard. Gate and up of a gated MLP are sharded each, then stacked."""
+    return torch.arange(features).view(halves, size, -1)[:, rank].reshape(-1)
+
+
+def _stage(module: Any) -> int:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0
+    return int(parallel_state.get_pipeline_model_parallel_rank())

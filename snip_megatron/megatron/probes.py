@@ -1,0 +1,367 @@
+"""Probes: passes over a step's first microbatches that measure and leave nothing behind (DESIGN, rule 3).
+
+Everything runs in bf16 through Megatron's own schedule. Weights, optimizer, RNG and data order are untouched; the gradient
+buffers are zeroed again before training continues.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.megatron import compat
+from snip_megatron.megatron.stream import ResidualStream
+from snip_megatron.quantization import derive_seed
+from snip_megatron.statistics.boundaries import TokenShard
+from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
+from snip_megatron.statistics.reduction import (
+    PartialTable,
+    ProbeGroups,
+    TableShape,
+    finish_dots,
+    reduce_columns,
+)
+from snip_megatron.statistics.sums import sum_squares
+from snip_megatron.statistics.table import SinkRow, StatisticsTable
+from snip_megatron.statistics.weight_drift import StepScale, linear_drift, sink_drift
+
+_SIGNS, _NOISE = 1, 2  # streams of random numbers under --snip-seed
+
+
+@dataclass(frozen=True)
+class LoopShape:
+    """Sizes of the training loop that the schedule asks for.
+
+    Attributes:
+        seq_length, micro_batch_size: of one microbatch.
+        padded_vocab_size: rows of the word embedding over all tensor parallel ranks.
+        virtual_stages: model chunks a rank, under interleaved pipelining.
+        optimizer_sharded: whether optimizer states are sharded over data parallel ranks.
+    """
+
+    seq_length: int
+    micro_batch_size: int
+    padded_vocab_size: int
+    virtual_stages: int | None
+    optimizer_sharded: bool
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """What ``train_step`` was called with, as far as a probe needs it."""
+
+    step: int
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: list[torch.nn.Module]
+    optimizer: Any
+    config: Any
+    forward_backward_func: Callable[..., Any]
+    num_microbatches: int
+    clip: float
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The table (the same on every rank) and the seconds of each pass."""
+
+    table: StatisticsTable
+    seconds: dict[str, float]
+    tokens: int
+
+
+class ProbeRunner:
+    """Runs the passes of one update. One a rank; collective: all ranks call :meth:`run` at the same step.
+
+    Args:
+        registry: this rank's linears.
+        snip: the run's configuration.
+        shape: sizes of the loop.
+        groups: process groups.
+        model: this rank's chunks, wrapped by DDP.
+        with_drift: whether the policy uses weight divergence: without it there are no noise passes.
+    """
+
+    def __init__(
+        self,
+        registry: LinearRegistry,
+        snip: SnipConfig,
+        shape: LoopShape,
+        groups: ProbeGroups,
+        model: Sequence[torch.nn.Module],
+        *,
+        with_drift: bool,
+    ) -> None:
+        self._with_drift = with_drift
+        self._registry = registry
+        self._snip = snip
+        self._shape = shape
+        self._groups = groups
+        self._model = list(model)
+        self._config = get_attr_wrapped_model(model[0], "config")
+        tp_size, tp_rank = dist.get_world_size(groups.tp), dist.get_rank(groups.tp)
+        split = self._config.sequence_parallel and tp_size > 1
+        self._tokens = TokenShard(
+            rank=tp_rank if split else 0, size=tp_size if split else 1, reports=split or tp_rank == 0
+        )
+        self._tp_rank = tp_rank
+        self._device = next(model[0].parameters()).device
+        self._rng: Any = None
+        self._table_shape = TableShape(
+            names=tuple(registry.names),
+            formats=snip.formats,
+            sinks=_sink_rows(self._config, shape.padded_vocab_size),
+        )
+
+    # -- the passes --------------------------------------------------------------------------------------------
+    def run(self, call: StepCall) -> ProbeResult:
+        """Statistics, forward noise and, when asked, backward noise on the first microbatches of the step."""
+        compat.peekable(call.data_iterator)
+        microbatches = self._microbatches(call)
+        tokens = microbatches * self._groups.dp_size * self._shape.seq_length * self._shape.micro_batch_size
+        per_step = call.num_microbatches * tokens // microbatches
+        per_token = bool(self._config.calculate_per_token_loss)
+        scale = StepScale(1.0 / (tokens if per_token else self._groups.dp_size), call.clip, tokens, per_step)
+        recorders = [LinearRecorder(handle, self._snip.formats, self._snip.probe_tokens) for handle in self._registry]
+        stream = ResidualStream(
+            self._model,
+            self._registry.context,
+            self._tokens,
+            self._snip.probe_tokens,
+            derive_seed(self._snip.seed, _NOISE),
+        )
+        seconds: dict[str, float] = {}
+        with ExitStack() as stack:
+            self._enter_probe(stack, call, recorders, stream)
+            seconds["statistics"] = self._run_pass(Pass.STATISTICS, call, microbatches, recorders, stream)
+            started = time.perf_counter()
+            stream.finish_statistics()
+            table = self._reduce_statistics(recorders, stream, scale)
+            if self._with_drift:
+                self._add_drift(table, recorders, call, scale)
+            seconds["reduction"] = time.perf_counter() - started
+            for phase in self._noise_passes():
+                sigma = self._sigma(phase, table, scale)
+                seconds[phase.value] = self._run_pass(phase, call, microbatches, recorders, stream, sigma)
+            started = time.perf_counter()
+            late = self._partial(scale)
+            self._collect(late, recorders, stream)
+            late.reduce(self._groups.world, self._device)
+            table.merge(late)
+            seconds["reduction"] += time.perf_counter() - started
+        finished = table.to_table(
+            step=call.step, tokens=tokens, tokens_per_step=per_step, meta={"clip": call.clip, **seconds}
+        )
+        return ProbeResult(finished, seconds, tokens)
+
+    def _noise_passes(self) -> list[Pass]:
+        if not self._with_drift:
+            return []
+        return [Pass.FORWARD_NOISE, Pass.BACKWARD_NOISE] if self._snip.backward_noise else [Pass.FORWARD_NOISE]
+
+    def _microbatches(self, call: StepCall) -> int:
+        """Microbatches a rank; an interleaved schedule needs whole groups of them."""
+        wanted = min(self._snip.probe_microbatches, call.num_microbatches)
+        if self._shape.virtual_stages is None:
+            return wanted
+        group = self._config.microbatch_group_size_per_vp_stage or self._config.pipeline_model_parallel_size
+        return min(-(-wanted // group) * group, call.num_microbatches)
+
+    def _enter_probe(
+        self, stack: ExitStack, call: StepCall, recorders: list[LinearRecorder], stream: ResidualStream
+    ) -> None:
+        context = self._registry.context
+        self._rng = states = compat.rng_state()
+
+        def leave() -> None:
+            context.probing = False
+            for chunk in call.model:
+                chunk.zero_grad_buffer()
+            call.optimizer.zero_grad()
+            compat.set_rng_state(states)
+
+        stack.callback(leave)
+        stack.enter_context(compat.rerun_disabled())
+        stack.enter_context(compat.quiet_schedule(call.config))
+        stack.enter_context(attached(recorders))
+        stack.enter_context(stream.attached())
+        context.probing = True
+
+    def _run_pass(
+        self,
+        phase: Pass,
+        call: StepCall,
+        microbatches: int,
+        recorders: list[LinearRecorder],
+        stream: ResidualStream,
+        sigma: float = 0.0,
+    ) -> float:
+        """One forward and backward of the probe's microbatches; returns its seconds."""
+        started = time.perf_counter()
+        for recorder in recorders:
+            recorder.start(phase)
+        stream.start(phase, sigma)
+        self._registry.start_step(call.step)
+        compat.set_rng_state(self._rng)  # dropout, if any, draws the same masks in every pass
+        with ExitStack() as stack:
+            for chunk in call.model:
+                chunk.zero_grad_buffer()  # zero first: no_sync must see fresh buckets
+            for chunk in call.model:
+                stack.enter_context(chunk.no_sync())
+            call.forward_backward_func(
+                forward_step_func=call.forward_step_func,
+                data_iterator=compat.peek(call.data_iterator, microbatches),
+                model=call.model,
+                num_microbatches=microbatches,
+                seq_length=self._shape.seq_length,
+                micro_batch_size=self._shape.micro_batch_size,
+                decoder_seq_length=self._shape.seq_length,
+                forward_only=False,
+            )
+        return time.perf_counter() - started
+
+    # -- reduction ---------------------------------------------------------------------------------------------
+    def _partial(self, scale: StepScale) -> PartialTable:
+        return PartialTable(self._table_shape, scale.gradient)
+
+    def _collect(self, table: PartialTable, recorders: list[LinearRecorder], stream: ResidualStream) -> None:
+        for recorder in recorders:
+            table.add_recorder(recorder, self._groups.dp_rank)
+        for boundary in stream.reported:
+            table.add_boundary(boundary)
+
+    def _reduce_statistics(
+        self, recorders: list[LinearRecorder], stream: ResidualStream, scale: StepScale
+    ) -> PartialTable:
+        finish_dots(recorders, self._groups)
+        reduce_columns(recorders, self._groups)
+        table = self._partial(scale)
+        self._collect(table, recorders, stream)
+        if self._groups.dp_rank == 0 and self._tp_rank == 0:
+            for recorder in recorders:
+                handle = recorder.handle
+                table.add_layout(handle.name, handle.stage, handle.n, handle.k)
+        table.reduce(self._groups.world, self._device)
+        return table
+
+    def _sigma(self, phase: Pass, table: PartialTable, scale: StepScale) -> float:
+        """Standard deviation of a pass's noise: a fixed share of the stream's (or its gradient's) root mean square."""
+        elements = scale.tokens * self._config.hidden_size
+        if phase is Pass.FORWARD_NOISE:
+            power = float(table.arrays["boundary.h2"][0])
+        else:
+            power = float(table.arrays["boundary.r2"][-1]) / scale.gradient**2
+        return self._snip.probe_noise * (power / elements) ** 0.5
+
+    # -- drift -------------------------------------------------------------------------------------------------
+    def _add_drift(
+        self, table: PartialTable, recorders: list[LinearRecorder], call: StepCall, scale: StepScale
+    ) -> None:
+        """Weight divergence per unit of gradient error, from the probe's gradient and the optimizer's state."""
+        drift = self._partial(scale)
+        for recorder in recorders:
+            self._add_linear_drift(drift, table, recorder, call, scale)
+        for index, weight, replicated, first_row in self._local_sinks():
+            self._add_sink_drift(drift, index, weight, replicated, first_row, call, scale)
+        drift.reduce(self._groups.world, self._device)
+        table.merge(drift)
+
+    def _reports_drift(self) -> bool:
+        """Data parallel ranks hold shards of the optimizer's state, or all the same."""
+        return self._shape.optimizer_sharded or self._groups.dp_rank == 0
+
+    def _add_linear_drift(
+        self,
+        drift: PartialTable,
+        table: PartialTable,
+        recorder: LinearRecorder,
+        call: StepCall,
+        scale: StepScale,
+    ) -> None:
+        handle = recorder.handle
+        gradient = self._reduced_gradient(handle.weight)
+        if self._groups.dp_rank == 0:
+            drift.add_linear(handle.name, "gw2", sum_squares(gradient) * scale.gradient**2)
+        state = compat.adamw_state(call.optimizer, handle.weight)
+        if state is None or not self._reports_drift():
+            return
+        name = handle.name
+        result = linear_drift(
+            recorder,
+            gradient,
+            state,
+            scale,
+            s2=table.linear(name, "s2"),
+            x2=table.linear(name, "x2"),
+            g2=table.linear(name, "g2"),
+            seed=derive_seed(self._snip.seed, _SIGNS, handle.index),
+        )
+        drift.add_drift(name, result.drift2)
+        drift.add_by_format(name, "wdrift2", result.wdrift2)
+        drift.add_by_format(name, "wsigma2", result.wsigma2)
+        drift.add_linear(name, "m2", result.m2)
+        drift.add_linear(name, "v2", result.v2)
+
+    def _add_sink_drift(
+        self,
+        drift: PartialTable,
+        index: int,
+        weight: torch.nn.Parameter,
+        replicated: bool,
+        first_row: int,
+        call: StepCall,
+        scale: StepScale,
+    ) -> None:
+        gradient = self._reduced_gradient(weight)
+        state = compat.adamw_state(call.optimizer, weight)
+        if state is None or not self._reports_drift() or (replicated and self._tp_rank != 0):
+            return
+        seed = derive_seed(self._snip.seed, _SIGNS, len(self._registry.names) + index)
+        w2 = sum_squares(weight.detach().reshape(-1)[state.start : state.end])
+        drift.add_sink(index, sink_drift(gradient, state, scale, seed=seed, first_row=first_row), w2)
+
+    def _reduced_gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        """The probe's gradient of a parameter summed over data parallel ranks, in place: it is discarded later."""
+        gradient: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+        if getattr(weight, "sequence_parallel", False):  # a norm on token shards
+            dist.all_reduce(gradient, group=self._groups.tp)
+        if self._groups.dp_size > 1:
+            dist.all_reduce(gradient, group=self._groups.dp)
+        return gradient
+
+    def _local_sinks(self) -> list[tuple[int, torch.nn.Parameter, bool, int]]:
+        """(index, weight, replicated over tensor parallel ranks, global index of its first row) of this rank's sinks."""
+        index = {sink.name: i for i, sink in enumerate(self._table_shape.sinks)}
+        found = []
+        for chunk in self._model:
+            model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+            if model.pre_process:
+                weight = model.embedding.word_embeddings.weight
+                found.append((index["embedding.word_embeddings"], weight, False, self._tp_rank * weight.shape[0]))
+            for layer in model.decoder.layers:
+                for norm in ("input_layernorm", "pre_mlp_layernorm"):
+                    weight = getattr(getattr(layer, norm), "weight", None)
+                    if weight is not None:
+                        found.append((index[f"decoder.layers.{layer.layer_number - 1}.{norm}"], weight, True, 0))
+            norm = getattr(model.decoder, "final_layernorm", None)
+            if norm is not None:
+                found.append((index["decoder.final_layernorm"], norm.weight, True, 0))
+        return found
+
+
+def _sink_rows(config: Any, padded_vocab_size: int) -> tuple[SinkRow, ...]:
+    hidden, layers = config.hidden_size, config.num_layers
+    rows = [SinkRow("embedding.word_embeddings", 0, padded_vocab_size * hidden)]
+    for layer in range(layers):
+        rows.append(SinkRow(f"decoder.layers.{layer}.input_layernorm", 2 * layer, hidden))
+        rows.append(SinkRow(f"decoder.layers.{layer}.pre_mlp_layernorm", 2 * layer + 1, hidden))
+    return (*rows, SinkRow("decoder.final_layernorm", 2 * layers, hidden))

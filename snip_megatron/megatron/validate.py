@@ -1,0 +1,226 @@
+"""What cannot work together with SNIP is refused before training starts, naming both arguments (DESIGN, rule 12)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.layers.registry import check_map_fits, decoder_linear_names
+from snip_megatron.precision import LinearId, PrecisionMap
+from snip_megatron.sensitivity.policies import needs_forward_noise
+from snip_megatron.sensitivity.problem import reachable_share
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.statistics.table import LinearRow
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """One argument of Megatron that SNIP refuses.
+
+    Attributes:
+        argument: as the user wrote it.
+        present: whether the value in force conflicts.
+        why: reason and way out, after "cannot be combined with --snip: ".
+    """
+
+    argument: str
+    attribute: str
+    present: Callable[[Any], bool]
+    why: str
+
+
+def _given(value: Any) -> bool:
+    return bool(value)
+
+
+def _more_than_one(value: Any) -> bool:
+    return value is not None and int(value) > 1
+
+
+_OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out"
+_CAPTURED = "a captured graph would keep the precision of the step it was captured in; leave it out"
+_SHARDED = "its parameters have no FP32 main_grad of DDP to accumulate into; use --use-distributed-optimizer"
+_DENSE = "only dense decoders are supported so far"
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict("--fp8-format", "fp8", _given, _OWN_PRECISION),
+    Conflict("--fp4-format", "fp4", _given, _OWN_PRECISION),
+    Conflict("--fp8-param-gather", "fp8_param_gather", _given, _OWN_PRECISION),
+    Conflict("--fp4-param-gather", "fp4_param_gather", _given, _OWN_PRECISION),
+    Conflict("--te-precision-config-file", "te_precision_config_file", _given, _OWN_PRECISION),
+    Conflict("--kitchen-config-file", "kitchen_config_file", _given, _OWN_PRECISION),
+    Conflict("--use-kitchen", "use_kitchen", _given, _OWN_PRECISION),
+    Conflict(
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        _given,
+        "probes use the gradient buffer before it holds parameters; leave it out",
+    ),
+    Conflict("--enable-cuda-graph", "enable_cuda_graph", _given, _CAPTURED),
+    Conflict("--external-cuda-graph", "external_cuda_graph", _given, _CAPTURED),
+    Conflict("--cuda-graph-impl", "cuda_graph_impl", lambda value: value not in (None, "none"), _CAPTURED),
+    Conflict("--use-megatron-fsdp", "use_megatron_fsdp", _given, _SHARDED),
+    Conflict("--use-torch-fsdp2", "use_torch_fsdp2", _given, _SHARDED),
+    Conflict("--tp-comm-overlap", "tp_comm_overlap", _given, "it replaces the linears' GEMMs by its own; leave it out"),
+    Conflict(
+        "--overlap-moe-expert-parallel-comm",
+        "overlap_moe_expert_parallel_comm",
+        _given,
+        "it splits a layer's backward, which quantised linears do in one piece; leave it out",
+    ),
+    Conflict(
+        "--delay-wgrad-compute",
+        "delay_wgrad_compute",
+        _given,
+        "quantised wgrad runs in the backward of its linear; leave it out",
+    ),
+    Conflict(
+        "--use-transformer-engine-op-fuser",
+        "use_transformer_engine_op_fuser",
+        _given,
+        "it replaces the linears by fused operations; leave it out",
+    ),
+    Conflict("--gtp-weight-remat-size", "gtp_weight_remat_size", _more_than_one, "weights are sharded; use 1"),
+    Conflict("--context-parallel-size", "context_parallel_size", _more_than_one, "not supported yet; use 1"),
+    Conflict("--num-experts", "num_experts", _given, _DENSE),
+    Conflict("--mtp-num-layers", "mtp_num_layers", _given, _DENSE),
+    Conflict("--multi-latent-attention", "multi_latent_attention", _given, _DENSE),
+    Conflict("--experimental-attention-variant", "experimental_attention_variant", _given, _DENSE),
+    Conflict("--heterogeneous-layers-config-path", "heterogeneous_layers_config_path", _given, _DENSE),
+    Conflict("--fp16", "fp16", _given, "loss scaling would scale the statistics; use --bf16"),
+    Conflict(
+        "--optimizer-cpu-offload", "optimizer_cpu_offload", _given, "probes read the optimizer's state on the device"
+    ),
+)
+
+
+def check(config: SnipConfig, args: argparse.Namespace) -> None:
+    """Refuse, before any communication, what cannot work.
+
+    Args:
+        config: SNIP's configuration.
+        args: Megatron's validated arguments.
+
+    Raises:
+        SnipError: one line that names both sides of the conflict.
+    """
+    for conflict in CONFLICTS:
+        value = getattr(args, conflict.attribute, None)
+        if conflict.present(value):
+            shown = "" if value is True else f" {value}"
+            raise SnipError(f"{conflict.argument}{shown} cannot be combined with --snip: {conflict.why}")
+    _check_optimizer(config, args)
+    _check_main_grad(args)
+    _check_static_map(config, args.num_layers)
+    _check_reachable(config, args)
+
+
+def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
+    if not config.updates or not needs_forward_noise(solve_request(config, args)):
+        return
+    if args.optimizer != "adam":
+        raise SnipError(
+            f"--optimizer {args.optimizer} cannot be combined with --snip-estimator {config.estimator}: weight divergence"
+            " needs the first and second moment of adam; use --optimizer adam, or --snip-estimator fisher"
+        )
+
+
+def _check_main_grad(args: argparse.Namespace) -> None:
+    low = getattr(args, "main_grads_dtype", None) in ("bf16", "fp16") or (
+        args.bf16 and not args.accumulate_allreduce_grads_in_fp32
+    )
+    if low:
+        raise SnipError(
+            "bf16 gradient accumulation cannot be combined with --snip: quantised weight gradients accumulate in FP32;"
+            " add --accumulate-allreduce-grads-in-fp32"
+        )
+
+
+def _check_static_map(config: SnipConfig, num_layers: int) -> None:
+    if config.map is not None:
+        load_map(config.map, decoder_linear_names(num_layers))
+
+
+def load_map(path: str, names: list[str]) -> PrecisionMap:
+    """Read a ``--snip-map`` file and check that it is of this model. Raises SnipError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnipError(f"--snip-map {path}: cannot be read ({error})") from None
+    precision_map = PrecisionMap.from_json(text, where=f"--snip-map {path}")
+    check_map_fits(precision_map, names, f"--snip-map {path}")
+    return precision_map
+
+
+def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """The user's pins, after those of Megatron's ``--first-last-layers-bf16``."""
+    own: list[tuple[str, str]] = []
+    if getattr(args, "first_last_layers_bf16", False):
+        start, end = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
+        layers = [*range(start), *range(args.num_layers - end, args.num_layers)]
+        own = [(f"decoder.layers.{layer}.*", "bf16") for layer in layers]
+    return (*own, *config.pins)
+
+
+def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
+    """All decoder linears with their unsharded shapes, from Megatron's arguments alone.
+
+    Stages are those of an even split; a custom pipeline layout is known only to the built model.
+    """
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    head, ffn = args.kv_channels, args.ffn_hidden_size
+    shapes = {
+        "self_attention.linear_qkv": ((heads + 2 * groups) * head, hidden),
+        "self_attention.linear_proj": (hidden, heads * head),
+        "mlp.linear_fc1": (ffn * (2 if args.swiglu else 1), hidden),
+        "mlp.linear_fc2": (hidden, ffn),
+    }
+    chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+    per_chunk = max(1, -(-args.num_layers // chunks))
+    rows = []
+    for name in decoder_linear_names(args.num_layers):
+        linear = LinearId.parse(name)
+        stage = linear.layer // per_chunk % args.pipeline_model_parallel_size
+        rows.append(LinearRow(name, stage, *shapes[linear.kind]))
+    return tuple(rows)
+
+
+def gemm_flops(rows: Sequence[LinearRow]) -> dict[str, float]:
+    """FLOPs a token of one GEMM of each linear; its three are equal."""
+    return {row.name: 2.0 * row.n * row.k for row in rows}
+
+
+def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0) -> SolveRequest:
+    """What every update of this run asks."""
+    return SolveRequest(
+        policy=config.policy,
+        estimator=config.estimator,
+        q=config.q,
+        formats=config.formats,
+        granularity=config.granularity,
+        target=config.target,
+        stage_tolerance=config.tolerance,
+        pins=pins(config, args),
+        seed=config.seed,
+        version=version,
+        deterministic_time=config.solver_time,
+        backward_noise=config.backward_noise,
+    )
+
+
+def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
+    """A budget that pins make unreachable is refused now, with what could be reached."""
+    if not config.updates:
+        return
+    share = reachable_share(model_linears(args), solve_request(config, args))
+    if share < config.target - 1e-9:
+        raise SnipError(
+            f"--snip-budget {config.budget} is out of reach with --snip-pin: at most fp4={share:.4f} of the FLOPs can be"
+            " four-bit; lower the budget or pin less"
+        )

@@ -1,0 +1,113 @@
+"""The residual stream at the boundaries between sub-blocks: h_b, r_b = ∂L/∂h_b, and their response to noise.
+
+Boundary b is the stream below sub-block b (2i: attention of layer i, 2i+1: its MLP); boundary 2L is the last layer's
+output. Rows are tokens; under sequence parallelism a rank holds a contiguous share of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from snip_megatron.statistics.recorder import Pass
+from snip_megatron.statistics.sums import sample_rows, sum_squares
+from snip_megatron.statistics.table import BOUNDARY_COLUMNS
+
+
+@dataclass(frozen=True)
+class TokenShard:
+    """Which tokens of a microbatch this tensor parallel rank holds of the residual stream.
+
+    Attributes:
+        rank, size: share ``rank`` of ``size`` equal contiguous shares; size 1 when the stream is replicated.
+        reports: whether this rank reports its tokens (exactly one rank does where they are replicated).
+    """
+
+    rank: int
+    size: int
+    reports: bool
+
+    def first_row(self, local_rows: int) -> int:
+        """Global index of the first local token."""
+        return self.rank * local_rows
+
+    def rows(self, local_rows: int, count: int) -> torch.Tensor:
+        """Local indices of the sampled tokens that this rank holds."""
+        sampled = sample_rows(local_rows * self.size, count)
+        start = self.first_row(local_rows)
+        return sampled[(sampled >= start) & (sampled < start + local_rows)] - start
+
+
+@dataclass
+class Boundary:
+    """Records one boundary on one rank. Tensors are [s(/tp), b, hidden] and flattened to tokens × hidden.
+
+    ``weight`` brings a sum over sampled tokens to all tokens of a microbatch.
+    """
+
+    index: int
+    shard: TokenShard
+    sample_tokens: int
+    phase: Pass = Pass.STATISTICS
+    h: list[torch.Tensor] = field(default_factory=list)
+    r: list[torch.Tensor] = field(default_factory=list)
+    weight: float = 1.0
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    _forwards: int = 0
+    _backwards: int = 0
+
+    def start(self, phase: Pass) -> None:
+        """Begin a pass."""
+        self.phase = phase
+        self._forwards = self._backwards = 0
+
+    def sampled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sampled tokens of [s, b, hidden] that this rank holds, a copy in float32."""
+        flat = tensor.detach().reshape(-1, tensor.shape[-1])
+        rows = self.shard.rows(flat.shape[0], self.sample_tokens)
+        total = flat.shape[0] * self.shard.size
+        self.weight = total / max(min(total, self.sample_tokens), 1)
+        return flat[rows.to(flat.device)].float()
+
+    def on_forward(self, tensor: torch.Tensor) -> None:
+        """See the stream pass and arrange to see its gradient."""
+        h = self.sampled(tensor)
+        if self.phase is Pass.STATISTICS:
+            self.h.append(h)
+            self._add("h2", h)
+        elif self.phase is Pass.FORWARD_NOISE:
+            dh = h - self.h[self._forwards]
+            self._add("fh2", dh)
+            self._add_value("cn2", (self.r[self._forwards] * dh).sum(1).double().square().sum())
+        self._forwards += 1
+        if tensor.requires_grad:
+            tensor.register_hook(self.on_gradient)
+
+    def on_gradient(self, gradient: torch.Tensor) -> None:
+        """A tensor's hook sees the sum of all gradients that reach the stream here: branch and residual."""
+        r = self.sampled(gradient)
+        if self.phase is Pass.STATISTICS:
+            self.r.append(r)
+            self._add("r2", r)
+        else:
+            name = "fr2" if self.phase is Pass.FORWARD_NOISE else "br2"
+            self._add(name, r - self.r[self._backwards])
+        self._backwards += 1
+
+    def finish_statistics(self, above: Boundary | None) -> None:
+        """After the statistics pass: what the branch between this boundary and the one ``above`` added."""
+        if above is None:
+            return
+        for low, high in zip(self.h, above.h, strict=True):
+            self._add("branch_h2", high - low)
+        for low, high in zip(self.r, above.r, strict=True):
+            self._add("branch_r2", high - low)
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        self._add_value(name, sum_squares(tensor))
+
+    def _add_value(self, name: str, value: torch.Tensor) -> None:
+        assert name in BOUNDARY_COLUMNS
+        if self.shard.reports:
+            self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value * self.weight
