@@ -35,12 +35,14 @@ class Probe(Protocol):
     def tokens(self) -> int: ...
 
 
-class Office(Protocol):
+class Coordinator(Protocol):
     """Rank 0's side of an update: the sidecar and the run directory. Absent on other ranks."""
 
     def submit(self, step: int, table: StatisticsTable, version: int) -> None: ...
 
-    def poll(self, step: int, version: int) -> Decision: ...
+    def pump(self, step: int) -> None: ...
+
+    def decision(self, version: int) -> Decision: ...
 
     def initial_map(self, step: int) -> Decision: ...
 
@@ -91,7 +93,7 @@ class Controller:
         channel: agreement over all ranks.
         report: the per-step loss collective.
         flops: linear's global name → FLOPs of one of its GEMMs a token, for the fp4 share.
-        office: rank 0's duties; None on other ranks.
+        coordinator: rank 0's duties; None on other ranks.
         sink: Megatron's own wandb run, which only its last rank has; a no-op elsewhere.
         clip_grad: Megatron's ``--clip-grad``; 0 for none.
     """
@@ -103,7 +105,7 @@ class Controller:
         channel: MapChannel,
         report: StepReport,
         flops: Mapping[str, float],
-        office: Office | None,
+        coordinator: Coordinator | None,
         sink: WandbSink,
         clip_grad: float,
     ) -> None:
@@ -112,7 +114,7 @@ class Controller:
         self._channel = channel
         self._report = report
         self._flops = dict(flops)
-        self._office = office
+        self._coordinator = coordinator
         self._sink = sink
         self._clip_grad = clip_grad
         self._fraction = fp4_fraction(registry.current, self._flops)
@@ -130,8 +132,11 @@ class Controller:
         self._sink.begin_step(step)
         if not self.state.started:
             self._start(step)
-        if step in self.state.replay_steps:
-            self._adopt(step, self._channel.agree(self._office.replayed_map(step) if self._office else None))
+        if self._coordinator is not None:
+            self._coordinator.pump(step)
+        while self.state.replay_steps and self.state.replay_steps[0] <= step:
+            due = self.state.replay_steps.pop(0)
+            self._adopt(step, self._channel.agree(self._coordinator.replayed_map(due) if self._coordinator else None))
         pending = self.state.pending
         if pending is not None and step >= pending.due:
             self._decide(step, pending)
@@ -146,27 +151,34 @@ class Controller:
         figures = self._report.exchange(step, loss, grad_norm)
         self._metric(figures)
 
-    def close(self) -> None:
-        """The end of training: the last step's figures, then rank 0's processes and files."""
-        self._metric(self._report.drain())
-        if self._office is not None:
-            self._office.close()
+    def close(self, *, together: bool) -> None:
+        """The end of training: the last step's figures, then rank 0's processes and files.
+
+        Args:
+            together: whether all ranks get here, so that the collective in flight can be waited for.
+        """
+        figures = self._report.drain() if together else None
+        if self._coordinator is None:
+            return
+        if figures is not None:  # not to wandb: Megatron has finished its run by now
+            self._coordinator.metric(figures, self._fractions.pop(figures.step))
+        self._coordinator.close()
 
     # -- maps --------------------------------------------------------------------------------------------------
     def _start(self, step: int) -> None:
         """The first step of this process: a fixed map, if the configuration names one, and a replay's schedule."""
         self.state.started = True
         if self._config.replay is not None:
-            steps = self._office.replay_steps() if self._office else None
+            steps = self._coordinator.replay_steps() if self._coordinator else None
             self.state.replay_steps = [s for s in self._channel.agree_steps(steps) if s >= step]
-        decision = self._channel.agree(self._office.initial_map(step) if self._office else None)
+        decision = self._channel.agree(self._coordinator.initial_map(step) if self._coordinator else None)
         if decision.verdict is Verdict.MAP:
             self._adopt(step, decision)
 
     def _decide(self, step: int, pending: Pending) -> None:
         """All ranks learn whether rank 0 has the map; if not, the decision waits for another whole lag (rule 6)."""
         started = time.perf_counter()
-        decision = self._channel.agree(self._office.poll(step, pending.version) if self._office else None)
+        decision = self._channel.agree(self._coordinator.decision(pending.version) if self._coordinator else None)
         if decision.verdict is Verdict.NOT_READY:
             pending.due = step + self._config.lag
             self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=_since(started))
@@ -197,8 +209,8 @@ class Controller:
             wait_s=_since(started),
         )
         self._sink.precision_map(step, new, names)
-        if self._office is not None:
-            self._office.adopted(step, new)
+        if self._coordinator is not None:
+            self._coordinator.adopted(step, new)
 
     # -- updates -----------------------------------------------------------------------------------------------
     def _update(self, step: int, probe: Callable[[float], Probe]) -> None:
@@ -220,8 +232,8 @@ class Controller:
         self.state.version = version
         self.state.pending = Pending(step, step + self._config.lag, version)
         submitted = time.perf_counter()
-        if self._office is not None:
-            self._office.submit(step, result.table, version)
+        if self._coordinator is not None:
+            self._coordinator.submit(step, result.table, version)
         size = sum(array.nbytes for array in result.table.arrays().values())
         self._event(step, "submit", version=version, table_bytes=size, wait_s=_since(submitted), update_seconds=seconds)
 
@@ -236,13 +248,13 @@ class Controller:
             return
         fraction = self._fractions.pop(figures.step)
         self._sink.metric(figures.step, fp4_fraction=fraction)
-        if self._office is not None:
-            self._office.metric(figures, fraction)
+        if self._coordinator is not None:
+            self._coordinator.metric(figures, fraction)
 
     def _event(self, step: int, kind: str, **fields: Any) -> None:
         self._sink.event(step, kind, **fields)
-        if self._office is not None:
-            self._office.event(step, kind, **fields)
+        if self._coordinator is not None:
+            self._coordinator.event(step, kind, **fields)
 
 
 def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float]) -> float:

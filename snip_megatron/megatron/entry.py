@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -38,10 +39,19 @@ def run(startup: Startup) -> None:
     args = parse_arguments(startup)
     config = SnipConfig.from_args(args)
     model_config = gpt_config_from_args(args)
-    if config.enabled:
-        from snip_megatron.megatron.setup import install
+    with contextlib.ExitStack() as stack:
+        if config.enabled:
+            from snip_megatron.megatron.setup import install
 
-        model_config.pre_wrap_hooks.append(install(config, model_config=model_config, args=args).pre_wrap_hook)
+            snip = install(config, args=args)
+            stack.push(snip.leave)
+            model_config.pre_wrap_hooks.append(snip.pre_wrap_hook)
+        _pretrain(args, model_config)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _pretrain(args: argparse.Namespace, model_config: Any) -> None:
     wrapped_pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     wrapped_pretrain(
         cfg_container=pretrain_cfg_container_from_args(args, model_config),
@@ -50,8 +60,6 @@ def run(startup: Startup) -> None:
         forward_step_func=forward_step,
         store=store,
     )
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 # -- arguments -------------------------------------------------------------------------------------------------

@@ -125,7 +125,6 @@ class ProbeRunner:
     # -- the passes --------------------------------------------------------------------------------------------
     def run(self, call: StepCall) -> ProbeResult:
         """Statistics, forward noise and, when asked, backward noise on the first microbatches of the step."""
-        compat.peekable(call.data_iterator)
         microbatches = self._microbatches(call)
         tokens = microbatches * self._groups.dp_size * self._shape.seq_length * self._shape.micro_batch_size
         per_step = call.num_microbatches * tokens // microbatches
@@ -219,7 +218,7 @@ class ProbeRunner:
                 stack.enter_context(chunk.no_sync())
             call.forward_backward_func(
                 forward_step_func=call.forward_step_func,
-                data_iterator=compat.peek(call.data_iterator, microbatches),
+                data_iterator=compat.peek(call.data_iterator, microbatches).iterator(),
                 model=call.model,
                 num_microbatches=microbatches,
                 seq_length=self._shape.seq_length,

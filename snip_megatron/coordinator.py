@@ -1,0 +1,180 @@
+"""Rank 0's duties: the sidecar that solves, the run directory that remembers. Nothing here may stop training."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snip_megatron.adoption import Decision, Verdict
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.reporting.readers import read_events
+from snip_megatron.reporting.run_directory import RunDirectory
+from snip_megatron.sensitivity.policies import fixed_map
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.statistics.table import LinearRow, StatisticsTable
+from snip_megatron.step_report import StepFigures
+
+if TYPE_CHECKING:
+    from snip_megatron.sidecar import SidecarClient
+
+
+def replay_schedule(run: str) -> list[tuple[int, Path]]:
+    """(step, map file) of every adoption that a run directory recorded, in order. Raises SnipError."""
+    folder = Path(run)
+    schedule = []
+    for event in read_events(folder):
+        if event.get("event") == "adopt":
+            step = int(event["step"])
+            path = folder / "maps" / f"step_{step}.json"
+            if not path.is_file():
+                raise SnipError(f"--snip-replay {run}: events.jsonl adopts a map at step {step} but {path} is missing")
+            schedule.append((step, path))
+    return schedule
+
+
+class RankZeroCoordinator:
+    """Implements :class:`snip_megatron.controller.Coordinator` on rank 0.
+
+    Args:
+        config: the run's configuration.
+        request: what every update asks; its version is set per update.
+        linears: the model's linears.
+        static_map: the map of ``--snip-map``, already checked.
+        run: the run directory; None when the run keeps none.
+    """
+
+    def __init__(
+        self,
+        config: SnipConfig,
+        request: SolveRequest,
+        linears: tuple[LinearRow, ...],
+        static_map: PrecisionMap | None,
+        run: RunDirectory | None,
+    ) -> None:
+        self._config = config
+        self._request = request
+        self._linears = linears
+        self._static_map = static_map
+        self._run = run
+        self._replay = dict(replay_schedule(config.replay)) if config.replay is not None else {}
+        self._decisions: dict[int, Decision] = {}
+        self._submitted: dict[int, int] = {}
+        self._sidecar: SidecarClient | None = None
+        if config.updates:
+            from snip_megatron.sidecar import SidecarClient
+
+            self._sidecar = SidecarClient(deadline_s=config.deadline)
+            self._sidecar.start()
+
+    # -- updates -----------------------------------------------------------------------------------------------
+    def submit(self, step: int, table: StatisticsTable, version: int) -> None:
+        """Hand an update to the sidecar; returns at once."""
+        assert self._sidecar is not None
+        self._submitted[version] = step
+        if self._run is not None:
+            self._run.write_statistics(step, table)
+        from snip_megatron.sidecar import SolveJob
+
+        self._sidecar.submit(SolveJob(table=table, request=dataclasses.replace(self._request, version=version)))
+
+    def pump(self, step: int) -> None:
+        """Take in what the sidecar has to say, without blocking."""
+        if self._sidecar is None:
+            return
+        while (result := self._sidecar.poll()) is not None:
+            self._take(step, result)
+
+    def decision(self, version: int) -> Decision:
+        """What is known about an update now."""
+        return self._decisions.pop(version, Decision(Verdict.NOT_READY))
+
+    def _take(self, step: int, result: Any) -> None:
+        version = result.version
+        if result.failure is not None:
+            self._decisions[version] = Decision(Verdict.DROPPED)
+            self.event(
+                step,
+                "solve_failed",
+                version=version,
+                reason=result.failure.kind,
+                message=result.failure.message,
+                latency_s=result.latency_s,
+            )
+            return
+        precision_map: PrecisionMap = result.precision_map
+        self._decisions[version] = Decision(Verdict.MAP, precision_map)
+        self.event(
+            step,
+            "solved",
+            version=version,
+            status=precision_map.status,
+            objective=precision_map.objective,
+            bound=precision_map.bound,
+            achieved=precision_map.achieved,
+            achieved_per_stage=dict(precision_map.achieved_per_stage),
+            solve_seconds=precision_map.solve_seconds,
+            latency_s=result.latency_s,
+        )
+        if self._run is not None:
+            submitted = self._submitted.get(version, step)
+            self._run.write_problem(submitted, result.problem_json)
+            self._run.write_scores(submitted, result.scores, version=version)
+
+    # -- fixed maps --------------------------------------------------------------------------------------------
+    def initial_map(self, step: int) -> Decision:
+        """The map to start under: a static one, a uniform policy's, or none."""
+        if self._static_map is not None:
+            return Decision(Verdict.MAP, self._static_map)
+        fixed = fixed_map(self._config.policy, [row.name for row in self._linears], self._request.pins)
+        if self._config.replay is None and fixed is not None:
+            return Decision(Verdict.MAP, fixed)
+        return Decision(Verdict.DROPPED)
+
+    def replay_steps(self) -> list[int]:
+        """Steps at which the replayed run adopted a map."""
+        return sorted(self._replay)
+
+    def replayed_map(self, step: int) -> Decision:
+        """The map that the replayed run adopted at ``step``."""
+        path = self._replay[step]
+        return Decision(Verdict.MAP, PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)))
+
+    # -- record ------------------------------------------------------------------------------------------------
+    def event(self, step: int, kind: str, **fields: Any) -> None:
+        """See :meth:`RunDirectory.event`."""
+        if self._run is not None:
+            self._run.event(step, kind, **fields)
+
+    def step_took(self, seconds: float) -> None:
+        """How long the last training step took; stands in the events that follow."""
+        if self._run is not None:
+            self._run.step_s = round(seconds, 6)
+
+    def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
+        """One line of metrics.jsonl."""
+        if self._run is not None:
+            self._run.metric(figures.step, figures.loss, figures.grad_norm, fp4_fraction)
+
+    def adopted(self, step: int, precision_map: PrecisionMap) -> None:
+        """Keep the adopted map."""
+        if self._run is not None:
+            self._run.write_map(step, precision_map)
+
+    def close(self) -> None:
+        """End the sidecar, flush the record, draw the report. A report that fails is said, not raised."""
+        if self._sidecar is not None:
+            self._sidecar.close()
+            self._sidecar = None
+        if self._run is None:
+            return
+        self._run.close()
+        from snip_megatron.reporting.report import write_report
+
+        try:
+            write_report(self._run.path)
+        except (SnipError, OSError) as error:
+            print(f"snip: no report: {error}", flush=True)
+        self._run = None

@@ -1,0 +1,202 @@
+"""Puts SNIP into a Megatron run: checks the configuration, converts the model, wraps the training step."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_wandb_writer
+
+from snip_megatron import __version__
+from snip_megatron.adoption import MapChannel
+from snip_megatron.config import SnipConfig
+from snip_megatron.controller import Controller
+from snip_megatron.coordinator import RankZeroCoordinator, replay_schedule
+from snip_megatron.layers import LinearRegistry, convert_model
+from snip_megatron.megatron import compat, validate
+from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, StepCall
+from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.reporting.run_directory import RunDirectory
+from snip_megatron.reporting.wandb_sink import WandbSink
+from snip_megatron.sensitivity.policies import needs_forward_noise
+from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.step_report import StepReport
+
+_GRAD_NORM = 5  # index in what train_step returns
+_LOSS = "lm loss"
+
+
+def install(config: SnipConfig, *, args: argparse.Namespace) -> SnipRun:
+    """Check everything that can be checked without communication, then wrap Megatron's ``train_step``.
+
+    Args:
+        config: SNIP's configuration.
+        args: Megatron's validated arguments.
+
+    Returns:
+        The run's hooks: add ``pre_wrap_hook`` to the model's, push ``leave`` on an ExitStack around training.
+
+    Raises:
+        SnipError: a configuration that cannot work, in one line.
+    """
+    validate.check(config, args)
+    if config.replay is not None:
+        replay_schedule(config.replay)
+    run = SnipRun(config, args)
+    run.undo = compat.wrap_train_step(run.wrap)
+    return run
+
+
+class SnipRun:
+    """SNIP's state in this process, from the model's construction to the end of training."""
+
+    def __init__(self, config: SnipConfig, args: argparse.Namespace) -> None:
+        self._config = config
+        self._args = args
+        self._registry: LinearRegistry | None = None
+        self._controller: Controller | None = None
+        self._coordinator: RankZeroCoordinator | None = None
+        self._probes: ProbeRunner | None = None
+        self.undo: Any = None
+
+    def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
+        """Megatron's hook between building the model and wrapping it: convert the linears in place."""
+        self._registry = convert_model(model_chunks, self._config)
+        self._registry.context.bf16_eval = self._config.eval == "bf16"
+        return model_chunks
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """The end of training: last figures, sidecar, files, report. Never hides an error on its way up."""
+        if self.undo is not None:
+            self.undo()
+            self.undo = None
+        if self._controller is not None:
+            # Megatron ends a run at --exit-interval by SystemExit, on all ranks; after anything else peers may be gone.
+            self._controller.close(together=kind is None or issubclass(kind, SystemExit))
+            self._controller = None
+
+    # -- the step ----------------------------------------------------------------------------------------------
+    def wrap(self, train_step: compat.TrainStep) -> compat.TrainStep:
+        """The wrapped ``train_step``: the controller before it, its figures after it."""
+
+        def step_with_snip(
+            forward_step_func: Any,
+            data_iterator: Any,
+            model: Any,
+            optimizer: Any,
+            opt_param_scheduler: Any,
+            config: Any,
+            forward_backward_func: Any,
+            iteration: int,
+            **kwargs: Any,
+        ) -> Any:
+            controller = self._controller or self._build(model, optimizer, iteration)
+
+            def probe(clip: float) -> ProbeResult:
+                assert self._probes is not None
+                return self._probes.run(
+                    StepCall(
+                        step=iteration,
+                        forward_step_func=forward_step_func,
+                        data_iterator=data_iterator,
+                        model=model,
+                        optimizer=optimizer,
+                        config=config,
+                        forward_backward_func=forward_backward_func,
+                        num_microbatches=get_num_microbatches(),
+                        clip=clip,
+                    )
+                )
+
+            controller.before_step(iteration, probe)
+            started = time.perf_counter()
+            result = train_step(
+                forward_step_func,
+                data_iterator,
+                model,
+                optimizer,
+                opt_param_scheduler,
+                config,
+                forward_backward_func,
+                iteration=iteration,
+                **kwargs,
+            )
+            if self._coordinator is not None:
+                self._coordinator.step_took(time.perf_counter() - started)
+            losses = result[0]
+            controller.after_step(iteration, losses.get(_LOSS) if losses else None, result[_GRAD_NORM])
+            return result
+
+        return step_with_snip
+
+    # -- construction at the first step ------------------------------------------------------------------------
+    def _build(self, model: Sequence[torch.nn.Module], optimizer: Any, step: int) -> Controller:
+        assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
+        args, config, registry = self._args, self._config, self._registry
+        process_groups = compat.process_groups(model[0])
+        groups = ProbeGroups(tp=process_groups.tp, dp=process_groups.dp_cp)
+        device = next(model[0].parameters()).device
+        registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
+        request = validate.solve_request(config, args)
+        linears = validate.model_linears(args)
+        self._probes = ProbeRunner(
+            registry,
+            config,
+            LoopShape(
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+                padded_vocab_size=args.padded_vocab_size,
+                virtual_stages=args.virtual_pipeline_model_parallel_size,
+                optimizer_sharded=bool(args.use_distributed_optimizer),
+            ),
+            groups,
+            model,
+            with_drift=needs_forward_noise(request),
+        )
+        if is_rank_zero():
+            static_map = validate.load_map(config.map, registry.names) if config.map is not None else None
+            self._coordinator = RankZeroCoordinator(config, request, linears, static_map, self._run_directory(step))
+        self._controller = Controller(
+            config,
+            registry,
+            MapChannel(registry.names, device),
+            StepReport(device),
+            validate.gemm_flops(linears),
+            self._coordinator,
+            WandbSink(get_wandb_writer()),
+            clip_grad=args.clip_grad,
+        )
+        return self._controller
+
+    def _run_directory(self, step: int) -> RunDirectory | None:
+        """``--snip-dir``, else ``<save>/snip``; without either the run keeps no record."""
+        config, args = self._config, self._args
+        if config.dir is None and not args.save:
+            print("snip: no run directory: give --snip-dir (or --save) to keep events, maps and a report", flush=True)
+            return None
+        path = Path(config.dir) if config.dir is not None else Path(args.save) / "snip"
+        # Where the record is written and whether it may replace another are not what makes two runs the same.
+        identity = replace(config, dir=None, overwrite=False, no_compat=()).as_dict()
+        identity |= {
+            name: getattr(args, name)
+            for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")
+        }
+        facts = {
+            "version": __version__,
+            "world_size": dist.get_world_size(),
+            "tensor_parallel": args.tensor_model_parallel_size,
+            "pipeline_parallel": args.pipeline_model_parallel_size,
+            "data_parallel": args.data_parallel_size,
+            "global_batch_size": args.global_batch_size,
+            "micro_batch_size": args.micro_batch_size,
+            "sequence_parallel": args.sequence_parallel,
+        }
+        resume = step if args.load or step > 0 else None
+        return RunDirectory(path, identity, overwrite=config.overwrite, resume_step=resume, facts=facts)
