@@ -17,7 +17,7 @@ _PATIENCE = 20.0
 def main() -> int:
     """Train; returns the exit code. A SnipError is one line on rank 0."""
     try:
-        config = _snip_arguments(sys.argv[1:])
+        config = parse_snip_arguments(sys.argv[1:])
         startup = prepare(sys.argv[1:], config.no_compat)
         from snip_megatron.megatron.entry import run
 
@@ -31,7 +31,7 @@ def main() -> int:
     return 0
 
 
-def _snip_arguments(argv: list[str]) -> SnipConfig:
+def parse_snip_arguments(argv: list[str]) -> SnipConfig:
     """Our arguments alone: wrong ones are reported before torch and Megatron are imported."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     try:

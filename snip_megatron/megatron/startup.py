@@ -7,6 +7,7 @@ module imports neither at its top.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,5 +71,7 @@ def prepare(argv: Sequence[str], no_compat: Sequence[str]) -> Startup:
         raise SnipError("no CUDA device is visible and --snip-no-compat cpu forbids running on the CPU")
     from snip_megatron.megatron import cpu_device
 
+    # Megatron's advice to install GPU libraries, once a module that would use one.
+    warnings.filterwarnings("ignore", message=".*(Apex|[Tt]ransformer.[Ee]ngine)", category=UserWarning)
     cpu_device.install()
     return Startup(on_cpu=True, disabled=disabled)

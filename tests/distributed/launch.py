@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import signal
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-_LLAMA = """
+_LLAMA = shlex.split("""
 --num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4
 --group-query-attention --num-query-groups 2 --seq-length 64 --max-position-embeddings 64
 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
@@ -20,8 +20,8 @@ _LLAMA = """
 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --eval-interval 1000
 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0
 --seed 1234 --log-interval 1 --num-workers 0
-""".split()
-_MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 255".split()
+""")
+_MOCK_DATA = shlex.split("--mock-data --tokenizer-type NullTokenizer --vocab-size 255")
 
 
 def tiny_llama_args(*extra: str, iters: int = 10, mock_data: bool = True) -> list[str]:
@@ -42,8 +42,8 @@ def run_ranks(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``-m module args`` on ``nproc`` ranks in the folder ``tmp``; returns the finished process with its output.
 
-    ``--standalone`` makes torchrun choose a free port. After ``timeout`` seconds every process that was started is
-    killed and TimeoutExpired raised, with the output so far.
+    ``--standalone`` makes torchrun choose a free port. After ``timeout`` seconds all ranks are ended and TimeoutExpired
+    raised, with the output so far.
     """
     process = start_ranks(nproc, args, module=module, env=env, tmp=tmp, launcher=launcher)
     return finish(process, timeout)
@@ -67,7 +67,6 @@ def start_ranks(
         text=True,
         cwd=tmp,
         env={**os.environ, **_environment(), **(env or {})},
-        start_new_session=True,
     )
 
 
@@ -83,20 +82,19 @@ def finish(process: subprocess.Popen[str], timeout: float) -> subprocess.Complet
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """Kill a process of :func:`start_ranks` and all that it started (ranks are sessions of their own)."""
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=False
-    )
-    for pid in (process.pid, *map(int, children.stdout.split())):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    """End a process of :func:`start_ranks`: asked to terminate, torchrun ends its ranks, by force after 30 s."""
+    process.terminate()
+    try:
+        process.wait(timeout=45)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _environment() -> dict[str, str]:
     return {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+        ),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

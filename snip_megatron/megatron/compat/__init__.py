@@ -1,15 +1,40 @@
 """The only place that touches private or versioned names of Megatron; they are checked when this is imported."""
 
+from snip_megatron.megatron.compat.batches import PeekedBatches, peek
 from snip_megatron.megatron.compat.defaults import check, set_defaults
+from snip_megatron.megatron.compat.groups import ProcessGroups, process_groups
+from snip_megatron.megatron.compat.loop import TrainStep, quiet_schedule, rerun_disabled, wrap_train_step
+from snip_megatron.megatron.compat.optimizer_state import (
+    OptimizerShard,
+    adamw_state,
+    inner_optimizers,
+    optimizer_shards,
+)
 from snip_megatron.megatron.compat.patches import apply
+from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, SUPPORTED, check_signature, check_version
 
 __all__ = [
     "MEGATRON_VERSION",
     "SUPPORTED",
+    "OptimizerShard",
+    "PeekedBatches",
+    "ProcessGroups",
+    "RandomState",
+    "TrainStep",
+    "adamw_state",
     "apply",
     "check",
     "check_signature",
     "check_version",
+    "inner_optimizers",
+    "optimizer_shards",
+    "peek",
+    "process_groups",
+    "quiet_schedule",
+    "rerun_disabled",
+    "rng_state",
     "set_defaults",
+    "set_rng_state",
+    "wrap_train_step",
 ]

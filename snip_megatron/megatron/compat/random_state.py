@@ -1,0 +1,67 @@
+"""All random states that a forward and backward pass can advance."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+
+from snip_megatron.errors import SnipError
+
+for _name in ("get_states", "set_states", "is_initialized"):
+    # Of the class: asking for the tracker itself would create it before Megatron chooses its kind.
+    if not hasattr(CudaRNGStatesTracker, _name):
+        raise SnipError(f"Megatron's RNG tracker has no {_name}(): probes could not restore its state")
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Copies of the states of Python, NumPy, torch on the CPU and on this rank's GPU, and Megatron's named streams."""
+
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+    device: torch.Tensor | None
+    tracker: dict[str, torch.Tensor]
+
+
+def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    return (state.get_state() if isinstance(state, torch.Generator) else state).clone()
+
+
+def rng_state() -> RandomState:
+    """Copy every random state of this process."""
+    states = get_cuda_rng_tracker().get_states()
+    return RandomState(
+        python=random.getstate(),
+        numpy=np.random.get_state(),  # noqa: NPY002 - the global state is what data sets and Megatron draw from
+        cpu=torch.get_rng_state(),
+        device=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        tracker={name: _value(state) for name, state in states.items()},
+    )
+
+
+def set_rng_state(state: RandomState) -> None:
+    """Put back what :func:`rng_state` copied; ``state`` stays valid for further calls."""
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)  # noqa: NPY002
+    torch.set_rng_state(state.cpu)
+    if state.device is not None:
+        torch.cuda.set_rng_state(state.device)
+    tracker = get_cuda_rng_tracker()
+    if not tracker.is_initialized():
+        return
+    current = tracker.get_states()
+    restored: dict[str, Any] = {}
+    for name, value in state.tracker.items():
+        generator = current.get(name)
+        if isinstance(generator, torch.Generator):  # CUDA-graph-safe streams are generators: they keep their identity
+            generator.set_state(value)
+            restored[name] = generator
+        else:
+            restored[name] = value.clone()
+    tracker.set_states(restored)
