@@ -1,0 +1,186 @@
+"""The report's figures, as plain plotly objects (data, layout). The page's theme sets the colours of text and grid."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from snip_megatron.precision import Format
+from snip_megatron.reporting.run_data import RunData, Update, number
+
+MAX_POINTS = 2000
+"""Buckets of a line; each keeps its lowest and highest value, so that a spike survives."""
+
+FORMAT_COLOURS = {
+    Format.BF16: "#8f99a8",
+    Format.FP8: "#3f83c8",
+    Format.FP8_TENSOR: "#2a5d95",
+    Format.MXFP8: "#7fb2e5",
+    Format.FP4: "#e8833a",
+    Format.NVFP4: "#c2571a",
+    Format.MXFP4: "#f4b477",
+}
+"""8-bit formats are blues, 4-bit ones oranges: they stay apart for the colour-blind, on light and on dark."""
+STAGE_COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8")
+LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
+
+
+def thin(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
+    """At most 2·MAX_POINTS points: of each bucket of steps the lowest and the highest value, in order."""
+    if len(steps) <= 2 * MAX_POINTS:
+        return list(steps), list(values)
+    keep: list[int] = []
+    for bucket in range(MAX_POINTS):
+        start, stop = (len(steps) * b // MAX_POINTS for b in (bucket, bucket + 1))
+        finite = [(value, i) for i in range(start, stop) if (value := values[i]) is not None]
+        keep += sorted({min(finite)[1], max(finite)[1]}) if finite else [start]
+    return [steps[i] for i in keep], [values[i] for i in keep]
+
+
+def loss_figure(run: RunData) -> dict[str, Any] | None:
+    """Loss over steps with adoptions, guards and validation; None without a loss."""
+    steps, losses = run.series("loss")
+    if not any(loss is not None for loss in losses):
+        return None
+    figure = _figure("loss", rangemode="normal")
+    x, y = thin(steps, losses)
+    figure.add_scatter(x=x, y=y, name="training loss", mode="lines", line={"color": LINE, "width": 1.6})
+    validation = [(e["step"], v) for e in run.events if e["event"] == "validation" and (v := number(e.get("loss")))]
+    if validation:
+        marker = {"symbol": "circle-open", "size": 8, "color": STAGE_COLOURS[2], "line": {"width": 2}}
+        mode = "markers" if len(validation) <= 40 else "lines"
+        x, y = thin([s for s, _ in validation], [v for _, v in validation])
+        figure.add_scatter(x=x, y=y, name="validation", mode=mode, marker=marker, line={"color": STAGE_COLOURS[2]})
+    on_curve = _Curve(steps, losses)
+    texts = [_adoption_text(a) for a in run.adoptions]
+    _add_marks(figure, "map adopted", [a.step for a in run.adoptions], texts, on_curve, MARK, "diamond")
+    guards = [e for e in run.events if e["event"] == "guard"]
+    texts = [html.escape(f"guard: {e.get('reason', '')}") for e in guards]
+    _add_marks(figure, "guard", [e["step"] for e in guards], texts, on_curve, FAULT, "x")
+    for adoption in run.adoptions:
+        figure.add_vline(x=adoption.step, line={"color": MARK, "width": 1, "dash": "dot"}, opacity=0.6)
+    return _plain(figure)
+
+
+def share_figure(run: RunData, target: float | None) -> dict[str, Any] | None:
+    """fp4 share over steps, overall and of each pipeline stage; None if nothing is known."""
+    steps, values = run.series("fp4_fraction")
+    stages = list(dict.fromkeys(stage for a in run.adoptions for stage in a.achieved_per_stage))
+    if not any(value is not None for value in values) and not run.adoptions:
+        return None
+    figure = _figure("fp4 share of FLOPs", rangemode="tozero")
+    figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
+    if steps:
+        x, y = thin(steps, values)
+    else:
+        x, y = [a.step for a in run.adoptions], [a.achieved for a in run.adoptions]
+    # Broad and pale under the stages' thin lines: they often coincide.
+    line = {"color": "rgba(63,131,200,0.45)", "width": 6, "shape": "hv"}
+    figure.add_scatter(x=x, y=y, name="whole model", mode="lines", line=line, hovertemplate="%{y:.2%}")
+    end = max([*steps[-1:], *(a.step for a in run.adoptions[-1:])], default=0)
+    for i, stage in enumerate(stages if len(stages) > 1 else []):
+        points = [(a.step, a.achieved_per_stage.get(stage)) for a in run.adoptions]
+        points.append((end, points[-1][1]))
+        figure.add_scatter(
+            x=[s for s, _ in points],
+            y=[v for _, v in points],
+            name=f"stage {html.escape(stage)}",
+            mode="lines+markers",
+            line={"color": STAGE_COLOURS[(i + 1) % len(STAGE_COLOURS)], "width": 1.2, "shape": "hv"},
+            marker={"size": 5},
+            hovertemplate="%{y:.2%}",
+        )
+    if target is not None and run.adoptions:
+        line = {"color": FAULT, "width": 1.2, "dash": "dash"}
+        ends = [min([*steps[:1], run.adoptions[0].step]), end]
+        figure.add_scatter(x=ends, y=[target] * 2, name="target", mode="lines", line=line, hoverinfo="skip")
+    return _plain(figure)
+
+
+def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
+    """Seconds of each update: left bar its parts, right bar what the training thread was blocked; None without any."""
+    if not any(u.collect_s or u.probes_s or u.latency_s or u.solve_s or u.wait_s for u in updates):
+        return None
+    figure = _figure("seconds", rangemode="tozero")
+    figure.update_layout(barmode="stack", bargap=0.3)
+    figure.update_xaxes(title_text="update", type="category")
+    parts: list[tuple[str, list[float | None], str, str]] = [
+        ("collect", [u.collect_s for u in updates], "#7fb2e5", "parts")
+    ]
+    kinds = list(dict.fromkeys(kind for u in updates for kind in u.probes_s))
+    blues = ("#3f83c8", "#2a5d95", "#1d3f66")
+    for i, kind in enumerate(kinds):
+        name = f"probe: {html.escape(kind.replace('_', ' '))}"
+        parts.append((name, [u.probes_s.get(kind) for u in updates], blues[i % len(blues)], "parts"))
+    lags = [None if u.latency_s is None else max(0.0, u.latency_s - (u.solve_s or 0.0)) for u in updates]
+    parts += [
+        ("solve", [u.solve_s for u in updates], "#c9a227", "parts"),
+        ("rest of the sidecar's lag", lags, "#e6d08a", "parts"),
+        ("training blocked", [u.wait_s for u in updates], FAULT, "blocked"),
+    ]
+    for name, seconds, colour, group in parts:
+        if any(value is not None for value in seconds):
+            figure.add_bar(
+                x=[u.name for u in updates],
+                y=seconds,
+                name=name,
+                offsetgroup=group,
+                marker={"color": colour},
+                hovertemplate="%{y:.3g} s",
+            )
+    return _plain(figure)
+
+
+class _Curve:
+    """Where on the loss curve a step lies: the finite loss at or after it, else the last one."""
+
+    def __init__(self, steps: Sequence[int], losses: Sequence[float | None]) -> None:
+        self._points = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
+
+    def __call__(self, step: int) -> float:
+        return next((loss for s, loss in self._points if s >= step), self._points[-1][1])
+
+
+def _adoption_text(adoption: Any) -> str:
+    achieved = "" if adoption.achieved is None else f"<br>fp4 share {adoption.achieved:.2%}"
+    changed = adoption.fields.get("changed")
+    changes = "" if number(changed) is None else f"<br>{int(changed)} choices changed"
+    version = "" if adoption.version is None else f" v{adoption.version}"
+    return f"map{version}: {html.escape(adoption.status)}{achieved}{changes}"
+
+
+def _add_marks(
+    figure: Any, name: str, steps: list[int], texts: list[str], curve: _Curve, colour: str, symbol: str
+) -> None:
+    if steps:
+        figure.add_scatter(
+            x=steps,
+            y=[curve(step) for step in steps],
+            text=texts,
+            name=name,
+            mode="markers",
+            marker={"color": colour, "size": 9, "symbol": symbol},
+            hovertemplate="%{text}",
+        )
+
+
+def _figure(y_title: str, rangemode: str) -> Any:
+    figure = go.Figure(layout={"template": "none"})
+    figure.update_layout(
+        hovermode="x unified",
+        margin={"l": 56, "r": 12, "t": 32, "b": 44},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        showlegend=True,
+    )
+    figure.update_xaxes(title_text="training step")
+    figure.update_yaxes(title_text=y_title, rangemode=rangemode)
+    return figure
+
+
+def _plain(figure: Any) -> dict[str, Any]:
+    body: dict[str, Any] = figure.to_plotly_json()
+    body["layout"].pop("template", None)
+    return body

@@ -1,0 +1,93 @@
+"""The maps of a run as compact data for the page's grid: layers across, kind of linear × GEMM down, one grid a map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.reporting.figures import FORMAT_COLOURS
+from snip_megatron.reporting.run_data import Adoption, number
+
+SHORT_KINDS = {kind: kind.rpartition("linear_")[2] for kind in LINEAR_KINDS}
+SCORE_FIELDS = ("delta_loss", "delta_weight", "q")
+
+
+def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
+    """What the page's script draws, or None if no adopted map is known.
+
+    ``rows`` [R] of {kind, gemm, label}; ``layers`` [C] of global indices; each of ``maps`` has ``codes`` [R][C] (index
+    into ``formats``; null where the model has no such linear), ``changed`` (count, null for the first) and ``scores``,
+    an index into ``scores`` [R][C] of {format: [ΔL, ΔW, Q]}.
+    """
+    known = [a for a in adoptions if a.precision_map is not None and a.precision_map.choices]
+    linears = sorted({linear for a in known if a.precision_map for linear in a.precision_map.linears()})
+    if not linears:
+        return None
+    present = {str(linear) for linear in linears}
+    layers = sorted({linear.layer for linear in linears})
+    kinds = [kind for kind in LINEAR_KINDS if any(linear.kind == kind for linear in linears)]
+    rows = [(kind, gemm) for kind in kinds for gemm in Gemm]
+    tables = {id(a.scores): a.scores for a in known if a.scores}  # a map that a guard went back to shares its scores
+    maps: list[dict[str, Any]] = []
+    for adoption in known:
+        codes = _codes(adoption.precision_map, rows, layers, present) if adoption.precision_map else []
+        maps.append(
+            {
+                "step": adoption.step,
+                "version": adoption.version,
+                "status": adoption.status,
+                "achieved": adoption.achieved,
+                "codes": codes,
+                "changed": _count_changes(maps[-1]["codes"], codes) if maps else None,
+                "scores": list(tables).index(id(adoption.scores)) if adoption.scores else None,
+            }
+        )
+    return {
+        "formats": [{"name": fmt.value, "colour": FORMAT_COLOURS[fmt]} for fmt in Format],
+        "rows": [{"kind": k, "gemm": g.value, "label": f"{SHORT_KINDS[k]} · {g.value}"} for k, g in rows],
+        "layers": layers,
+        "maps": maps,
+        "scores": [_scores(table, rows, layers) for table in tables.values()],
+    }
+
+
+def _codes(
+    precision_map: PrecisionMap, rows: Sequence[tuple[str, Gemm]], layers: Sequence[int], present: set[str]
+) -> list[list[int | None]]:
+    """Format codes [R][C]."""
+    return [
+        [
+            precision_map.format_of(name, gemm).code if (name := str(LinearId(layer, kind))) in present else None
+            for layer in layers
+        ]
+        for kind, gemm in rows
+    ]
+
+
+def _count_changes(old: list[list[int | None]], new: list[list[int | None]]) -> int:
+    return sum(a != b for row, other in zip(old, new, strict=True) for a, b in zip(row, other, strict=True))
+
+
+def _scores(
+    scores: Mapping[str, Any], rows: Sequence[tuple[str, Gemm]], layers: Sequence[int]
+) -> list[list[dict[str, list[float | None]] | None]]:
+    """Scores [R][C]; the scores of a whole linear (granularity ``layer``) stand at each of its GEMMs."""
+    return [[_cell(scores, str(LinearId(layer, kind)), gemm) for layer in layers] for kind, gemm in rows]
+
+
+def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[float | None]] | None:
+    options = scores.get(option_id(linear, gemm), scores.get(linear))
+    if not isinstance(options, Mapping):
+        return None
+    return {
+        fmt.value: [_short(option.get(name)) for name in SCORE_FIELDS]
+        for fmt in Format
+        if isinstance(option := options.get(fmt.value), Mapping)
+    }
+
+
+def _short(value: Any) -> float | None:
+    """Four significant digits: what a reader sees, and a third of the bytes."""
+    finite = number(value)
+    return None if finite is None else float(f"{finite:.3e}")

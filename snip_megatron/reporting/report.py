@@ -1,0 +1,195 @@
+"""`report.html`: one self-contained page about a run. It loads nothing: plotly.js, style and data are inside.
+
+A content security policy in the page forbids every network access and every script but the two whose hashes it names,
+so that a name or message from the run's files can never become code.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from snip_megatron import __version__
+from snip_megatron.errors import SnipError
+from snip_megatron.reporting.figures import loss_figure, share_figure, timing_figure
+from snip_megatron.reporting.map_view import map_payload
+from snip_megatron.reporting.readers import REPORT
+from snip_megatron.reporting.run_data import RunData, fields_of, load_run, number
+from snip_megatron.reporting.storage import write_atomically
+
+MAX_EVENT_ROWS = 1000
+"""Rows of the table of all events; a longer record shows its end."""
+
+
+def write_report(run: Path | str, out: Path | str | None = None) -> Path:
+    """Write the page about the run directory ``run`` to ``out`` (default: its report.html); returns the path.
+
+    Raises SnipError if ``run`` is no run directory or ``out`` cannot be written.
+    """
+    path = Path(run) / REPORT if out is None else Path(out)
+    page = render(load_run(run))
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory; give a file name")
+        write_atomically(path, page.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise SnipError(f"report: cannot be written ({error})") from None
+    return path
+
+
+def render(run: RunData) -> str:
+    """The page as text."""
+    target = _target(run.config)
+    figures = {
+        "loss": loss_figure(run),
+        "share": share_figure(run, target),
+        "timing": timing_figure(run.updates),
+    }
+    plotly_js, page_js = _plotly_js(), _template_text("report.js")
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            version=__version__,
+            title=run.path.resolve().name,
+            policy=_policy_line(run.config),
+            tiles=_tiles(run),
+            figures=figures,
+            maps=map_payload(run.adoptions),
+            updates=run.updates,
+            faults=[_event_row(event) for event in run.faults],
+            events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],
+            events_left_out=max(0, len(run.events) - MAX_EVENT_ROWS),
+            tables=[("Facts", flatten(run.facts)), ("Configuration", flatten(run.config))],
+            unreadable=run.unreadable,
+            style=Markup(_template_text("report.css")),
+            scripts=[Markup(plotly_js), Markup(page_js)],
+            script_hashes=[_csp_hash(plotly_js), _csp_hash(page_js)],
+        )
+    )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted key, value as text) of a configuration."""
+    rows: list[tuple[str, str]] = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            rows += flatten(value, f"{prefix}{name}.")
+        else:
+            rows.append((f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)))
+    return rows
+
+
+# -- parts of the page ---------------------------------------------------------------------------------------------
+def _tiles(run: RunData) -> list[tuple[str, str]]:
+    """The figures at the top: (label, value)."""
+    steps, losses = run.series("loss")
+    finite = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
+    _, fractions = run.series("fp4_fraction")
+    share = next((value for value in reversed(fractions) if value is not None), None)
+    if share is None and run.adoptions:
+        share = run.adoptions[-1].achieved
+    stages = {stage for adoption in run.adoptions for stage in adoption.achieved_per_stage}
+    blocked = sum(update.wait_s or 0.0 for update in run.updates)
+    tiles = [("training steps", f"{steps[-1] + 1:,}" if steps else "none")]
+    if finite:
+        tiles.append((f"loss at step {finite[-1][0]:,}", f"{finite[-1][1]:.4f}"))
+    if len(finite) < len(losses):
+        tiles.append(("steps with a non-finite loss", f"{len(losses) - len(finite):,}"))
+    tiles.append(("maps adopted", f"{len(run.adoptions):,}"))
+    if share is not None:
+        tiles.append(("fp4 share now", f"{share:.1%}"))
+    if len(stages) > 1:
+        tiles.append(("pipeline stages", str(len(stages))))
+    if run.updates:
+        tiles.append(("training blocked by updates", f"{blocked:.2f} s"))
+    tiles.append(("faults", f"{len(run.faults):,}"))
+    return tiles
+
+
+def _policy_line(config: Mapping[str, Any]) -> str:
+    named = [f"{name} {config[name]}" for name in ("policy", "budget", "granularity", "estimator") if name in config]
+    return " · ".join(named)
+
+
+def _target(config: Mapping[str, Any]) -> float | None:
+    """The wanted fp4 share, from ``budget`` as text (``fp4=0.75``) or as an object ({"fp4": 0.75})."""
+    budget = config.get("budget")
+    if isinstance(budget, Mapping):
+        return number(budget.get("fp4"))
+    kind, _, value = str(budget).partition("=")
+    try:
+        return number(float(value)) if kind == "fp4" else None
+    except ValueError:
+        return None
+
+
+def _event_row(event: Mapping[str, Any]) -> dict[str, str]:
+    at = number(event.get("time"))
+    try:
+        when = "" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        when = ""
+    details = {name: value for name, value in fields_of(event).items() if value is not None}
+    return {"when": when, "step": str(event["step"]), "event": event["event"], "details": _details(details)}
+
+
+def _details(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_short(value)}" for name, value in fields.items())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        return "{" + _details(value) + "}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# -- templates -----------------------------------------------------------------------------------------------------
+@functools.cache
+def _environment() -> jinja2.Environment:
+    loader = jinja2.FunctionLoader(_template_text)
+    environment = jinja2.Environment(
+        autoescape=True, loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["data"] = _data
+    environment.filters["figure"] = _significant
+    environment.filters["percent"] = lambda value: "" if value is None else f"{value:.2%}"
+    return environment
+
+
+def _template_text(name: str) -> str:
+    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _plotly_js() -> str:
+    """What plotly's own ``include_plotlyjs=True`` puts into a page."""
+    text: str = get_plotlyjs()
+    return text
+
+
+def _data(value: Any) -> Markup:
+    """JSON for a ``<script type="application/json">``: nothing in it can close the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _csp_hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _significant(value: float | int | None) -> str:
+    return "" if value is None else f"{value:.4g}"
