@@ -50,7 +50,7 @@ class Coordinator(Protocol):
 
     def replayed_map(self, step: int) -> Decision: ...
 
-    def event(self, step: int, kind: str, **fields: Any) -> None: ...
+    def event(self, step: int, kind: str, /, **fields: Any) -> None: ...
 
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None: ...
 
@@ -251,7 +251,7 @@ class Controller:
         if self._coordinator is not None:
             self._coordinator.metric(figures, fraction)
 
-    def _event(self, step: int, kind: str, **fields: Any) -> None:
+    def _event(self, step: int, kind: str, /, **fields: Any) -> None:
         self._sink.event(step, kind, **fields)
         if self._coordinator is not None:
             self._coordinator.event(step, kind, **fields)

@@ -143,7 +143,7 @@ class RankZeroCoordinator:
         return Decision(Verdict.MAP, PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)))
 
     # -- record ------------------------------------------------------------------------------------------------
-    def event(self, step: int, kind: str, **fields: Any) -> None:
+    def event(self, step: int, kind: str, /, **fields: Any) -> None:
         """See :meth:`RunDirectory.event`."""
         if self._run is not None:
             self._run.event(step, kind, **fields)

@@ -214,6 +214,7 @@ class ProbeRunner:
         with ExitStack() as stack:
             for chunk in call.model:
                 chunk.zero_grad_buffer()  # zero first: no_sync must see fresh buckets
+            call.optimizer.zero_grad()  # an FP32 optimizer's step leaves p.grad an alias of main_grad
             for chunk in call.model:
                 stack.enter_context(chunk.no_sync())
             call.forward_backward_func(
