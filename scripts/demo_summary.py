@@ -1,0 +1,116 @@
+"""The demonstration's words: progress while it trains, and at its end what came out and whether that is enough."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+LEAST_MAPS = 2
+LEAST_FP4 = 0.75
+MOST_OF_UNIGRAM = 0.8
+
+STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*per iteration \(ms\): ([\d.]+) .*lm loss: ([\d.E+-]+)")
+VALIDATION = re.compile(
+    r"validation loss at (?:iteration (\d+)).*?\| lm loss value: ([\d.E+-]+|nan|inf)", re.IGNORECASE
+)
+
+
+def watch(lines: Iterable[str], log: TextIO) -> None:
+    """Copies Megatron's output to ``log`` and prints one short line where training got further."""
+    print("starting Python and Megatron on both ranks …", flush=True)
+    for line in lines:
+        log.write(line)
+        log.flush()
+        if match := STEP.search(line):
+            step, steps, milliseconds, loss = match.groups()
+            print(
+                f"step {step:>4}/{steps}   loss {float(loss):.4f}   {float(milliseconds) / 1000:.2f} s a step",
+                flush=True,
+            )
+        elif match := VALIDATION.search(line):
+            print(f"step {match[1]:>4}       validation loss {float(match[2]):.4f}", flush=True)
+        elif line.startswith(("snip", "compat:")):
+            print(line.rstrip(), flush=True)
+
+
+def validation_loss(log: str) -> tuple[int, float] | None:
+    """(step, nats a token) of the last validation in Megatron's output."""
+    found = VALIDATION.findall(log)
+    return (int(found[-1][0]), float(found[-1][1])) if found else None
+
+
+def criteria(
+    adopted: list[dict[str, Any]], loss: tuple[int, float] | None, unigram: float, report: Path
+) -> list[tuple[str, bool]]:
+    """(demand, whether it is met) for each thing the demonstration must show."""
+    good = [e for e in adopted if e.get("status") == "optimal" and (e.get("achieved") or 0.0) >= LEAST_FP4]
+    page = report.read_text(encoding="utf-8") if report.is_file() else ""
+    return [
+        (
+            f"at least {LEAST_MAPS} maps adopted, optimal, with an fp4 share of at least {LEAST_FP4}",
+            len(good) >= LEAST_MAPS,
+        ),
+        (
+            f"validation loss at most {MOST_OF_UNIGRAM} of the hold-out's unigram entropy",
+            loss is not None and loss[1] <= MOST_OF_UNIGRAM * unigram,
+        ),
+        ("a report was written", "</html>" in page),
+    ]
+
+
+def check(run: Path, data: Path, log: Path) -> int:
+    """Prints the result; exit code 0 if it is enough, 1 otherwise."""
+    from snip_megatron.reporting.readers import read_events, read_maps
+    from snip_megatron.reporting.report import write_report
+
+    adopted = [event for event in read_events(run) if event["event"] == "adopt"]
+    maps = read_maps(run)
+    loss = validation_loss(log.read_text(encoding="utf-8", errors="replace"))
+    unigram: float = json.loads((data / "manifest.json").read_text())["valid"]["unigram_entropy_nats"]
+    report = write_report(run)
+    print("map  step  status     fp4 share  changed GEMMs")
+    for event in adopted:
+        recorded = maps.get(event["step"])
+        if recorded is None or recorded.version != event["version"]:
+            print(f"snip: {run}/maps/step_{event['step']}.json is not the map that was adopted", file=sys.stderr)
+            return 1
+        achieved = event["achieved"] if event.get("achieved") is not None else float("nan")
+        print(
+            f"{event['version']:>3}  {event['step']:>4}  {event['status']:<9}  {achieved:>9.4f}  {event['changed']:>13}"
+        )
+    shown = "none" if loss is None else f"{loss[1]:.4f} nats a token after step {loss[0]}"
+    print(f"validation loss                   {shown}")
+    print(f"unigram entropy of the hold-out   {unigram:.4f} nats a token")
+    if loss is not None:
+        print(f"ratio                             {loss[1] / unigram:.3f}")
+    demands = criteria(adopted, loss, unigram, report)
+    for demand, met in demands:
+        print(f"{'met    ' if met else 'NOT MET'}  {demand}")
+    print(f"report: {report}")
+    return 0 if all(met for _, met in demands) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    watching = commands.add_parser("watch", help="standard input to a log, progress to standard output")
+    checking = commands.add_parser("check", help="print the result and judge it")
+    checking.add_argument("--run", type=Path, required=True)
+    checking.add_argument("--data", type=Path, required=True)
+    for command in (watching, checking):
+        command.add_argument("--log", type=Path, required=True)
+    arguments = parser.parse_args()
+    if arguments.command == "watch":
+        with arguments.log.open("w", encoding="utf-8") as log:
+            watch(sys.stdin, log)
+        return 0
+    return check(arguments.run, arguments.data, arguments.log)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

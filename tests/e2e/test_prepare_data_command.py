@@ -1,0 +1,58 @@
+"""`snip prepare-data` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SNIP = Path(sys.executable).with_name("snip")
+
+
+def snip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [str(SNIP), "prepare-data", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_standard_library_is_prepared_and_reused(tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    arguments = (
+        "--output",
+        output,
+        "--glob",
+        "json/*.py",
+        "--glob",
+        "email/*.py",
+        "--tokenizer",
+        "bytes",
+        "--holdout",
+        "0.2",
+    )
+    made = snip(*arguments)
+    assert made.returncode == 0, made.stderr
+    assert "tokenizing train: 100%" in made.stderr
+    assert "Traceback" not in made.stderr
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["train"]["tokens"] == manifest["train"]["bytes"] + manifest["train"]["files"]
+    assert f"unigram entropy of the hold-out: {manifest['valid']['unigram_entropy_nats']:.4f}" in made.stdout
+    last = made.stdout.splitlines()[-1]
+    assert f"--train-data-path {output}/train --valid-data-path {output}/valid" in last
+    assert f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {output}/tokenizer" in last
+
+    again = snip(*arguments, "--reuse")
+    assert again.returncode == 0
+    assert "is current" in again.stdout
+    refused = snip(*arguments)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == [
+        f"snip prepare-data: --output {output}: exists; add --overwrite to replace it or --reuse to keep an equal one"
+    ]
+
+
+def test_a_missing_input_is_one_line(tmp_path: Path) -> None:
+    result = snip(tmp_path / "nowhere", "--output", tmp_path / "data")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == f"snip prepare-data: {tmp_path}/nowhere: no such file or folder\n"
+    assert not (tmp_path / "data").exists()
