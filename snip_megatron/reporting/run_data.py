@@ -12,7 +12,7 @@ from typing import Any
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.reporting.readers import read_config, read_events, read_maps, read_metrics, read_scores
 
-FAULT_EVENTS = ("guard", "sidecar_restart", "solve_failed", "postpone", "resume")
+FAULT_EVENTS = ("guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "postpone", "resume")
 """Events that a reader of the report should see first; any other unknown kind is shown with the rest."""
 _OWN_FIELDS = ("time", "step", "event", "step_s", "wait_s")
 
@@ -195,7 +195,7 @@ def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
     pending: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         kind, step, version = event["event"], event["step"], _version(event)
-        if kind in ("collect", "probe"):
+        if kind in ("collect", "probe", "dropped"):
             pending[step].append(event)
         elif kind == "submit":
             update = Update(step, version, submitted_at=number(event.get("time")))
@@ -215,6 +215,8 @@ def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
 
 
 def _add_times(update: Update, event: Mapping[str, Any]) -> None:
+    if event["event"] == "dropped":
+        update.status = f"dropped: {event.get('reason', '')}"
     seconds, wait = number(event.get("seconds")), number(event.get("wait_s"))
     if wait is not None:
         update.wait_s = (update.wait_s or 0.0) + wait

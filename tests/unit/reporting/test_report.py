@@ -1,0 +1,270 @@
+"""The report as a file: structure, escaping, nothing from the network, and what its figures hold."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import synthetic_run
+from plotly.offline import get_plotlyjs
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.reporting.figures import MAX_POINTS, thin
+from snip_megatron.reporting.report import MAX_EVENT_ROWS, write_report
+from snip_megatron.reporting.run_directory import RunDirectory
+
+URL_ATTRIBUTES = {"src", "href", "srcset", "action", "data", "poster", "formaction", "background", "xlink:href"}
+VOID = {"meta", "input", "link", "br", "img", "hr"}
+
+
+class Page(HTMLParser):
+    """Elements, text by element id, scripts; checks that elements close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif data.strip():
+            self.texts.append(data.strip())
+
+    def ids(self) -> set[str]:
+        return {attributes["id"] for _, attributes in self.elements if attributes.get("id")}
+
+    def data(self, name: str):
+        scripts = [attributes for tag, attributes in self.elements if tag == "script"]
+        index = next(i for i, attributes in enumerate(scripts) if attributes.get("id") == name)
+        return json.loads(self.scripts[index])
+
+
+def page_of(run: Path) -> Page:
+    return Page(write_report(run).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory) -> Path:
+    return synthetic_run.write_run(tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.fixture(scope="module")
+def page(whole_run) -> Page:
+    return page_of(whole_run)
+
+
+def test_nothing_is_loaded(page):
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base"), tag
+        for name in URL_ATTRIBUTES & attributes.keys():
+            assert attributes[name].startswith("#"), (tag, name, attributes[name])
+    rest = (Path(__file__).parents[3] / "snip_megatron/reporting/templates").iterdir()
+    for template in rest:
+        text = template.read_text()
+        assert "http:" not in text
+        assert "https:" not in text
+        assert "@import" not in text
+        assert "url(" not in text
+
+
+def test_policy_allows_exactly_the_scripts_of_the_page(page):
+    policy = next(a["content"] for t, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    directives = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    assert directives["default-src"] == "'none'"
+    assert directives["img-src"] == "data: blob:"
+    executable = [s for s, (_, a) in zip(page.scripts, scripts_of(page), strict=True) if "type" not in a]
+    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in executable]
+    assert directives["script-src"].split() == [f"'sha256-{h}'" for h in hashes]
+    assert executable[0] == get_plotlyjs()
+
+
+def scripts_of(page: Page):
+    return [element for element in page.elements if element[0] == "script"]
+
+
+def test_all_figures_are_there(page):
+    assert {"loss", "map", "slider", "share", "timing", "choices"} <= page.ids()
+    loss = page.data("figures-data")["loss"]["data"]
+    assert [trace["name"] for trace in loss] == ["training loss", "validation", "map adopted", "guard"]
+    assert loss[0]["x"] == list(range(synthetic_run.STEPS))
+    assert loss[2]["x"] == [15, 35, 55, 75, 95]
+    assert loss[3]["x"] == [57]
+    share = page.data("figures-data")["share"]["data"]
+    assert [trace["name"] for trace in share] == ["whole model", "stage 0", "stage 1", "target"]
+    assert set(share[0]["y"][15:]) == {0.75}
+    timing = page.data("figures-data")["timing"]["data"]
+    assert [(trace["name"], trace["offsetgroup"]) for trace in timing] == [
+        ("collect", "parts"), ("probe: statistics", "parts"), ("probe: forward noise", "parts"), ("solve", "parts"),
+        ("rest of the sidecar's lag", "parts"), ("training blocked", "blocked"),
+    ]  # fmt: skip
+    assert timing[0]["x"] == ["v1", "v2", "v3", "v4", "v5"]
+    for solve, rest in zip(timing[3]["y"], timing[4]["y"], strict=True):
+        assert solve + rest == pytest.approx(0.8)
+
+
+def test_the_grid_is_the_map(page, whole_run):
+    payload = page.data("maps-data")
+    assert [m["step"] for m in payload["maps"]] == [15, 35, 55, 75, 95]
+    assert payload["layers"] == list(range(6))
+    assert len(payload["rows"]) == 12
+    for entry in payload["maps"]:
+        recorded = PrecisionMap.from_json((whole_run / "maps" / f"step_{entry['step']}.json").read_text())
+        scores = json.loads((whole_run / "scores" / f"step_{entry['step'] - 5}.json").read_text())["scores"]
+        for r, row in enumerate(payload["rows"]):
+            for c, layer in enumerate(payload["layers"]):
+                key = f"decoder.layers.{layer}.{row['kind']}:{row['gemm']}"
+                assert payload["formats"][entry["codes"][r][c]]["name"] == recorded.choices[key].value
+                shown = payload["scores"][entry["scores"]][r][c]["fp4"]
+                assert shown == pytest.approx(
+                    [scores[key]["fp4"][n] for n in ("delta_loss", "delta_weight", "q")], rel=1e-3
+                )
+
+
+def test_changes_are_counted(page):
+    first, *others = page.data("maps-data")["maps"]
+    assert first["changed"] is None
+    for before, after in zip([first, *others], others, strict=False):
+        flat = [[code for row in entry["codes"] for code in row] for entry in (before, after)]
+        assert after["changed"] == sum(a != b for a, b in zip(*flat, strict=True)) > 0
+
+
+def test_tables_hold_updates_faults_and_configuration(page):
+    for text in (
+        "v5",
+        "optimal",
+        "guard",
+        "reason loss spike, loss 6.1, limit 5",
+        "sidecar_restart",
+        "layout.pipeline",
+    ):
+        assert text in page.texts
+    assert "fp4=0.75" in page.texts
+    captions = [attributes.get("aria-label") for _, attributes in page.elements]
+    assert "Updates" in captions
+
+
+def test_slider_is_a_labelled_native_control(page):
+    slider = next(attributes for _, attributes in page.elements if attributes.get("id") == "slider")
+    assert slider["type"] == "range"
+    assert (slider["min"], slider["max"], slider["value"]) == ("0", "4", "4")
+    assert any(tag == "label" and attributes.get("for") == "slider" for tag, attributes in page.elements)
+
+
+def test_a_bf16_run(tmp_path):
+    page = page_of(synthetic_run.write_run(tmp_path / "run", updates=0, faults=False))
+    assert page.data("maps-data") is None
+    figures = page.data("figures-data")
+    assert figures["loss"] is not None
+    assert figures["timing"] is None
+    assert set(figures["share"]["data"][0]["y"]) == {0.0}
+    assert "No fault is recorded." in page.texts
+    assert "slider" not in page.ids()
+
+
+def test_a_run_that_has_just_begun(tmp_path):
+    page = page_of(synthetic_run.write_run(tmp_path / "run", steps=0))
+    assert page.data("figures-data") == {"loss": None, "share": None, "timing": None}
+    assert "No loss is recorded yet." in page.texts
+
+
+def test_granularity_layer_and_a_missing_linear(tmp_path):
+    qkv, fc2 = "decoder.layers.3.self_attention.linear_qkv", "decoder.layers.7.mlp.linear_fc2"
+    with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
+        run.write_map(4, PrecisionMap(choices={qkv: Format.FP4, fc2: Format.FP8}, version=1))
+        run.write_scores(4, {qkv: {"fp4": {"q": 1.5}, "<b>": {"q": 2.0}}}, version=1)
+        run.event(4, "adopt", version=1)
+    payload = page_of(tmp_path).data("maps-data")
+    assert payload["layers"] == [3, 7]
+    assert [row["label"] for row in payload["rows"][::3]] == ["qkv · fprop", "fc2 · fprop"]
+    codes = payload["maps"][0]["codes"]
+    assert codes == [[Format.FP4.code, None]] * 3 + [[None, Format.FP8.code]] * 3
+    assert payload["scores"][0][0] == [{"fp4": [None, None, 1.5]}, None]
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)> \u2028 & \"'{{ 7*7 }}"
+
+
+def test_everything_from_the_files_is_escaped(tmp_path):
+    path = tmp_path / "<b>run"
+    with RunDirectory(
+        path, {HOSTILE: {HOSTILE: HOSTILE}}, overwrite=False, resume_step=None, facts={"a": HOSTILE}
+    ) as run:
+        for step in range(3):
+            run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.5)
+        run.event(0, "probe", kind=HOSTILE, seconds=1.0)
+        run.event(0, "submit", version=1)
+        run.event(1, "adopt", version=1, status=HOSTILE, achieved_per_stage={HOSTILE: 0.5, "0": 0.5})
+        run.write_map(1, PrecisionMap.uniform(["decoder.layers.0.mlp.linear_fc1"], Format.FP4, version=1))
+        run.event(2, "guard", reason=HOSTILE)
+        run.event(2, HOSTILE)
+    (path / "maps" / "step_2.json").write_text(json.dumps({"schema": HOSTILE}))
+    page = page_of(path)
+    assert len(scripts_of(page)) == 4
+    assert not any(tag in ("img", "b") for tag, _ in page.elements)
+    figures = page.data("figures-data")
+    texts = [t for trace in figures["loss"]["data"] for t in trace.get("text", [])]
+    names = [trace["name"] for name in ("share", "timing") for trace in figures[name]["data"]]
+    assert any("alert" in text for text in texts)
+    assert any("alert" in name for name in names)
+    assert not any("<script" in text or "<img" in text for text in [*texts, *names])  # plotly reads some HTML in texts
+    assert any("{{ 7*7 }}" in text for text in page.texts)
+
+
+def test_long_records_are_shortened_and_say_so(tmp_path):
+    with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
+        for step in range(MAX_EVENT_ROWS + 5):
+            run.event(step, "validation", loss=1.0)
+    page = page_of(tmp_path)
+    assert any(text.startswith("The first 5 are left out") for text in page.texts)
+
+
+def test_thin_keeps_spikes_ends_and_gaps():
+    steps = list(range(100_000))
+    losses: list[float | None] = [1.0 + 1e-6 * (step % 7) for step in steps]
+    losses[54_321], losses[77_777] = 9.0, -9.0
+    losses[200:400] = [None] * 200
+    x, y = thin(steps, losses)
+    assert len(x) <= 2 * MAX_POINTS
+    assert x == sorted(x)
+    assert {9.0, -9.0, None} <= set(y)
+    assert thin([1, 2], [None, 3.0]) == ([1, 2], [None, 3.0])
+
+
+def test_non_finite_losses_are_counted(tmp_path):
+    with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
+        for step in range(4):
+            run.metric(step, loss=float("nan") if step > 1 else 2.0, grad_norm=1.0, fp4_fraction=0.0)
+    page = page_of(tmp_path)
+    assert "steps with a non-finite loss" in page.texts
+    assert page.data("figures-data")["loss"]["data"][0]["y"] == [2.0, 2.0, None, None]
+
+
+def test_out_and_its_errors(whole_run, tmp_path):
+    assert write_report(whole_run, tmp_path / "new" / "page.html") == tmp_path / "new" / "page.html"
+    assert (tmp_path / "new" / "page.html").stat().st_size > 10**6
+    with pytest.raises(SnipError, match="is a directory"):
+        write_report(whole_run, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SnipError, match="cannot be written"):
+        write_report(whole_run, tmp_path / "file" / "page.html")
