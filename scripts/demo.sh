@@ -7,13 +7,16 @@
 # Two ranks, tensor and sequence parallel. With two GPUs or more: nccl. Otherwise: CPU and gloo.
 # Text: the sources of Python's standard library, nothing is downloaded. Exit code 0 only if the run did what
 # scripts/demo_summary.py demands: maps adopted, budget met, loss well under the unigram entropy, report written.
+#
+# Environment: SNIP_DEMO_DIR, where data/ and runs/ go (default: the repository).
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 1
 start=$SECONDS
 source scripts/bootstrap.sh
 
-data=data/demo
-run=runs/demo
+data="${SNIP_DEMO_DIR:-.}/data/demo"
+run="${SNIP_DEMO_DIR:-.}/runs/demo"
+data="${data#./}" run="${run#./}"
 steps=300
 
 echo "== text: $data"

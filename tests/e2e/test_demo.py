@@ -1,0 +1,37 @@
+"""scripts/demo.sh as a user runs it: the whole demonstration, in a folder of its own, on the environment of this run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(
+    not (Path(sys.prefix) / "snip-stamp.json").exists(),
+    reason="the environment was not made by scripts/bootstrap.sh, so the demonstration would make another",
+)
+def test_the_demonstration_meets_its_own_demands(tmp_path: Path) -> None:
+    environment = {**os.environ, "SNIP_VENV": sys.prefix, "SNIP_DEMO_DIR": str(tmp_path)}
+    result = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "demo.sh")],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert "NOT MET" not in result.stdout
+    assert sum(line.startswith("step ") for line in result.stdout.splitlines()) >= 30  # progress while it trains
+    report = Path(result.stdout.splitlines()[-1].removeprefix("report: "))
+    assert report.is_relative_to(tmp_path)
+    page = report.read_text()
+    assert "</html>" in page
+    assert "http" not in page.split("<body", 1)[0].replace("http-equiv", "")  # nothing is loaded from elsewhere
