@@ -1,0 +1,74 @@
+"""Loss divergence: what an option does to the loss of the very step it runs in. Only fprop has one.
+
+dgrad and wgrad leave the loss of the step as it is; their harm is in the weights (weight_divergence.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.statistics.table import StatisticsTable
+
+FloatArray = NDArray[np.float64]
+
+FPROP, DGRAD, WGRAD = (list(Gemm).index(g) for g in (Gemm.FPROP, Gemm.DGRAD, Gemm.WGRAD))
+
+
+def format_column(table: StatisticsTable, column: str, formats: Sequence[str]) -> FloatArray:
+    """A by-format column [linears, len(formats)] in the order of ``formats``; bf16 has no error: zeros.
+
+    Raises SnipError when the table was recorded without one of the formats.
+    """
+    missing = [f for f in formats if f not in table.formats and f != Format.BF16.value]
+    if missing:
+        raise SnipError(
+            f"the statistics of step {table.step} hold no {missing[0]} (only {', '.join(table.formats)});"
+            " record them with the same candidate formats"
+        )
+    values = table.by_format[column]
+    zeros = np.zeros(len(table.linears))
+    return np.stack([values[:, table.formats.index(f)] if f in table.formats else zeros for f in formats], axis=1)
+
+
+def linear_shape(table: StatisticsTable) -> tuple[FloatArray, FloatArray]:
+    """(N, K) of every linear, float64 [linears]."""
+    return (
+        np.array([row.n for row in table.linears], dtype=np.float64),
+        np.array([row.k for row in table.linears], dtype=np.float64),
+    )
+
+
+def _only_fprop(values: FloatArray) -> FloatArray:
+    full = np.zeros((values.shape[0], len(Gemm), values.shape[1]))
+    full[:, FPROP] = values
+    return full
+
+
+def second_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
+    """ΔL₂ = (T/2)·Σ_t (G_t·E_t)² of every option, in nats, float64 [linears, 3, formats] (METHOD, loss divergence).
+
+    Additive over options and independent of T: the empirical Fisher of the mean token loss.
+    """
+    return _only_fprop(0.5 * table.tokens * format_column(table, "c2", formats))
+
+
+def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
+    """ΔL₁ = sqrt(‖D‖²‖δX‖²/(T·K) + ‖∇W‖²‖δW‖²/(N·K)), in nats, float64 [linears, 3, formats].
+
+    The RMS of the first-order change. It falls as 1/√T and is not additive: for ranking single options only (METHOD).
+    """
+    n, k = linear_shape(table)
+    from_x = (table.linear["d2"] / (table.tokens * k))[:, None] * format_column(table, "dx_row2", formats)
+    from_w = (table.linear["gw2"] / (n * k))[:, None] * format_column(table, "dw2", formats)
+    return _only_fprop(np.sqrt(from_x + from_w))
+
+
+def from_norms(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
+    """(T/2)·ΔL₁²: an estimate of :func:`second_order` without c2 (METHOD: median ratio 1.01)."""
+    estimate: FloatArray = 0.5 * table.tokens * first_order(table, formats) ** 2
+    return estimate

@@ -1,0 +1,116 @@
+"""What one update asks of the solver: policy, candidate formats, budget, pins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+
+GRANULARITIES = ("gemm", "layer")
+
+BITS: Mapping[str, int] = {
+    Format.BF16.value: 16,
+    Format.FP8.value: 8,
+    Format.FP8_TENSOR.value: 8,
+    Format.MXFP8.value: 8,
+    Format.FP4.value: 4,
+    Format.NVFP4.value: 4,
+    Format.MXFP4.value: 4,
+}
+"""Bits of an element: formats of four bits count towards the fp4 share."""
+
+BACKWARD_SHARE = 0.145
+"""Σ over 4-bit dgrad and wgrad ÷ Σ over 4-bit fprop of the trained loss gap: (.0011 + .0005) / .0110 (METHOD)."""
+
+NOISE_NATS = 0.025
+"""Loss, in nats, that doubling the gradient's variance costs: METHOD's trained gaps of dgrad and wgrad in fp4 over the
+variance they add, (.0011 + .0005) / (.025 + .04)."""
+
+
+def is_four_bit(fmt: str) -> bool:
+    """Whether a GEMM in this format counts towards the fp4 share."""
+    return BITS[fmt] == 4
+
+
+@dataclass(frozen=True)
+class SolveRequest:
+    """One update's question, as plain data: it crosses to the sidecar process.
+
+    Attributes:
+        policy, estimator, q: names of ``policies.POLICIES``, ``policies.ESTIMATORS``, ``quality.Q_RULES``.
+        formats: candidate formats of every option that is not pinned.
+        granularity: ``gemm`` (one choice a GEMM) or ``layer`` (one a linear, the paper's).
+        target: wanted fp4 share in [0, 1] of the FLOPs of *all* decoder linears (DESIGN, definitions).
+        stage_tolerance: how far a pipeline stage may stay below ``target``; None: no stage constraint.
+        pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``; the last match wins.
+        seed: of the ``random`` policy and of the one order that breaks ties.
+        version: version of the map that this update makes.
+        deterministic_time: CP-SAT's deterministic limit in seconds.
+        unquantised_flops: FLOPs a training step spends in decoder linears that are no candidates (MTP, experts).
+        unquantised_stage_flops: the same by pipeline stage; None: spread over the stages like the candidates' FLOPs.
+            Where given, its sum is what counts and must agree with ``unquantised_flops`` unless that is 0.
+        backward_share, noise_nats: constants of the ``split`` and ``noise`` rules of ``--snip-q``.
+        backward_noise: use the gains of the paper's backward-noise pass where the table has them.
+        protected_kinds: for the policy ``layer-type``: kinds of linears, the most protected first.
+    """
+
+    policy: str = "snip"
+    estimator: str = "noise"
+    q: str = "split"
+    formats: tuple[str, ...] = ("fp8", "fp4")
+    granularity: str = "gemm"
+    target: float = 0.75
+    stage_tolerance: float | None = 0.02
+    pins: tuple[tuple[str, str], ...] = ()
+    seed: int = 1234
+    version: int = 0
+    deterministic_time: float = 10.0
+    unquantised_flops: float = 0.0
+    unquantised_stage_flops: Mapping[int, float] | None = None
+    backward_share: float = BACKWARD_SHARE
+    noise_nats: float = NOISE_NATS
+    backward_noise: bool = False
+    protected_kinds: tuple[str, ...] = ("mlp.linear_fc2", "self_attention.linear_proj")
+
+    def __post_init__(self) -> None:
+        _check_formats(self)
+        _check_numbers(self)
+
+    @property
+    def lowest(self) -> int:
+        """Index in ``formats`` of the format with the fewest bits (the first of equals)."""
+        return min(range(len(self.formats)), key=lambda i: BITS[self.formats[i]])
+
+
+def _check_formats(request: SolveRequest) -> None:
+    if request.granularity not in GRANULARITIES:
+        raise SnipError(f"granularity {request.granularity!r}: unknown; choose one of {', '.join(GRANULARITIES)}")
+    unknown = [f for f in (*request.formats, *(f for _, f in request.pins)) if f not in BITS]
+    if unknown:
+        raise SnipError(f"format {unknown[0]!r}: unknown; choose among {', '.join(BITS)}")
+    if not request.formats or len(set(request.formats)) != len(request.formats):
+        raise SnipError(f"formats {','.join(request.formats) or '(none)'}: give one or more distinct names")
+
+
+def _check_numbers(request: SolveRequest) -> None:
+    if not 0.0 <= request.target <= 1.0:
+        raise SnipError(f"target {request.target}: the fp4 share must lie between 0 and 1")
+    if request.stage_tolerance is not None and not 0.0 <= request.stage_tolerance <= 1.0:
+        raise SnipError(f"stage tolerance {request.stage_tolerance}: must lie between 0 and 1")
+    stage_flops = dict(request.unquantised_stage_flops or {})
+    for name, value in (
+        ("unquantised_flops", request.unquantised_flops),
+        ("backward_share", request.backward_share),
+        ("noise_nats", request.noise_nats),
+        *((f"unquantised_stage_flops of stage {stage}", value) for stage, value in stage_flops.items()),
+    ):
+        if not (math.isfinite(value) and value >= 0.0):
+            raise SnipError(f"{name} {value}: must be a finite number, 0 or more")
+    total = math.fsum(stage_flops.values())
+    if stage_flops and request.unquantised_flops and not math.isclose(total, request.unquantised_flops, rel_tol=1e-6):
+        raise SnipError(
+            f"unquantised_flops {request.unquantised_flops:g} and the sum over stages {total:g} disagree; give one"
+        )

@@ -1,0 +1,207 @@
+"""Weight divergence: how far one option moves the optimizer's next update, over all linears.
+
+An option perturbs the gradients of its own linear *and of the others*: fprop through the activations and the loss,
+dgrad through the residual gradient. METHOD, "The recipe for AdamW", steps 3–6. A weight divergence of wgrad alone,
+without these cross-layer gains, ranks options worse than chance (METHOD's trap).
+
+Scale. ρ and ξ are *relative* errors of a linear's gradient noise: ‖δ∇W‖²/‖s‖² with s the per-token gradients summed in
+squares. Numerator and denominator are both sums over independent tokens, so ρ of a probe is ρ of a step, whatever the
+number of tokens; √(microbatches of a step) enters once only, in the s that ``drift2`` was tabulated with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Gemm
+from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, WGRAD, FloatArray, format_column, linear_shape
+from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
+
+EMBEDDING = "embedding"
+"""Names of sinks that begin so are embeddings; the others are norms, at the boundary they read."""
+
+_TINY = 1e-300
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Relative gradient errors √(ρ² + ξ²) that options of one GEMM and format cause.
+
+    ``linears`` is float64 [options, linears], ``sinks`` float64 [options, sinks]; an option is the GEMM of one linear.
+    """
+
+    linears: FloatArray
+    sinks: FloatArray
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where linears and sinks sit: indices and masks, [options, linears] or [options, sinks]."""
+
+    sub_block: np.ndarray  # of every linear; also the residual boundary below it
+    later: np.ndarray  # linear j lies in a later sub-block than option i
+    earlier: np.ndarray
+    into_second: np.ndarray  # i reads the residual stream, j is the linear behind it in the same sub-block
+    into_first: np.ndarray  # i and j read the residual stream of the same sub-block: i is j
+    behind_first: np.ndarray  # i is the second linear of a sub-block, j the first
+    sink_boundary: np.ndarray
+    below_sink: np.ndarray  # sink fed by the residual gradient that option i's sub-block hands down
+    own_sink: np.ndarray  # sink inside option i's sub-block: its norm
+
+
+def _layout(table: StatisticsTable) -> _Layout:
+    ids = [row.id for row in table.linears]
+    sub = np.array([i.sub_block for i in ids], dtype=np.int64)
+    first = np.array([i.is_first for i in ids], dtype=bool)
+    sink = np.array([row.boundary for row in table.sinks], dtype=np.int64)
+    # A norm sits in the sub-block above its boundary, behind that sub-block's linears; the embedding ends at 0.
+    is_norm = np.array([not row.name.startswith(EMBEDDING) for row in table.sinks], dtype=bool)
+    at_boundary = sink[None, :] == sub[:, None]
+    same = sub[None, :] == sub[:, None]
+    return _Layout(
+        sub_block=sub,
+        later=sub[None, :] > sub[:, None],
+        earlier=sub[None, :] < sub[:, None],
+        into_second=same & first[:, None] & ~first[None, :],
+        into_first=same & first[:, None] & first[None, :],
+        behind_first=same & ~first[:, None] & first[None, :],
+        sink_boundary=sink,
+        below_sink=(sink[None, :] < sub[:, None]) | (at_boundary & ~is_norm),
+        own_sink=at_boundary & is_norm,
+    )
+
+
+def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
+    """sqrt(numerator / denominator); 0 where both vanish or there is nothing to be relative to."""
+    safe = np.where(denominator > 0.0, denominator, 1.0)
+    root: FloatArray = np.sqrt(np.where(denominator > 0.0, numerator / safe, 0.0))
+    return root
+
+
+def fprop_reach(table: StatisticsTable, fmt: str) -> Reach:
+    """Where the error of an fprop in ``fmt`` goes (recipe, steps 2 and 3).
+
+    The forward-noise pass gives, for noise at the embedding, the relative change of every X_j and G_j. An option of
+    sub-block b acts like k times that noise, k = sqrt(c2 / cn2[b+1]) being calibrated by the effect on the loss.
+    Gradients change everywhere (through the loss), activations in later sub-blocks only; inside its own sub-block the
+    error is local: ‖E‖/‖Y‖ reaches the second linear's X, and the first linear's own G through the nonlinearity (gate
+    and up are one fc1, q, k and v one qkv: each half's error sits in the other half's gradient).
+    Raises SnipError if the table lacks the forward-noise pass.
+    """
+    where = _layout(table)
+    c2 = format_column(table, "c2", (fmt,))[:, 0]
+    calibration = table.boundary["cn2"][where.sub_block + 1]
+    if bool(np.any((calibration <= 0.0) & (c2 > 0.0))):
+        raise SnipError(f"the statistics of step {table.step} lack the forward-noise pass; use the estimator 'fisher'")
+    k = _ratio(c2, calibration)[:, None]
+    local = _ratio(format_column(table, "e2", (fmt,))[:, 0], table.linear["y2"])[:, None]
+    gradient = k * _ratio(table.linear["fg2"], table.linear["gs2"])[None, :]
+    activation = k * _ratio(table.linear["fx2"], table.linear["xs2"])[None, :] * where.later
+    local = local * (where.into_second | where.into_first)
+    residual = _ratio(table.boundary["fr2"], table.boundary["r2"])
+    return Reach(
+        linears=np.sqrt(gradient**2 + activation**2 + local**2),
+        sinks=k * residual[where.sink_boundary][None, :],
+    )
+
+
+def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
+    """‖E_D‖² ≈ (‖δG‖²‖W‖² + ‖G‖²‖δW‖²)/N of every linear's dgrad, float64 [linears] (METHOD, weight divergence)."""
+    n, _ = linear_shape(table)
+    dg2, dw2 = (format_column(table, c, (fmt,))[:, 0] for c in ("dg_row2", "dw2"))
+    error: FloatArray = (dg2 * table.linear["w2"] + table.linear["g2"] * dw2) / n
+    return error
+
+
+def dgrad_reach(table: StatisticsTable, fmt: str, *, backward_noise: bool = False) -> Reach:
+    """Where the error of a dgrad in ``fmt`` goes (recipe, step 4).
+
+    Relative to the residual gradient it enters, q = ‖E_D‖/‖D‖ · ‖r_b − r_{b+1}‖/‖r_b‖, and travels down unchanged: to
+    every earlier sub-block and to the sinks below, so that the first block's dgrad is not free. Inside the sub-block it
+    reaches the first linear's G (from the second) and the norm's weight undiluted: ‖E_D‖/‖D‖.
+    With ``backward_noise`` the gain from sub-block b to linear j is the one that the paper's backward-noise pass
+    measured, bG_j/bR_b, instead of 1. Raises SnipError if the table lacks that pass.
+    """
+    where = _layout(table)
+    local = _ratio(dgrad_error2(table, fmt), table.linear["d2"])[:, None]
+    share = _ratio(table.boundary["branch_r2"], table.boundary["r2"])[where.sub_block][:, None]
+    q = local * share
+    to_linear, to_sink = where.earlier.astype(np.float64), where.below_sink.astype(np.float64)
+    if backward_noise:
+        if not np.any(table.linear["bg2"] > 0.0):
+            raise SnipError(f"the statistics of step {table.step} lack the backward-noise pass")
+        residual = _ratio(table.boundary["br2"], table.boundary["r2"])
+        at_option = residual[where.sub_block][:, None]
+        measured = _ratio(table.linear["bg2"], table.linear["gs2"])[None, :]
+        to_linear = to_linear * _ratio(measured**2, at_option**2)
+        to_sink = to_sink * _ratio(residual[where.sink_boundary][None, :] ** 2, at_option**2)
+    return Reach(
+        linears=q * to_linear + local * where.behind_first,
+        sinks=q * to_sink + local * where.own_sink,
+    )
+
+
+def drift(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
+    """F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the tabulated drift (recipe, step 6).
+
+    Linear in ρ below RHO_GRID, constant above it (u is bounded). ``drift2`` is [owners, grid], ``w2`` [owners], ``rho``
+    [options, owners]; the result has the shape of ``rho``. A parameter without norm has no relative drift: 0.
+    """
+    log_grid = np.log(RHO_GRID)
+    log_drift = 0.5 * np.log(np.maximum(drift2, _TINY))
+    log_rho = np.log(np.maximum(rho, _TINY))
+    position = np.clip(np.searchsorted(log_grid, log_rho, side="right") - 1, 0, len(log_grid) - 2)
+    owner = np.broadcast_to(np.arange(rho.shape[1])[None, :], rho.shape)
+    low, high = log_drift[owner, position], log_drift[owner, position + 1]
+    part = np.clip((log_rho - log_grid[position]) / (log_grid[position + 1] - log_grid[position]), 0.0, 1.0)
+    value = np.exp(low + part * (high - low)) * np.minimum(rho / RHO_GRID[0], 1.0)
+    moved = (w2 > 0.0) & np.any(drift2 > 0.0, axis=1)
+    result: FloatArray = np.where(moved[None, :], value / np.sqrt(np.where(w2 > 0.0, w2, 1.0))[None, :], 0.0)
+    return result
+
+
+def _total_drift(table: StatisticsTable, reach: Reach) -> FloatArray:
+    linears = drift(table.drift2, table.linear["w2"], reach.linears).sum(axis=1)
+    sinks = drift(table.sink_drift2, table.sink_w2, reach.sinks).sum(axis=1)
+    total: FloatArray = linears + sinks
+    return total
+
+
+def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backward_noise: bool = False) -> FloatArray:
+    """ΔW = Σ_j F_j(√(ρ_j² + ξ_j²)) over all linears and sinks of every option, float64 [linears, 3, formats].
+
+    A sum of relative changes of AdamW's update: no unit. wgrad reaches its own linear only (recipe, step 5).
+    Raises SnipError if the table lacks a format or the forward-noise pass.
+    """
+    scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
+    for column, fmt in enumerate(formats):
+        scores[:, FPROP, column] = _total_drift(table, fprop_reach(table, fmt))
+        reach = dgrad_reach(table, fmt, backward_noise=backward_noise)
+        scores[:, DGRAD, column] = _total_drift(table, reach)
+    scores[:, WGRAD] = _ratio(format_column(table, "wdrift2", formats), table.linear["w2"][:, None])
+    return scores
+
+
+def added_variance(table: StatisticsTable, formats: Sequence[str], *, backward_noise: bool = False) -> FloatArray:
+    """Gradient variance an option adds, as a share of the gradient's own, float64 [linears, 3, formats].
+
+    Σ over parameters of (ρ² + ξ²), weighted by their number of elements; for wgrad ‖σ‖² over ‖s‖² of one step. 1 means:
+    as much noise again as the step's own token noise (METHOD, putting ΔL and ΔW together).
+    """
+    n, k = linear_shape(table)
+    weights = np.concatenate([n * k, np.array([row.numel for row in table.sinks], dtype=np.float64)])
+    weights /= weights.sum()
+    scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
+    for column, fmt in enumerate(formats):
+        forward = fprop_reach(table, fmt)
+        backward = dgrad_reach(table, fmt, backward_noise=backward_noise)
+        for gemm, reach in ((FPROP, forward), (DGRAD, backward)):
+            scores[:, gemm, column] = np.hstack([reach.linears, reach.sinks]) ** 2 @ weights
+    step_s2 = table.linear["s2"] * table.tokens / table.tokens_per_step
+    sigma = _ratio(format_column(table, "wsigma2", formats), step_s2[:, None])
+    scores[:, WGRAD] = sigma**2 * weights[: len(table.linears), None]
+    return scores

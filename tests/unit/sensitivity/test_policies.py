@@ -1,0 +1,169 @@
+"""Policies: what each protects, in which order, and that fixed ones choose nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.sensitivity.policies import (
+    ESTIMATORS,
+    FIXED,
+    POLICIES,
+    divergences,
+    fixed_map,
+    needs_forward_noise,
+    pinned_formats,
+    policy_scores,
+)
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.statistics.table import StatisticsTable
+
+from .synthetic import linear_rows, make_table, with_columns
+
+NAMES = [row.name for row in linear_rows(2)]
+
+
+def scores_of(table: StatisticsTable, **fields) -> np.ndarray:
+    """[linears, 3, formats]."""
+    request = SolveRequest(**fields)
+    return policy_scores(table, request, *divergences(table, request))
+
+
+def per_flop(table: StatisticsTable, scores: np.ndarray) -> np.ndarray:
+    """4-bit scores over FLOPs: what a solver goes by. [linears, 3]."""
+    return scores[:, :, -1] / np.array([row.n * row.k for row in table.linears])[:, None]
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in FIXED])
+def test_every_policy_scores_every_option(policy: str) -> None:
+    scores = scores_of(make_table(layers=4), policy=policy)
+    assert scores.shape == (16, 3, 2)
+    assert np.isfinite(scores).all()
+    assert np.all(scores >= 0.0)
+    assert np.all(scores[:, :, 0] <= scores[:, :, 1])
+
+
+def test_names_serve_the_command_line() -> None:
+    for policy in POLICIES:
+        SnipConfig(enabled=True, policy=policy)
+    for estimator in ESTIMATORS:
+        SnipConfig(enabled=True, estimator=estimator)
+    with pytest.raises(SnipError, match="--snip-policy hwq: unknown; choose one of snip, random"):
+        scores_of(make_table(), policy="hwq")
+    with pytest.raises(SnipError, match="--snip-estimator measured: unknown; choose one of noise, fisher"):
+        scores_of(make_table(), estimator="measured")
+
+
+def test_min_abs_err_uses_the_errors_of_each_gemm() -> None:
+    columns = {"dx_row2": 1.0, "dw2": 4.0, "dg_row2": 9.0, "dg_col2": 16.0, "dx_col2": 25.0}
+    table = with_columns(make_table(), "by_format", **columns)
+    np.testing.assert_allclose(scores_of(table, policy="min-abs-err")[..., 0], [[1 + 2, 3 + 2, 4 + 5]] * 8)
+    table = with_columns(table, "linear", x2=100.0, w2=400.0, g2=900.0)
+    expected = [1 / 10 + 2 / 20, 3 / 30 + 2 / 20, 4 / 30 + 5 / 10]
+    np.testing.assert_allclose(scores_of(table, policy="min-rel-err")[..., 0], [expected] * 8)
+
+
+def test_random_is_seeded_and_follows_the_seed_only() -> None:
+    a, b = make_table(seed=1), make_table(seed=2)
+    np.testing.assert_array_equal(scores_of(a, policy="random"), scores_of(b, policy="random"))
+    first, other = (scores_of(a, policy="random", seed=s)[..., 1].ravel() for s in (1, 5))
+    assert np.argsort(other).tolist() != np.argsort(first).tolist()
+    assert np.isfinite(scores_of(a, policy="random", seed=-3)).all()
+
+
+def test_backward_first_puts_every_dgrad_and_wgrad_before_any_fprop() -> None:
+    table = make_table(layers=3)
+    c2 = table.by_format["c2"].copy()
+    c2[4] = 0.0  # an fprop without loss divergence is still an fprop
+    table = with_columns(table, "by_format", c2=c2)
+    scores = scores_of(table, policy="backward-first")
+    assert scores[:, 1:, 1].max() < (scores[:, 0, 1] - scores[:, 0, 0]).min()
+    by_loss = divergences(table, SolveRequest())[0][:, 0, 1]
+    np.testing.assert_array_equal(np.argsort(scores[:, 0, 1]), np.argsort(by_loss))
+
+
+def test_layer_id_protects_the_ends() -> None:
+    table = make_table(layers=5)
+    by_block = per_flop(table, scores_of(table, policy="layer-id")).reshape(5, -1)
+    assert np.ptp(by_block, axis=1).max() < 1e-12
+    order = by_block[:, 0]
+    np.testing.assert_allclose(order[::-1], order)
+    assert order[0] > order[1] > order[2]
+
+
+@pytest.mark.parametrize(("layers", "kept"), [(2, 1), (8, 1), (22, 3), (80, 12)])
+def test_tail_protects_the_last_blocks(layers: int, kept: int) -> None:
+    table = make_table(layers=layers)
+    blocks = per_flop(table, scores_of(table, policy="tail")).reshape(layers, -1).min(axis=1)
+    assert np.flatnonzero(blocks).tolist() == list(range(layers - kept, layers))
+
+
+def test_layer_type_protects_the_named_kinds_in_order() -> None:
+    table = make_table()
+    qkv, proj, fc1, fc2 = per_flop(table, scores_of(table, policy="layer-type"))[:4, 0]
+    assert fc2 > proj > fc1 == qkv == 0.0
+    swapped = scores_of(table, policy="layer-type", protected_kinds=("mlp.linear_fc1",))
+    assert np.flatnonzero(swapped[:4, 0, 1]).tolist() == [2]
+
+
+def test_fisher_is_the_loss_divergence_and_nothing_else() -> None:
+    table = make_table()
+    scores = scores_of(table, policy="fisher")
+    np.testing.assert_array_equal(scores[:, 0], 0.5 * table.tokens * table.by_format["c2"])
+    assert not scores[:, 1:].any()
+
+
+def test_only_snip_by_noise_needs_the_noise_pass() -> None:
+    assert [p for p in POLICIES if needs_forward_noise(SolveRequest(policy=p))] == ["snip"]
+    assert not needs_forward_noise(SolveRequest(estimator="fisher"))
+    silent = with_columns(make_table(), "boundary", cn2=0.0)
+    for policy in POLICIES:
+        if policy not in FIXED and policy != "snip":
+            scores_of(silent, policy=policy)
+    scores_of(silent, estimator="fisher")
+    with pytest.raises(SnipError, match="forward-noise"):
+        scores_of(silent, policy="snip")
+
+
+@pytest.mark.parametrize(("policy", "fmt"), [("uniform-fp8", "fp8"), ("uniform-fp4", "fp4"), ("bf16", "bf16")])
+def test_fixed_policies_choose_nothing(policy: str, fmt: str) -> None:
+    fixed = fixed_map(policy, NAMES)
+    assert fixed is not None
+    assert {fixed.format_of(n, g) for n in NAMES for g in Gemm} == {Format(fmt)}
+    with pytest.raises(SnipError, match=f"{policy} fixes the map"):
+        scores_of(make_table(), policy=policy)
+    assert fixed_map("snip", NAMES) is None
+
+
+def test_fixed_maps_honour_pins() -> None:
+    fixed = fixed_map("uniform-fp4", NAMES, (("*.1.*", "bf16"), ("*.1.mlp.linear_fc2:wgrad", "fp8")))
+    assert fixed is not None
+    assert fixed.format_of(NAMES[0], Gemm.FPROP) is Format.FP4
+    assert fixed.format_of(NAMES[7], Gemm.FPROP) is Format.BF16
+    assert fixed.format_of(NAMES[7], Gemm.WGRAD) is Format.FP8
+
+
+def test_the_last_matching_pin_wins() -> None:
+    pins = (("*", "bf16"), ("*linear_fc2", "fp8"), ("*:wgrad", "fp4"))
+    fixed = pinned_formats(NAMES, pins)
+    assert len(fixed) == 3 * len(NAMES)
+    assert fixed[f"{NAMES[0]}:fprop"] == "bf16"
+    assert fixed[f"{NAMES[3]}:dgrad"] == "fp8"
+    assert fixed[f"{NAMES[3]}:wgrad"] == "fp4"
+    assert pinned_formats(NAMES, (("*.0.*", "bf16"),), "layer") == dict.fromkeys(NAMES[:4], "bf16")
+
+
+@pytest.mark.parametrize(
+    ("glob", "granularity", "hint"),
+    [
+        ("decoder.layers.9.*", "gemm", "the first option is decoder.layers.0.self_attention.linear_qkv:fprop"),
+        ("*:dgrad", "layer", "at granularity layer a pin names linears, not GEMMs"),
+    ],
+)
+def test_a_pin_that_matches_nothing_is_an_error(glob: str, granularity: str, hint: str) -> None:
+    with pytest.raises(SnipError) as raised:
+        pinned_formats(NAMES, ((glob, "bf16"),), granularity)
+    assert str(raised.value) == f"--snip-pin {glob}=bf16: matches no option; {hint}"

@@ -1,0 +1,250 @@
+"""The Problem: costs, savings, pins, the fp4 share's denominator, ties."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+from snip_megatron.sensitivity import FIXED, POLICIES, SolveRequest, build_problem, check_reachable, reachable_share
+from snip_megatron.solver.problem import Item, Problem
+
+from .synthetic import linear_rows, make_table, scaled_loss, with_columns
+
+SOLVED = [p for p in POLICIES if p not in FIXED]
+
+
+def four_bit_losses(problem: Problem) -> dict[str, float]:
+    """Item id → loss of its fp4 choice."""
+    return {i.id: c.loss for i in problem.items for c in i.choices if c.format is Format.FP4}
+
+
+def by_id(problem: Problem) -> dict[str, Item]:
+    return {item.id: item for item in problem.items}
+
+
+def order_per_flop(problem: Problem) -> list[str]:
+    """Ids from the cheapest 4 bits to the dearest, per FLOP."""
+    losses = four_bit_losses(problem)
+    return sorted(losses, key=lambda key: losses[key] / by_id(problem)[key].cost)
+
+
+def test_items_costs_and_savings() -> None:
+    table = make_table(layers=2, stages=2)
+    problem, scores = build_problem(table, SolveRequest())
+    assert [i.id for i in problem.items[:4]] == [
+        "decoder.layers.0.self_attention.linear_qkv:fprop",
+        "decoder.layers.0.self_attention.linear_qkv:dgrad",
+        "decoder.layers.0.self_attention.linear_qkv:wgrad",
+        "decoder.layers.0.self_attention.linear_proj:fprop",
+    ]
+    assert len(problem.items) == 24
+    first = problem.items[0]
+    assert first.cost == 2 * 4096 * 192 * 64
+    assert [(c.format, c.saving) for c in first.choices] == [(Format.FP8, 0.0), (Format.FP4, first.cost)]
+    assert {i.stage for i in problem.items if i.id.startswith("decoder.layers.1.")} == {1}
+    assert problem.budget.target == 0.75
+    assert problem.budget.stage_tolerance == 0.02
+    for item in problem.items:
+        for choice in item.choices:
+            assert choice.loss == scores[item.id][choice.format.value]["q"]
+    assert scores[problem.items[0].id]["fp4"]["loss_divergence"] == 512 * table.by_format["c2"][0, 1]
+    assert all(scores[i.id]["fp4"]["weight_divergence"] > 0 for i in problem.items)
+
+
+def test_layer_granularity_sums_the_three_gemms() -> None:
+    table = make_table()
+    per_gemm, gemm_scores = build_problem(table, SolveRequest())
+    problem, scores = build_problem(table, SolveRequest(granularity="layer"))
+    assert [i.id for i in problem.items] == [row.name for row in table.linears]
+    for i, item in enumerate(problem.items):
+        parts = per_gemm.items[3 * i : 3 * i + 3]
+        assert item.cost == sum(p.cost for p in parts)
+        assert item.choices[1].saving == item.cost
+        assert item.choices[1].loss == pytest.approx(sum(p.choices[1].loss for p in parts), rel=2e-3)
+        for kind in ("loss_divergence", "weight_divergence"):
+            total = sum(gemm_scores[p.id]["fp4"][kind] for p in parts)
+            assert scores[item.id]["fp4"][kind] == pytest.approx(total)
+
+
+@pytest.mark.parametrize("fmt", ["fp4", "nvfp4", "mxfp4"])
+def test_all_four_bit_formats_save(fmt: str) -> None:
+    problem, _ = build_problem(make_table(formats=("fp8", "mxfp8", fmt)), SolveRequest(formats=("fp8", "mxfp8", fmt)))
+    assert all([c.saving for c in i.choices] == [0.0, 0.0, i.cost] for i in problem.items)
+
+
+@pytest.mark.parametrize("granularity", ["gemm", "layer"])
+@pytest.mark.parametrize("policy", SOLVED)
+def test_scores_are_rounded_and_monotone(policy: str, granularity: str) -> None:
+    table = make_table(layers=6)
+    problem, _ = build_problem(
+        table, SolveRequest(policy=policy, granularity=granularity, formats=("bf16", "fp8", "fp4"))
+    )
+    losses = [c.loss for i in problem.items for c in i.choices]
+    assert all(float(f"{x:.3e}") == x for x in losses)
+    for item in problem.items:
+        bf16, fp8, fp4 = (c.loss for c in item.choices)
+        assert bf16 <= fp8 <= fp4
+
+
+@pytest.mark.parametrize("policy", ["fisher", "backward-first", "layer-id", "layer-type", "tail", "random"])
+def test_rules_leave_no_two_options_equal(policy: str) -> None:
+    problem, _ = build_problem(make_table(layers=6), SolveRequest(policy=policy))
+    keys = [key for key in order_per_flop(problem) if policy not in ("fisher", "backward-first") or ":fprop" not in key]
+    per_flop = [four_bit_losses(problem)[key] / by_id(problem)[key].cost for key in keys]
+    assert all(b > a * (1 + 1e-6) for a, b in itertools.pairwise(per_flop))
+
+
+def test_fewer_bits_that_seem_better_are_projected() -> None:
+    c2 = np.array([[5e-3, 1e-3]] * 8)
+    problem, _ = build_problem(with_columns(make_table(), "by_format", c2=c2), SolveRequest(policy="fisher"))
+    fprops = [i for i in problem.items if i.id.endswith(":fprop")]
+    assert all(i.choices[1].loss >= i.choices[0].loss == 512 * 5e-3 for i in fprops)
+
+
+@pytest.mark.parametrize("policy", SOLVED)
+def test_ranking_does_not_depend_on_the_scale_of_the_loss(policy: str) -> None:
+    table = make_table(layers=3)
+    request = SolveRequest(policy=policy)
+    a, b = (build_problem(t, request)[0] for t in (table, scaled_loss(table, 1024.0)))
+    if policy == "min-abs-err":  # an absolute error in G has G's scale; within a GEMM the ranking stays
+        a, b = (replace(p, items=tuple(i for i in p.items if i.id.endswith(":fprop"))) for p in (a, b))
+    assert order_per_flop(a) == order_per_flop(b)
+
+
+def test_ties_have_one_seeded_order_for_all_policies() -> None:
+    table = make_table(layers=4)
+    orders = {}
+    for policy in ("fisher", "backward-first"):
+        for seed in (1, 2):
+            problem, _ = build_problem(table, SolveRequest(policy=policy, seed=seed))
+            orders[policy, seed] = [key for key in order_per_flop(problem) if not key.endswith(":fprop")]
+    assert orders["fisher", 1] == orders["backward-first", 1]
+    assert orders["fisher", 2] == orders["backward-first", 2]
+    assert orders["fisher", 1] != orders["fisher", 2]
+
+
+def test_tie_breaking_does_not_change_the_order_of_scores() -> None:
+    """Rules with few levels: every option of a level stays between its neighbours' levels."""
+    table = make_table(layers=40)
+    for policy, level in (("tail", 1), ("layer-type", 1), ("layer-id", 1)):
+        problem, _ = build_problem(table, SolveRequest(policy=policy))
+        raw = {i.id: 0 for i in problem.items}
+        for item in problem.items:
+            layer, kind = int(item.id.split(".")[2]), item.id.split(".", 3)[3].partition(":")[0]
+            raw[item.id] = {
+                "tail": level if layer >= 34 else 0,
+                "layer-type": {"mlp.linear_fc2": 2, "self_attention.linear_proj": 1}.get(kind, 0),
+                "layer-id": -min(layer, 39 - layer),
+            }[policy]
+        levels = [raw[key] for key in order_per_flop(problem)]
+        assert levels == sorted(levels)
+
+
+# -- pins and the denominator of the fp4 share ---------------------------------------------------------------------
+def test_pins_leave_one_choice_and_stay_in_the_denominator() -> None:
+    request = SolveRequest(pins=(("decoder.layers.1.*", "bf16"), ("*.1.mlp.linear_fc2:wgrad", "fp4")))
+    free, _ = build_problem(make_table(), SolveRequest())
+    problem, _ = build_problem(make_table(), request)
+    assert [i.cost for i in problem.items] == [i.cost for i in free.items]
+    items = by_id(problem)
+    assert [(c.format, c.saving) for c in items["decoder.layers.1.mlp.linear_fc1:fprop"].choices] == [
+        (Format.BF16, 0.0)
+    ]
+    (choice,) = items["decoder.layers.1.mlp.linear_fc2:wgrad"].choices
+    assert choice.format is Format.FP4
+    assert choice.saving == items["decoder.layers.1.mlp.linear_fc2:wgrad"].cost
+    assert len(items["decoder.layers.0.mlp.linear_fc1:fprop"].choices) == 2
+
+
+def test_unquantised_flops_count_in_the_denominator() -> None:
+    """Σ cost is all of the decoder's FLOPs, overall and on every stage, and no saving grows with it."""
+    table = make_table(layers=4, stages=2)
+    plain, _ = build_problem(table, SolveRequest())
+    stage_flops = {s: sum(i.cost for i in plain.items if i.stage == s) for s in (0, 1)}
+    request = SolveRequest(unquantised_stage_flops={1: 0.5 * stage_flops[1]})
+    problem, _ = build_problem(table, request)
+    for stage, factor in ((0, 1.0), (1, 1.5)):
+        assert math.isclose(sum(i.cost for i in problem.items if i.stage == stage), factor * stage_flops[stage])
+    assert [i.choices[1].saving for i in problem.items] == [i.cost for i in plain.items]
+    spread, _ = build_problem(table, SolveRequest(unquantised_flops=0.25 * sum(stage_flops.values())))
+    assert math.isclose(sum(i.cost for i in spread.items), 1.25 * sum(stage_flops.values()))
+    elsewhere, _ = build_problem(table, SolveRequest(unquantised_stage_flops={7: sum(stage_flops.values())}))
+    assert math.isclose(sum(i.cost for i in elsewhere.items), 2 * sum(stage_flops.values()))
+
+
+def test_reachable_share_counts_pins_and_unquantised_linears() -> None:
+    rows = linear_rows(2)
+    assert reachable_share(rows, SolveRequest(stage_tolerance=None)) == 1.0
+    half = SolveRequest(pins=(("decoder.layers.1.*", "fp8"),), stage_tolerance=None)
+    assert reachable_share(rows, half) == pytest.approx(0.5)
+    own = sum(6.0 * 4096 * r.n * r.k for r in rows)
+    third = replace(half, unquantised_flops=0.5 * own)
+    assert reachable_share(rows, third, tokens_per_step=4096) == pytest.approx(1 / 3)
+    assert reachable_share(rows, SolveRequest(formats=("fp8",), stage_tolerance=None)) == 0.0
+
+
+def test_a_stage_limits_the_budget() -> None:
+    rows = linear_rows(2, stages=2)
+    request = SolveRequest(pins=(("decoder.layers.1.*:fprop", "bf16"),), stage_tolerance=0.1, target=0.8)
+    assert reachable_share(rows, request) == pytest.approx(2 / 3 + 0.1)
+    with pytest.raises(SnipError, match=r"fp4=0\.8 is unreachable: .* at most fp4=0\.7666 \(stage 1 limits it\)"):
+        check_reachable(rows, request)
+    check_reachable(rows, replace(request, target=0.7666))
+    check_reachable(rows, replace(request, stage_tolerance=None))
+
+
+@given(st.integers(1, 6), st.integers(0, 5), st.floats(0.0, 3.0), st.sampled_from(["gemm", "layer"]))
+def test_the_reachable_share_is_reached_by_all_four_bits(
+    layers: int, pinned: int, extra: float, granularity: str
+) -> None:
+    table = make_table(layers=layers)
+    own = sum(6.0 * table.tokens_per_step * r.n * r.k for r in table.linears)
+    pins = (("decoder.layers.0.mlp.*", "bf16"),) if pinned else ()
+    request = SolveRequest(
+        pins=pins, unquantised_flops=extra * own, granularity=granularity, stage_tolerance=None, policy="random"
+    )
+    share = reachable_share(table.linears, request, tokens_per_step=table.tokens_per_step)
+    problem, _ = build_problem(table, request)
+    best = sum(max(c.saving for c in i.choices) for i in problem.items) / sum(i.cost for i in problem.items)
+    assert best == pytest.approx(share)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------
+def test_a_table_with_a_nan_drops_the_update() -> None:
+    broken = with_columns(make_table(), "linear", g2=np.array([1.0, np.nan, *[1.0] * 6]))
+    with pytest.raises(SnipError, match=r"step 7 are not finite: linear\.g2 at decoder\.layers\.0\.\w+\.linear_proj"):
+        build_problem(broken, SolveRequest())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target": 1.7}, "target 1.7: the fp4 share must lie between 0 and 1"),
+        ({"target": math.nan}, "target nan"),
+        ({"granularity": "block"}, "granularity 'block': unknown"),
+        ({"formats": ("fp8", "int4")}, "format 'int4': unknown"),
+        ({"formats": ()}, "formats .none.: give one or more"),
+        ({"formats": ("fp4", "fp4")}, "distinct"),
+        ({"pins": (("*", "fp2"),)}, "format 'fp2': unknown"),
+        ({"stage_tolerance": -0.1}, "stage tolerance -0.1"),
+        ({"unquantised_flops": -1.0}, "unquantised_flops -1.0"),
+        ({"unquantised_flops": 1.0, "unquantised_stage_flops": {0: 2.0}}, "disagree"),
+        ({"noise_nats": math.inf}, "noise_nats inf"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(SnipError, match=message):
+        SolveRequest(**fields)
+
+
+def test_a_model_without_linears_is_refused() -> None:
+    with pytest.raises(SnipError, match="no linear"):
+        reachable_share((), SolveRequest())

@@ -1,0 +1,84 @@
+"""Q: the three rules, the projection over formats, the rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from snip_megatron.errors import SnipError
+from snip_megatron.sensitivity.quality import combine, monotone, rounded
+from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
+
+RNG = np.random.default_rng(0)
+LOSS, WEIGHT, VARIANCE = (RNG.uniform(0.1, 1.0, (4, 3, 2)) * [1e-2, 1.0] for _ in range(3))
+LOSS[:, 1:] = 0.0
+
+
+def test_split_takes_fprop_from_the_loss_and_scales_the_rest() -> None:
+    q = combine(SolveRequest(q="split"), LOSS, WEIGHT, VARIANCE)
+    np.testing.assert_array_equal(q[:, 0], LOSS[:, 0])
+    assert q[:, 1:, 1].sum() == pytest.approx(BACKWARD_SHARE * q[:, 0, 1].sum())
+    np.testing.assert_allclose(q[:, 1:] / q[0, 1, 1], WEIGHT[:, 1:] / WEIGHT[0, 1, 1])
+
+
+def test_noise_is_in_nats() -> None:
+    q = combine(SolveRequest(q="noise", noise_nats=0.5), LOSS, WEIGHT, VARIANCE)
+    np.testing.assert_allclose(q, LOSS + 0.5 * VARIANCE)
+
+
+def test_paper_sums_normalised_terms() -> None:
+    q = combine(SolveRequest(q="paper"), LOSS, WEIGHT, VARIANCE)
+    assert q[:, :, 1].sum() == pytest.approx(2.0)
+    rescaled = combine(SolveRequest(q="paper"), 7 * LOSS, 0.01 * WEIGHT, VARIANCE)
+    np.testing.assert_allclose(rescaled, q)
+
+
+@pytest.mark.parametrize("rule", ["split", "noise", "paper"])
+def test_without_weight_divergence_the_loss_decides_alone(rule: str) -> None:
+    q = combine(SolveRequest(q=rule), LOSS, np.zeros_like(LOSS), np.zeros_like(LOSS))
+    np.testing.assert_array_equal(np.argsort(q[:, 0, 1]), np.argsort(LOSS[:, 0, 1]))
+    assert not q[:, 1:].any()
+    assert np.isfinite(combine(SolveRequest(q=rule), 0 * LOSS, 0 * LOSS, 0 * LOSS)).all()
+
+
+def test_an_unknown_rule_is_named() -> None:
+    with pytest.raises(SnipError, match="--snip-q sum: unknown; choose one of split, noise, paper"):
+        combine(SolveRequest(q="sum"), LOSS, WEIGHT, VARIANCE)
+
+
+def test_fewer_bits_are_never_better() -> None:
+    scores = np.array([[3.0, 0.0, 1.0], [1.0, -2.0, 2.0], [2.0, 0.0, -5.0]])
+    projected = monotone(scores, ("fp8", "bf16", "fp4"))
+    assert projected.tolist() == [[3.0, 0.0, 3.0], [1.0, -2.0, 2.0], [2.0, 0.0, 2.0]]
+
+
+def test_equal_bits_are_not_ordered_and_the_better_one_is_the_floor() -> None:
+    scores = np.array([[1.0, 5.0, 2.0, 0.5]])
+    assert monotone(scores, ("fp8", "fp8_tensor", "fp4", "nvfp4")).tolist() == [[1.0, 5.0, 2.0, 1.0]]
+
+
+FORMATS = ("fp4", "fp8", "bf16")
+
+
+@given(arrays(np.float64, (5, 3), elements=st.floats(-1e3, 1e3)))
+def test_projection_is_monotone_and_idempotent(scores: np.ndarray) -> None:
+    projected = monotone(scores, FORMATS)
+    assert np.all(projected[:, 0] >= projected[:, 1])
+    assert np.all(projected[:, 1] >= projected[:, 2])
+    assert np.all(projected >= scores)
+    np.testing.assert_array_equal(monotone(projected, FORMATS), projected)
+
+
+def test_rounding_keeps_four_digits() -> None:
+    values = np.array([[1.23456e-12, -987.654321], [0.0, 1e3]])
+    assert rounded(values).tolist() == [[1.235e-12, -987.7], [0.0, 1e3]]
+
+
+@given(st.floats(1e-12, 1e3), st.floats(-1e-9, 1e-9))
+def test_rounding_forgets_the_last_bits(value: float, nudge: float) -> None:
+    a, b = rounded(np.array([value])), rounded(np.array([value * (1 + nudge)]))
+    assert abs(a[0] - b[0]) <= 1.01e-3 * value  # equal, or neighbours when the value sits on the edge between two
+    assert abs(a[0] - value) <= 0.51e-3 * value

@@ -1,0 +1,180 @@
+"""Weight divergence: the recipe's steps one by one on tables with known answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+from snip_megatron.sensitivity.weight_divergence import (
+    added_variance,
+    dgrad_error2,
+    dgrad_reach,
+    drift,
+    fprop_reach,
+    weight_divergence,
+)
+from snip_megatron.statistics.table import RHO_GRID
+
+from .synthetic import make_table, scaled_loss, with_columns
+
+QKV, PROJ, FC1, FC2 = range(4)  # of layer 0; layer 1 follows
+
+
+def quiet_table(**columns: np.ndarray | float):
+    """All ratios 1 unless named: k = 1, fX = fG = 1, ‖E‖/‖Y‖ = 1, branch = residual."""
+    table = make_table(layers=2)
+    table = with_columns(table, "linear", **dict.fromkeys(("fx2", "xs2", "fg2", "gs2", "y2", "d2", "g2", "w2"), 1.0))
+    table = with_columns(table, "by_format", c2=1.0, e2=1.0)
+    table = with_columns(table, "boundary", **dict.fromkeys(("cn2", "r2", "fr2", "branch_r2"), 1.0))
+    for group, names in (("linear", table.linear), ("by_format", table.by_format), ("boundary", table.boundary)):
+        table = with_columns(table, group, **{c: v for c, v in columns.items() if c in names})
+    return table
+
+
+def test_fprop_reaches_all_gradients_and_later_activations() -> None:
+    table = quiet_table(c2=np.array([[1.0, 4.0]] * 8), e2=0.0, fg2=0.09, fx2=0.16)
+    reach = fprop_reach(table, "fp4")  # k = 2: ρ = .6 everywhere, ξ = .8 above
+    later = np.repeat([[0, 0, 1, 1, 2, 2, 3, 3]], 8, 0) > np.repeat([[0, 0, 1, 1, 2, 2, 3, 3]], 8, 0).T
+    np.testing.assert_allclose(reach.linears, np.where(later, 1.0, 0.6))
+
+
+def test_fprop_is_calibrated_at_the_boundary_above_its_sub_block() -> None:
+    cn2 = np.array([100.0, 1.0, 4.0, 16.0, 64.0])
+    reach = fprop_reach(quiet_table(cn2=cn2, e2=0.0, fx2=0.0), "fp4")
+    np.testing.assert_allclose(reach.linears[:, 0], [1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 8, 1 / 8])
+
+
+def test_fprop_local_effects_stay_in_the_sub_block() -> None:
+    reach = fprop_reach(quiet_table(c2=0.0, e2=0.25), "fp4").linears
+    expected = np.zeros((8, 8))
+    for first in (QKV, FC1, 4 + QKV, 4 + FC1):
+        expected[first, first] = expected[first, first + 1] = 0.5  # its other half's gradient; the second's X
+    np.testing.assert_allclose(reach, expected)
+
+
+def test_fprop_without_the_forward_noise_pass_is_refused() -> None:
+    with pytest.raises(SnipError, match="lack the forward-noise pass"):
+        fprop_reach(quiet_table(cn2=0.0), "fp4")
+    assert not fprop_reach(quiet_table(cn2=0.0, c2=0.0, e2=0.0), "fp4").linears.any()
+
+
+def test_dgrad_error_known_answer() -> None:
+    table = quiet_table(dg_row2=2.0, w2=3.0, g2=5.0, dw2=7.0)
+    assert dgrad_error2(table, "fp4")[QKV] == pytest.approx((2 * 3 + 5 * 7) / 192)
+
+
+def test_dgrad_goes_down_unchanged() -> None:
+    # ‖E_D‖/‖D‖ = 1/2 everywhere, a branch carries 1/10 of the residual gradient: q = .05.
+    n = np.array([192.0, 64.0, 256.0, 64.0] * 2)
+    table = quiet_table(dg_row2=(0.25 * n)[:, None], dw2=0.0, branch_r2=0.01)
+    reach = dgrad_reach(table, "fp4").linears
+    assert reach[4 + FC2, : 4 + FC1] == pytest.approx(0.05)
+    assert reach[4 + FC2, 4 + FC1] == pytest.approx(0.5)  # behind the second: the first's G, undiluted
+    assert reach[4 + FC1, 4 + FC1] == 0.0  # no gradient of its own
+    assert reach[QKV].tolist() == [0.0] * 8
+    assert not np.triu(reach, 1).any()  # nothing later in the network
+
+
+def test_dgrad_of_the_first_block_is_not_free() -> None:
+    table = quiet_table(branch_r2=0.01)
+    reach = dgrad_reach(table, "fp4")
+    local = np.sqrt(dgrad_error2(table, "fp4"))
+    # Sinks: the embedding, then the norm of every sub-block and the final norm.
+    assert reach.sinks[QKV, 0] == pytest.approx(0.1 * local[QKV])
+    assert reach.sinks[QKV, 1] == pytest.approx(local[QKV])  # its own norm, undiluted
+    assert reach.sinks[QKV, 2:].tolist() == [0.0] * 4
+    q = 0.1 * local[4 + FC2]
+    assert reach.sinks[4 + FC2] == pytest.approx([q, q, q, q, local[4 + FC2], 0.0])
+    assert np.all(weight_divergence(table, ("fp4",))[:, 1, 0] > 0.0)
+
+
+def test_backward_noise_multiplies_by_the_measured_gain() -> None:
+    table = quiet_table(branch_r2=0.01, bg2=np.arange(1.0, 9.0) ** 2, br2=np.array([1.0, 4.0, 9.0, 16.0, 25.0]))
+    plain, measured = dgrad_reach(table, "fp4"), dgrad_reach(table, "fp4", backward_noise=True)
+    # From fc2 of layer 1 (boundary 3, residual 4) down to qkv of layer 0 (relative change 1).
+    assert measured.linears[4 + FC2, QKV] == pytest.approx(plain.linears[4 + FC2, QKV] * 1 / 4)
+    assert measured.sinks[4 + FC2, 0] == pytest.approx(plain.sinks[4 + FC2, 0] * 1 / 4)
+    with pytest.raises(SnipError, match="lack the backward-noise pass"):
+        dgrad_reach(quiet_table(bg2=0.0), "fp4", backward_noise=True)
+
+
+def test_wgrad_moves_its_own_linear_only() -> None:
+    table = quiet_table(wdrift2=4.0, w2=np.array([1.0, 4.0, 16.0, 64.0] * 2))
+    np.testing.assert_allclose(weight_divergence(table, ("fp4",))[:, 2, 0], [2, 1, 0.5, 0.25] * 2)
+
+
+def test_drift_interpolates_the_grid() -> None:
+    drift2 = (3.0 * RHO_GRID**0.5)[None, :] ** 2
+    rho = np.array([[1e-6], [1e-4], [np.sqrt(RHO_GRID[4] * RHO_GRID[5])], [1.0], [1e3], [0.0]])
+    values = drift(drift2, np.array([4.0]), rho)[:, 0]
+    expected = [1.5e-2 * 1e-2, 1.5e-2, 1.5 * rho[2, 0] ** 0.5, 1.5, 1.5 * 10**0.5, 0.0]
+    np.testing.assert_allclose(values, expected, rtol=1e-12, atol=1e-300)
+
+
+@given(st.lists(st.floats(0.0, 1e6), min_size=2, max_size=8))
+def test_drift_grows_with_the_error(rhos: list[float]) -> None:
+    table = make_table()
+    rho = np.sort(np.array(rhos))[:, None] * np.ones(len(table.linears))
+    values = drift(table.drift2, table.linear["w2"], rho)
+    assert np.all(np.diff(values, axis=0) >= -1e-12 * values[:-1])
+
+
+def test_a_parameter_that_cannot_move_has_no_drift() -> None:
+    zero = np.zeros((1, len(RHO_GRID)))
+    assert drift(zero, np.array([1.0]), np.array([[0.5]])).tolist() == [[0.0]]
+    assert drift(zero + 1.0, np.array([0.0]), np.array([[0.5]])).tolist() == [[0.0]]
+
+
+@given(st.floats(1e-6, 1e6), st.integers(0, 20))
+def test_scaling_the_loss_changes_nothing(c: float, seed: int) -> None:
+    """AdamW forgets the scale of its gradients, and all errors are relative."""
+    table = make_table(seed=seed)
+    scaled = scaled_loss(table, c)
+    for backward_noise in (False, True):
+        options = {"backward_noise": backward_noise}
+        for measure in (weight_divergence, added_variance):
+            np.testing.assert_allclose(
+                measure(scaled, ("fp8", "fp4"), **options), measure(table, ("fp8", "fp4"), **options), rtol=1e-9
+            )
+
+
+def test_one_dominating_gain_decides() -> None:
+    """An fprop whose error the loss feels a hundred times more than all others' leads the ranking."""
+    table = quiet_table(e2=0.0)
+    c2 = np.full((8, 2), 1e-6)
+    c2[FC1] = 1e-2
+    scores = weight_divergence(with_columns(table, "by_format", c2=c2), ("fp4",))[:, 0, 0]
+    assert int(scores.argmax()) == FC1
+    assert scores[FC1] > 5 * np.sort(scores)[-2]
+
+
+def test_a_cross_layer_gain_beats_an_own_error() -> None:
+    """The trap: option A errs more on its own linear, option B moves all the others; B is worse."""
+    c2 = np.full((8, 2), 1e-6)
+    c2[PROJ] = 1.0
+    e2 = np.full((8, 2), 0.01)
+    e2[4 + FC1] = 0.04
+    scores = weight_divergence(quiet_table(c2=c2, e2=e2), ("fp4",))[:, 0, 0]
+    assert scores[PROJ] > scores[4 + FC1]
+
+
+def test_added_variance_is_a_share_of_the_gradient_noise() -> None:
+    table = quiet_table(c2=0.01, e2=0.0, fx2=0.0, fr2=1.0, s2=8.0, wsigma2=0.5)
+    variance = added_variance(table, ("fp4",))[:, :, 0]
+    np.testing.assert_allclose(variance[:, 0], 0.01)  # ρ = .1 on every parameter, sinks included
+    # wgrad: of one step ‖s‖² = 8 · 1024/4096 = 2, so 1/4 of the noise on its share of all parameters.
+    numel = np.array([row.n * row.k for row in table.linears])
+    total = numel.sum() + sum(row.numel for row in table.sinks)
+    np.testing.assert_allclose(variance[:, 2], 0.25 * numel / total)
+
+
+def test_tokens_of_a_step_do_not_change_relative_errors() -> None:
+    table = make_table()
+    more = replace(table, tokens_per_step=8 * table.tokens_per_step)
+    np.testing.assert_array_equal(fprop_reach(more, "fp4").linears, fprop_reach(table, "fp4").linears)
+    np.testing.assert_array_equal(dgrad_reach(more, "fp4").linears, dgrad_reach(table, "fp4").linears)
