@@ -45,7 +45,7 @@ def run(startup: Startup) -> None:
 
             snip = install(config, args=args)
             stack.push(snip.leave)
-            model_config.pre_wrap_hooks.append(snip.pre_wrap_hook)
+            snip.prepare_model(model_config)
         _pretrain(args, model_config)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

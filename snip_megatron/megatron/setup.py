@@ -19,8 +19,10 @@ from snip_megatron.adoption import MapChannel
 from snip_megatron.config import SnipConfig
 from snip_megatron.controller import Controller
 from snip_megatron.coordinator import RankZeroCoordinator, replay_schedule
+from snip_megatron.errors import SnipError
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.megatron import compat, validate
+from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, StepCall
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.reporting.run_directory import RunDirectory
@@ -41,7 +43,7 @@ def install(config: SnipConfig, *, args: argparse.Namespace) -> SnipRun:
         args: Megatron's validated arguments.
 
     Returns:
-        The run's hooks: add ``pre_wrap_hook`` to the model's, push ``leave`` on an ExitStack around training.
+        The run's hooks: call ``prepare_model``, push ``leave`` on an ExitStack around training.
 
     Raises:
         SnipError: a configuration that cannot work, in one line.
@@ -65,6 +67,17 @@ class SnipRun:
         self._coordinator: RankZeroCoordinator | None = None
         self._probes: ProbeRunner | None = None
         self.undo: Any = None
+
+    def prepare_model(self, model_config: Any) -> None:
+        """Add our hooks to Megatron's model configuration: a layer of our spec under Transformer Engine, conversion."""
+        if self._args.transformer_impl == "transformer_engine":
+            if model_config.transformer_layer_spec is not None:
+                raise SnipError(
+                    "--spec cannot be combined with --snip under --transformer-impl transformer_engine: SNIP brings its"
+                    " own layer; use --transformer-impl local"
+                )
+            model_config.transformer_layer_spec = transformer_engine_layer_spec
+        model_config.pre_wrap_hooks.append(self.pre_wrap_hook)
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
         """Megatron's hook between building the model and wrapping it: convert the linears in place."""
