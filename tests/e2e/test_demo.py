@@ -1,4 +1,4 @@
-"""scripts/demo.sh as a user runs it: the whole demonstration, in a folder of its own, on the environment of this run."""
+"""scripts/demo.sh as a user runs it: the whole of it, in a folder of its own, on the environment of this run."""
 
 from __future__ import annotations
 
