@@ -41,6 +41,7 @@ def install() -> None:
 
     _redirect_devices()
     _replace_cuda_runtime()
+    _separate_data_loader_seeds()
     _adapt_gloo()
     torch.cuda.snip_cpu_device = True  # type: ignore[attr-defined]
 
@@ -218,6 +219,19 @@ def _replace_cuda_runtime() -> None:
         setattr(torch.cuda.random, name, generator[name])
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _nothing)
+
+
+def _separate_data_loader_seeds() -> None:
+    """A loader draws a seed when it is iterated. From the generator that stands for the device's, this would shift
+    dropout: a resumed run, which builds its loaders after it has restored the generator, would not continue bitwise."""
+    initialise = torch.utils.data.DataLoader.__init__
+
+    @functools.wraps(initialise)
+    def with_generator(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("generator", torch.Generator())
+        initialise(self, *args, **kwargs)
+
+    torch.utils.data.DataLoader.__init__ = with_generator  # type: ignore[method-assign]
 
 
 # -- gloo ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""Resuming with the distributed optimizer continues bit for bit; so does a step after a probe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launch import run_ranks, tiny_llama_args
+from test_entry_layouts import check_shards
+from traced_pretrain import read_traces
+
+STEPS = 15
+# Dropout, so that a lost random state shows.
+ARGS = ("--use-distributed-optimizer", "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--save-interval", "5")
+
+
+def train(tmp: Path, name: str, *extra: str, **env: str) -> list[dict[str, Any]]:
+    trace = tmp / name
+    args = tiny_llama_args(*ARGS, *extra, iters=STEPS)
+    process = run_ranks(2, args, module="traced_pretrain", tmp=tmp, env={"TRACE": str(trace), **env})
+    assert process.returncode == 0, process.stderr[-4000:]
+    return read_traces(trace)
+
+
+def test_resume_is_bitwise_in_both_formats(tmp_path: Path) -> None:
+    """Uninterrupted; from step 5 (dp_reshardable, the default) to 10, with a probe; from 10 (fully_reshardable) to 15.
+
+    Steps well after the load are compared: the first one says nothing about the optimizer.
+    """
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    whole = train(tmp_path, "whole", "--save", first)
+    check_shards(whole)
+    middle = train(
+        tmp_path,
+        "middle",
+        *("--load", first, "--ckpt-step", "5", "--save", second, "--exit-interval", "10"),
+        "--dist-ckpt-optim-fully-reshardable",
+        PROBE_STEP="8",
+    )
+    last = train(tmp_path, "last", "--load", second, "--dist-ckpt-optim-fully-reshardable")
+    for rank in range(2):
+        assert sorted(middle[rank]["losses"]) == list(range(6, 11))
+        assert sorted(last[rank]["losses"]) == list(range(11, 16))
+        for part in (middle, last):
+            for name in ("losses", "grad_norms"):
+                for step, value in part[rank][name].items():
+                    assert value == whole[rank][name][step], (name, step)
+        assert last[rank]["weights"] == whole[rank]["weights"]
+        assert middle[rank]["probe_losses"][0] == middle[rank]["probe_losses"][1] != 0.0
