@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from snip_megatron.adoption import Decision, MapChannel, Verdict
 from snip_megatron.config import SnipConfig
+from snip_megatron.controller_state import ControllerState, Pending
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.reporting.wandb_sink import WandbSink
@@ -59,31 +59,6 @@ class Coordinator(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass
-class Pending:
-    """An update on its way: submitted before ``step``, decided before ``due``."""
-
-    step: int
-    due: int
-    version: int
-
-
-@dataclass
-class ControllerState:
-    """What a checkpoint must hold of the controller; equal on all ranks."""
-
-    started: bool = False
-    version: int = 0
-    pending: Pending | None = None
-    grad_norm: float | None = None
-    last_update: int | None = None
-    replay_steps: list[int] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        return asdict(self)
-
-
 class Controller:
     """The loop of the method on one rank.
 
@@ -96,6 +71,7 @@ class Controller:
         coordinator: rank 0's duties; None on other ranks.
         sink: Megatron's own wandb run, which only its last rank has; a no-op elsewhere.
         clip_grad: Megatron's ``--clip-grad``; 0 for none.
+        restored: state from a checkpoint; None for a fresh run.
     """
 
     def __init__(
@@ -108,6 +84,7 @@ class Controller:
         coordinator: Coordinator | None,
         sink: WandbSink,
         clip_grad: float,
+        restored: ControllerState | None = None,
     ) -> None:
         self._config = config
         self._registry = registry
@@ -119,7 +96,10 @@ class Controller:
         self._clip_grad = clip_grad
         self._fraction = fp4_fraction(registry.current, self._flops)
         self._fractions: dict[int, float] = {}  # of steps whose loss is still on its way
-        self.state = ControllerState()
+        self._started = False
+        self._replay_steps: list[int] = []
+        self._restored = restored
+        self.state = ControllerState() if restored is None else restored
 
     # -- step boundary -----------------------------------------------------------------------------------------
     def before_step(self, step: int, probe: Callable[[float], Probe]) -> None:
@@ -130,12 +110,12 @@ class Controller:
             probe: runs the probes of this step, given the factor of gradient clipping.
         """
         self._sink.begin_step(step)
-        if not self.state.started:
+        if not self._started:
             self._start(step)
         if self._coordinator is not None:
             self._coordinator.pump(step)
-        while self.state.replay_steps and self.state.replay_steps[0] <= step:
-            due = self.state.replay_steps.pop(0)
+        while self._replay_steps and self._replay_steps[0] <= step:
+            due = self._replay_steps.pop(0)
             self._adopt(step, self._channel.agree(self._coordinator.replayed_map(due) if self._coordinator else None))
         pending = self.state.pending
         if pending is not None and step >= pending.due:
@@ -166,14 +146,22 @@ class Controller:
 
     # -- maps --------------------------------------------------------------------------------------------------
     def _start(self, step: int) -> None:
-        """The first step of this process: a fixed map, if the configuration names one, and a replay's schedule."""
-        self.state.started = True
+        """The first step of this process: the map to begin with, a replay's schedule, a restored update's solve."""
+        self._started = True
         if self._config.replay is not None:
             steps = self._coordinator.replay_steps() if self._coordinator else None
-            self.state.replay_steps = [s for s in self._channel.agree_steps(steps) if s >= step]
-        decision = self._channel.agree(self._coordinator.initial_map(step) if self._coordinator else None)
-        if decision.verdict is Verdict.MAP:
+            self._replay_steps = [s for s in self._channel.agree_steps(steps) if s >= step]
+        first = self._coordinator.initial_map(step) if self._coordinator else None
+        decision = self._channel.agree(first)
+        restored = self.state.precision_map if self._restored is not None else None
+        if decision.verdict is Verdict.MAP:  # named by the configuration: it wins over a checkpoint's
             self._adopt(step, decision)
+        elif restored is not None:
+            self._adopt(step, self._channel.agree(Decision(Verdict.MAP, restored) if self._coordinator else None))
+        if not self._config.updates:
+            self.state.pending = None
+        if self.state.pending is not None and self._coordinator is not None:
+            self._coordinator.submit(self.state.pending.step, self.state.pending.table, self.state.pending.version)
 
     def _decide(self, step: int, pending: Pending) -> None:
         """All ranks learn whether rank 0 has the map; if not, the decision waits for another whole lag (rule 6)."""
@@ -195,6 +183,7 @@ class Controller:
         names = self._registry.names
         changed = int((new.to_codes(names) != self._registry.current.to_codes(names)).sum())
         self._registry.adopt(new)
+        self.state.precision_map = new
         self.state.version = max(self.state.version, new.version)
         fraction = self._fraction = fp4_fraction(new, self._flops)
         self._event(
@@ -223,14 +212,13 @@ class Controller:
         for kind, value in result.seconds.items():
             event = "collect" if kind == "reduction" else "probe"
             self._event(step, event, kind=kind, seconds=value, tokens=result.tokens, wait_s=value)
-        self.state.last_update = step
         broken = result.table.non_finite()  # the table is the same on all ranks: so is this verdict
         if broken:
             self._event(step, "dropped", reason=f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
             return
         version = self.state.version + 1
         self.state.version = version
-        self.state.pending = Pending(step, step + self._config.lag, version)
+        self.state.pending = Pending(step, step + self._config.lag, version, result.table)
         submitted = time.perf_counter()
         if self._coordinator is not None:
             self._coordinator.submit(step, result.table, version)

@@ -18,10 +18,14 @@ from snip_megatron import __version__
 from snip_megatron.adoption import MapChannel
 from snip_megatron.config import SnipConfig
 from snip_megatron.controller import Controller
+from snip_megatron.controller_state import ControllerState
 from snip_megatron.coordinator import RankZeroCoordinator, replay_schedule
 from snip_megatron.errors import SnipError
 from snip_megatron.layers import LinearRegistry, convert_model
+from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat, validate
+from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
+from snip_megatron.megatron.checkpoint_state import SnipState
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, StepCall
 from snip_megatron.megatron.startup import is_rank_zero
@@ -66,6 +70,7 @@ class SnipRun:
         self._controller: Controller | None = None
         self._coordinator: RankZeroCoordinator | None = None
         self._probes: ProbeRunner | None = None
+        self._checkpoint: SnipState | None = None
         self.undo: Any = None
 
     def prepare_model(self, model_config: Any) -> None:
@@ -83,6 +88,7 @@ class SnipRun:
         """Megatron's hook between building the model and wrapping it: convert the linears in place."""
         self._registry = convert_model(model_chunks, self._config)
         self._registry.context.bf16_eval = self._config.eval == "bf16"
+        model_chunks[0].snip_state = self._checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
         return model_chunks
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -94,6 +100,30 @@ class SnipRun:
             # Megatron ends a run at --exit-interval by SystemExit, on all ranks; after anything else peers may be gone.
             self._controller.close(together=kind is None or issubclass(kind, SystemExit))
             self._controller = None
+
+    # -- checkpoint --------------------------------------------------------------------------------------------
+    def _state_to_save(self) -> bytes | None:
+        return None if self._controller is None else self._controller.state.to_bytes()
+
+    def _checkpoint_has_state(self) -> bool:
+        """Asked while a checkpoint is loaded. One that SNIP did not write trains on in bf16 until the next update."""
+        if self._args.finetune or not self._args.load:
+            return False
+        found = compat.checkpoint_holds(self._args, SNIP_STATE_KEY)
+        if not found and is_rank_zero():
+            print(
+                "snip: the checkpoint holds no SNIP state: linears start in bf16, the next update brings a map",
+                flush=True,
+            )
+        return found
+
+    def _restored_state(self) -> ControllerState | None:
+        if self._checkpoint is None or self._checkpoint.loaded is None:
+            return None
+        state = ControllerState.from_bytes(self._checkpoint.loaded)
+        if state.precision_map is not None and self._registry is not None:
+            check_map_fits(state.precision_map, self._registry.names, "SNIP state in the checkpoint")
+        return state
 
     # -- the step ----------------------------------------------------------------------------------------------
     def wrap(self, train_step: compat.TrainStep) -> compat.TrainStep:
@@ -185,6 +215,7 @@ class SnipRun:
             self._coordinator,
             WandbSink(get_wandb_writer()),
             clip_grad=args.clip_grad,
+            restored=self._restored_state(),
         )
         return self._controller
 

@@ -158,8 +158,8 @@ class StatisticsTable:
                 bad.append(f"{name} at {owner}")
         return bad
 
-    def save(self, path: Path) -> None:
-        """Write as .npz without pickles, by rename."""
+    def to_bytes(self) -> bytes:
+        """The contents of a .npz file, without pickles."""
         header = {
             "schema": STATS_SCHEMA,
             "step": self.step,
@@ -173,18 +173,31 @@ class StatisticsTable:
         buffer = io.BytesIO()
         text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
         np.savez(buffer, header=text, **self.arrays())  # type: ignore[arg-type]
+        return buffer.getvalue()
+
+    def save(self, path: Path) -> None:
+        """Write :meth:`to_bytes` by rename."""
         partial = path.with_name(path.name + ".part")
-        partial.write_bytes(buffer.getvalue())
+        partial.write_bytes(self.to_bytes())
         os.replace(partial, path)
 
     @classmethod
     def load(cls, path: Path) -> StatisticsTable:
         """Read a file written by :meth:`save`. Raises SnipError on anything else; never unpickles."""
         try:
-            with np.load(path, allow_pickle=False) as data:
+            content = path.read_bytes()
+        except OSError as error:
+            raise SnipError(f"{path}: cannot be read ({error})") from None
+        return cls.from_bytes(content, where=str(path))
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, where: str) -> StatisticsTable:
+        """Inverse of :meth:`to_bytes`; ``where`` names the source in errors. Raises SnipError."""
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as data:
                 header = json.loads(bytes(data["header"]))
                 if header.get("schema") != STATS_SCHEMA:
-                    raise SnipError(f'{path}: "schema" must be "{STATS_SCHEMA}"')
+                    raise SnipError(f'{where}: "schema" must be "{STATS_SCHEMA}"')
                 groups = {
                     "linear": {c: data[f"linear.{c}"] for c in LINEAR_COLUMNS},
                     "by_format": {c: data[f"by_format.{c}"] for c in FORMAT_COLUMNS},
@@ -204,4 +217,4 @@ class StatisticsTable:
                     meta={str(k): float(v) for k, v in header["meta"].items()},
                 )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-            raise SnipError(f"{path}: not a statistics file ({error})") from None
+            raise SnipError(f"{where}: not a statistics file ({error})") from None

@@ -1,6 +1,7 @@
 """The only place that touches private or versioned names of Megatron; they are checked when this is imported."""
 
 from snip_megatron.megatron.compat.batches import PeekedBatches, peek
+from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.defaults import check, set_defaults
 from snip_megatron.megatron.compat.groups import ProcessGroups, process_groups
 from snip_megatron.megatron.compat.loop import TrainStep, quiet_schedule, rerun_disabled, wrap_train_step
@@ -25,6 +26,7 @@ __all__ = [
     "adamw_state",
     "apply",
     "check",
+    "checkpoint_holds",
     "check_signature",
     "check_version",
     "inner_optimizers",

@@ -1,0 +1,103 @@
+"""What a checkpoint holds of the controller: equal on all ranks, keyed by global names, JSON without pickles."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.statistics.table import StatisticsTable
+
+STATE_SCHEMA = "snip.state/1"
+_WHERE = "SNIP state in the checkpoint"
+
+
+@dataclass
+class Pending:
+    """An update on its way: measured before ``step``, decided before ``due``; ``table`` is what was measured."""
+
+    step: int
+    due: int
+    version: int
+    table: StatisticsTable
+
+
+@dataclass
+class ControllerState:
+    """The controller's memory.
+
+    Attributes:
+        precision_map: the map in force; None before the first one.
+        version: of the latest map asked for.
+        pending: the update on its way.
+        grad_norm: of the last step, before clipping.
+    """
+
+    precision_map: PrecisionMap | None = None
+    version: int = 0
+    pending: Pending | None = field(default=None)
+    grad_norm: float | None = None
+
+    def to_bytes(self) -> bytes:
+        """UTF-8 JSON."""
+        pending = None
+        if self.pending is not None:
+            pending = {
+                "step": self.pending.step,
+                "due": self.pending.due,
+                "version": self.pending.version,
+                "table": base64.b64encode(self.pending.table.to_bytes()).decode(),
+            }
+        body = {
+            "schema": STATE_SCHEMA,
+            "map": None if self.precision_map is None else self.precision_map.to_json(),
+            "version": self.version,
+            "pending": pending,
+            "grad_norm": self.grad_norm,
+        }
+        return json.dumps(body).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> ControllerState:
+        """Inverse of :meth:`to_bytes`. Raises SnipError on anything else: a checkpoint is data from outside."""
+        try:
+            body = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise SnipError(f"{_WHERE}: not JSON ({error})") from None
+        if not isinstance(body, dict) or body.get("schema") != STATE_SCHEMA:
+            raise SnipError(f'{_WHERE}: "schema" must be "{STATE_SCHEMA}"')
+        text, norm = body.get("map"), body.get("grad_norm")
+        if text is not None and not isinstance(text, str):
+            raise SnipError(f"{_WHERE}: map: must be a text")
+        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float))):
+            raise SnipError(f"{_WHERE}: grad_norm: must be a number")
+        return cls(
+            precision_map=None if text is None else PrecisionMap.from_json(text, where=_WHERE),
+            version=_count(body, "version"),
+            pending=_pending(body.get("pending")),
+            grad_norm=norm,
+        )
+
+
+def _pending(body: Any) -> Pending | None:
+    if body is None:
+        return None
+    if not isinstance(body, dict) or not isinstance(body.get("table"), str):
+        raise SnipError(f"{_WHERE}: pending: must hold step, due, version and table")
+    try:
+        content = base64.b64decode(body["table"], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise SnipError(f"{_WHERE}: pending.table: {error}") from None
+    table = StatisticsTable.from_bytes(content, where=_WHERE)
+    return Pending(_count(body, "step"), _count(body, "due"), _count(body, "version"), table)
+
+
+def _count(body: dict[str, Any], name: str) -> int:
+    value = body.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise SnipError(f"{_WHERE}: {name}: must be an integer in [0, 2^31)")
+    return value
