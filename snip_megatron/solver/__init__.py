@@ -1,0 +1,7 @@
+"""Integer programming: which format each item takes, with proof (README.md beside this file)."""
+
+from snip_megatron.solver.api import solve
+from snip_megatron.solver.problem import Budget, Choice, Item, Problem
+from snip_megatron.solver.solution import Solution
+
+__all__ = ["Budget", "Choice", "Item", "Problem", "Solution", "solve"]

@@ -1,0 +1,131 @@
+"""Reading ``snip.problem/1``: every refusal names the file, the JSON path and what is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+from snip_megatron.solver.problem import PROBLEM_SCHEMA, Budget, Choice, Item, Problem
+
+_CHOICE_FIELDS = ("format", "loss", "saving")
+_FORMATS = {f.value: f for f in Format}
+_MISSING = object()
+
+
+def parse_problem(text: str | bytes, where: str) -> Problem:
+    """Parse a problem. Raises SnipError("<where>: <JSON path>: <what is wrong>")."""
+    body = _load(text, where)
+    try:
+        if _field(body, "schema", "") != PROBLEM_SCHEMA:
+            raise SnipError(f'schema: must be "{PROBLEM_SCHEMA}"')
+        budget = _parse_budget(_object(body, "budget", ""))
+        raw = _field(body, "items", "")
+        if not isinstance(raw, list):
+            raise SnipError("items: must be an array of objects")
+        items = tuple(_parse_item(item, f"items[{i}]") for i, item in enumerate(raw))
+        return Problem(budget=budget, items=items)
+    except SnipError as error:
+        raise SnipError(f"{where}: {error}") from None
+
+
+def _load(text: str | bytes, where: str) -> dict[str, Any]:
+    """The top-level object. Text that does not start with ``{`` is refused before it is read."""
+    start = text[:4096].lstrip()
+    if text and start[:1] not in ("{", b"{"):
+        raise SnipError(f"{where}: not a JSON object (it must start with '{{')")
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        body = json.loads(text, object_pairs_hook=_pairs)
+    except UnicodeDecodeError as error:
+        raise SnipError(f"{where}: not UTF-8 text (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise SnipError(f"{where}: not JSON: {error}") from None
+    except RecursionError:
+        raise SnipError(f"{where}: not a problem: nested too deeply") from None
+    except (ValueError, SnipError) as error:
+        raise SnipError(f"{where}: {error}") from None
+    if not isinstance(body, dict):
+        raise SnipError(f"{where}: not a problem: schema, budget and items are missing")
+    return body
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> Any:
+    """An object as a dict, a complete choice as a 3-tuple: a million items would not fit in memory as dicts."""
+    if len(pairs) == 3 and pairs[0][0] == "format" and pairs[1][0] == "loss" and pairs[2][0] == "saving":
+        return (pairs[0][1], pairs[1][1], pairs[2][1])
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise SnipError(f"not a problem: the key {twice!r} stands twice in one object")
+    return body
+
+
+def _parse_budget(raw: dict[str, Any]) -> Budget:
+    known = ("target", "stage_tolerance")
+    for key in raw:
+        if key not in known:
+            raise SnipError(f"budget.{key}: unknown field (known: {', '.join(known)})")
+    tolerance = _field(raw, "stage_tolerance", "budget.")
+    return Budget(
+        target=_number(_field(raw, "target", "budget."), "budget.target"),
+        stage_tolerance=None if tolerance is None else _number(tolerance, "budget.stage_tolerance"),
+    )
+
+
+def _parse_item(raw: Any, path: str) -> Item:
+    if not isinstance(raw, dict):
+        raise SnipError(f"{path}: must be an object")
+    prefix = path + "."
+    id_, stage, choices = (_field(raw, key, prefix) for key in ("id", "stage", "choices"))
+    if not isinstance(id_, str):
+        raise SnipError(f"{path}.id: must be a non-empty string")
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        raise SnipError(f"{path}.stage: must be a stage number, got {stage!r:.40}")
+    cost = _number(_field(raw, "cost", prefix), f"{path}.cost")
+    if not isinstance(choices, list):
+        raise SnipError(f"{path}.choices: must be an array of objects")
+    return Item(id_, stage, cost, tuple(_parse_choice(c, f"{path}.choices[{j}]") for j, c in enumerate(choices)))
+
+
+def _parse_choice(raw: Any, path: str) -> Choice:
+    if isinstance(raw, dict):
+        prefix = path + "."
+        raw = tuple(_field(raw, key, prefix) for key in _CHOICE_FIELDS)
+    elif not isinstance(raw, tuple):
+        raise SnipError(f"{path}: must be an object")
+    name, loss, saving = raw
+    fmt = _FORMATS.get(name) if isinstance(name, str) else None
+    if fmt is None:
+        raise SnipError(f"{path}.format: unknown format {name!r:.40} (known: {', '.join(_FORMATS)})")
+    return Choice(
+        fmt,
+        loss if type(loss) is float else _number(loss, f"{path}.loss"),
+        saving if type(saving) is float else _number(saving, f"{path}.saving"),
+    )
+
+
+def _field(body: dict[str, Any], key: str, prefix: str) -> Any:
+    value = body.get(key, _MISSING)
+    if value is _MISSING:
+        raise SnipError(f"{prefix}{key}: missing")
+    return value
+
+
+def _object(body: dict[str, Any], key: str, prefix: str) -> dict[str, Any]:
+    value = _field(body, key, prefix)
+    if not isinstance(value, dict):
+        raise SnipError(f"{prefix}{key}: must be an object")
+    return value
+
+
+def _number(value: Any, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise SnipError(f"{path}: must be a number, got {value!r:.40}")
+    try:
+        return float(value)  # NaN and Infinity are refused with their range, by Problem
+    except OverflowError:
+        raise SnipError(f"{path}: must be a finite number") from None
