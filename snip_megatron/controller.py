@@ -97,6 +97,7 @@ class Controller:
         self._fraction = fp4_fraction(registry.current, self._flops)
         self._fractions: dict[int, float] = {}  # of steps whose loss is still on its way
         self._started = False
+        self._next_step = 0
         self._replay_steps: list[int] = []
         self._restored = restored
         self.state = ControllerState() if restored is None else restored
@@ -126,10 +127,16 @@ class Controller:
 
     def after_step(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> None:
         """Note the step's figures; the previous step's, summed over ranks by now, are written down."""
+        self._next_step = step + 1
         self.state.grad_norm = grad_norm
         self._fractions[step] = self._fraction
         figures = self._report.exchange(step, loss, grad_norm)
         self._metric(figures)
+
+    def validated(self, losses: Mapping[str, float]) -> None:
+        """Note validation losses, by the formats they were measured in (``map``, ``bf16``)."""
+        for formats, loss in losses.items():
+            self._event(self._next_step, "validation", formats=formats, loss=loss)
 
     def close(self, *, together: bool) -> None:
         """The end of training: the last step's figures, then rank 0's processes and files.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.checkpoint_state import SnipState
+from snip_megatron.megatron.evaluation import Evaluation, check_evaluation
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, StepCall
 from snip_megatron.megatron.startup import is_rank_zero
@@ -55,8 +57,9 @@ def install(config: SnipConfig, *, args: argparse.Namespace) -> SnipRun:
     validate.check(config, args)
     if config.replay is not None:
         replay_schedule(config.replay)
+    check_evaluation(config.eval, args)
     run = SnipRun(config, args)
-    run.undo = compat.wrap_train_step(run.wrap)
+    run.undo.callback(compat.wrap_train_step(run.wrap))
     return run
 
 
@@ -71,7 +74,7 @@ class SnipRun:
         self._coordinator: RankZeroCoordinator | None = None
         self._probes: ProbeRunner | None = None
         self._checkpoint: SnipState | None = None
-        self.undo: Any = None
+        self.undo = ExitStack()
 
     def prepare_model(self, model_config: Any) -> None:
         """Add our hooks to Megatron's model configuration: a layer of our spec under Transformer Engine, conversion."""
@@ -88,18 +91,22 @@ class SnipRun:
         """Megatron's hook between building the model and wrapping it: convert the linears in place."""
         self._registry = convert_model(model_chunks, self._config)
         self._registry.context.bf16_eval = self._config.eval == "bf16"
+        evaluation = Evaluation(self._config.eval, self._args, self._registry.context, self._validated)
+        self.undo.callback(compat.wrap_evaluate(evaluation.wrap))
         model_chunks[0].snip_state = self._checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
         return model_chunks
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """The end of training: last figures, sidecar, files, report. Never hides an error on its way up."""
-        if self.undo is not None:
-            self.undo()
-            self.undo = None
+        self.undo.close()
         if self._controller is not None:
             # Megatron ends a run at --exit-interval by SystemExit, on all ranks; after anything else peers may be gone.
             self._controller.close(together=kind is None or issubclass(kind, SystemExit))
             self._controller = None
+
+    def _validated(self, losses: dict[str, float]) -> None:
+        if self._controller is not None:
+            self._controller.validated(losses)
 
     # -- checkpoint --------------------------------------------------------------------------------------------
     def _state_to_save(self) -> bytes | None:

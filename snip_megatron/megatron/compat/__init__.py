@@ -4,7 +4,13 @@ from snip_megatron.megatron.compat.batches import PeekedBatches, peek
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.defaults import check, set_defaults
 from snip_megatron.megatron.compat.groups import ProcessGroups, process_groups
-from snip_megatron.megatron.compat.loop import TrainStep, quiet_schedule, rerun_disabled, wrap_train_step
+from snip_megatron.megatron.compat.loop import (
+    TrainStep,
+    quiet_schedule,
+    rerun_disabled,
+    wrap_evaluate,
+    wrap_train_step,
+)
 from snip_megatron.megatron.compat.optimizer_state import (
     OptimizerShard,
     adamw_state,
@@ -38,5 +44,6 @@ __all__ = [
     "rng_state",
     "set_defaults",
     "set_rng_state",
+    "wrap_evaluate",
     "wrap_train_step",
 ]

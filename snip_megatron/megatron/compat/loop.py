@@ -48,6 +48,27 @@ def wrap_train_step(wrapper: Callable[[TrainStep], TrainStep]) -> Callable[[], N
     return undo
 
 
+_EVALUATE_PARAMETERS = ("forward_step_func", "data_iterator", "model", "process_non_loss_data_func", "config")
+check_signature(training.evaluate, _EVALUATE_PARAMETERS, "evaluate")
+if "evaluate" not in training.evaluate_and_print_results.__code__.co_names:
+    raise SnipError("Megatron's evaluate_and_print_results() no longer looks evaluate up: validation cannot be recorded")
+
+
+def wrap_evaluate(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace Megatron's ``evaluate`` by ``wrapper(evaluate)``; returns what undoes it.
+
+    Megatron calls it with ``forward_step_func, data_iterator, model, ...`` by position and ``eval_iters`` by name. It
+    returns (dict of losses, filled on the last pipeline stage; other data; whether the time limit was hit).
+    """
+    original = training.evaluate
+    training.evaluate = wrapper(original)
+
+    def undo() -> None:
+        training.evaluate = original
+
+    return undo
+
+
 # -- quiet conditions ------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def rerun_disabled() -> Iterator[None]:
