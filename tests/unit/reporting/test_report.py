@@ -222,6 +222,9 @@ def test_everything_from_the_files_is_escaped(tmp_path):
     page = page_of(path)
     assert len(scripts_of(page)) == 4
     assert not any(tag in ("img", "b") for tag, _ in page.elements)
+    assert page.data("maps-data")["maps"][0]["status"] == HOSTILE
+    data = [text for text, (_, a) in zip(page.scripts, scripts_of(page), strict=True) if "type" in a]
+    assert not any(set(text) & set("<>&") for text in data)
     figures = page.data("figures-data")
     texts = [t for trace in figures["loss"]["data"] for t in trace.get("text", [])]
     names = [trace["name"] for name in ("share", "timing") for trace in figures[name]["data"]]

@@ -178,6 +178,13 @@ def test_second_resume_loses_no_tail(tmp_path):
     assert [record["step"] for record in tail] == [6, 7, 8, 9, 2, 3, 4, 5]
 
 
+def test_a_map_of_the_loaded_step_itself_is_set_aside(tmp_path):
+    recorded_run(tmp_path)
+    new_run(tmp_path, resume_step=4).close()
+    assert list(read_maps(tmp_path)) == [0]
+    assert [e["step"] for e in read_events(tmp_path) if e["event"] == "adopt"] == [0]
+
+
 def test_resume_removes_a_torn_last_line(tmp_path):
     recorded_run(tmp_path, 3)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -347,6 +354,27 @@ def test_pending_writes_are_bounded_and_the_loss_is_said(tmp_path, monkeypatch, 
     run.close()
     assert run.faults.lost == 100
     assert "100 records were lost" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ordered", "first_round"), [(True, []), (False, ["second"])])
+def test_an_ordered_queue_holds_back_what_follows_a_failure(tmp_path, ordered, first_round):
+    broken, done = [True], []
+
+    def first() -> None:
+        if broken[0]:
+            raise OSError("no")
+        done.append("first")
+
+    queue = storage.WriteQueue(storage.Faults(tmp_path), ordered=ordered)
+    queue.put(first, 1)
+    queue.put(lambda: done.append("second"), 1)
+    queue.drain(force=True)
+    assert done == first_round
+    broken[0] = False
+    queue.drain(force=True)
+    assert sorted(done) == ["first", "second"]
+    assert done[0] == ("first" if ordered else "second")
+    assert len(queue) == 0
 
 
 def test_back_off_doubles_and_force_ignores_it(tmp_path):
