@@ -18,6 +18,7 @@ REQUIREMENTS = [
     "tokenizers>=0.22",
     "wandb>=0.22",
     "numpy>=2",
+    "jinja2>=3",
     "plotly>=6",
     "tqdm>=4.66",
 ]
@@ -51,7 +52,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["snip_megatron", "snip_megatron.*"]),
-    package_data={"snip_megatron": ["**/*.md"]},
+    package_data={"snip_megatron": ["**/*.md", "reporting/templates/*"]},
     python_requires=">=3.12",
     install_requires=REQUIREMENTS,
     extras_require={"dev": DEVELOPMENT},

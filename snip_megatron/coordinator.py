@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,7 @@ class RankZeroCoordinator:
         if self._run is not None:
             submitted = self._submitted.get(version, step)
             self._run.write_problem(submitted, result.problem_json)
-            self._run.write_scores(submitted, result.scores, version=version)
+            self._run.write_scores(submitted, _named_scores(result.scores), version=version)
 
     # -- fixed maps --------------------------------------------------------------------------------------------
     def initial_map(self, step: int) -> Decision:
@@ -178,3 +179,18 @@ class RankZeroCoordinator:
         except (SnipError, OSError) as error:
             print(f"snip: no report: {error}", flush=True)
         self._run = None
+
+
+def _named_scores(scores: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Sensitivity's scores under the names of a ``snip.scores/1`` file."""
+    return {
+        option: {
+            fmt: {
+                "delta_loss": score["loss_divergence"],
+                "delta_weight": score["weight_divergence"],
+                "q": score["q"],
+            }
+            for fmt, score in by_format.items()
+        }
+        for option, by_format in scores.items()
+    }
