@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snip_megatron.adoption import Decision, Verdict
 from snip_megatron.config import SnipConfig
@@ -15,11 +15,9 @@ from snip_megatron.reporting.readers import read_events
 from snip_megatron.reporting.run_directory import RunDirectory
 from snip_megatron.sensitivity.policies import fixed_map
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sidecar import SidecarClient, SidecarResult, SolveJob
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 from snip_megatron.step_report import StepFigures
-
-if TYPE_CHECKING:
-    from snip_megatron.sidecar import SidecarClient
 
 
 def replay_schedule(run: str) -> list[tuple[int, Path]]:
@@ -64,9 +62,8 @@ class RankZeroCoordinator:
         self._decisions: dict[int, Decision] = {}
         self._submitted: dict[int, int] = {}
         self._sidecar: SidecarClient | None = None
+        self._restarts = 0
         if config.updates:
-            from snip_megatron.sidecar import SidecarClient
-
             self._sidecar = SidecarClient(deadline_s=config.deadline)
             self._sidecar.start()
 
@@ -77,8 +74,6 @@ class RankZeroCoordinator:
         self._submitted[version] = step
         if self._run is not None:
             self._run.write_statistics(step, table)
-        from snip_megatron.sidecar import SolveJob
-
         self._sidecar.submit(SolveJob(table=table, request=dataclasses.replace(self._request, version=version)))
 
     def pump(self, step: int) -> None:
@@ -87,12 +82,15 @@ class RankZeroCoordinator:
             return
         while (result := self._sidecar.poll()) is not None:
             self._take(step, result)
+        if self._sidecar.restarts > self._restarts:
+            self._restarts = self._sidecar.restarts
+            self.event(step, "sidecar_restart", restarts=self._restarts)
 
     def decision(self, version: int) -> Decision:
         """What is known about an update now."""
         return self._decisions.pop(version, Decision(Verdict.NOT_READY))
 
-    def _take(self, step: int, result: Any) -> None:
+    def _take(self, step: int, result: SidecarResult) -> None:
         version = result.version
         if result.failure is not None:
             self._decisions[version] = Decision(Verdict.DROPPED)
@@ -105,7 +103,8 @@ class RankZeroCoordinator:
                 latency_s=result.latency_s,
             )
             return
-        precision_map: PrecisionMap = result.precision_map
+        precision_map = result.precision_map
+        assert precision_map is not None
         self._decisions[version] = Decision(Verdict.MAP, precision_map)
         self.event(
             step,
@@ -120,8 +119,8 @@ class RankZeroCoordinator:
             latency_s=result.latency_s,
         )
         if self._run is not None:
-            submitted = self._submitted.get(version, step)
-            self._run.write_problem(submitted, result.problem_json)
+            submitted = self._submitted.pop(version, step)
+            self._run.write_problem(submitted, result.problem_json or "")
             self._run.write_scores(submitted, _named_scores(result.scores), version=version)
 
     # -- fixed maps --------------------------------------------------------------------------------------------
