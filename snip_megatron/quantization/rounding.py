@@ -17,11 +17,10 @@ from snip_megatron.quantization.formats import Element
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
-# The element hash: public so that the Triton kernels name the same numbers.
+# Written out again in triton_kernels.py, whose device code can read no module.
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35  # MurmurHash3's finaliser
 MIX_3 = 0x9E3779B1  # odd, next to 2^32 / golden ratio
 ROW_STEP, COLUMN_STEP = 0x9E3779B1, 0x85EBCA77
-SECOND_ROW_WORD, COLUMN_SALT = 0x27D4EB2F, 0x165667B1
 _SIGN_STREAM, _NORMAL_STREAM = 0x7369676E, 0x6E6F726D
 _NORMAL_BITS = 16
 _SLAB = 1 << 17  # elements
@@ -52,17 +51,22 @@ def _mix32(h: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
+def key_words(seed: int) -> tuple[int, int, int]:
+    """Three unsigned 32-bit words of a 64-bit seed: what a kernel is launched with."""
+    first = _splitmix64(seed & _MASK64)
+    return first & _MASK32, first >> 32, _splitmix64(first) & _MASK32
+
+
 def row_keys(seed: int, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Two int32 words for each global row id: ``rows`` integer [R], ids in [0, 2^32)."""
-    low, high = seed & _MASK32, (seed >> 32) & _MASK32
-    first = _mix32(_mix32((rows.long() * ROW_STEP + low) & _MASK32) ^ high)
-    return first.to(torch.int32), _mix32(first ^ SECOND_ROW_WORD).to(torch.int32)
+    word, other, _ = key_words(seed)
+    first = _mix32((rows.long() * ROW_STEP + word) & _MASK32)
+    return first.to(torch.int32), _mix32(first ^ other).to(torch.int32)
 
 
 def column_keys(seed: int, cols: Tensor) -> Tensor:
     """One int32 word for each global column id: ``cols`` integer [C], ids in [0, 2^32)."""
-    low, high = seed & _MASK32, (seed >> 32) & _MASK32
-    return _mix32(_mix32((cols.long() * COLUMN_STEP + high) & _MASK32) ^ low ^ COLUMN_SALT).to(torch.int32)
+    return _mix32((cols.long() * COLUMN_STEP + key_words(seed)[2]) & _MASK32).to(torch.int32)
 
 
 def random_bits(seed: int, rows: Tensor, cols: Tensor) -> Tensor:

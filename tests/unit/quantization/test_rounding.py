@@ -81,12 +81,18 @@ def hash_oracle(seed: int, row: int, col: int) -> int:
         h = ((h ^ (h >> 13)) * 0xC2B2AE35) & mask
         return h ^ (h >> 16)
 
-    low, high = seed & mask, (seed >> 32) & mask
-    first = mix(mix((row * 0x9E3779B1 + low) & mask) ^ high)
-    column = mix(mix((col * 0x85EBCA77 + high) & mask) ^ low ^ 0x165667B1)
+    def splitmix(value: int) -> int:
+        value = (value + 0x9E3779B97F4A7C15) % 2**64
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+        return value ^ (value >> 31)
+
+    words = splitmix(seed)
+    first = mix((row * 0x9E3779B1 + words) & mask)
+    column = mix((col * 0x85EBCA77 + splitmix(words)) & mask)
     h = ((first ^ column) * 0x85EBCA6B) & mask
     h ^= h >> 16
-    h = ((h + mix(first ^ 0x27D4EB2F)) * 0xC2B2AE35) & mask
+    h = ((h + mix(first ^ (words >> 32))) * 0xC2B2AE35) & mask
     h ^= h >> 15
     return (h * 0x9E3779B1) & mask
 

@@ -1,0 +1,163 @@
+"""The quantisers of ``packed.py`` as Triton kernels: same names, arguments and results, one read of the matrix.
+
+Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.packed import Operand, Operands, stored_format
+from snip_megatron.quantization.rounding import key_words
+from snip_megatron.quantization.triton_kernels import amax_kernel, block_kernel, tensor_kernel, tile_kernel
+
+_AMAX_PARTS = 4
+_WARPS = 8
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDTH = {Format.FP8: 8, Format.FP4: 4}
+
+
+def quantize_tiles(
+    x: Tensor,
+    row_format: Format | str | None,
+    col_format: Format | str | None,
+    *,
+    row_seed: int | None = None,
+    col_seed: int | None = None,
+    offset: tuple[int, int] = (0, 0),
+    rows: Tensor | None = None,
+    cols: Tensor | None = None,
+    candidates: Sequence[Format | str] = (),
+) -> Operands:
+    """See :func:`snip_megatron.quantization.packed.quantize_tiles`."""
+    x = _checked(x)
+    M, K = x.shape
+    row, row_width = _tile_output(x, row_format, M, K)
+    col, col_width = _tile_output(x, col_format, K, M)
+    places = {stored_format(candidate): 1 + 2 * i for i, candidate in enumerate(candidates)}
+    row_random, col_random = row_seed is not None, col_seed is not None
+    partial = x.new_zeros((1 + 2 * len(places) if places else 0, _parts(M), K), dtype=torch.float32)
+    if x.numel():
+        tile_kernel[(_parts(K), _parts(M))](
+            x, *_pointers(row, x), *_pointers(col, x), partial,
+            x if rows is None else rows, x if cols is None else cols,
+            M, K, x.stride(0), _stride(row), _stride(col), *offset, *_words(row_seed), *_words(col_seed),
+            ROW=row_width, COL=col_width, ROW_RANDOM=row_random, COL_RANDOM=col_random,
+            SUMS=bool(places), SUM_8=places.get(Format.FP8, 0), SUM_4=places.get(Format.FP4, 0),
+            GIVEN_ROWS=rows is not None, GIVEN_COLS=cols is not None,
+            CORRECTIONS=_corrections(x), HARDWARE=_hardware(x), num_warps=_WARPS,
+        )  # fmt: skip
+    return Operands(row, col, partial.sum(1, dtype=torch.float64) if places else None)
+
+
+def quantize_blocks(w: Tensor, row_format: Format | str | None, col_format: Format | str | None) -> Operands:
+    """See :func:`snip_megatron.quantization.packed.quantize_blocks`."""
+    w = _checked(w)
+    N, K = w.shape
+    row, row_width = _block_output(w, row_format, N, K)
+    col, col_width = _block_output(w, col_format, K, N)
+    if w.numel():
+        block_kernel[(_parts(K), _parts(N))](
+            w, *_pointers(row, w), *_pointers(col, w),
+            N, K, w.stride(0), _stride(row), _stride(col), _scale_stride(row), _scale_stride(col),
+            ROW=row_width, COL=col_width, CORRECTIONS=_corrections(w), HARDWARE=_hardware(w), num_warps=_WARPS,
+        )  # fmt: skip
+    return Operands(row, col)
+
+
+def quantize_tensor(x: Tensor, *, row: bool = True, col: bool = False, amax: Tensor | None = None) -> Operands:
+    """See :func:`snip_megatron.quantization.packed.quantize_tensor`; without ``amax`` the matrix is read twice."""
+    x = _checked(x)
+    M, K = x.shape
+    scale = torch.ones(1, dtype=torch.float32, device=x.device)
+    row_side = Operand(_values(x, M, K), scale, "tensor", K) if row else None
+    col_side = Operand(_values(x, K, M), scale, "tensor", M) if col else None
+    if x.numel():
+        bits = largest_magnitude(x) if amax is None else amax.detach().to(torch.float32).reshape(1).view(torch.int32)
+        tensor_kernel[(_parts(K), _parts(M))](
+            x, bits, _pointers(row_side, x)[0], _pointers(col_side, x)[0], scale,
+            M, K, x.stride(0), _stride(row_side), _stride(col_side),
+            ROW=row, COL=col, CORRECTIONS=_corrections(x), HARDWARE=_hardware(x), num_warps=_WARPS,
+        )  # fmt: skip
+    return Operands(row_side, col_side)
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """The FP32 bits of max|x| as int32 [1]; NaN if x holds one. ``x`` is [M, K], not empty."""
+    M, K = x.shape
+    bits = torch.zeros(1, dtype=torch.int32, device=x.device)
+    grid = (-(-K // (TILE * _AMAX_PARTS)), _parts(M))
+    amax_kernel[grid](x, bits, M, K, x.stride(0), PARTS=_AMAX_PARTS, num_warps=_WARPS)
+    return bits
+
+
+def _checked(x: Tensor) -> Tensor:
+    if x.dim() != 2:
+        raise SnipError(f"quantisation takes a 2-D tensor [rows, cols], not shape {tuple(x.shape)}: flatten it first")
+    if x.dtype not in _DTYPES:
+        raise SnipError(f"quantisation takes fp32, bf16 or fp16, not {x.dtype}")
+    x = x.detach()
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _parts(size: int) -> int:
+    return -(-size // TILE)
+
+
+def _values(x: Tensor, rows: int, depth: int) -> Tensor:
+    return torch.empty(rows, _parts(depth) * TILE, dtype=torch.float8_e4m3fn, device=x.device)
+
+
+def _tile_output(x: Tensor, format: Format | str | None, rows: int, depth: int) -> tuple[Operand | None, int]:
+    if format is None:
+        return None, 0
+    width = _WIDTH[stored_format(format)]
+    scale = torch.empty_strided((rows, _parts(depth)), (1, rows), dtype=torch.float32, device=x.device)
+    return Operand(_values(x, rows, depth), scale, "tile", depth), width
+
+
+def _block_output(w: Tensor, format: Format | str | None, rows: int, depth: int) -> tuple[Operand | None, int]:
+    if format is None:
+        return None, 0
+    width = _WIDTH[stored_format(format)]
+    padded = -(-_parts(depth) // 4) * 4
+    create = torch.empty if padded == _parts(depth) else torch.ones
+    scale = create(_parts(rows), padded, dtype=torch.float32, device=w.device)
+    return Operand(_values(w, rows, depth), scale.t(), "block", depth), width
+
+
+def _pointers(side: Operand | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """Values as bytes and scales; any pointer where the side is not wanted."""
+    return (unused, unused) if side is None else (side.values.view(torch.uint8), side.scale)
+
+
+def _stride(side: Operand | None) -> int:
+    return 0 if side is None else side.values.stride(0)
+
+
+def _scale_stride(side: Operand | None) -> int:
+    return 0 if side is None else side.scale.stride(1)
+
+
+def _words(seed: int | None) -> list[int]:
+    """The seed's key words as signed 32-bit numbers: one kernel signature for every seed."""
+    return [word - (word >> 31 << 32) for word in key_words(seed or 0)]
+
+
+def _corrections(x: Tensor) -> int:
+    """One residual makes the quotient of a 16-bit number right where it matters; FP32 is divided."""
+    return 0 if x.dtype is torch.float32 else 1
+
+
+def _hardware(x: Tensor) -> bool:
+    """Whether the device converts to E4M3 itself; Triton's interpreter and older GPUs build the bytes."""
+    if not x.is_cuda or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (8, 9)
