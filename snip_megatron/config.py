@@ -124,7 +124,7 @@ class SnipConfig:
             )
         for name, least in (("update_interval", 0), ("first_update", 0), ("lag", 1), ("probe_microbatches", 1)):
             if getattr(self, name) < least:
-                raise SnipError(f"--snip-{name.replace('_', '-')} {getattr(self, name)}: must be at least {least}")
+                raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be at least {least}")
         if self.probe_tokens < 1:
             raise SnipError(f"--snip-probe-tokens {self.probe_tokens}: must be at least 1")
         if self.updates and self.update_interval <= self.lag:
@@ -134,9 +134,12 @@ class SnipConfig:
             )
         for name in ("probe_noise", "solver_time", "deadline"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise SnipError(f"--snip-{name.replace('_', '-')} {getattr(self, name)}: must be positive")
+                raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be positive")
         if self.map is not None and self.replay is not None:
             raise SnipError("--snip-map and --snip-replay cannot be combined: both fix the maps; give one")
+        fixed = "map" if self.map is not None else "replay" if self.replay is not None else None
+        if fixed is not None and self.pin:
+            raise SnipError(f"--snip-pin cannot be combined with --snip-{fixed}: its maps are used as they are")
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready fields: what config.json of the run directory holds."""
@@ -147,13 +150,17 @@ class SnipConfig:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> SnipConfig:
         """Build from a parsed namespace that :func:`add_arguments` extended. Raises SnipError."""
-        values: dict[str, Any] = {"enabled": bool(getattr(args, "snip", False))}
+        enabled = bool(getattr(args, "snip", False))
+        values: dict[str, Any] = {}
         for f in _option_fields():
             value = getattr(args, f"snip_{f.name}", None)
-            if value is None:
+            if value is None or value is False:
                 continue
+            # Compatibility patches are our entry's, with SNIP or without.
+            if not enabled and f.name != "no_compat":
+                raise SnipError(f"{_flag(f.name)} has no effect without --snip: add --snip, or leave it out")
             values[f.name] = _tuple(f.name, value) if isinstance(f.default, tuple) else value
-        return cls(**values)
+        return cls(enabled=enabled, **values)
 
 
 def _share(argument: str, text: str, value: str) -> float:
@@ -168,6 +175,10 @@ def _share(argument: str, text: str, value: str) -> float:
 
 def _tuple(name: str, value: Any) -> tuple[str, ...]:
     return tuple(part for part in value.split(",") if part) if name == "formats" else tuple(value)
+
+
+def _flag(name: str) -> str:
+    return f"--snip-{name.replace('_', '-')}"
 
 
 def _option_fields() -> list[dataclasses.Field[Any]]:
@@ -192,5 +203,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         else:
             kwargs |= {"type": argument.get("type", str), "metavar": argument.get("metavar", "X")}
             kwargs["help"] += f"; default {','.join(f.default) if isinstance(f.default, tuple) else f.default}"
-        group.add_argument(f"--snip-{f.name.replace('_', '-')}", **kwargs)
+        group.add_argument(_flag(f.name), **kwargs)
     return parser

@@ -1,0 +1,236 @@
+"""SnipConfig: its arguments come from the dataclass, and every value that cannot work gives one clear line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.config import SnipConfig, add_arguments
+from snip_megatron.errors import SnipError
+
+FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name != "enabled"}
+
+
+def parse(*argv: str) -> SnipConfig:
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    return SnipConfig.from_args(add_arguments(parser).parse_args(argv))
+
+
+def flag(name: str) -> str:
+    return f"--snip-{name.replace('_', '-')}"
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+def test_every_field_is_an_argument_with_help_and_default() -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    actions = {action.dest: action for action in parser._actions}
+    assert set(actions) - {"help", "snip"} == {f"snip_{name}" for name in FIELDS}
+    for name, f in FIELDS.items():
+        action = actions[f"snip_{name}"]
+        assert action.option_strings == [flag(name)]
+        assert action.help
+        if f.default is not None and not isinstance(f.default, bool | tuple):
+            assert f"default {f.default}" in action.help, name
+    for name, choice in (("granularity", "layer"), ("eval", "both"), ("gemm", "reference")):
+        help_text = actions[f"snip_{name}"].help
+        assert help_text is not None
+        assert choice in help_text
+
+
+def test_nothing_given_is_the_default_and_disabled() -> None:
+    assert parse() == SnipConfig()
+    assert not parse().enabled
+    assert parse("--snip") == SnipConfig(enabled=True)
+
+
+def test_from_args_of_a_foreign_namespace() -> None:
+    """A namespace without our arguments, as Megatron's own entry would give, is SNIP off."""
+    assert SnipConfig.from_args(argparse.Namespace(lr=1.0)) == SnipConfig()
+
+
+SAMPLES: dict[str, tuple[list[str], Any]] = {
+    "budget": (["fp4=0.5"], "fp4=0.5"),
+    "formats": (["nvfp4,mxfp8"], ("nvfp4", "mxfp8")),
+    "granularity": (["layer"], "layer"),
+    "update_interval": (["77"], 77),
+    "first_update": (["5"], 5),
+    "lag": (["3"], 3),
+    "policy": (["random"], "random"),
+    "estimator": (["fisher"], "fisher"),
+    "q": (["paper"], "paper"),
+    "backward_noise": ([], True),
+    "probe_microbatches": (["4"], 4),
+    "probe_tokens": (["64"], 64),
+    "probe_noise": (["0.1"], 0.1),
+    "stage_tolerance": (["none"], "none"),
+    "pin": (["*.linear_fc2=fp8"], ("*.linear_fc2=fp8",)),
+    "map": (["m.json"], "m.json"),
+    "replay": (["runs/a"], "runs/a"),
+    "gemm": (["reference"], "reference"),
+    "eval": (["bf16"], "bf16"),
+    "solver_time": (["2.5"], 2.5),
+    "deadline": (["60"], 60.0),
+    "seed": (["7"], 7),
+    "dir": (["runs/b"], "runs/b"),
+    "overwrite": ([], True),
+    "no_compat": (["cpu"], ("cpu",)),
+}
+
+
+def test_samples_cover_every_field() -> None:
+    assert SAMPLES.keys() == FIELDS.keys()
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_each_argument_reaches_its_field_and_no_other(name: str) -> None:
+    values, expected = SAMPLES[name]
+    config = parse("--snip", flag(name), *values)
+    assert getattr(config, name) == expected != FIELDS[name].default
+    assert config == dataclasses.replace(SnipConfig(enabled=True), **{name: expected})
+
+
+def test_repeatable_arguments_keep_their_order() -> None:
+    config = parse("--snip", "--snip-pin", "*=fp4", "--snip-pin", "*.layers.0.*:fprop=bf16")
+    assert config.pins == (("*", "fp4"), ("*.layers.0.*:fprop", "bf16"))
+    assert parse("--snip-no-compat", "cpu", "--snip-no-compat", "missing-extensions").no_compat == (
+        "cpu",
+        "missing-extensions",
+    )
+
+
+def test_as_dict_is_json_and_tells_configurations_apart() -> None:
+    config = parse("--snip", "--snip-pin", "*=fp8", "--snip-seed", "3")
+    body = json.loads(json.dumps(config.as_dict()))
+    assert body.keys() == {"enabled", *FIELDS}
+    assert body["pin"] == ["*=fp8"]
+    assert body != parse("--snip", "--snip-pin", "*=fp8", "--snip-seed", "4").as_dict()
+
+
+# -- values that cannot work -----------------------------------------------------------------------------------
+BAD = [
+    (("--snip-budget", "fp4=1.7"), ["--snip-budget", "fp4=1.7", "between 0 and 1"]),
+    (("--snip-budget", "fp4=-0.1"), ["--snip-budget", "between 0 and 1"]),
+    (("--snip-budget", "fp4=nan"), ["--snip-budget", "between 0 and 1"]),
+    (("--snip-budget", "fp4="), ["--snip-budget", "between 0 and 1"]),
+    (("--snip-budget", "0.75"), ["--snip-budget", "fp4=SHARE"]),
+    (("--snip-budget", "fp5=0.5"), ["--snip-budget", "fp4=SHARE"]),
+    (("--snip-policy", "best"), ["--snip-policy best", "backward-first"]),
+    (("--snip-estimator", "oracle"), ["--snip-estimator oracle", "fisher"]),
+    (("--snip-q", "sum"), ["--snip-q sum", "split"]),
+    (("--snip-granularity", "model"), ["--snip-granularity model", "layer"]),
+    (("--snip-gemm", "cublas"), ["--snip-gemm cublas", "reference"]),
+    (("--snip-eval", "fp4"), ["--snip-eval fp4", "both"]),
+    (("--snip-formats", ""), ["--snip-formats"]),
+    (("--snip-formats", "fp8,fp8,fp4"), ["--snip-formats fp8,fp8,fp4", "distinct"]),
+    (("--snip-formats", "fp8,int4"), ["--snip-formats fp8,int4"]),
+    (("--snip-formats", "fp8"), ["--snip-formats fp8", "--snip-budget fp4=0.75", "fp4"]),
+    (("--snip-stage-tolerance", "2"), ["--snip-stage-tolerance 2", "between 0 and 1"]),
+    (("--snip-stage-tolerance", "some"), ["--snip-stage-tolerance some"]),
+    (("--snip-pin", "fc2"), ["--snip-pin fc2", "GLOB=FORMAT"]),
+    (("--snip-pin", "*=fp5"), ["--snip-pin *=fp5", "bf16"]),
+    (("--snip-pin", "=fp4"), ["--snip-pin =fp4", "GLOB=FORMAT"]),
+    (("--snip-update-interval", "-1"), ["--snip-update-interval -1", "at least 0"]),
+    (("--snip-first-update", "-3"), ["--snip-first-update -3", "at least 0"]),
+    (("--snip-lag", "0"), ["--snip-lag 0", "at least 1"]),
+    (("--snip-lag", "50", "--snip-update-interval", "50"), ["--snip-lag 50", "--snip-update-interval 50"]),
+    (("--snip-probe-microbatches", "0"), ["--snip-probe-microbatches 0"]),
+    (("--snip-probe-tokens", "0"), ["--snip-probe-tokens 0"]),
+    (("--snip-probe-noise", "0"), ["--snip-probe-noise", "positive"]),
+    (("--snip-probe-noise", "inf"), ["--snip-probe-noise", "positive"]),
+    (("--snip-solver-time", "-1"), ["--snip-solver-time", "positive"]),
+    (("--snip-deadline", "nan"), ["--snip-deadline", "positive"]),
+    (("--snip-map", "a.json", "--snip-replay", "b"), ["--snip-map", "--snip-replay"]),
+    (("--snip-map", "a.json", "--snip-pin", "*=fp8"), ["--snip-map", "--snip-pin"]),
+    (("--snip-replay", "b", "--snip-pin", "*=fp8"), ["--snip-replay", "--snip-pin"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), BAD, ids=lambda value: "_".join(value) if isinstance(value, tuple) else "")
+def test_one_clear_line_for_each_bad_value(argv: tuple[str, ...], words: list[str]) -> None:
+    with pytest.raises(SnipError) as caught:
+        parse("--snip", *argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name != "no_compat"])
+def test_arguments_without_the_switch_are_refused(name: str) -> None:
+    """They would be ignored in silence, and the run would train without SNIP."""
+    with pytest.raises(SnipError, match=f"{flag(name)} has no effect without --snip"):
+        parse(flag(name), *SAMPLES[name][0])
+
+
+@pytest.mark.parametrize("argv", [("--snip-lag", "ten"), ("--snip-probe-noise", "some"), ("--snip-seed", "1.5")])
+def test_a_number_that_is_none_is_argparse_s_error_with_the_argument_s_name(argv: tuple[str, str]) -> None:
+    with pytest.raises(argparse.ArgumentError, match=argv[0]):
+        parse("--snip", *argv)
+
+
+# -- derived values --------------------------------------------------------------------------------------------
+def test_target_and_tolerance() -> None:
+    config = parse("--snip", "--snip-budget", "fp4=0.6", "--snip-stage-tolerance", "None")
+    assert config.target == 0.6
+    assert config.tolerance is None
+    assert SnipConfig().tolerance == 0.02
+
+
+def test_a_budget_of_zero_needs_no_four_bit_format() -> None:
+    assert parse("--snip", "--snip-budget", "fp4=0", "--snip-formats", "fp8").target == 0.0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--snip-update-interval", "0"),
+        ("--snip-map", "m.json"),
+        ("--snip-replay", "run"),
+        ("--snip-policy", "bf16"),
+        ("--snip-policy", "uniform-fp8"),
+        ("--snip-policy", "uniform-fp4"),
+    ],
+)
+def test_runs_without_updates(argv: tuple[str, str]) -> None:
+    config = parse("--snip", *argv)
+    assert not config.updates
+    assert not any(config.is_update_step(step) for step in range(0, 5000, 50))
+
+
+def test_update_steps() -> None:
+    config = parse("--snip", "--snip-first-update", "7", "--snip-update-interval", "20", "--snip-lag", "5")
+    assert [step for step in range(60) if config.is_update_step(step)] == [7, 27, 47]
+
+
+def outcome(**fields: Any) -> SnipConfig | str:
+    """The configuration, or the message that refuses it."""
+    try:
+        return SnipConfig(enabled=True, **fields)
+    except SnipError as error:
+        return str(error)
+
+
+@given(st.text(max_size=20) | st.text(max_size=8).map("fp4=".__add__) | st.floats().map("fp4={}".format))
+def test_any_budget_is_a_share_or_a_snip_error(text: str) -> None:
+    config = outcome(budget=text)
+    if isinstance(config, str):
+        assert config.startswith("--snip-budget")
+    else:
+        assert 0.0 <= config.target <= 1.0
+
+
+@given(st.text(max_size=30) | st.text(min_size=1, max_size=10).map("{}=fp8".format))
+def test_any_pin_is_a_pair_or_a_snip_error(text: str) -> None:
+    config = outcome(pin=(text,))
+    if isinstance(config, str):
+        assert config.startswith("--snip-pin")
+    else:
+        ((glob, fmt),) = config.pins
+        assert f"{glob}={fmt}" == text
