@@ -175,8 +175,13 @@ def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backwar
     """ΔW = Σ_j F_j(√(ρ_j² + ξ_j²)) over all linears and sinks of every option, float64 [linears, 3, formats].
 
     A sum of relative changes of AdamW's update: no unit. wgrad reaches its own linear only (recipe, step 5).
-    Raises SnipError if the table lacks a format or the forward-noise pass.
+    Raises SnipError if the table lacks a format, the forward-noise pass or the optimizer's drift.
     """
+    if not np.any(table.drift2 > 0.0):
+        raise SnipError(
+            f"the statistics of step {table.step} hold no drift of the optimizer's update (no AdamW state before the"
+            " first step); use the estimator 'fisher' or a later first update"
+        )
     scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
     for column, fmt in enumerate(formats):
         scores[:, FPROP, column] = _total_drift(table, fprop_reach(table, fmt))

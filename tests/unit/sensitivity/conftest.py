@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,30 +21,30 @@ from .small_llama import Trained
 STEPS, SEQUENCES, SEED = 120, 16, 1
 
 
-@pytest.fixture(scope="session")
+@contextmanager
 def one_thread() -> Iterator[None]:
-    """The same sums whatever the machine's cores, and no slow denormals."""
+    """The same sums whatever the machine's cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
     yield
-    torch.set_flush_denormal(False)
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
-def trained(one_thread: None) -> Trained:
-    return small_llama.train(small_llama.corpus(), STEPS, SEQUENCES, SEED)
+def trained() -> Trained:
+    with one_thread():
+        return small_llama.train(small_llama.corpus(), STEPS, SEQUENCES, SEED)
 
 
 @pytest.fixture(scope="session")
-def probe_batch(one_thread: None) -> tuple[Tensor, Tensor]:
+def probe_batch() -> tuple[Tensor, Tensor]:
     return small_llama.batch(small_llama.corpus(), SEQUENCES, 999)
 
 
 @pytest.fixture(scope="session")
 def table(trained: Trained, probe_batch: tuple[Tensor, Tensor]) -> StatisticsTable:
-    return record(trained, *probe_batch)
+    with one_thread():
+        return record(trained, *probe_batch)
 
 
 @dataclass(frozen=True)
@@ -58,4 +59,5 @@ class Truth:
 def truth(trained: Trained, probe_batch: tuple[Tensor, Tensor]) -> Truth:
     data = small_llama.corpus()
     batches = [small_llama.batch(data, 4 * SEQUENCES, 5000 + i) for i in range(2)]
-    return Truth(true_drift(trained, *probe_batch, "fp4"), true_loss_change(trained, batches, "fp4"))
+    with one_thread():
+        return Truth(true_drift(trained, *probe_batch, "fp4"), true_loss_change(trained, batches, "fp4"))

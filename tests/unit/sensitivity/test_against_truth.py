@@ -15,9 +15,8 @@ from .conftest import Truth
 
 pytestmark = pytest.mark.xdist_group("sensitivity-truth")  # the truth is computed once
 
-# Spearman to the truth that the recipe must reach. METHOD saw .98 / .73–.92 / .97 / .98 on models of 6 blocks; here
-# there are 16 options a GEMM and the seed moves each figure by some hundredths (README).
-BOUNDS = {None: 0.85, Gemm.FPROP: 0.75, Gemm.DGRAD: 0.85, Gemm.WGRAD: 0.90}
+# Spearman to the truth that the recipe must reach; eight runs gave .89–.98, .84–.96, .94–.99 and .95–.99 (README).
+BOUNDS = {None: 0.85, Gemm.FPROP: 0.80, Gemm.DGRAD: 0.88, Gemm.WGRAD: 0.92}
 
 
 def own_linear_only(table: StatisticsTable) -> np.ndarray:
@@ -54,7 +53,7 @@ def test_weight_divergence_ranks_options_like_the_truth(
 
 def test_backward_noise_reproduces_the_papers_pass(table: StatisticsTable, truth: Truth) -> None:
     scores = weight_divergence(table, ("fp4",), backward_noise=True)[:, :, 0]
-    assert correlation(scores, truth.drift, Gemm.DGRAD) >= 0.80
+    assert correlation(scores, truth.drift, Gemm.DGRAD) >= 0.85
     assert correlation(scores, truth.drift, None) >= BOUNDS[None]
 
 
@@ -67,11 +66,11 @@ def test_without_cross_layer_gains_the_bounds_fail(table: StatisticsTable, truth
 def test_wgrad_alone_says_nothing_about_a_linear(table: StatisticsTable, truth: Truth) -> None:
     """METHOD's trap as it was met: a linear scored by the weight divergence of its wgrad."""
     scores, whole = weight_divergence(table, ("fp4",))[:, :, 0], truth.drift.sum(axis=1)
-    assert spearman(scores.sum(axis=1), whole) >= 0.75
-    assert spearman(scores[:, 2], whole) < 0.4
+    assert spearman(scores.sum(axis=1), whole) >= 0.65
+    assert spearman(scores[:, 2], whole) < 0.2
 
 
-def test_the_trap_chooses_a_worse_map_than_the_recipe(table: StatisticsTable, truth: Truth) -> None:
+def test_the_trap_chooses_a_worse_map_than_chance(table: StatisticsTable, truth: Truth) -> None:
     """Three quarters of the options, the cheapest by score: what do they cost in truth?"""
 
     def cost(scores: np.ndarray) -> float:
@@ -79,8 +78,10 @@ def test_the_trap_chooses_a_worse_map_than_the_recipe(table: StatisticsTable, tr
         return float(truth.drift.ravel()[chosen].sum())
 
     best, average = cost(truth.drift), 0.75 * float(truth.drift.sum())
-    assert cost(weight_divergence(table, ("fp4",))[:, :, 0]) <= 1.05 * best
-    assert cost(own_linear_only(table)) >= 0.8 * average
+    assert cost(weight_divergence(table, ("fp4",))[:, :, 0]) <= 1.2 * best
+    assert cost(weight_divergence(table, ("fp4",))[:, :, 0]) < 0.7 * average
+    assert cost(own_linear_only(table)) > average
+    assert cost(relative_errors(table)) > average
 
 
 def test_drift_has_the_size_of_the_truth(table: StatisticsTable, truth: Truth) -> None:
@@ -91,9 +92,9 @@ def test_drift_has_the_size_of_the_truth(table: StatisticsTable, truth: Truth) -
 
 def test_loss_divergence_ranks_and_sizes_like_the_truth(table: StatisticsTable, truth: Truth) -> None:
     exact, norms = (f(table, ("fp4",))[:, 0, 0] for f in (second_order, from_norms))
-    assert spearman(exact, truth.loss) >= 0.90
-    assert spearman(norms, truth.loss) >= 0.85
-    assert 0.6 <= exact.sum() / truth.loss.sum() <= 1.4
+    assert spearman(exact, truth.loss) >= 0.85
+    assert spearman(norms, truth.loss) >= 0.80
+    assert 0.55 <= exact.sum() / truth.loss.sum() <= 1.3
     own = np.sqrt(table.by_format["e2"][:, table.formats.index("fp4")] / table.linear["y2"])
     assert spearman(own, truth.loss) < 0.6
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.sensitivity import FIXED, POLICIES, SolveRequest, build_problem, check_reachable, reachable_share
+from snip_megatron.solver import solve
 from snip_megatron.solver.problem import Item, Problem
 
 from .synthetic import linear_rows, make_table, scaled_loss, with_columns
@@ -146,6 +147,19 @@ def test_tie_breaking_does_not_change_the_order_of_scores() -> None:
             }[policy]
         levels = [raw[key] for key in order_per_flop(problem)]
         assert levels == sorted(levels)
+
+
+def test_a_solver_follows_the_rule_of_backward_first() -> None:
+    """At 75 % all dgrads and wgrads run in 4 bits, and the fprops of least loss divergence fill the rest."""
+    table = make_table(layers=6)
+    problem, scores = build_problem(table, SolveRequest(policy="backward-first"))
+    choices = solve(problem).choices
+    assert all(fmt is Format.FP4 for key, fmt in choices.items() if not key.endswith(":fprop"))
+    fprops = {key: fmt for key, fmt in choices.items() if key.endswith(":fprop")}
+    chosen = [scores[key]["fp4"]["loss_divergence"] for key, fmt in fprops.items() if fmt is Format.FP4]
+    left = [scores[key]["fp4"]["loss_divergence"] for key, fmt in fprops.items() if fmt is not Format.FP4]
+    assert chosen
+    assert np.mean(chosen) < np.mean(left)
 
 
 # -- pins and the denominator of the fp4 share ---------------------------------------------------------------------

@@ -63,6 +63,12 @@ def test_fprop_without_the_forward_noise_pass_is_refused() -> None:
     assert not fprop_reach(quiet_table(cn2=0.0, c2=0.0, e2=0.0), "fp4").linears.any()
 
 
+def test_without_optimizer_state_there_is_no_weight_divergence() -> None:
+    table = make_table()
+    with pytest.raises(SnipError, match="hold no drift of the optimizer's update"):
+        weight_divergence(replace(table, drift2=np.zeros_like(table.drift2)), ("fp4",))
+
+
 def test_dgrad_error_known_answer() -> None:
     table = quiet_table(dg_row2=2.0, w2=3.0, g2=5.0, dw2=7.0)
     assert dgrad_error2(table, "fp4")[QKV] == pytest.approx((2 * 3 + 5 * 7) / 192)
