@@ -10,9 +10,8 @@ import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
-from snip_megatron.solver.core import Limits
-from snip_megatron.solver.exact import Outcome, solve_exact
 from snip_megatron.solver.greedy import solve_greedy
+from snip_megatron.solver.limits import Limits, Outcome
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Infeasibility, Solution
 from snip_megatron.solver.table import ChoiceTable, Ints
@@ -58,6 +57,8 @@ def solve(
     if solver == "greedy":
         outcome = solve_greedy(table, start)
     else:
+        from snip_megatron.solver.exact import solve_exact  # OR-Tools: loaded where it is used, not in training ranks
+
         limits = Limits(time_limit_s, math.inf if deterministic_time is None else deterministic_time, seed, workers)
         outcome = solve_exact(table, start, limits)
     return _solution(table, problem, outcome, started)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Solve and write the map; 0 for a map, 3 for infeasible. Raises SnipError on bad input."""
-    from snip_megatron.solver import Problem, solve  # OR-Tools takes a while to load: bad input need not wait for it
+    from snip_megatron.solver import Problem, solve
 
     problem = Problem.from_json(_read(args.problem), where=str(args.problem))
     solution = solve(problem, time_limit_s=args.time_limit, solver=args.solver)

@@ -11,25 +11,11 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from snip_megatron.solver.integers import integer_losses, integer_need
+from snip_megatron.solver.limits import Limits
 from snip_megatron.solver.table import ChoiceTable, Ints
 
 REPAIRS = 8
 """How many picks that miss a need by rounding are forbidden one by one."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long and how CP-SAT may search. Equal limits without ``seconds`` running out give equal results.
-
-    Attributes:
-        seconds: wall time. deterministic: CP-SAT's deterministic time; both may be inf.
-        seed: of the search. workers: subsolvers, interleaved on one schedule when more than one.
-    """
-
-    seconds: float
-    deterministic: float
-    seed: int
-    workers: int = 1
 
 
 @dataclass(frozen=True)

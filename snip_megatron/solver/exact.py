@@ -8,12 +8,13 @@ smallest reduced cost), which only has to improve the solution, and then the who
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from snip_megatron.solver.core import Limits, solve_core
+from snip_megatron.solver.core import solve_core
+from snip_megatron.solver.limits import Limits, Outcome
 from snip_megatron.solver.relaxation import Relaxation, gap, relax
 from snip_megatron.solver.rounding import round_picks
 from snip_megatron.solver.table import ChoiceTable, Ints
@@ -24,17 +25,6 @@ CORE_EFFORT = (0.05, 0.1, 0.2, 0.4)
 """Deterministic seconds that each of them may take."""
 SINGLE_EFFORT = 5.0
 """Deterministic seconds of the proof in one search before several interleaved ones take over."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Picks [n] that meet every need, a lower bound of Σ loss (as given), whether CP-SAT proved the picks optimal, and
-    the deterministic seconds it took."""
-
-    pick: Ints
-    bound: float
-    optimal: bool
-    deterministic: float
 
 
 def solve_exact(table: ChoiceTable, start: Ints | None, limits: Limits) -> Outcome:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from snip_megatron.solver.exact import Outcome
+from snip_megatron.solver.limits import Outcome
 from snip_megatron.solver.relaxation import gap, relax
 from snip_megatron.solver.rounding import round_picks
 from snip_megatron.solver.table import ChoiceTable, Ints

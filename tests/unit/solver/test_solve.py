@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import chosen, exhaust, feasible, highs, make_problem, random_problem
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.solver import Budget, Choice, Item, Problem, Solution, solve
+
+from .oracles import chosen, exhaust, feasible, highs, make_problem, random_problem
 
 
 def check(problem: Problem, solution: Solution) -> None:

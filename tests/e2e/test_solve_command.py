@@ -1,0 +1,187 @@
+"""``snip solve`` as a user runs it: map, exit codes, one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from snip_megatron.precision import PrecisionMap
+
+FORMATS = ("fp8", "fp4")
+
+
+def snip(*arguments: object, cwd: Path | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "snip_megatron.cli", *map(str, arguments)]
+    path = os.pathsep.join(p for p in sys.path if p)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=os.environ | {"PYTHONPATH": path}, timeout=300, **options
+    )
+
+
+def problem(seed: int = 0, target: float = 0.75, tolerance: float | None = 0.02, **changes: Any) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    names = [f"decoder.layers.{i}.mlp.linear_fc{k}:{g}" for i in range(8) for k in (1, 2) for g in ("fprop", "dgrad")]
+    items = [
+        {
+            "id": name,
+            "stage": i // 16,
+            "cost": 1e12,
+            "choices": [
+                {"format": "fp8", "loss": 0.0, "saving": 0.0},
+                {"format": "fp4", "loss": float(rng.lognormal()), "saving": 1e12},
+            ],
+        }
+        for i, name in enumerate(names)
+    ]
+    budget = {"target": target, "stage_tolerance": tolerance}
+    return {"schema": "snip.problem/1", "budget": budget, "items": items} | changes
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps(problem()))
+    return path
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """The single line on standard error of a refusal."""
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.endswith("\n")
+    assert done.stderr.count("\n") == 1
+    return done.stderr[:-1]
+
+
+@pytest.mark.parametrize("solver", ["cpsat", "greedy"])
+def test_a_map_on_standard_output(written: Path, solver: str) -> None:
+    done = snip("solve", written, "--solver", solver)
+    assert (done.returncode, done.stderr) == (0, "")
+    body = json.loads(done.stdout)
+    assert list(body) == [
+        "schema", "version", "choices", "status", "objective", "bound", "target", "achieved", "achieved_per_stage",
+        "solve_seconds",
+    ]  # fmt: skip
+    raw = json.loads(written.read_text())
+    assert list(body["choices"]) == [item["id"] for item in raw["items"]]
+    assert body["achieved"] == sum(f == "fp4" for f in body["choices"].values()) / 32 >= 0.75
+    assert set(body["achieved_per_stage"]) == {"0", "1"}
+    assert min(body["achieved_per_stage"].values()) >= 0.73
+    assert body["bound"] <= body["objective"]
+    if solver == "cpsat":
+        assert body["status"] == "optimal"
+        # Equal costs: at least 0.73 · 16 on a stage and 24 in all leave exactly the 12 smallest losses of each.
+        losses = np.array([item["choices"][1]["loss"] for item in raw["items"]]).reshape(2, 16)
+        assert body["objective"] == pytest.approx(np.sort(losses, axis=1)[:, :12].sum(), rel=1e-14)
+    loaded = PrecisionMap.from_json(done.stdout)
+    assert len(loaded.choices) == 32
+
+
+def test_out_writes_the_whole_file_and_nothing_else(written: Path, tmp_path: Path) -> None:
+    out = tmp_path / "map.json"
+    out.write_text("old")
+    done = snip("solve", written, "--out", out, "--time-limit", 30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert PrecisionMap.from_json(out.read_text()).status == "optimal"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["map.json", "problem.json"]
+
+
+def test_any_id_is_solved(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    raw = problem()
+    for i, item in enumerate(raw["items"]):
+        item["id"] = f"größe {i} \ud800"
+    path.write_text(json.dumps(raw))
+    done = snip("solve", path)
+    assert done.returncode == 0
+    assert list(json.loads(done.stdout)["choices"]) == [item["id"] for item in raw["items"]]
+
+
+def test_infeasible_names_stage_and_reach(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    raw = problem()
+    for item in raw["items"][20:]:
+        item["choices"] = item["choices"][:1]
+    path.write_text(json.dumps(raw))
+    out = tmp_path / "map.json"
+    line = one_line(snip("solve", path, "--out", out), 3)
+    assert "stage 1" in line
+    assert line.endswith("the highest reachable target is 0.27")
+    assert not out.exists()
+    for target, code in ((0.27, 0), (0.270001, 3)):
+        raw["budget"]["target"] = target
+        path.write_text(json.dumps(raw))
+        assert snip("solve", path).returncode == code
+    raw["budget"] = {"target": 0.75, "stage_tolerance": None}
+    path.write_text(json.dumps(raw))
+    line = one_line(snip("solve", path), 3)
+    assert "stage 1" in line
+    assert line.endswith("the highest reachable target is 0.625")
+
+
+def break_items(index: int, **fields: Any) -> dict[str, Any]:
+    raw = problem()
+    raw["items"][index] |= fields
+    return raw
+
+
+def without(field: str) -> dict[str, Any]:
+    raw = problem()
+    del raw["items"][3][field]
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (json.dumps(without("cost")), "items[3].cost: missing"),
+        (json.dumps(break_items(2, cost=float("nan"))), "items[2].cost: must be a finite number"),
+        (json.dumps(break_items(2, cost=-1.0)), "items[2].cost"),
+        (json.dumps(break_items(2, id=problem()["items"][0]["id"])), "items[2].id"),
+        (json.dumps(break_items(2, stage=-1)), "items[2].stage"),
+        (json.dumps(problem(target=1.7)), "budget.target"),
+        (json.dumps(problem())[:-20], "not JSON"),
+        ("", "not JSON"),
+    ],
+)
+def test_bad_problems(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    line = one_line(snip("solve", path), 2)
+    assert line.startswith(f"snip solve: {path}: ")
+    assert words in line
+
+
+@pytest.mark.parametrize("start", [b"", b'{"schema": "'])
+def test_a_hundred_megabytes_of_garbage(tmp_path: Path, start: bytes) -> None:
+    path = tmp_path / "garbage.json"
+    path.write_bytes(start + np.random.default_rng(0).bytes(100_000_000))
+    assert str(path) in one_line(snip("solve", path), 2)
+
+
+def test_mistakes_on_the_command_line(written: Path, tmp_path: Path) -> None:
+    for arguments, words in [
+        (["solve", tmp_path / "none.json"], "cannot be read"),
+        (["solve", tmp_path], "cannot be read"),
+        (["solve", written, "--time-limit", "0"], "--time-limit"),
+        (["solve", written, "--solver", "magic"], "magic"),
+        (["solve", written, "--out", tmp_path / "none" / "map.json"], "cannot be written"),
+        (["solve"], "PROBLEM.json"),
+        (["sovle"], "sovle"),
+        ([], "COMMAND"),
+    ]:
+        assert words in one_line(snip(*arguments), 2)
+
+
+def test_help_lists_the_commands() -> None:
+    done = snip("--help")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in ("solve", "prepare-data", "report"))
+    assert "--solver" in snip("solve", "--help").stdout

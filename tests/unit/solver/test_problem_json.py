@@ -1,0 +1,186 @@
+"""Reading problems: what is refused, and with which words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+from snip_megatron.solver import Budget, Choice, Item, Problem
+
+from .test_solve import problems
+
+
+def body() -> dict[str, Any]:
+    return {
+        "schema": "snip.problem/1",
+        "budget": {"target": 0.75, "stage_tolerance": 0.02},
+        "items": [
+            {
+                "id": f"decoder.layers.{i}.mlp.linear_fc1:fprop",
+                "stage": 0,
+                "cost": 1.0e12,
+                "choices": [
+                    {"format": "fp8", "loss": 1e-4, "saving": 0.0},
+                    {"format": "fp4", "loss": 2e-2, "saving": 1.0e12},
+                ],
+            }
+            for i in range(2)
+        ],
+    }
+
+
+def refused(text: str | bytes) -> str:
+    with pytest.raises(SnipError) as caught:
+        Problem.from_json(text, where="p.json")
+    message = str(caught.value)
+    assert message.startswith("p.json: ")
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message.removeprefix("p.json: ")
+
+
+def test_the_example_of_the_contract() -> None:
+    problem = Problem.from_json(json.dumps(body()))
+    assert problem.budget == Budget(0.75, 0.02)
+    first = problem.items[0]
+    assert first == Item(
+        "decoder.layers.0.mlp.linear_fc1:fprop",
+        0,
+        1e12,
+        (Choice(Format.FP8, 1e-4, 0.0), Choice(Format.FP4, 2e-2, 1e12)),
+    )
+    relaxed = body()
+    relaxed["budget"]["stage_tolerance"] = None
+    assert Problem.from_json(json.dumps(relaxed)).budget.stage_tolerance is None
+
+
+@given(problems())
+def test_json_round_trip(problem: Problem) -> None:
+    assert Problem.from_json(problem.to_json()) == problem
+
+
+PATHS = ["schema", "budget", "items", "budget.target", "budget.stage_tolerance"] + [
+    f"items[1].{key}" for key in ("id", "stage", "cost", "choices")
+]
+CHOICE_PATHS = [f"items[1].choices[0].{key}" for key in ("format", "loss", "saving")]
+
+
+def owner(root: dict[str, Any], path: str) -> tuple[Any, str]:
+    """The object that holds the field at ``path``, and the field."""
+    *parents, key = path.replace("[", ".[").split(".")
+    for part in parents:
+        root = root[int(part[1:-1])] if part.startswith("[") else root[part]  # type: ignore[index]
+    return root, key
+
+
+@pytest.mark.parametrize("path", PATHS + CHOICE_PATHS)
+def test_a_missing_field_is_named(path: str) -> None:
+    root = body()
+    holder, key = owner(root, path)
+    del holder[key]
+    assert refused(json.dumps(root)) == f"{path}: missing"
+
+
+BAD_VALUES = [
+    ("schema", "snip.problem/2", '"snip.problem/1"'),
+    ("budget", [], "object"),
+    ("budget.target", 1.0000001, "from 0 to 1"),
+    ("budget.target", -0.1, "from 0 to 1"),
+    ("budget.target", "0.5", "number"),
+    ("budget.target", True, "number"),
+    ("budget.target", float("nan"), "nan"),
+    ("budget.stage_tolerance", -0.1, "null or a share"),
+    ("budget.stage_tolerance", float("inf"), "null or a share"),
+    ("items", {}, "array"),
+    ("items", [], "at least one item"),
+    ("items[1]", 3, "object"),
+    ("items[1].id", "", "non-empty"),
+    ("items[1].id", 7, "non-empty"),
+    ("items[1].id", "decoder.layers.0.mlp.linear_fc1:fprop", "also the id of items[0]"),
+    ("items[1].stage", -1, "stage number"),
+    ("items[1].stage", 1.5, "stage number"),
+    ("items[1].stage", True, "stage number"),
+    ("items[1].stage", "0", "stage number"),
+    ("items[1].stage", 10**30, "stage number"),
+    ("items[1].cost", -1.0, "from 0 to 1e+18"),
+    ("items[1].cost", 1.1e18, "from 0 to 1e+18"),
+    ("items[1].cost", float("nan"), "nan"),
+    ("items[1].cost", None, "number"),
+    ("items[1].cost", 10**400, "finite"),
+    ("items[1].choices", {}, "array"),
+    ("items[1].choices", [], "at least one choice"),
+    ("items[1].choices[0]", 1, "object"),
+    ("items[1].choices[0].format", "fp5", "unknown format 'fp5'"),
+    ("items[1].choices[0].format", None, "unknown format"),
+    ("items[1].choices[1].format", "fp8", "twice"),
+    ("items[1].choices[0].loss", float("-inf"), "finite"),
+    ("items[1].choices[0].loss", float("nan"), "finite"),
+    ("items[1].choices[0].loss", [], "number"),
+    ("items[1].choices[0].saving", float("inf"), "finite"),
+    ("items[1].choices[0].saving", 1.1e12, "item's cost"),
+    ("items[1].choices[0].saving", -2e18, "at least"),
+    ("items[1].choices[0].saving", "0", "number"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), BAD_VALUES)
+def test_a_bad_value_is_named(path: str, value: Any, words: str) -> None:
+    root = body()
+    holder, key = owner(root, path)
+    holder[int(key[1:-1]) if key.startswith("[") else key] = value
+    message = refused(json.dumps(root))
+    assert message.startswith(f"{path}: ")
+    assert words in message
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("path", ["budget.target", "items[1].cost", *CHOICE_PATHS[1:]])
+def test_what_is_no_finite_number(path: str, constant: str) -> None:
+    root = body()
+    holder, key = owner(root, path)
+    holder[key] = 0.123456
+    assert refused(json.dumps(root).replace("0.123456", constant)).startswith(f"{path}: ")
+
+
+@given(st.integers(0, len(json.dumps(body())) - 1))
+def test_truncated(length: int) -> None:
+    assert "JSON" in refused(json.dumps(body())[:length])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "JSON"),
+        ("  ", "JSON"),
+        ("[]", "must start with"),
+        ("nothing", "must start with"),
+        ('{"a": 1, "a": 2}', "'a' stands twice"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        (b'{"a": "\xff"}', "not UTF-8 text (byte 7)"),
+        (b"\x00\x01\x02", "must start with"),
+        ('{"a": ' + "9" * 5000 + "}", "digits"),
+        ('{"format": "fp4", "loss": 1.0, "saving": 1.0}', "missing"),
+        ('{"budget": {"traget": 1}, "schema": "snip.problem/1"}', "budget.traget: unknown field"),
+        ("{}", "schema: missing"),
+    ],
+)
+def test_other_texts(text: str | bytes, words: str) -> None:
+    assert words in refused(text)
+
+
+def test_a_choice_with_its_fields_in_another_order() -> None:
+    root = body()
+    for item in root["items"]:
+        item["choices"] = [dict(reversed(choice.items())) for choice in item["choices"]]
+    assert Problem.from_json(json.dumps(root)) == Problem.from_json(json.dumps(body()))
+
+
+def test_problems_made_in_python_are_checked_too() -> None:
+    with pytest.raises(SnipError, match=r"budget.target: must be a share from 0 to 1, got 1.5"):
+        Problem(Budget(1.5), (Item("a", 0, 1.0, (Choice(Format.FP4, 0.0, 0.0),)),))
