@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
@@ -126,6 +126,10 @@ class PrecisionMap:
         object.__setattr__(self, "choices", MappingProxyType(dict(self.choices)))
         object.__setattr__(self, "achieved_per_stage", MappingProxyType(dict(self.achieved_per_stage)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # a mapping proxy does not pickle, a dict does
+        return _restore, ({k: dict(v) if isinstance(v, MappingProxyType) else v for k, v in values.items()},)
+
     # -- lookup ------------------------------------------------------------------------------------------------
     def format_of(self, linear: str, gemm: Gemm) -> Format:
         """Format of one GEMM; a per-GEMM choice wins over one for the whole linear, absence means bf16."""
@@ -194,9 +198,11 @@ class PrecisionMap:
     def from_json(cls, text: str, *, where: str = "map") -> PrecisionMap:
         """Parse and validate a ``snip.map/1`` text; ``where`` names the file in errors. Raises SnipError."""
         try:
-            body = json.loads(text)
+            body = json.loads(text, object_pairs_hook=_unique_keys)
         except (ValueError, RecursionError) as error:
             raise SnipError(f"{where}: not JSON ({error})") from None
+        except SnipError as error:
+            raise SnipError(f"{where}: {error}") from None
         if not isinstance(body, dict) or body.get("schema") != MAP_SCHEMA:
             raise SnipError(f'{where}: "schema" must be "{MAP_SCHEMA}"')
         raw = body.get("choices")
@@ -243,3 +249,17 @@ def _number(value: Any, where: str, path: str) -> float:
     if not math.isfinite(number):
         raise SnipError(f"{where}: {path}: must be a finite number")
     return number
+
+
+def _restore(values: dict[str, Any]) -> PrecisionMap:
+    return PrecisionMap(**values)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object as a dict; of two values for one choice neither is taken."""
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise SnipError(f"the key {twice!r} stands twice in one object")
+    return body

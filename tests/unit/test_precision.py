@@ -1,0 +1,221 @@
+"""Names, the map's lookup, its int8 codec, its JSON and its digest."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import (
+    LINEAR_KINDS,
+    STATUSES,
+    Format,
+    Gemm,
+    LinearId,
+    PrecisionMap,
+    option_id,
+    split_option_id,
+)
+
+FORMATS = st.sampled_from(list(Format))
+LINEARS = st.builds(LinearId, st.integers(0, 200), st.sampled_from(LINEAR_KINDS))
+KEYS = st.builds(option_id, LINEARS.map(str), st.one_of(st.none(), st.sampled_from(list(Gemm))))
+NUMBERS = st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False))
+MAPS = st.builds(
+    PrecisionMap,
+    choices=st.dictionaries(KEYS, FORMATS, max_size=12),
+    version=st.integers(0, 2**31 - 1),
+    status=st.sampled_from(STATUSES),
+    objective=NUMBERS,
+    bound=NUMBERS,
+    target=NUMBERS,
+    achieved=NUMBERS,
+    achieved_per_stage=st.dictionaries(
+        st.integers(0, 9).map(str), st.floats(allow_nan=False, allow_infinity=False), max_size=3
+    ),
+    solve_seconds=NUMBERS,
+)
+
+
+def refused(text: str) -> str:
+    with pytest.raises(SnipError) as caught:
+        PrecisionMap.from_json(text, where="map.json")
+    message = str(caught.value)
+    assert message.startswith("map.json: ")
+    assert "\n" not in message
+    return message.removeprefix("map.json: ")
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"schema": "snip.map/1", "version": 1, "choices": {"decoder.layers.0.mlp.linear_fc1": "fp4"}} | changes
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+@given(KEYS)
+def test_option_ids_round_trip(key: str) -> None:
+    linear, gemm = split_option_id(key)
+    assert option_id(str(linear), gemm) == key
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "decoder.layers.0.mlp",
+        "decoder.layers.00.mlp.linear_fc1",
+        "decoder.layers.-1.mlp.linear_fc1",
+        "decoder.layers.0.mlp.linear_fc1\n",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.٣.mlp.linear_fc1",
+        "xdecoder.layers.0.mlp.linear_fc1",
+        "decoder.layers.0.mlpxlinear_fc1",
+    ],
+)
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(SnipError, match="not the name of a decoder linear"):
+        LinearId.parse(name)
+
+
+@pytest.mark.parametrize("gemm", ["", "forward", "fprop ", "FPROP"])
+def test_other_gemms_are_refused(gemm: str) -> None:
+    with pytest.raises(SnipError, match="fprop, dgrad, wgrad"):
+        split_option_id(f"decoder.layers.0.mlp.linear_fc1:{gemm}")
+
+
+def test_sub_blocks_number_the_residual_boundaries() -> None:
+    order = [LinearId(layer, kind).sub_block for layer in (0, 1) for kind in LINEAR_KINDS]
+    assert order == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [LinearId(0, kind).is_first for kind in LINEAR_KINDS] == [True, False, True, False]
+
+
+# -- lookup --------------------------------------------------------------------------------------------------------
+def test_a_gemm_wins_over_its_linear_and_absence_is_bf16() -> None:
+    name = "decoder.layers.0.mlp.linear_fc1"
+    chosen = PrecisionMap({name: Format.FP8, f"{name}:wgrad": Format.FP4})
+    assert [chosen.format_of(name, g) for g in Gemm] == [Format.FP8, Format.FP8, Format.FP4]
+    assert chosen.format_of("decoder.layers.1.mlp.linear_fc1", Gemm.FPROP) is Format.BF16
+    assert chosen.linears() == [LinearId(0, "mlp.linear_fc1")]
+
+
+def test_immutable_also_through_the_mapping_it_was_made_from() -> None:
+    choices = {"decoder.layers.0.mlp.linear_fc1": Format.FP8}
+    made = PrecisionMap(choices)
+    choices["decoder.layers.0.mlp.linear_fc1"] = Format.FP4
+    assert made.choices == {"decoder.layers.0.mlp.linear_fc1": Format.FP8}
+    with pytest.raises(TypeError):
+        made.choices["decoder.layers.0.mlp.linear_fc1"] = Format.FP4  # type: ignore[index]
+
+
+@given(MAPS)
+def test_pickles(precision_map: PrecisionMap) -> None:
+    """Maps cross process boundaries."""
+    assert pickle.loads(pickle.dumps(precision_map)) == precision_map
+
+
+# -- int8 codec ----------------------------------------------------------------------------------------------------
+def test_codes_on_the_wire_never_change() -> None:
+    expected = {"bf16": 0, "fp8": 1, "fp4": 2, "fp8_tensor": 3, "nvfp4": 4, "mxfp4": 5, "mxfp8": 6}
+    assert {f.value: f.code for f in Format} == expected
+
+
+@given(st.lists(LINEARS.map(str), unique=True, max_size=6), st.data())
+def test_codec_keeps_every_format(linears: list[str], data: st.DataObject) -> None:
+    wanted = {(n, g): data.draw(FORMATS) for n in linears for g in Gemm}
+    original = PrecisionMap({option_id(n, g): f for (n, g), f in wanted.items()})
+    codes = original.to_codes(linears)
+    assert codes.dtype == np.int8
+    assert codes.shape == (len(linears), 3)
+    restored = PrecisionMap.from_codes(linears, codes, version=9, status="optimal")
+    assert {(n, g): restored.format_of(n, g) for n in linears for g in Gemm} == wanted
+    assert restored.digest(linears) == original.digest(linears)
+    assert (restored.version, restored.status) == (9, "optimal")
+
+
+@pytest.mark.parametrize("code", [-1, len(Format), 127])
+def test_unknown_codes_are_refused(code: int) -> None:
+    codes = np.zeros((1, 3), dtype=np.int8)
+    codes[0, 2] = code
+    with pytest.raises(SnipError, match="unknown format code"):
+        PrecisionMap.from_codes(["decoder.layers.0.mlp.linear_fc1"], codes)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 2), (2, 3)])
+def test_codes_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(SnipError, match="shape"):
+        PrecisionMap.from_codes(["decoder.layers.0.mlp.linear_fc1"], np.zeros(shape, dtype=np.int8))
+
+
+@given(MAPS, KEYS, FORMATS)
+def test_digest_is_equality_of_formats(precision_map: PrecisionMap, key: str, fmt: Format) -> None:
+    linears = sorted({str(i) for i in precision_map.linears()} | {str(split_option_id(key)[0])})
+    changed = precision_map.with_fields(choices={**precision_map.choices, key: fmt}, version=0, objective=None)
+    same = bool((changed.to_codes(linears) == precision_map.to_codes(linears)).all())
+    assert (changed.digest(linears) == precision_map.digest(linears)) is same
+
+
+def test_digest_depends_on_the_names() -> None:
+    uniform = [
+        PrecisionMap.uniform([n], Format.FP8)
+        for n in ("decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc1")
+    ]
+    digests = {m.digest([str(m.linears()[0])]) for m in uniform}
+    assert len(digests) == 2
+
+
+# -- JSON ----------------------------------------------------------------------------------------------------------
+@given(MAPS)
+def test_json_round_trip(precision_map: PrecisionMap) -> None:
+    text = precision_map.to_json()
+    assert PrecisionMap.from_json(text) == precision_map
+    assert list(json.loads(text)["choices"]) == list(precision_map.choices)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schema": "snip.map/2"}, '"schema" must be'),
+        ({"choices": []}, "choices: must be an object"),
+        ({"choices": None}, "choices: must be an object"),
+        ({"choices": {"mlp": "fp4"}}, "'mlp' is not the name of a decoder linear"),
+        ({"choices": {"decoder.layers.0.mlp.linear_fc1:up": "fp4"}}, "'up' is not one of"),
+        ({"choices": {"decoder.layers.0.mlp.linear_fc1": "fp5"}}, "unknown format 'fp5'"),
+        ({"choices": {"decoder.layers.0.mlp.linear_fc1": 4}}, "unknown format 4"),
+        ({"choices": {"decoder.layers.0.mlp.linear_fc1": ["fp4"]}}, "unknown format"),
+        ({"status": "perfect"}, "status: 'perfect' is not one of"),
+        ({"status": ["optimal"]}, "status: "),
+        ({"version": -1}, "version: must be an integer"),
+        ({"version": 2**31}, "version: must be an integer"),
+        ({"version": 1.0}, "version: must be an integer"),
+        ({"version": True}, "version: must be an integer"),
+        ({"objective": "1"}, "objective: must be a number"),
+        ({"bound": float("nan")}, "bound: must be a finite number"),
+        ({"achieved": float("inf")}, "achieved: must be a finite number"),
+        ({"target": 10**400}, "target: must be a finite number"),
+        ({"achieved_per_stage": [1]}, "achieved_per_stage: must be an object"),
+        ({"achieved_per_stage": {"0": None}}, "achieved_per_stage['0']: must be a number"),
+    ],
+)
+def test_bad_maps_are_named(changes: dict[str, Any], words: str) -> None:
+    assert words in refused(json.dumps(body(**changes)))
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "\x00", '{"a":' * 100_000, "9" * 5000])
+def test_other_texts_are_refused(text: str) -> None:
+    refused(text)
+
+
+def test_one_item_named_twice_is_refused() -> None:
+    line = '"decoder.layers.0.mlp.linear_fc1": '
+    text = '{"schema": "snip.map/1", "choices": {' + line + '"fp8", ' + line + '"fp4"}}'
+    assert "stands twice" in refused(text)
+
+
+def test_a_map_written_by_hand_needs_choices_only() -> None:
+    made = PrecisionMap.from_json(json.dumps({"schema": "snip.map/1", "choices": body()["choices"]}))
+    assert (made.version, made.status, made.objective) == (0, "static", None)
