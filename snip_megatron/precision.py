@@ -156,7 +156,7 @@ class PrecisionMap:
         codes = np.asarray(codes)
         if codes.shape != (len(linears), 3):
             raise SnipError(f"map codes have shape {codes.shape}, expected {(len(linears), 3)}")
-        if codes.size and not (0 <= int(codes.min()) and int(codes.max()) < len(_FORMATS)):
+        if codes.size and not (int(codes.min()) >= 0 and int(codes.max()) < len(_FORMATS)):
             raise SnipError(f"map codes hold an unknown format code (known: 0..{len(_FORMATS) - 1})")
         choices = {
             option_id(name, gemm): _FORMATS[int(codes[i, j])]
