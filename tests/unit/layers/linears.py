@@ -1,0 +1,117 @@
+"""Real Megatron linears on one gloo rank, and what their quantised GEMMs must give, composed independently."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+from snip_megatron.precision import Format, LinearId
+from snip_megatron.quantization import FOUR_BIT, derive_seed, fake_quantize
+
+FC1 = LinearId(2, "mlp.linear_fc1")
+FC1_INDEX = 2 * 4 + 2  # layer 2, the third of a layer's four linears
+Formats = tuple[Format, Format, Format]
+
+
+@contextmanager
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    """A gloo group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.new_group([0])
+    finally:
+        dist.destroy_process_group()
+
+
+def stock_linear(
+    group: dist.ProcessGroup, n: int, k: int, *, row: bool = False, bias: bool = False, dtype: torch.dtype
+) -> Any:
+    """Megatron's own linear with weights from a fixed seed, weight [n, k]."""
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True, params_dtype=dtype
+    )
+    shared: dict[str, Any] = {
+        "config": config,
+        "init_method": lambda w: torch.nn.init.normal_(w, std=k**-0.5),
+        "bias": bias,
+        "tp_group": group,
+    }
+    if row:
+        linear = RowParallelLinear(k, n, input_is_parallel=True, skip_bias_add=False, **shared)
+    else:
+        linear = ColumnParallelLinear(k, n, gather_output=False, **shared)
+    if bias:
+        torch.nn.init.normal_(linear.bias)
+    return linear
+
+
+def convert(linear: Any, context: StepContext, formats: Formats) -> LinearHandle:
+    """Make a stock linear ours, as conversion does, under ``formats``."""
+    row = isinstance(linear, RowParallelLinear)
+    n, k = linear.weight.shape
+    handle = LinearHandle(
+        id=FC1,
+        parallel="row" if row else "column",
+        n=n,
+        k=k,
+        stage=0,
+        tp_rank=0,
+        tp_size=1,
+        out_features=torch.arange(n),
+        in_features=torch.arange(k),
+        context=context,
+        module=linear,
+        formats=formats,
+    )
+    linear.__class__ = SnipRowParallelLinear if row else SnipColumnParallelLinear
+    linear.snip = handle
+    return handle
+
+
+def operands(s: int, b: int, n: int, k: int, dtype: torch.dtype, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """X [s, b, k] that requires gradients and G [s, b, n]; with columns and rows of very different size."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(s, b, k, generator=generator) * torch.rand(k, generator=generator).exp()
+    g = torch.randn(s, b, n, generator=generator) * torch.rand(s, b, 1, generator=generator).mul(3).exp() * 1e-4
+    return x.to(dtype).requires_grad_(), g.to(dtype)
+
+
+def rounding(fmt: Format, context: StepContext, microbatch: int, gemm: int) -> dict[str, Any]:
+    """Options of G's quantisation: stochastic in the 4-bit formats, keyed by counters alone."""
+    if fmt not in FOUR_BIT:
+        return {}
+    seed = derive_seed(context.seed, context.step, microbatch, FC1_INDEX, gemm)
+    return {"rounding": "stochastic", "seed": seed}
+
+
+def reference(
+    x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, formats: Formats, context: StepContext, microbatch: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Y [T, N], ∂L/∂X [T, K], ∇W [N, K] in float64 from operands quantised as METHOD says."""
+    x, w, g = (t.detach().reshape(-1, t.shape[-1]) for t in (x, w, g))
+    fprop, dgrad, wgrad = formats
+
+    def quantised(t: torch.Tensor, fmt: Format, **options: Any) -> torch.Tensor:
+        return t.double() if fmt is Format.BF16 else fake_quantize(t, fmt, **options).double()
+
+    y = quantised(x, fprop) @ quantised(w, fprop, block=True).t()
+    d = quantised(g, dgrad, **rounding(dgrad, context, microbatch, 1)) @ quantised(w, dgrad, block=True, axis=0)
+    gw = quantised(g, wgrad, axis=0, **rounding(wgrad, context, microbatch, 2)).t() @ quantised(x, wgrad, axis=0)
+    return y, d, gw
+
+
+def decibel(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Signal over error, 20·log10(‖expected‖ / ‖actual − expected‖)."""
+    expected, actual = expected.detach().double(), actual.detach().double()
+    error = float((actual.reshape(expected.shape) - expected).norm())
+    return math.inf if error == 0 else 20 * math.log10(float(expected.norm()) / error)

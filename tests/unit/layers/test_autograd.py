@@ -1,0 +1,347 @@
+"""The quantised linear on one rank: every GEMM in every format, gradients, main_grad, recomputation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from linears import FC1, Formats, convert, decibel, one_rank, operands, reference, stock_linear
+from torch.utils.checkpoint import checkpoint
+
+from snip_megatron.errors import SnipError
+from snip_megatron.layers.context import ALL_BF16, StepContext
+from snip_megatron.layers.linear import quantized_forward
+from snip_megatron.precision import Format
+
+BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
+ONE_GEMM: list[Formats] = [
+    formats for fmt in (FP8, FP4) for formats in ((fmt, BF16, BF16), (BF16, fmt, BF16), (BF16, BF16, fmt))
+]
+MIXED: list[Formats] = [(FP8, FP4, FP4), (FP4, FP8, BF16)]
+SAME: list[Formats] = [(fmt, fmt, fmt) for fmt in Format if fmt is not BF16]
+ODD = (37, 3, 200, 136)  # T = 111, N, K: no multiple of any tile
+
+
+def name(value: Any) -> str | None:
+    return "-".join(f.value for f in value) if isinstance(value, tuple) else None
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    with one_rank() as alone:
+        yield alone
+
+
+@pytest.fixture
+def context() -> StepContext:
+    return StepContext(step=5, seed=77)
+
+
+def with_main_grad(linear: Any, *, zero_out: bool = False) -> torch.Tensor:
+    """What DDP gives a parameter."""
+    weight = linear.weight
+    weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32)
+    weight.grad_added_to_main_grad = False
+    if zero_out:
+        weight.zero_out_wgrad = True
+    main_grad: torch.Tensor = weight.main_grad
+    return main_grad
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("row", [False, True], ids=["column", "row"])
+@pytest.mark.parametrize("formats", ONE_GEMM + MIXED + SAME, ids=name)
+def test_output_and_gradients(group: dist.ProcessGroup, context: StepContext, formats: Formats, row: bool) -> None:
+    """FP32 tensors: nothing but FP32 summation stands between our GEMMs and the float64 composition."""
+    s, b, n, k = ODD
+    linear = stock_linear(group, n, k, row=row, dtype=torch.float32)
+    convert(linear, context, formats)
+    main_grad = with_main_grad(linear)
+    x, g = operands(s, b, n, k, torch.float32)
+    y, _ = linear(x)
+    y.backward(g)
+    expected_y, expected_d, expected_gw = reference(x, linear.weight, g, formats, context)
+    assert y.shape == (s, b, n)
+    assert decibel(expected_y, y) > 120
+    assert x.grad is not None
+    assert decibel(expected_d, x.grad) > 120
+    assert decibel(expected_gw, main_grad) > 120
+
+
+@pytest.mark.parametrize("formats", ONE_GEMM + MIXED, ids=name)
+def test_bf16_tensors_lose_only_the_rounding_of_what_is_bf16(
+    group: dist.ProcessGroup, context: StepContext, formats: Formats
+) -> None:
+    """Y and ∂L/∂X are rounded to bf16 once (about 55 dB); ∇W is never: FP32 from the GEMM into main_grad."""
+    s, b, n, k = 64, 2, 256, 384
+    linear = stock_linear(group, n, k, dtype=torch.bfloat16)
+    convert(linear, context, formats)
+    main_grad = with_main_grad(linear)
+    x, g = operands(s, b, n, k, torch.bfloat16)
+    y, _ = linear(x)
+    y.backward(g)
+    expected_y, expected_d, expected_gw = reference(x, linear.weight, g, formats, context)
+    assert x.grad is not None
+    assert y.dtype == x.grad.dtype == torch.bfloat16
+    assert decibel(expected_y, y) > 50
+    assert decibel(expected_d, x.grad) > 50
+    assert decibel(expected_gw, main_grad) > 120
+
+
+@pytest.mark.parametrize(("fmt", "low", "high"), [(FP8, 28.0, 36.0), (FP4, 12.0, 20.0)], ids=lambda v: str(v))
+def test_signal_to_noise_of_a_format(
+    group: dist.ProcessGroup, context: StepContext, fmt: Format, low: float, high: float
+) -> None:
+    """Against the unquantised product. The upper bound is what tells fp4 from a format that was not applied."""
+    s, b, n, k = 128, 2, 256, 256
+    linear = stock_linear(group, n, k, dtype=torch.bfloat16)
+    convert(linear, context, (fmt, fmt, fmt))
+    main_grad = with_main_grad(linear)
+    x, g = operands(s, b, n, k, torch.bfloat16)
+    y, _ = linear(x)
+    y.backward(g)
+    exact = reference(x, linear.weight, g, ALL_BF16, context)
+    assert x.grad is not None
+    for kind, expected, actual in zip(("fprop", "dgrad", "wgrad"), exact, (y, x.grad, main_grad), strict=True):
+        assert low < decibel(expected, actual) < high, kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row", [False, True], ids=["column", "row"])
+def test_all_bf16_is_megatron_s_own_linear_bitwise(
+    group: dist.ProcessGroup, context: StepContext, row: bool, dtype: torch.dtype
+) -> None:
+    s, b, n, k = 16, 2, 96, 64
+    results = []
+    for converted in (False, True):
+        linear = stock_linear(group, n, k, row=row, dtype=dtype)
+        if converted:
+            assert convert(linear, context, ALL_BF16).is_stock
+        x, g = operands(s, b, n, k, dtype)
+        y, _ = linear(x)
+        y.backward(g)
+        results.append((y, x.grad, linear.weight.grad))
+    for stock, ours in zip(*results, strict=True):
+        assert torch.equal(stock, ours)
+
+
+def test_bias(group: dist.ProcessGroup, context: StepContext) -> None:
+    s, b, n, k = ODD
+    linear = stock_linear(group, n, k, bias=True, dtype=torch.float32)
+    convert(linear, context, (FP4, FP4, FP4))
+    x, g = operands(s, b, n, k, torch.float32)
+    y, _ = linear(x)
+    y.backward(g)
+    expected, _, _ = reference(x, linear.weight, g, (FP4, FP4, FP4), context)
+    assert decibel(expected + linear.bias.double(), y) > 120
+    torch.testing.assert_close(linear.bias.grad, g.sum((0, 1)), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP4, FP4, FP4), (BF16, FP4, BF16)], ids=name)
+def test_no_tokens(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
+    """An expert that no token was sent to."""
+    linear = stock_linear(group, 96, 64, dtype=torch.bfloat16)
+    convert(linear, context, formats)
+    main_grad = with_main_grad(linear)
+    main_grad.fill_(2.0)
+    x, g = operands(0, 2, 96, 64, torch.bfloat16)
+    y, _ = linear(x)
+    y.backward(g)
+    assert y.shape == (0, 2, 96)
+    assert x.grad is not None
+    assert x.grad.shape == (0, 2, 64)
+    assert torch.equal(main_grad, torch.full((96, 64), 2.0))
+
+
+# -- gradients of weights --------------------------------------------------------------------------------------
+def test_main_grad_accumulates_over_microbatches_with_fresh_draws(
+    group: dist.ProcessGroup, context: StepContext
+) -> None:
+    s, b, n, k = 32, 2, 128, 128
+    formats: Formats = (BF16, BF16, FP4)
+    linear = stock_linear(group, n, k, dtype=torch.bfloat16)
+    convert(linear, context, formats)
+    main_grad = with_main_grad(linear)
+    context.dp_size, context.dp_rank = 3, 2
+    expected = torch.zeros(n, k, dtype=torch.float64)
+    for microbatch in range(2):
+        x, g = operands(s, b, n, k, torch.bfloat16, seed=4)  # the same tensors: only the draws differ
+        linear(x)[0].backward(g)
+        expected += reference(x, linear.weight, g, formats, context, microbatch * 3 + 2)[2]
+    assert decibel(expected, main_grad) > 120
+    same_draws = 2 * reference(x, linear.weight, g, formats, context, 2)[2]
+    assert decibel(same_draws, main_grad) < 40
+
+
+@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, FP8, BF16)], ids=name)
+def test_the_protocol_with_ddp(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
+    """DDP asserts a gradient under overlap_grad_reduce and must not add it once more."""
+    s, b, n, k = 16, 2, 64, 96
+    linear = stock_linear(group, n, k, dtype=torch.bfloat16)
+    convert(linear, context, formats)
+    with_main_grad(linear)
+    x, g = operands(s, b, n, k, torch.bfloat16)
+    linear(x)[0].backward(g)
+    assert linear.weight.grad_added_to_main_grad is True
+    assert linear.weight.grad.shape == linear.weight.shape
+    assert linear.weight.grad.dtype == linear.weight.dtype
+
+    linear.weight.grad = None
+    main_grad = with_main_grad(linear, zero_out=True)  # DDP then adds the dummy: it must be zeros
+    linear(x)[0].backward(g)
+    assert main_grad.abs().sum() > 0
+    assert torch.equal(linear.weight.grad, torch.zeros_like(linear.weight))
+
+    linear.weight.grad = None
+    del linear.weight.grad_added_to_main_grad
+    linear(x)[0].backward(g)
+    assert linear.weight.grad is None
+
+
+def test_without_main_grad_autograd_gets_the_gradient(group: dist.ProcessGroup, context: StepContext) -> None:
+    s, b, n, k = ODD
+    linear = stock_linear(group, n, k, dtype=torch.bfloat16)
+    convert(linear, context, (FP4, FP4, FP4))
+    x, g = operands(s, b, n, k, torch.bfloat16)
+    linear(x)[0].backward(g)
+    expected = reference(x, linear.weight, g, (FP4, FP4, FP4), context)[2]
+    assert linear.weight.grad.dtype == torch.bfloat16
+    assert decibel(expected, linear.weight.grad) > 50
+
+
+# -- one map a step --------------------------------------------------------------------------------------------
+def test_the_backward_uses_the_formats_of_its_forward(group: dist.ProcessGroup, context: StepContext) -> None:
+    s, b, n, k = ODD
+    linear = stock_linear(group, n, k, dtype=torch.float32)
+    handle = convert(linear, context, (FP8, FP4, FP8))
+    main_grad = with_main_grad(linear)
+    x, g = operands(s, b, n, k, torch.float32)
+    y, _ = linear(x)
+    handle.formats = (FP4, FP8, FP4)
+    y.backward(g)
+    _, expected_d, expected_gw = reference(x, linear.weight, g, (FP8, FP4, FP8), context)
+    assert x.grad is not None
+    assert decibel(expected_d, x.grad) > 120
+    assert decibel(expected_gw, main_grad) > 120
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("formats", [(FP4, FP4, FP4), (FP8, FP4, FP8), ALL_BF16], ids=name)
+def test_recomputation_gives_the_same_bits(
+    group: dist.ProcessGroup, context: StepContext, formats: Formats, reentrant: bool
+) -> None:
+    """The forward runs twice, the draws of stochastic rounding stay those of the microbatch."""
+    s, b, n, k = 32, 2, 128, 128
+    results = []
+    for recompute in (False, True):
+        linear = stock_linear(group, n, k, dtype=torch.bfloat16)
+        handle = convert(linear, context, formats)
+        main_grad = with_main_grad(linear)
+        outputs = []
+        for microbatch in range(2):
+            x, g = operands(s, b, n, k, torch.bfloat16, seed=microbatch)
+            y = checkpoint(linear, x, use_reentrant=reentrant)[0] if recompute else linear(x)[0]
+            y.backward(g)
+            if formats == ALL_BF16:  # the stock path leaves the gradient to DDP's hook
+                main_grad += linear.weight.grad
+                linear.weight.grad = None
+            outputs += [y.detach(), x.grad]
+        assert handle.backwards == (0 if formats == ALL_BF16 else 2)
+        results.append([*outputs, main_grad])
+    for plain, recomputed in zip(*results, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_draws_depend_on_seed_step_microbatch_rank_and_gemm(group: dist.ProcessGroup) -> None:
+    s, b, n, k = 32, 2, 128, 128
+    x, g = operands(s, b, n, k, torch.float32)
+
+    def gradients(**fields: int) -> tuple[torch.Tensor, ...]:
+        backwards = fields.pop("backwards", 0)
+        linear = stock_linear(group, n, k, dtype=torch.float32)
+        handle = convert(linear, StepContext(**{"step": 5, "seed": 77, **fields}), (FP4, FP4, FP4))
+        handle.backwards = backwards
+        x.grad = None
+        linear(x)[0].backward(g)
+        assert x.grad is not None
+        return x.grad.clone(), linear.weight.grad
+
+    variants = [
+        gradients(),
+        gradients(seed=78),
+        gradients(step=6),
+        gradients(dp_size=2, dp_rank=1),
+        gradients(dp_size=2, backwards=1),  # global microbatch 2
+    ]
+    for one, other in itertools.combinations(variants, 2):
+        assert not torch.equal(one[0], other[0])
+        assert not torch.equal(one[1], other[1])
+    # Microbatch 1 of one rank is microbatch 0 of the second of two ranks: layouts draw alike.
+    for one_rank_s, two_ranks in zip(gradients(backwards=1), gradients(dp_size=2, dp_rank=1), strict=True):
+        assert torch.equal(one_rank_s, two_ranks)
+
+
+# -- evaluation and probes -------------------------------------------------------------------------------------
+class Seen:
+    """A recorder that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, ...]] = []
+
+    def on_backward(self, *tensors: torch.Tensor) -> None:
+        self.calls.append(tensors)
+
+
+def test_validation_in_bf16(group: dist.ProcessGroup, context: StepContext) -> None:
+    stock = stock_linear(group, 96, 64, dtype=torch.bfloat16)
+    linear = stock_linear(group, 96, 64, dtype=torch.bfloat16)
+    convert(linear, context, (FP4, FP4, FP4))
+    x, _ = operands(8, 2, 96, 64, torch.bfloat16)
+    with torch.no_grad():
+        assert not torch.equal(linear(x)[0], stock(x)[0])
+        context.bf16_eval = True
+        assert torch.equal(linear(x)[0], stock(x)[0])
+    assert not torch.equal(linear(x)[0], stock(x)[0])  # a training forward keeps its map
+
+
+def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(
+    group: dist.ProcessGroup, context: StepContext
+) -> None:
+    s, b, n, k = ODD
+    linear = stock_linear(group, n, k, dtype=torch.float32)
+    handle = convert(linear, context, (FP4, FP4, FP4))
+    main_grad = with_main_grad(linear)
+    context.probing = True
+    assert handle.is_stock
+    recorder = Seen()
+    handle.recorder = recorder
+    assert not handle.is_stock
+    x, g = operands(s, b, n, k, torch.float32)
+    y = checkpoint(linear, x, use_reentrant=False)[0]
+    y.backward(g)
+    exact_y, exact_d, exact_gw = reference(x, linear.weight, g, ALL_BF16, context)
+    assert x.grad is not None
+    assert decibel(exact_y, y) > 120
+    assert decibel(exact_d, x.grad) > 120
+    assert decibel(exact_gw, main_grad) > 120
+    (seen,) = recorder.calls
+    for shown, expected in zip(seen, (x.flatten(0, 1), linear.weight, g.flatten(0, 1), exact_d, exact_d), strict=True):
+        assert shown.shape == expected.shape
+        assert decibel(expected.detach(), shown) > 120
+
+
+@pytest.mark.parametrize(
+    "argument", [{"grad_output_buffer": []}, {"wgrad_deferral_limit": 2}, {"gtp_remat_size": 4}, {"new_in_2027": True}]
+)
+def test_what_the_quantised_path_does_not_implement_is_refused(
+    group: dist.ProcessGroup, context: StepContext, argument: dict[str, Any]
+) -> None:
+    linear = stock_linear(group, 96, 64, dtype=torch.bfloat16)
+    handle = convert(linear, context, (FP8, FP8, FP8))
+    x, _ = operands(8, 2, 96, 64, torch.bfloat16)
+    with pytest.raises(SnipError, match=f"{FC1}.*{next(iter(argument))}"):
+        quantized_forward(handle, x, linear.weight, argument)

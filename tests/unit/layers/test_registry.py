@@ -1,0 +1,102 @@
+"""The registry: adopting maps, refusing those of other models, counters of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from snip_megatron.errors import SnipError
+from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
+from snip_megatron.layers.registry import LinearRegistry, check_map_fits, decoder_linear_names
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+
+NAMES = decoder_linear_names(3)
+
+
+def registry_of(*linears: LinearId) -> LinearRegistry:
+    registry = LinearRegistry(NAMES, StepContext())
+    for linear in linears:
+        registry.add(handle(linear, registry.context))
+    return registry
+
+
+def handle(linear: LinearId, context: StepContext) -> LinearHandle:
+    features = torch.arange(4)
+    module = torch.nn.Linear(4, 4)
+    return LinearHandle(linear, "column", 4, 4, 0, 0, 1, features, features, context, module)
+
+
+def test_names_are_global_and_in_order() -> None:
+    assert len(NAMES) == 12
+    assert NAMES[5] == "decoder.layers.1.self_attention.linear_proj"
+    assert [LinearId.parse(name) for name in NAMES] == [LinearId(i, kind) for i in range(3) for kind in LINEAR_KINDS]
+
+
+def test_the_index_of_a_linear_is_its_place_among_all() -> None:
+    """Part of the key of stochastic rounding: distinct, and the same on every pipeline stage."""
+    assert [handle(LinearId.parse(name), StepContext()).index for name in NAMES] == list(range(12))
+
+
+def test_adopt_sets_all_three_formats_of_every_local_linear() -> None:
+    first, second = LinearId(1, "mlp.linear_fc2"), LinearId(1, "mlp.linear_fc1")
+    registry = registry_of(first, second)
+    choices = dict(PrecisionMap.uniform(NAMES, Format.FP8).choices)
+    choices[option_id(str(first), Gemm.DGRAD)] = Format.FP4
+    choices[option_id(str(first), Gemm.WGRAD)] = Format.BF16
+    new = PrecisionMap(choices=choices, version=4)
+    registry.adopt(new)
+    assert registry[str(first)].formats == (Format.FP8, Format.FP4, Format.BF16)
+    assert registry[str(second)].formats == (Format.FP8, Format.FP8, Format.FP8)
+    assert registry.current is new
+    assert [h.id for h in registry] == sorted([first, second])
+    assert len(registry) == 2
+
+
+def test_adopt_of_a_map_by_linear_and_of_a_map_that_names_nothing() -> None:
+    linear = LinearId(0, "mlp.linear_fc1")
+    registry = registry_of(linear)
+    registry.adopt(PrecisionMap(choices={str(linear): Format.FP4}))
+    assert registry[str(linear)].formats == (Format.FP4,) * 3
+    registry.adopt(PrecisionMap(choices={}))
+    assert registry[str(linear)].formats == ALL_BF16
+
+
+def test_adopt_refuses_an_unknown_linear_and_changes_nothing() -> None:
+    linear = LinearId(0, "mlp.linear_fc1")
+    registry = registry_of(linear)
+    before = registry.current
+    bad = {str(linear): Format.FP4, "decoder.layers.3.mlp.linear_fc1": Format.FP4}
+    with pytest.raises(SnipError, match=r"map 9 names decoder\.layers\.3\.mlp\.linear_fc1"):
+        registry.adopt(PrecisionMap(choices=bad, version=9))
+    assert registry.current is before
+    assert registry[str(linear)].formats == ALL_BF16
+
+
+def test_start_step_resets_the_counters() -> None:
+    registry = registry_of(LinearId(0, "mlp.linear_fc1"), LinearId(0, "mlp.linear_fc2"))
+    for h in registry:
+        h.backwards = 3
+    registry.start_step(8)
+    assert registry.context.step == 8
+    assert [h.backwards for h in registry] == [0, 0]
+
+
+def test_a_linear_is_registered_once_and_only_if_known() -> None:
+    registry = registry_of(LinearId(0, "mlp.linear_fc1"))
+    for linear in (LinearId(0, "mlp.linear_fc1"), LinearId(3, "mlp.linear_fc1")):
+        with pytest.raises(SnipError, match="registered twice or not a linear of this model"):
+            registry.add(handle(linear, registry.context))
+
+
+def test_a_map_of_this_model_fits() -> None:
+    check_map_fits(PrecisionMap.uniform(NAMES, Format.FP4), NAMES, "m.json")
+    check_map_fits(PrecisionMap(choices=dict.fromkeys(NAMES, Format.FP8)), NAMES, "m.json")
+
+
+def test_maps_of_deeper_and_shallower_models_do_not() -> None:
+    deeper = PrecisionMap.uniform(decoder_linear_names(4), Format.FP4)
+    with pytest.raises(SnipError, match=r"m\.json: names decoder\.layers\.3\..*map of another model"):
+        check_map_fits(deeper, NAMES, "m.json")
+    shallower = PrecisionMap.uniform(decoder_linear_names(2), Format.FP4)
+    with pytest.raises(SnipError, match=r"m\.json: says nothing about decoder\.layers\.2\..*4 of 12.*another model"):
+        check_map_fits(shallower, NAMES, "m.json")
