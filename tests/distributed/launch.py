@@ -66,7 +66,7 @@ def start_ranks(
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp,
-        env={**os.environ, **_environment(), **(env or {})},
+        env={**os.environ, **cpu_environment(), **(env or {})},
     )
 
 
@@ -90,7 +90,8 @@ def kill(process: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-def _environment() -> dict[str, str]:
+def cpu_environment() -> dict[str, str]:
+    """Variables for a quiet run on the CPU, with the repository and these helpers importable."""
     return {
         "PYTHONPATH": os.pathsep.join(
             filter(None, (str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH")))

@@ -1,0 +1,83 @@
+"""Looking at the next batches changes nothing for training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.rerun_state_machine import RerunDataIterator
+
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron import compat
+from snip_megatron.megatron.compat.batches import PeekableIterator
+
+
+def numbered(count: int) -> RerunDataIterator:
+    return RerunDataIterator(iter([{"tokens": i} for i in range(count)]))
+
+
+@given(st.lists(st.integers(0, 4), max_size=30), st.integers(0, 25))
+def test_any_mix_of_peeks_and_reads(actions: list[int], length: int) -> None:
+    """0 reads one; n > 0 peeks at n."""
+    iterator = PeekableIterator(iter(range(length)))
+    position = 0
+    for action in actions:
+        if action:
+            assert iterator.peek(action) == list(range(position, min(position + action, length)))
+        elif position < length:
+            assert next(iterator) == position
+            position += 1
+    assert list(iterator) == list(range(position, length))
+
+
+def test_peek_repeats_and_training_gets_the_same_objects() -> None:
+    batches = [{"tokens": i} for i in range(5)]
+    data = RerunDataIterator(iter(batches))
+    assert next(data) is batches[0]
+    peeked = compat.peek(data, 2)
+    for _ in range(2):
+        seen = list(peeked.iterator())
+        assert seen == batches[1:3]
+        for batch in seen:
+            batch["tokens"] = None  # a forward step may do that to its dictionary
+    assert [next(data) for _ in range(4)] == [{"tokens": i} for i in range(1, 5)]
+    assert list(compat.peek(data, 2).iterator()) == []
+
+
+def test_virtual_pipeline_and_ranks_without_data() -> None:
+    chunks: list[Any] = [numbered(3), None]
+    first, second = compat.peek(chunks, 2).iterator()
+    assert [b["tokens"] for b in first] == [0, 1]
+    assert second is None
+    assert compat.peek(None, 2).iterator() is None
+
+
+def test_a_step_that_the_rerun_machine_repeats() -> None:
+    data = numbered(6)
+    for _ in range(3):
+        next(data)
+    saved = [{"tokens": i} for i in range(3)]
+    data.load_state_dict({"saved_microbatches": saved, "replaying": True, "replay_pos": 1})
+    assert list(compat.peek(data, 2).iterator()) == saved[1:]
+    assert next(data) == saved[1]
+
+
+def test_other_iterators_are_refused() -> None:
+    with pytest.raises(SnipError, match="list_iterator, not Megatron's RerunDataIterator"):
+        compat.peek(iter([1]), 1)
+
+
+def test_external_loaders_keep_their_methods() -> None:
+    class Loader:
+        def __next__(self) -> int:
+            return 1
+
+        def save_state(self) -> str:
+            return "state"
+
+    data = RerunDataIterator(Loader())
+    compat.peek(data, 1)
+    assert data.iterable.save_state() == "state"  # type: ignore[attr-defined]
+    assert not hasattr(data.iterable, "other")

@@ -1,0 +1,80 @@
+"""Defaults that follow from the machine: the user's value wins, and is refused where it cannot work."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron import compat
+from snip_megatron.megatron.compat.defaults import CPU, EXTENSIONS
+from snip_megatron.megatron.startup import Startup
+
+ON_CPU = Startup(on_cpu=True, disabled=frozenset())
+ON_GPU = Startup(on_cpu=False, disabled=frozenset())
+
+
+def parse(startup: Startup, *argv: str) -> tuple[argparse.Namespace, list[str]]:
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    shown = compat.set_defaults(parser, startup)
+    return parser.parse_args(argv), shown
+
+
+def test_cpu_defaults_are_set_and_shown() -> None:
+    args, shown = parse(ON_CPU)
+    assert {d.dest: getattr(args, d.dest) for d in CPU} == {d.dest: d.value for d in CPU}
+    assert len(shown) == 1
+    assert shown[0].startswith("cpu: defaults --distributed-backend gloo --transformer-impl local")
+    compat.check(args, ON_CPU)
+
+
+def test_flags_do_what_the_defaults_stand_for() -> None:
+    """Each flag, parsed by Megatron itself, sets the same value: names and values cannot go stale."""
+    plain = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for default in CPU:
+        assert getattr(plain.parse_args(default.flag.split()), default.dest) == default.value
+        assert getattr(plain.parse_args([]), default.dest) != default.value
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--distributed-backend", "nccl"), "--distributed-backend nccl: impossible without a CUDA device"),
+        (("--transformer-impl", "transformer_engine"), "the CPU needs --transformer-impl local"),
+    ],
+)
+def test_impossible_on_the_cpu(argv: tuple[str, ...], message: str) -> None:
+    args, _ = parse(ON_CPU, *argv)
+    with pytest.raises(SnipError, match=message):
+        compat.check(args, ON_CPU)
+
+
+def test_missing_extensions_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    present: set[str] = set()
+    find_spec = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> object:
+        known = {module for module, _ in EXTENSIONS}
+        return (object() if name in present else None) if name in known else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    args, shown = parse(ON_GPU)
+    assert not args.gradient_accumulation_fusion
+    assert not args.apply_rope_fusion
+    assert args.distributed_backend == "nccl"
+    assert args.transformer_impl == "transformer_engine"
+    assert "--no-gradient-accumulation-fusion" in shown[0]
+
+    present |= {"transformer_engine", "fused_weight_gradient_mlp_cuda"}
+    args, shown = parse(ON_GPU)
+    assert args.gradient_accumulation_fusion
+    assert args.apply_rope_fusion
+    assert args.no_persist_layer_norm
+    compat.check(args, ON_GPU)
+
+    args, shown = parse(Startup(on_cpu=False, disabled=frozenset({"missing-extensions"})))
+    assert shown == []
+    assert not args.no_persist_layer_norm

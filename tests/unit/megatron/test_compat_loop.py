@@ -1,0 +1,80 @@
+"""Wrapping the training step; conditions under which a pass is not training; random states."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.training.training as training
+import numpy as np
+import pytest
+import torch
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from snip_megatron.megatron import compat
+
+
+def test_wrap_train_step_and_undo() -> None:
+    original = training.train_step
+
+    def wrapper(step: Any) -> Any:
+        return lambda *args, **kwargs: ("wrapped", step)
+
+    undo = compat.wrap_train_step(wrapper)
+    assert training.train_step() == ("wrapped", original)
+    undo()
+    assert training.train_step is original
+
+
+@pytest.mark.parametrize("mode", list(RerunMode))
+def test_rerun_machine_is_restored_even_after_an_error(mode: RerunMode) -> None:
+    machine = get_rerun_state_machine()
+    before = machine.mode
+    machine.mode = mode
+    try:
+        with contextlib.suppress(ValueError), compat.rerun_disabled():
+            assert machine.get_mode() is RerunMode.DISABLED
+            raise ValueError
+        assert machine.get_mode() is mode
+    finally:
+        machine.mode = before
+
+
+def test_quiet_schedule() -> None:
+    def loud(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+    names = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers")
+    config = SimpleNamespace(**dict.fromkeys(names, loud), other=1)
+    with contextlib.suppress(ValueError), compat.quiet_schedule(config):
+        assert config.no_sync_func is contextlib.nullcontext
+        assert config.finalize_model_grads_func([], None) is None
+        assert config.grad_sync_func is config.param_sync_func is config.timers is None
+        raise ValueError
+    assert vars(config) == dict.fromkeys(names, loud) | {"other": 1}
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(1))]  # noqa: NPY002
+
+
+def test_random_states_come_back_and_can_be_set_again() -> None:
+    tracker = get_cuda_rng_tracker()
+    before_states, before_initialized = tracker.get_states(), tracker.is_initialized()
+    tensor, generator = torch.get_rng_state(), torch.Generator().manual_seed(3)
+    tracker.set_states({"tensor": tensor, "generator": generator})
+    try:
+        state = compat.rng_state()
+        first = [*draw(), float(torch.rand(1, generator=generator))]
+        for _ in range(2):
+            tracker.states_["tensor"] = torch.zeros_like(tensor)
+            compat.set_rng_state(state)
+            assert [*draw(), float(torch.rand(1, generator=generator))] == first
+            assert torch.equal(tracker.get_states()["tensor"], tensor)
+            assert tracker.get_states()["generator"] is generator
+    finally:
+        tracker.set_states(before_states)
+        tracker._is_initialized = before_initialized
