@@ -46,7 +46,7 @@ training=(
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234
     --train-data-path "$data/train" --valid-data-path "$data/valid" --num-workers 0
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$data/tokenizer"
-    --eval-interval "$steps" --eval-iters 16 --log-interval 10
+    --eval-interval 100000 --eval-iters 32 --log-interval 10  # Megatron validates once more where training ends
 )
 snip=(
     --snip --snip-budget fp4=0.75 --snip-formats fp8,fp4 --snip-policy snip --snip-estimator noise
