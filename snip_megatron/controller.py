@@ -128,6 +128,7 @@ class Controller:
     def after_step(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> None:
         """Note the step's figures; the previous step's, summed over ranks by now, are written down."""
         self._next_step = step + 1
+        self._registry.end_step()
         self.state.grad_norm = grad_norm
         self._fractions[step] = self._fraction
         figures = self._report.exchange(step, loss, grad_norm)

@@ -1,84 +1,91 @@
-"""What a linear asks of its GEMMs, and which backend answers.
+"""What a linear asks of its GEMMs.
 
-Operands are 2-D: X [T, K], W [N, K], G [T, N]. Formats and their granularity: METHOD, "Formats".
+A linear hands each of its tensors over once: X in its forward for fprop and wgrad, G in its backward for dgrad and
+wgrad, W once an optimizer step. A backend that quantises at once does so there, in one read; one that does not (the
+reference) returns the tensor itself. Operands are 2-D: X [T, K], W [N, K], G [T, N]. Formats and their granularity:
+METHOD, "Formats". The three GEMMs of a linear may have three formats; None stands for a GEMM that will not run.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from snip_megatron.errors import SnipError
 from snip_megatron.gemm import reference
+from snip_megatron.gemm.operands import GradientKeys, Plain, Side
 from snip_megatron.precision import Format
+
+Sides = tuple[Any, Any]
+"""The operands of the two GEMMs that read a tensor, each a :data:`Side`; None for a GEMM that does not run."""
 
 
 class GemmBackend(Protocol):
-    """The three GEMMs of a linear. ``seed`` and ``cols`` (global indices of G's columns) key stochastic rounding."""
+    """Quantisation and the three GEMMs of a linear."""
 
     name: str
 
-    def fprop(self, x: torch.Tensor, w: torch.Tensor, fmt: Format) -> torch.Tensor:
-        """Y = Q(X)·Q(W)ᵀ [T, N] in X's dtype."""
+    def quantize_input(self, x: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
+        """X [T, K] as fprop (tiles along K) and wgrad (tiles along T) take it."""
 
-    def dgrad(self, g: torch.Tensor, w: torch.Tensor, fmt: Format, *, seed: int, cols: torch.Tensor) -> torch.Tensor:
-        """∂L/∂X = Q(G)·Q(W) [T, K] in G's dtype."""
+    def quantize_weight(self, w: Tensor, fprop: Format | None, dgrad: Format | None) -> Sides:
+        """W [N, K] as fprop (reduction along K) and dgrad (along N) take it."""
 
-    def wgrad(
-        self,
-        g: torch.Tensor,
-        x: torch.Tensor,
-        fmt: Format,
-        *,
-        out: torch.Tensor | None,
-        seed: int,
-        cols: torch.Tensor,
-    ) -> torch.Tensor:
+    def quantize_gradient(self, g: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys) -> Sides:
+        """G [T, N] as dgrad (tiles along N) and wgrad (tiles along T) take it."""
+
+    def fprop(self, x: Side, w: Side, *, tokens: int, dtype: torch.dtype) -> Tensor:
+        """Y = Q(X)·Q(W)ᵀ [``tokens``, N] in ``dtype``."""
+
+    def dgrad(self, g: Side, w: Side, *, tokens: int, dtype: torch.dtype) -> Tensor:
+        """∂L/∂X = Q(G)·Q(W) [``tokens``, K] in ``dtype``."""
+
+    def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
         """∇W = Q(G)ᵀ·Q(X) [N, K] in FP32, added to ``out`` when given."""
 
 
 class ReferenceBackend:
-    """Dequantised operands through torch's own GEMM: any device, any shape; for tests, demos and older GPUs."""
+    """Dequantised operands through torch's own GEMM: any device, any shape; for tests, demos and older GPUs.
+
+    Every GEMM quantises its own operands, and X is saved for the backward as it is.
+    """
 
     name = "reference"
 
-    def fprop(self, x: torch.Tensor, w: torch.Tensor, fmt: Format) -> torch.Tensor:
+    def quantize_input(self, x: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
         """See :class:`GemmBackend`."""
-        return reference.fprop(x, w, fmt)
+        return _plain(x, fprop), _plain(x, wgrad)
 
-    def dgrad(self, g: torch.Tensor, w: torch.Tensor, fmt: Format, *, seed: int, cols: torch.Tensor) -> torch.Tensor:
+    def quantize_weight(self, w: Tensor, fprop: Format | None, dgrad: Format | None) -> Sides:
         """See :class:`GemmBackend`."""
-        return reference.dgrad(g, w, fmt, seed=seed, cols=cols)
+        return _plain(w, fprop), _plain(w, dgrad)
 
-    def wgrad(
-        self,
-        g: torch.Tensor,
-        x: torch.Tensor,
-        fmt: Format,
-        *,
-        out: torch.Tensor | None,
-        seed: int,
-        cols: torch.Tensor,
-    ) -> torch.Tensor:
+    def quantize_gradient(self, g: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys) -> Sides:
         """See :class:`GemmBackend`."""
-        return reference.wgrad(g, x, fmt, out=out, seed=seed, cols=cols)
+        return _plain(g, dgrad, keys.dgrad, keys.cols), _plain(g, wgrad, keys.wgrad, keys.cols)
+
+    def fprop(self, x: Side, w: Side, *, tokens: int, dtype: torch.dtype) -> Tensor:
+        """See :class:`GemmBackend`."""
+        assert isinstance(x, Plain)
+        assert isinstance(w, Plain)
+        return reference.fprop(x.tensor, w.tensor, x.format, out_dtype=dtype)
+
+    def dgrad(self, g: Side, w: Side, *, tokens: int, dtype: torch.dtype) -> Tensor:
+        """See :class:`GemmBackend`."""
+        assert isinstance(g, Plain)
+        assert isinstance(w, Plain)
+        return reference.dgrad(g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, out_dtype=dtype)
+
+    def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
+        """See :class:`GemmBackend`."""
+        assert isinstance(g, Plain)
+        assert isinstance(x, Plain)
+        return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, out=out)
+
+
+def _plain(tensor: Tensor, fmt: Format | None, seed: int | None = None, cols: Tensor | None = None) -> Plain | None:
+    return None if fmt is None else Plain(tensor, fmt, seed, cols)
 
 
 REFERENCE = ReferenceBackend()
-
-
-BACKENDS: dict[str, GemmBackend] = {"reference": REFERENCE}
-
-
-def select_backend(name: str) -> GemmBackend:
-    """The backend of ``--snip-gemm``. ``auto`` is the best that this machine can run.
-
-    Raises:
-        SnipError: an unknown name.
-    """
-    if name == "auto":
-        return REFERENCE
-    if name not in BACKENDS:
-        raise SnipError(f"--snip-gemm {name}: unknown; choose one of auto, {', '.join(BACKENDS)}")
-    return BACKENDS[name]

@@ -6,6 +6,7 @@ reduction of the input gradient, accumulation into ``main_grad``) and knows noth
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.operands import GradientKeys, Plain, Side, disassemble
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import derive_seed
@@ -28,6 +30,7 @@ class LinearCall:
         sequence_parallel: the input is this rank's token shard: gather it, reduce-scatter its gradient.
         allreduce_dgrad: the input is replicated: all-reduce its gradient.
         tp_group: the tensor parallel group, needed for either.
+        has_backward: whether a backward may follow, which X is quantised and kept for.
     """
 
     handle: LinearHandle
@@ -35,85 +38,98 @@ class LinearCall:
     sequence_parallel: bool
     allreduce_dgrad: bool
     tp_group: dist.ProcessGroup | None
+    has_backward: bool = True
 
 
 class QuantizedLinear(torch.autograd.Function):
-    """Y = X·Wᵀ (+ bias). X [s(/tp), b, K], W [N, K], Y [s, b, N] in X's dtype."""
+    """Y = X·Wᵀ (+ bias). X [s(/tp), b, K], W [N, K], Y [s, b, N] in X's dtype.
+
+    X is kept for the backward as wgrad takes it, which is half the bytes once a backend has quantised it. Under
+    sequence parallelism the shard is kept as it is: tiles run along tokens, and the gathered X has other ones.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LinearCall
     ) -> torch.Tensor:
         """Run fprop in the format in force now and remember all three formats for the backward."""
-        context = call.handle.context
-        ctx.formats = (Format.BF16,) * 3 if context.probing else call.handle.formats
-        ctx.recorder = call.handle.recorder if context.probing else None
-        ctx.call = call
-        call.handle.to(weight.device)
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, weight)
-        # What saved-tensor hooks (activation offloading, torch's own recomputation) hand back is not the parameter,
-        # which alone carries main_grad.
-        ctx.parameter = weight
+        handle, backend = call.handle, call.backend
+        # The parameter itself: what checkpointing's hooks make of a saved tensor has no main_grad.
+        ctx.weight, ctx.x_shape, ctx.has_bias, ctx.call = weight, x.shape, bias is not None, call
+        ctx.formats = (Format.BF16,) * 3 if handle.context.probing else handle.formats
+        ctx.recorder = handle.recorder if handle.context.probing else None
+        handle.to(weight.device)
+        fprop, dgrad, wgrad = ctx.formats
         total = _gather(x, call.tp_group) if call.sequence_parallel else x
-        y = call.backend.fprop(total.reshape(-1, total.shape[-1]), weight, ctx.formats[0])
+        kept_format = wgrad if call.has_backward and not call.sequence_parallel else None
+        x_side, kept = backend.quantize_input(_matrix(total), fprop, kept_format)
+        w_side, _ = handle.weights.get(backend, weight, fprop, dgrad)
+        tensors, ctx.assemble = disassemble(Plain(x, wgrad) if kept is None else kept)
+        ctx.save_for_backward(*tensors)
+        y = backend.fprop(x_side, w_side, tokens=_tokens(total), dtype=x.dtype)
         y = y.view(*total.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any, None]:
         """dgrad, its reduction, and wgrad accumulated into ``main_grad`` while that reduction runs."""
-        grad_output = grad_outputs[0]
-        x, weight = ctx.saved_tensors
         call: LinearCall = ctx.call
-        _, dgrad_format, wgrad_format = ctx.formats
-        microbatch = call.handle.backwards
-        call.handle.backwards += 1
-
-        gathered, gather = x, None
+        handle, backend, weight = call.handle, call.backend, ctx.weight
+        fprop, dgrad, wgrad = ctx.formats
+        kept, gather = ctx.assemble(*ctx.saved_tensors), None
         if call.sequence_parallel:
-            gathered, gather = _gather_async(x, call.tp_group)
-        g = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
-        d_local = call.backend.dgrad(g, weight, dgrad_format, **_rounding(call.handle, Gemm.DGRAD, microbatch))
+            gathered, gather = _gather_async(kept.tensor, call.tp_group)
+        g = _matrix(grad_outputs[0]).contiguous()
+        g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, _keys(handle))
+        handle.backwards += 1
+        _, w_side = handle.weights.get(backend, weight, fprop, dgrad)
+        d_local = backend.dgrad(g_row, w_side, tokens=g.shape[0], dtype=g.dtype)
         if gather is not None:
             gather.wait()
 
         # A recorder needs the partial input gradient as well: the reduction then works on a copy.
-        d, reduction = _reduce_async(d_local.clone() if ctx.recorder else d_local, x, call)
-        total = gathered.reshape(-1, gathered.shape[-1])
-        grad_weight = _accumulate(call, ctx.parameter, g, total, wgrad_format, microbatch)
+        d, reduction = _reduce_async(d_local.clone() if ctx.recorder else d_local, ctx.x_shape, call)
+        if call.sequence_parallel:
+            _, kept = backend.quantize_input(_matrix(gathered), None, wgrad)
+        grad_weight = _accumulate(backend, weight, g_col, kept)
         grad_bias = g.sum(dim=0) if ctx.has_bias else None
         if reduction is not None:
             reduction.wait()
-        if ctx.recorder is not None:
+        if ctx.recorder is not None:  # in probes everything is bf16: X was kept as it is
             with torch.no_grad():
-                ctx.recorder.on_backward(total, weight.detach(), g, d_local, d.reshape(-1, d.shape[-1]))
-        return d.view(x.shape), grad_weight, grad_bias, None
+                ctx.recorder.on_backward(kept.tensor, weight.detach(), g, d_local, d.reshape(-1, d.shape[-1]))
+        return d.view(ctx.x_shape), grad_weight, grad_bias, None
 
 
-def _rounding(handle: LinearHandle, gemm: Gemm, microbatch: int) -> dict[str, Any]:
-    """Key of stochastic rounding of G: counters only, so that recomputation and resharding draw the same bits."""
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _tokens(x: torch.Tensor) -> int:
+    return math.prod(x.shape[:-1])
+
+
+def _keys(handle: LinearHandle) -> GradientKeys:
+    """Keys of stochastic rounding of G in the linear's next backward."""
     context = handle.context
-    global_microbatch = microbatch * context.dp_size + context.dp_rank
-    return {
-        "seed": derive_seed(context.seed, context.step, global_microbatch, handle.index, GEMM_INDEX[gemm]),
-        "cols": handle.out_features,
-    }
+    global_microbatch = handle.backwards * context.dp_size + context.dp_rank
+    dgrad, wgrad = (
+        derive_seed(context.seed, context.step, global_microbatch, handle.index, GEMM_INDEX[gemm])
+        for gemm in (Gemm.DGRAD, Gemm.WGRAD)
+    )
+    return GradientKeys(dgrad, wgrad, handle.out_features)
 
 
-def _accumulate(
-    call: LinearCall, weight: torch.Tensor, g: torch.Tensor, x: torch.Tensor, fmt: Format, microbatch: int
-) -> torch.Tensor | None:
+def _accumulate(backend: GemmBackend, weight: torch.Tensor, g: Side, x: Side) -> torch.Tensor | None:
     """wgrad. With DDP it goes straight into FP32 ``main_grad`` (never through a bf16 tensor); without, it is returned.
 
     Returns what autograd needs: a dummy where ``main_grad`` has it already, because DDP under overlap_grad_reduce
     insists on a gradient.
     """
-    key = _rounding(call.handle, Gemm.WGRAD, microbatch)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
-        return call.backend.wgrad(g, x, fmt, out=None, **key).to(weight.dtype)
-    call.backend.wgrad(g, x, fmt, out=main_grad, **key)
+        return backend.wgrad(g, x, out=None).to(weight.dtype)
+    backend.wgrad(g, x, out=main_grad)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -134,10 +150,10 @@ def _gather_async(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[tor
     return out, dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True)
 
 
-def _reduce_async(d: torch.Tensor, x: torch.Tensor, call: LinearCall) -> tuple[torch.Tensor, Any]:
+def _reduce_async(d: torch.Tensor, x_shape: torch.Size, call: LinearCall) -> tuple[torch.Tensor, Any]:
     """Start the reduction of the input gradient d [T, K] that the layer's parallelism asks for."""
     if call.sequence_parallel:
-        shard = torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=d.dtype, device=d.device)
+        shard = torch.empty((math.prod(x_shape[:-1]), x_shape[-1]), dtype=d.dtype, device=d.device)
         return shard, dist.reduce_scatter_tensor(shard, d, group=call.tp_group, async_op=True)
     if call.allreduce_dgrad:
         return d, dist.all_reduce(d, group=call.tp_group, async_op=True)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.layers.weights import WeightCache
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId
 
 ALL_BF16 = (Format.BF16, Format.BF16, Format.BF16)
@@ -61,6 +62,7 @@ class LinearHandle:
         context: the step's state.
         module: the converted linear; its ``weight`` is the local shard [N local, K local].
         formats: (fprop, dgrad, wgrad) in force.
+        weights: the weight as this step's GEMMs take it.
     """
 
     id: LinearId
@@ -76,6 +78,7 @@ class LinearHandle:
     module: torch.nn.Module = field(repr=False)
     formats: tuple[Format, Format, Format] = ALL_BF16
     recorder: BackwardRecorder | None = None
+    weights: WeightCache = field(default_factory=WeightCache, repr=False)
     backwards: int = field(default=0)
     """Backwards done in this step. They come in microbatch order on every schedule, recomputed or not, so this is the
     microbatch's number on this rank: what the counters of stochastic rounding need."""

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import select_backend
+from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names

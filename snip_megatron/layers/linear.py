@@ -38,13 +38,16 @@ def quantized_forward(
         if name in _HANDLED:
             continue
         if name not in _MUST_BE_DEFAULT or not any(value is default for default in _MUST_BE_DEFAULT[name]):
-            raise SnipError(f"{handle.name}: Megatron asks for {name}={value!r}, which quantised linears do not support")
+            raise SnipError(
+                f"{handle.name}: Megatron asks for {name}={value!r}, which quantised linears do not support"
+            )
     call = LinearCall(
         handle=handle,
         backend=handle.context.backend,
         sequence_parallel=bool(kwargs.get("sequence_parallel", False)),
         allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
         tp_group=kwargs.get("tp_group"),
+        has_backward=torch.is_grad_enabled(),
     )
     return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call)  # type: ignore[no-any-return]
 

@@ -77,10 +77,17 @@ class LinearRegistry:
         for handle in self:
             fprop, dgrad, wgrad = (precision_map.format_of(handle.name, gemm) for gemm in Gemm)
             handle.formats = (fprop, dgrad, wgrad)
+            handle.weights.clear()
         self.current = precision_map
 
     def start_step(self, step: int) -> None:
-        """Reset the per-step counters of all linears."""
+        """Reset the per-step counters of all linears; quantise weights anew."""
         self.context.step = step
         for handle in self:
             handle.backwards = 0
+            handle.weights.clear()
+
+    def end_step(self) -> None:
+        """The optimizer has changed the weights: a validation that follows must not see the old ones."""
+        for handle in self:
+            handle.weights.clear()
