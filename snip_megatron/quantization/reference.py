@@ -203,8 +203,13 @@ def _scales(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None) -> tuple
         return scale, scale
     if spec.scaling is Scaling.E4M3_FP32:
         return _nvfp4_scales(amax, spec.element.maximum, tensor_amax)
-    scale = _nonzero(amax / spec.element.maximum)
+    scale = torch.where(amax.isinf(), torch.nan, _nonzero(_divided(amax, spec.element.maximum)))
     return scale, scale
+
+
+def _divided(x: Tensor, number: float) -> Tensor:
+    """x / number as IEEE division: by a Python number, CUDA would multiply by the reciprocal."""
+    return x / torch.full((), number, dtype=torch.float32, device=x.device)
 
 
 def _nonzero(scale: Tensor) -> Tensor:
@@ -228,8 +233,8 @@ def _nvfp4_scales(amax: Tensor, maximum: float, tensor_amax: Tensor | None) -> t
     """
     if tensor_amax is None:
         tensor_amax = torch.where(torch.isfinite(amax), amax, 0.0).amax()
-    tensor_scale = _nonzero(tensor_amax.to(torch.float32) / (maximum * E4M3.maximum))
-    tile_scale = round_to_element((amax / maximum) / tensor_scale, E4M3)
+    tensor_scale = _nonzero(_divided(tensor_amax.to(torch.float32), maximum * E4M3.maximum))
+    tile_scale = round_to_element(_divided(amax, maximum) / tensor_scale, E4M3)
     scale = torch.where(torch.isfinite(amax), tile_scale * tensor_scale, torch.nan)
     return torch.where(scale == 0, torch.inf, scale), scale
 

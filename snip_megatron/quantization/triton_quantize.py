@@ -19,7 +19,9 @@ from snip_megatron.quantization.rounding import key_words
 from snip_megatron.quantization.triton_kernels import amax_kernel, block_kernel, tensor_kernel, tile_kernel
 
 _AMAX_PARTS = 4
-_WARPS = 8
+LAUNCH: dict[str, int] = {"num_warps": 8, "maxnreg": 128}
+"""Options of every launch: 128 registers let two programs of 8 warps share a multiprocessor (benchmarks/quantize.py
+--sweep tries others)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDTH = {Format.FP8: 8, Format.FP4: 4}
 
@@ -52,7 +54,7 @@ def quantize_tiles(
             ROW=row_width, COL=col_width, ROW_RANDOM=row_random, COL_RANDOM=col_random,
             SUMS=bool(places), SUM_8=places.get(Format.FP8, 0), SUM_4=places.get(Format.FP4, 0),
             GIVEN_ROWS=rows is not None, GIVEN_COLS=cols is not None,
-            CORRECTIONS=_corrections(x), HARDWARE=_hardware(x), num_warps=_WARPS,
+            CORRECTIONS=_corrections(x), HARDWARE=_hardware(x), **LAUNCH,
         )  # fmt: skip
     return Operands(row, col, partial.sum(1, dtype=torch.float64) if places else None)
 
@@ -67,7 +69,7 @@ def quantize_blocks(w: Tensor, row_format: Format | str | None, col_format: Form
         block_kernel[(_parts(K), _parts(N))](
             w, *_pointers(row, w), *_pointers(col, w),
             N, K, w.stride(0), _stride(row), _stride(col), _scale_stride(row), _scale_stride(col),
-            ROW=row_width, COL=col_width, CORRECTIONS=_corrections(w), HARDWARE=_hardware(w), num_warps=_WARPS,
+            ROW=row_width, COL=col_width, CORRECTIONS=_corrections(w), HARDWARE=_hardware(w), **LAUNCH,
         )  # fmt: skip
     return Operands(row, col)
 
@@ -84,7 +86,7 @@ def quantize_tensor(x: Tensor, *, row: bool = True, col: bool = False, amax: Ten
         tensor_kernel[(_parts(K), _parts(M))](
             x, bits, _pointers(row_side, x)[0], _pointers(col_side, x)[0], scale,
             M, K, x.stride(0), _stride(row_side), _stride(col_side),
-            ROW=row, COL=col, CORRECTIONS=_corrections(x), HARDWARE=_hardware(x), num_warps=_WARPS,
+            ROW=row, COL=col, CORRECTIONS=_corrections(x), HARDWARE=_hardware(x), **LAUNCH,
         )  # fmt: skip
     return Operands(row_side, col_side)
 
@@ -94,7 +96,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
     M, K = x.shape
     bits = torch.zeros(1, dtype=torch.int32, device=x.device)
     grid = (-(-K // (TILE * _AMAX_PARTS)), _parts(M))
-    amax_kernel[grid](x, bits, M, K, x.stride(0), PARTS=_AMAX_PARTS, num_warps=_WARPS)
+    amax_kernel[grid](x, bits, M, K, x.stride(0), PARTS=_AMAX_PARTS, **LAUNCH)
     return bits
 
 

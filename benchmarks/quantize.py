@@ -1,0 +1,213 @@
+"""Quantisation kernels on a GPU: correct to the bit against the torch reference, and their bandwidth against a copy.
+
+    python benchmarks/quantize.py --out benchmarks/quantize_<hardware>_<date>.json [--sweep]
+
+Every row names a kernel and a shape; ``fraction`` is its bytes (read once, written once) over its time, divided by the
+same for a device-to-device copy of as many bytes in the same run. Exit code 1 when a kernel differs from the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from snip_megatron.quantization import packed, triton_quantize
+from snip_megatron.quantization.packed import Operand, Operands
+
+ACTIVATIONS = ((8192, 4096), (8192, 8192), (8192, 28672), (16384, 4096), (16384, 14336))
+WEIGHTS = ((4096, 4096), (8192, 8192), (28672, 4096))
+CORRECTNESS = ((1000, 4096), (4096, 1000), (333, 777), (2048, 2048))
+SWEEP = tuple({"num_warps": w, "maxnreg": r} for w, r in ((4, 255), (8, 255), (8, 168), (8, 128), (8, 96), (16, 64)))
+Call = Callable[[torch.Tensor], Operands]
+
+
+def cases(module: Any) -> dict[str, Call]:
+    """Kernel name → call, for the Triton module or the reference, whose functions have the same names."""
+    tiles, blocks, tensor = module.quantize_tiles, module.quantize_blocks, module.quantize_tensor
+    seeds = {"row_seed": 2**63 + 11, "col_seed": 12}
+    return {
+        "tiles fp8 row": lambda x: tiles(x, "fp8", None),
+        "tiles fp8 row+col": lambda x: tiles(x, "fp8", "fp8"),
+        "tiles fp8 row, fp4 col": lambda x: tiles(x, "fp8", "fp4"),
+        "tiles fp4 row+col": lambda x: tiles(x, "fp4", "fp4"),
+        "tiles fp4 row+col stochastic": lambda x: tiles(x, "fp4", "fp4", **seeds),
+        "tiles fp4 col stochastic": lambda x: tiles(x, None, "fp4", **seeds),
+        "tiles fp8 row+col, errors of fp8 and fp4": lambda x: tiles(
+            x, "fp8", "fp8", candidates=("fp8", "fp4"), **seeds
+        ),
+        "tensor fp8 row+col": lambda x: tensor(x, row=True, col=True),
+        "blocks fp8 row+col": lambda x: blocks(x, "fp8", "fp8"),
+        "blocks fp8 row, fp4 col": lambda x: blocks(x, "fp8", "fp4"),
+    }
+
+
+def sample(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normal numbers with rows of different size, a zero tile, tiny numbers and signed zeros."""
+    x = torch.randn(rows, cols, device="cuda") * torch.randn(rows, 1, device="cuda").mul_(3).exp_()
+    x[0] = 0.0
+    x[rows // 2] *= 1e-36
+    x[-1, :7] = -0.0
+    return x.to(dtype)
+
+
+def all_quotients() -> torch.Tensor:
+    """bf16 [128, …]: each amax mantissa leading tiles of all mantissas from its own size down to 2^-21 of it."""
+    mantissas = 128.0 + torch.arange(128)
+    smaller = torch.cat([mantissas * 2.0**-shift for shift in range(21)])
+    smaller = torch.cat([smaller, smaller[: -len(smaller) % 127]]).view(1, -1, 127).expand(128, -1, -1)
+    amax = (2 * mantissas).view(128, 1, 1).expand(-1, smaller.shape[1], -1)
+    return torch.cat([amax, smaller], dim=2).flatten(1).to("cuda", torch.bfloat16)
+
+
+def parts(operands: Operands) -> Iterable[tuple[str, Operand]]:
+    return ((name, side) for name, side in (("row", operands.row), ("col", operands.col)) if side is not None)
+
+
+def difference(found: Operands, expected: Operands) -> str | None:
+    """What differs, or None. Bytes of values and scales must agree; sums of squares within FP32 summation."""
+    for (name, side), (_, wanted) in zip(parts(found), parts(expected), strict=True):
+        if not torch.equal(side.scale, wanted.scale):
+            return f"{name} scales: {int((side.scale != wanted.scale).sum())} of {side.scale.numel()}"
+        wrong = side.values.view(torch.uint8) != wanted.values.view(torch.uint8)
+        if wrong.any():
+            return f"{name} values: {int(wrong.sum())} of {wrong.numel()}"
+    if expected.sums is not None and found.sums is not None:
+        return None if torch.allclose(found.sums, expected.sums, rtol=1e-4, atol=0) else "error sums"
+    return None
+
+
+def bias(x: torch.Tensor, draws: int = 64) -> float:
+    """Mean error of stochastic fp4 over ``draws`` seeds, in standard errors."""
+    total, square = 0.0, 0.0
+    for seed in range(draws):
+        row = triton_quantize.quantize_tiles(x, "fp4", None, row_seed=seed).row
+        assert row is not None
+        error = (row.dequantize().double() - x.double()) / row.scale.repeat_interleave(128, 1)[:, : x.shape[1]]
+        total, square = total + error.sum().item(), square + error.square().sum().item()
+    return float(total / square**0.5)
+
+
+def moved_bytes(x: torch.Tensor, operands: Operands) -> int:
+    tensors = [x] + [t for _, side in parts(operands) for t in (side.values, side.scale)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Median over runs that start with a cold L2 cache."""
+    duration: float = triton.testing.do_bench(call, warmup=20, rep=100, return_mode="median")
+    return duration
+
+
+def copy_bandwidth(size: int) -> float:
+    """Bytes per second, read and written, of a device-to-device copy that moves ``size`` bytes in all."""
+    source = torch.empty(size // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) * 1e3
+
+
+def host_microseconds(call: Callable[[], object], count: int = 50) -> float:
+    """What a call costs the launching thread."""
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
+
+
+def check() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    ours, reference = cases(triton_quantize), cases(packed)
+    inputs = [(f"{m}x{k} bf16", sample(m, k)) for m, k in CORRECTNESS]
+    inputs += [("333x777 fp32", sample(333, 777, torch.float32)), ("333x777 fp16", sample(333, 777).half())]
+    inputs += [("all bf16 quotients", all_quotients()), ("all bf16 quotients, along rows", all_quotients().t())]
+    for shape, x in inputs:
+        for name, call in ours.items():
+            rows.append({"kernel": name, "input": shape, "difference": difference(call(x), reference[name](x))})
+    sigmas = bias(torch.randn(1024, 4096, device="cuda").bfloat16())
+    far = None if abs(sigmas) < 4 else f"{sigmas:.1f} standard errors"
+    return [*rows, {"kernel": "stochastic bias", "input": "64 seeds", "sigmas": sigmas, "difference": far}]
+
+
+def measure(shapes: Iterable[tuple[int, int]], names: Iterable[str]) -> list[dict[str, Any]]:
+    rows, ours = [], cases(triton_quantize)
+    for m, k in shapes:
+        x = sample(m, k)
+        for name in names:
+            call = functools.partial(ours[name], x)
+            size = moved_bytes(x, call())
+            duration, copy = milliseconds(call), copy_bandwidth(size)
+            speed = size / duration * 1e3
+            row = {"kernel": name, "shape": [m, k], "bytes": size, "ms": duration, "copy_tb_s": copy / 1e12}
+            row |= {"tb_s": speed / 1e12, "fraction": speed / copy, "host_us": host_microseconds(call)}
+            rows.append(row)
+            print(f"{name:42s} {m:6d}×{k:<6d} {duration:8.4f} ms {speed / 1e12:6.2f} TB/s {speed / copy:6.1%} of copy")
+    return rows
+
+
+def sweep() -> list[dict[str, Any]]:
+    """The same kernels under other launch options."""
+    rows, kept = [], dict(triton_quantize.LAUNCH)
+    for options in SWEEP:
+        triton_quantize.LAUNCH.clear()
+        triton_quantize.LAUNCH.update(options)
+        print(f"-- {options}")
+        rows += [row | {"launch": options} for row in measure([(8192, 8192)], cases(triton_quantize))]
+    triton_quantize.LAUNCH.clear()
+    triton_quantize.LAUNCH.update(kept)
+    return rows
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Quantisation kernels: correctness and bandwidth")
+    parser.add_argument("--out", type=Path, help="result file (JSON)")
+    parser.add_argument("--sweep", action="store_true", help="also try other launch options")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks/quantize.py: needs a CUDA device", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    checks = check()
+    wrong = [row for row in checks if row["difference"] is not None]
+    for row in wrong:
+        print(f"DIFFERS {row['kernel']} on {row['input']}: {row['difference']}")
+    print(f"{len(checks) - len(wrong)} of {len(checks)} checks agree with the reference")
+    names = list(cases(triton_quantize))
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "command": " ".join(sys.argv),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "launch": dict(triton_quantize.LAUNCH),
+        "checks": checks,
+        "rows": measure(ACTIVATIONS, [n for n in names if not n.startswith("blocks")])
+        + measure(WEIGHTS, [n for n in names if n.startswith("blocks")]),
+        "sweep": sweep() if arguments.sweep else [],
+    }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

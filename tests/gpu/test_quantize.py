@@ -1,0 +1,66 @@
+"""Compiled quantisation kernels at training sizes; small shapes: tests/unit/quantization/test_triton.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from snip_megatron.quantization import fake_quantize, packed
+from snip_megatron.quantization.packed import Operand
+
+
+def activations(rows: int = 4096, cols: int = 5120) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    x = torch.randn(rows, cols, device="cuda", generator=generator)
+    return (x * torch.randn(rows, 1, device="cuda", generator=generator).exp()).to(torch.bfloat16)
+
+
+def assert_same(found: Operand, expected: Operand) -> None:
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("seeds", [{}, {"row_seed": 2**63 + 5, "col_seed": 6}])
+@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", "fp4"), ("fp8", "fp4")])
+def test_tiles(formats: tuple[str, str], seeds: dict[str, int]) -> None:
+    from snip_megatron.quantization import triton_quantize
+
+    x = activations()
+    found = triton_quantize.quantize_tiles(x, *formats, candidates=("fp8", "fp4"), **seeds)
+    expected = packed.quantize_tiles(x, *formats, candidates=("fp8", "fp4"), **seeds)
+    assert_same(found.row, expected.row)
+    assert_same(found.col, expected.col)
+    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-4, atol=0)
+
+
+def test_blocks_and_tensor() -> None:
+    from snip_megatron.quantization import triton_quantize
+
+    w = activations(5120, 4096 + 640)
+    found, expected = triton_quantize.quantize_blocks(w, "fp8", "fp4"), packed.quantize_blocks(w, "fp8", "fp4")
+    assert_same(found.row, expected.row)
+    assert_same(found.col, expected.col)
+    found, expected = triton_quantize.quantize_tensor(w, col=True), packed.quantize_tensor(w, col=True)
+    assert_same(found.row, expected.row)
+    assert_same(found.col, expected.col)
+
+
+def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
+    from snip_megatron.quantization import triton_quantize
+
+    x = activations(1024, 2048)
+    draws = [triton_quantize.quantize_tiles(x, "fp4", None, row_seed=s).row.dequantize() for s in range(64)]
+    again = triton_quantize.quantize_tiles(x, "fp4", None, row_seed=7).row.dequantize()
+    assert torch.equal(again, draws[7])
+    assert not torch.equal(again, draws[8])
+    scale = x.float().abs().view(1024, -1, 128).amax(-1).repeat_interleave(128, 1)
+    error = (torch.stack(draws) - x.float()).double() / scale
+    assert abs(error.sum().item()) < 4 * error.square().sum().sqrt().item()
+
+
+@pytest.mark.parametrize("fmt", ["fp4", "fp8", "fp8_tensor", "nvfp4", "mxfp4", "mxfp8"])
+def test_the_reference_gives_the_same_on_the_gpu_as_on_the_cpu(fmt: str) -> None:
+    x = activations(300, 700)
+    options = {"rounding": "stochastic", "seed": 3}
+    assert torch.equal(fake_quantize(x, fmt).cpu(), fake_quantize(x.cpu(), fmt))
+    assert torch.equal(fake_quantize(x, fmt, **options).cpu(), fake_quantize(x.cpu(), fmt, **options))

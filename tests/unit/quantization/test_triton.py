@@ -1,0 +1,176 @@
+"""The Triton kernels against the torch reference, bit for bit: interpreted on a CPU, compiled where a GPU is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from snip_megatron.errors import SnipError
+from snip_megatron.quantization import packed
+from snip_megatron.quantization.packed import Operand
+
+from .interpreter import Quantizers
+
+
+@pytest.fixture(scope="module")
+def quantizers() -> Iterator[Quantizers]:
+    running = Quantizers()
+    yield running
+    running.close()
+
+
+def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Rows and columns of very different size, signed zeros, subnormals, a zero tile."""
+    generator = torch.Generator().manual_seed(rows + cols)
+    spread = torch.randn(rows, 1, generator=generator).mul(8).exp() * torch.randn(cols, generator=generator).exp()
+    x = torch.randn(rows, cols, generator=generator) * spread
+    x[0] = 0.0
+    x[-1, -1] = -0.0
+    x[rows // 2] *= 1e-36 if dtype is not torch.float16 else 1e-7
+    return x.clamp(-6e4, 6e4).to(dtype)
+
+
+def assert_same(found: Operand | None, expected: Operand | None) -> None:
+    if expected is None:
+        assert found is None
+        return
+    assert (found.scaling, found.depth) == (expected.scaling, expected.depth)
+    assert found.scale.stride() == expected.scale.stride()
+    torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
+    assert found.values.shape == expected.values.shape
+    known = ~expected.values.float().isnan()
+    assert torch.equal(found.values.float().isnan()[:, : found.depth], ~known[:, : found.depth])
+    assert torch.equal(found.values.view(torch.uint8)[known], expected.values.view(torch.uint8)[known])
+
+
+def check_tiles(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: object) -> None:
+    found = quantizers.call("quantize_tiles", x, row, col, **options)
+    expected = packed.quantize_tiles(x, row, col, **options)
+    assert_same(found.row, expected.row)
+    assert_same(found.col, expected.col)
+    if expected.sums is None:
+        assert found.sums is None
+    else:
+        torch.testing.assert_close(found.sums, expected.sums, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4", "fp8"), ("fp4", "fp4"), ("fp8", None), (None, "fp8")])
+def test_tiles_with_tails(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
+    check_tiles(quantizers, matrix(200, 300), *formats)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tiles_of_every_dtype(quantizers: Quantizers, dtype: torch.dtype) -> None:
+    x = matrix(128, 256, dtype)
+    check_tiles(quantizers, x, "fp8", "fp4")
+    check_tiles(quantizers, x, "fp4", "fp4", row_seed=1, col_seed=2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 128), (128, 1), (5, 257)])
+def test_small_shapes(quantizers: Quantizers, shape: tuple[int, int]) -> None:
+    check_tiles(quantizers, matrix(*shape), "fp4", "fp8")
+
+
+def test_strided_and_transposed_input(quantizers: Quantizers) -> None:
+    x = matrix(130, 400)
+    check_tiles(quantizers, x[:, 100:300], "fp8", "fp4")
+    check_tiles(quantizers, x.t(), "fp8", "fp4")
+
+
+def test_stochastic_rounding_draws_the_reference_bits(quantizers: Quantizers) -> None:
+    x = matrix(130, 140)
+    check_tiles(quantizers, x, "fp4", "fp4", row_seed=2**64 - 1, col_seed=5, offset=(2**31 - 50, 129))
+    ids = torch.randint(0, 2**31, (270,), generator=torch.Generator().manual_seed(0))
+    check_tiles(quantizers, x, "fp4", "fp8", row_seed=2**63, rows=ids[:130], cols=ids[130:])
+
+
+def test_a_shard_draws_as_the_whole(quantizers: Quantizers) -> None:
+    x = matrix(128, 384)
+    whole = quantizers.call("quantize_tiles", x, "fp4", None, row_seed=9)
+    shard = quantizers.call("quantize_tiles", x[:, 256:], "fp4", None, row_seed=9, offset=(0, 256))
+    found, expected = shard.row.values.view(torch.uint8), whole.row.values.view(torch.uint8)
+    assert torch.equal(found, expected[:, 256:])
+
+
+@pytest.mark.parametrize("seeds", [{}, {"row_seed": 1, "col_seed": 2}])
+def test_error_sums_beside_any_output(quantizers: Quantizers, seeds: dict[str, int]) -> None:
+    x = matrix(200, 150).clamp(-1e4, 1e4)
+    check_tiles(quantizers, x, "fp4", "fp8", candidates=("fp8", "fp4"), **seeds)
+    check_tiles(quantizers, x, None, None, candidates=("fp4",), **seeds)
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", "fp8"), (None, "fp4"), ("fp8", None)])
+@pytest.mark.parametrize("shape", [(256, 128), (140, 300)])
+def test_weight_blocks(quantizers: Quantizers, shape: tuple[int, int], formats: tuple[str | None, str | None]) -> None:
+    w = matrix(*shape)
+    w[128:, :128] = 0
+    found, expected = quantizers.call("quantize_blocks", w, *formats), packed.quantize_blocks(w, *formats)
+    assert_same(found.row, expected.row)
+    assert_same(found.col, expected.col)
+
+
+@pytest.mark.parametrize("shape", [(256, 700), (3, 5)])
+@pytest.mark.parametrize("amax", [None, torch.tensor(3.0)])
+def test_tensor_scaling(quantizers: Quantizers, shape: tuple[int, int], amax: torch.Tensor | None) -> None:
+    x = matrix(*shape)
+    found = quantizers.call("quantize_tensor", x, col=True, amax=amax)
+    expected = packed.quantize_tensor(x, col=True, amax=amax)
+    assert_same(found.row, expected.row)
+    assert_same(found.col, expected.col)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), -float("inf")])
+def test_nan_and_inf_stay_in_their_tile(quantizers: Quantizers, poison: float) -> None:
+    x = matrix(140, 260)
+    x[3, 130] = poison
+    check_tiles(quantizers, x, "fp8", "fp4", row_seed=1, col_seed=2)
+    check_tiles(quantizers, x, "fp4", "fp8")
+    found, expected = quantizers.call("quantize_blocks", x, "fp8", "fp4"), packed.quantize_blocks(x, "fp8", "fp4")
+    assert_same(found.row, expected.row)
+    assert_same(found.col, expected.col)
+    assert quantizers.call("quantize_tensor", x).row.scale.isnan().all()
+
+
+def test_every_quotient_of_bf16_numbers_rounds_as_ieee_division(quantizers: Quantizers) -> None:
+    """All pairs of an amax mantissa and a number's mantissa, 1 to 2^-21 of its size: the quotient by reciprocal and
+    residual is periodic in powers of two, so that these are all cases of 1×128 tiles that are not tiny."""
+    mantissas = 128.0 + torch.arange(128)
+    smaller = torch.cat([mantissas * 2.0**-shift for shift in range(21)])
+    smaller = torch.cat([smaller, smaller[: -len(smaller) % 127]]).view(1, -1, 127)
+    # 2·mantissa leads each tile of 127 numbers up to it in size
+    amax = (2 * mantissas).view(128, 1, 1).expand(-1, smaller.shape[1], -1)
+    x = torch.cat([amax, smaller.expand(128, -1, -1)], dim=2).flatten(1).to(torch.bfloat16)
+    for fmt in ("fp8", "fp4"):
+        check_tiles(quantizers, x, fmt, None)
+        check_tiles(quantizers, x.t().contiguous(), None, fmt)
+
+
+def test_scales_of_16_bit_numbers_are_ieee_quotients(quantizers: Quantizers) -> None:
+    """One number a tile: every mantissa, and every exponent whose quotient may be a subnormal FP32 number."""
+    tiny = torch.arange(1, 28 << 7, dtype=torch.int16).view(torch.bfloat16)  # up to 2^-100
+    mantissas = (1 + torch.arange(1024) / 1024).to(torch.float16)
+    for fmt in ("fp8", "fp4"):
+        for numbers in (tiny, mantissas, (1 + torch.arange(128) / 128).to(torch.bfloat16)):
+            found = quantizers.call("quantize_tiles", numbers.view(-1, 1), fmt, None)
+            assert torch.equal(found.row.scale, packed.quantize_tiles(numbers.view(-1, 1), fmt, None).row.scale)
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0)])
+def test_empty_matrices(quantizers: Quantizers, shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    check_tiles(quantizers, x, "fp8", "fp4")
+    found = quantizers.call("quantize_tensor", x)
+    assert_same(found.row, packed.quantize_tensor(x).row)
+
+
+def test_bad_input_is_one_clear_line(quantizers: Quantizers) -> None:
+    x = torch.zeros(2, 128, dtype=torch.bfloat16)
+    for arguments, message in (
+        (("quantize_tiles", x, "nvfp4", None), "nvfp4"),
+        (("quantize_tiles", x[0], "fp8", None), "2-D"),
+        (("quantize_blocks", x.double(), "fp8", None), "float64"),
+    ):
+        with pytest.raises(SnipError, match=message):
+            quantizers.call(*arguments)
