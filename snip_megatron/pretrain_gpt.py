@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 
@@ -15,7 +16,7 @@ _PATIENCE = 20.0
 
 
 def main() -> int:
-    """Train; returns the exit code. A SnipError is one line on rank 0."""
+    """Train; returns the exit code. A SnipError is one line: on rank 0 before ranks communicate, else where it is."""
     try:
         config = parse_snip_arguments(sys.argv[1:])
         startup = prepare(sys.argv[1:], config.no_compat)
@@ -23,12 +24,20 @@ def main() -> int:
 
         run(startup)
     except SnipError as error:
-        if is_rank_zero():
-            print(f"pretrain_gpt: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(_PATIENCE)
+        _report(error)
         return error.exit_code
     return 0
+
+
+def _report(error: SnipError) -> None:
+    """All ranks find the same fault in the arguments, so one of them says it; later faults may be of one rank only."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        print(f"pretrain_gpt: [rank {os.environ.get('RANK', '0')}] {error}", file=sys.stderr, flush=True)
+    elif is_rank_zero():
+        print(f"pretrain_gpt: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_PATIENCE)
 
 
 def parse_snip_arguments(argv: list[str]) -> SnipConfig:

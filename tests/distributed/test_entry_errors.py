@@ -42,10 +42,6 @@ def test_unknown_compat_set_is_one_line_over_all_ranks(tmp_path: Path) -> None:
         (["--snip-no-compat", "cpu"], "no CUDA device is visible and --snip-no-compat cpu forbids running on the CPU"),
         (["--snip-colour", "blue"], "unrecognized arguments: --snip-colour blue"),
         (["--tensor-model-parallel-size", "2"], "Megatron refuses the arguments: world size (1) is not divisible"),
-        (
-            ["--distributed-backend", "nccl"],
-            "--distributed-backend nccl: impossible without a CUDA device; the CPU needs --distributed-backend gloo",
-        ),
     ],
 )
 def test_wrong_argument_is_one_line(extra: list[str], message: str, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Recorder:
     def write(self, folder: Path) -> None:
         digest = hashlib.sha256()
         for _, parameter in _named_parameters(self.model):
-            digest.update(parameter.detach().float().numpy().tobytes())
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
         self.body["weights"] = digest.hexdigest()
         (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(self.body))
 

@@ -64,8 +64,13 @@ def set_defaults(parser: argparse.ArgumentParser, startup: Startup) -> list[str]
 
 def check(args: argparse.Namespace, startup: Startup) -> None:
     """Raise SnipError if ``args`` asks for something that this machine cannot do."""
-    for name, default in _wanted(startup):
+    for default in CPU if startup.on_cpu else ():
         value = getattr(args, default.dest)
-        if name == "cpu" and default.required and value != default.value:
+        if default.required and value != default.value:
             given = default.dest.replace("_", "-")
             raise SnipError(f"--{given} {value}: impossible without a CUDA device; the CPU needs {default.flag}")
+    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        raise SnipError(
+            "--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine, which is not"
+            " installed; install it or give --transformer-impl local"
+        )

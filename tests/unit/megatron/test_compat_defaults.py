@@ -67,6 +67,9 @@ def test_missing_extensions_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert args.distributed_backend == "nccl"
     assert args.transformer_impl == "transformer_engine"
     assert "--no-gradient-accumulation-fusion" in shown[0]
+    with pytest.raises(SnipError, match="needs Transformer Engine, which is not installed; install it or give --tr"):
+        compat.check(args, ON_GPU)
+    compat.check(parse(ON_GPU, "--transformer-impl", "local")[0], ON_GPU)
 
     present |= {"transformer_engine", "fused_weight_gradient_mlp_cuda"}
     args, shown = parse(ON_GPU)
