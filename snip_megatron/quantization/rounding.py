@@ -17,7 +17,7 @@ from snip_megatron.quantization.formats import Element
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
-# Written out again in triton_kernels.py, whose device code can read no module.
+# Written out again in triton_elements.py, whose device code can read no module.
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35  # MurmurHash3's finaliser
 MIX_3 = 0x9E3779B1  # odd, next to 2^32 / golden ratio
 ROW_STEP, COLUMN_STEP = 0x9E3779B1, 0x85EBCA77
