@@ -49,7 +49,7 @@ setup(
     description="SNIP for Megatron: choose, while training, which GEMM of which linear runs in FP4, FP8 or BF16",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["snip_megatron", "snip_megatron.*"]),
     package_data={"snip_megatron": ["**/*.md", "reporting/templates/*"]},
