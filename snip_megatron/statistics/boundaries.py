@@ -82,7 +82,7 @@ class Boundary:
             self._add_value("cn2", (self.r[self._forwards] * dh).sum(1).double().square().sum())
         self._forwards += 1
         if tensor.requires_grad:
-            tensor.register_hook(self.on_gradient)
+            tensor.register_hook(self.on_gradient)  # type: ignore[no-untyped-call]
 
     def on_gradient(self, gradient: torch.Tensor) -> None:
         """A tensor's hook sees the sum of all gradients that reach the stream here: branch and residual."""

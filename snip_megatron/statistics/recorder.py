@@ -112,7 +112,7 @@ class LinearRecorder:
         self._samples.append(sample)
         self._add("xs2", sum_squares(sample.x) * weight * x_own)
         self._add("gs2", sum_squares(sample.g) * weight * g_own)
-        if self.handle.parallel == "column":  # a row-parallel Y is partial here: its norm is the branch's, see reduction
+        if self.handle.parallel == "column":  # a row-parallel Y is partial here: reduction takes the branch's norm
             self._add("y2", sum_squares(sample.x.float() @ w.float().t()) * weight)
 
     def _record_errors(

@@ -193,13 +193,11 @@ def _complete_row_parallel(
         if row.id.is_first:
             continue
         linear["y2"][i] = boundary["branch_h2"][row.id.sub_block]
-        by_format["e2"][i] = (
-            by_format["dx_row2"][i] * linear["w2"][i] + linear["x2"][i] * by_format["dw2"][i]
-        ) / row.k
+        by_format["e2"][i] = (by_format["dx_row2"][i] * linear["w2"][i] + linear["x2"][i] * by_format["dw2"][i]) / row.k
 
 
 def finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
-    """Turn the recorders' partial G_t·E_t into ``c2``: one all-reduce over the tensor parallel group for all of them."""
+    """Turn the recorders' partial G_t·E_t into ``c2``, with one all-reduce over the tensor parallel group."""
     dots = [dot for recorder in recorders for dot in recorder.dots]
     if not dots:
         return

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,22 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import LinearId
 
 STATS_SCHEMA = "snip.stats/1"
+
+# All that NumPy, zipfile and the conversions of the header raise on bytes that are no such file: RuntimeError for
+# encryption and unknown compression, MemoryError and OverflowError for impossible sizes.
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+    OverflowError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 RHO_GRID = np.logspace(-4.0, 1.0, 24)
 """Relative gradient errors ρ at which F_j(ρ) is tabulated (METHOD, recipe step 6)."""
@@ -216,5 +233,5 @@ class StatisticsTable:
                     sink_w2=data["sink_w2"],
                     meta={str(k): float(v) for k, v in header["meta"].items()},
                 )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        except _UNREADABLE as error:
             raise SnipError(f"{where}: not a statistics file ({error})") from None

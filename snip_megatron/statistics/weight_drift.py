@@ -1,8 +1,8 @@
 """Weight divergence of one parameter on one rank: the drift its optimizer would show for gradient errors of known size.
 
 METHOD, "Weight divergence" and recipe steps 5 and 6. Errors are given the element-wise size that column norms predict
-(one σ for the whole matrix overstates the drift, because entries with v ≈ 0 get too much) and random signs that belong to
-the global element, so that every sharding draws the same.
+(one σ for the whole matrix overstates the drift, because entries with v ≈ 0 get too much) and random signs that belong
+to the global element, so that every sharding draws the same.
 """
 
 from __future__ import annotations

@@ -1,0 +1,155 @@
+"""``python -m parallel_linears`` on two gloo ranks with ``OUT=<folder>``: sharded linears beside the whole one.
+
+Each rank writes ``rank<k>.pt``: case -> (Y, ∂L/∂X, ∇W) as it holds them; rank 0 also ``whole.pt`` of the same linears
+without any parallelism.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from snip_megatron.megatron.startup import prepare
+from snip_megatron.precision import Format, LinearId
+
+BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
+SEQUENCE, BATCH = 128, 2
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear and its setting. [n, k] is global; shards, gated halves and local tokens are multiples of 128."""
+
+    kind: str
+    n: int
+    k: int
+    formats: tuple[Format, Format, Format]
+    sequence_parallel: bool
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def row(self) -> bool:
+        return self.kind.endswith(("linear_proj", "linear_fc2"))
+
+    @property
+    def gated(self) -> bool:
+        return self.kind == "mlp.linear_fc1"
+
+    def __str__(self) -> str:
+        formats = "-".join(f.value for f in self.formats)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kind.split('.')[1]}_{formats}_{'sp' if self.sequence_parallel else 'tp'}_{dtype}"
+
+
+_SHAPES = {
+    "self_attention.linear_qkv": (512, 256),
+    "self_attention.linear_proj": (256, 512),
+    "mlp.linear_fc1": (512, 256),
+    "mlp.linear_fc2": (384, 256),
+}
+_FORMATS = ((BF16, BF16, BF16), (FP8, FP8, FP8), (FP4, FP4, FP4), (FP8, FP4, BF16), (BF16, BF16, FP4))
+CASES = [
+    Case(kind, *shape, formats, sequence_parallel)
+    for (kind, shape), formats, sequence_parallel in product(_SHAPES.items(), _FORMATS, (False, True))
+] + [
+    Case(kind, *_SHAPES[kind], (FP4, FP4, FP4), sequence_parallel, torch.bfloat16)
+    for kind, sequence_parallel in product(("mlp.linear_fc1", "mlp.linear_fc2"), (False, True))
+]
+
+
+def tensors(case: Case) -> Tensors:
+    """X [s, b, k], W [n, k], G [s, b, n] of the whole linear."""
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(SEQUENCE, BATCH, case.k, generator=generator)
+    w = torch.randn(case.n, case.k, generator=generator) * case.k**-0.5
+    g = torch.randn(SEQUENCE, BATCH, case.n, generator=generator) * 1e-3
+    return x.to(case.dtype), w.to(case.dtype), g.to(case.dtype)
+
+
+def shard(t: torch.Tensor, dim: int, rank: int, size: int, *, halves: int = 1) -> torch.Tensor:
+    """Share ``rank`` of ``size`` along ``dim``, of each of ``halves`` stacked parts."""
+    return torch.cat([half.chunk(size, dim)[rank] for half in t.chunk(halves, dim)], dim)
+
+
+def local_tensors(case: Case, rank: int, size: int) -> Tensors:
+    """What a rank is given of X, W and G."""
+    x, w, g = tensors(case)
+    if case.row:
+        x, w = shard(x, -1, rank, size), shard(w, 1, rank, size)
+        return x, w, shard(g, 0, rank, size) if case.sequence_parallel else g
+    halves = 2 if case.gated else 1
+    w, g = shard(w, 0, rank, size, halves=halves), shard(g, -1, rank, size, halves=halves)
+    return (shard(x, 0, rank, size) if case.sequence_parallel else x), w, g
+
+
+def run(case: Case, group: dist.ProcessGroup) -> Tensors:
+    """Build Megatron's linear over ``group``, convert it, and run it forward and backward once."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from snip_megatron.layers.context import StepContext
+    from snip_megatron.layers.conversion import _convert_linear
+    from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+
+    size = group.size()
+    x, w, g = local_tensors(case, group.rank(), size)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=256,
+        num_attention_heads=4,
+        tensor_model_parallel_size=size,
+        sequence_parallel=case.sequence_parallel and size > 1,
+        gated_linear_unit=case.gated,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        params_dtype=case.dtype,
+    )
+    shared: dict[str, Any] = {"config": config, "init_method": None, "bias": False, "tp_group": group}
+    if case.row:
+        module = RowParallelLinear(case.k, case.n, input_is_parallel=True, skip_bias_add=True, **shared)
+    else:
+        module = ColumnParallelLinear(case.k, case.n, gather_output=False, **shared)
+    assert module.weight.shape == w.shape
+    module.weight.data.copy_(w)
+
+    linear = LinearId(3, case.kind)
+    registry = LinearRegistry(decoder_linear_names(4), StepContext(step=6, seed=5))
+    _convert_linear(module, linear, registry)
+    registry[str(linear)].formats = case.formats
+    registry.start_step(6)
+    main_grad = module.weight.main_grad = torch.zeros_like(w, dtype=torch.float32)
+    module.weight.grad_added_to_main_grad = False
+    x.requires_grad_()
+    y, _ = module(x)
+    y.backward(g)
+    if not module.weight.grad_added_to_main_grad:  # all bf16: Megatron's own path, finished by DDP's hook
+        main_grad += module.weight.grad
+    assert x.grad is not None
+    return y.detach(), x.grad, main_grad
+
+
+def main() -> None:
+    prepare([], [])
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    rank, folder = dist.get_rank(), Path(os.environ["OUT"])
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    both = parallel_state.get_tensor_model_parallel_group()
+    torch.save({str(case): run(case, both) for case in CASES}, folder / f"rank{rank}.pt")
+    if rank == 0:
+        torch.save({str(case): run(case, alone) for case in CASES}, folder / "whole.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Linears over two tensor parallel ranks are the whole linear: outputs, gradients, draws of stochastic rounding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from launch import run_ranks
+from parallel_linears import CASES, Case, Tensors, shard
+
+Results = dict[str, Tensors]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Results], Results]:
+    """(by rank, of the whole linear)."""
+    folder = tmp_path_factory.mktemp("linears")
+    process = run_ranks(2, [], module="parallel_linears", tmp=folder, env={"OUT": str(folder)})
+    assert process.returncode == 0, process.stderr[-4000:]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)], torch.load(folder / "whole.pt")
+
+
+def expected_share(case: Case, whole: Tensors, rank: int) -> Tensors:
+    """What a rank must hold of the whole linear's Y, ∂L/∂X and ∇W."""
+    y, d, gw = whole
+    if case.row:
+        return shard(y, 0, rank, 2) if case.sequence_parallel else y, shard(d, -1, rank, 2), shard(gw, 1, rank, 2)
+    halves = 2 if case.gated else 1
+    d = shard(d, 0, rank, 2) if case.sequence_parallel else d
+    return shard(y, -1, rank, 2, halves=halves), d, shard(gw, 0, rank, 2, halves=halves)
+
+
+def decibel(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    error = float((expected.double() - actual.double()).norm())
+    return math.inf if error == 0 else 20 * math.log10(float(expected.double().norm()) / error)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shards_are_the_whole(case: Case, results: tuple[list[Results], Results]) -> None:
+    """FP32 tensors: 120 dB leaves room for the order of FP32 sums only. One element of G rounded the other way costs
+    over 40 dB more. bf16 tensors: partial results are rounded before their reduction."""
+    ranks, whole = results
+    for rank in range(2):
+        shares = expected_share(case, whole[str(case)], rank)
+        for kind, expected, actual in zip(("Y", "dX", "dW"), shares, ranks[rank][str(case)], strict=True):
+            assert actual.shape == expected.shape
+            least = 45 if case.dtype == torch.bfloat16 and kind != "dW" else 120
+            assert decibel(expected, actual) > least, (kind, rank)
+
+
+def test_one_other_draw_would_show() -> None:
+    """The claim above, for the largest tensor of G: one rounding step of the most common size in one element."""
+    g = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    other = g.clone()
+    other[0, 0] += 0.5 * g[0].abs().max() / 6  # the smallest step of E2M1 in this tile
+    assert decibel(g, other) < 80

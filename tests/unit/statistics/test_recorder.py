@@ -1,0 +1,285 @@
+"""What a linear records in a probe, against the definitions of the table's columns in float64; whole and sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.precision import LinearId
+from snip_megatron.quantization import FOUR_BIT, derive_seed, fake_quantize
+from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
+from snip_megatron.statistics.reduction import PartialTable, ProbeGroups, TableShape, finish_dots
+from snip_megatron.statistics.sums import sample_rows
+
+FORMATS = ("fp8", "fp4")
+T, N, K = 256, 256, 384
+CONTEXT = StepContext(step=3, seed=21, dp_size=2, dp_rank=1)
+COLUMN, ROW = LinearId(1, "mlp.linear_fc1"), LinearId(1, "mlp.linear_fc2")
+INDEX = {COLUMN: 6, ROW: 7}
+
+
+@dataclass
+class Microbatch:
+    """X [T, K], W [N, K], G [T, N], whole, bf16."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    g: torch.Tensor
+
+    @property
+    def d(self) -> torch.Tensor:
+        return self.g @ self.w
+
+
+def microbatches(count: int = 2, tokens: int = T) -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(8)
+    w = (torch.randn(N, K, generator=generator) / 16).bfloat16()
+    scale = torch.rand(K, generator=generator).mul(4).exp()
+    return [
+        Microbatch(
+            (torch.randn(tokens, K, generator=generator) * scale).bfloat16(),
+            w,
+            (
+                torch.randn(tokens, N, generator=generator) * torch.rand(tokens, 1, generator=generator) * 1e-3
+            ).bfloat16(),
+        )
+        for _ in range(count)
+    ]
+
+
+def handle_of(
+    linear: LinearId,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    out_features: torch.Tensor | None = None,
+    in_features: torch.Tensor | None = None,
+) -> LinearHandle:
+    return LinearHandle(
+        id=linear,
+        parallel="column" if linear is COLUMN else "row",
+        n=N,
+        k=K,
+        stage=0,
+        tp_rank=rank,
+        tp_size=size,
+        out_features=torch.arange(N) if out_features is None else out_features,
+        in_features=torch.arange(K) if in_features is None else in_features,
+        context=CONTEXT,
+        module=torch.nn.Identity(),
+    )
+
+
+def record(recorder: LinearRecorder, index: int, *tensors: torch.Tensor) -> None:
+    """Microbatch ``index``, the way a backward does it: it counts itself first."""
+    recorder.handle.backwards = index + 1
+    recorder.on_backward(*tensors)
+
+
+def square(t: torch.Tensor) -> float:
+    return float(t.double().square().sum())
+
+
+def quantised_g(g: torch.Tensor, linear: LinearId, index: int, gemm: int, fmt: str, axis: int) -> torch.Tensor:
+    """Q(G) as training draws it in global microbatch index·2 + 1."""
+    if fmt not in FOUR_BIT:
+        return fake_quantize(g, fmt, axis=axis)
+    seed = derive_seed(21, 3, index * 2 + 1, INDEX[linear], gemm)
+    return fake_quantize(g, fmt, axis=axis, rounding="stochastic", seed=seed)
+
+
+def definitions(batches: list[Microbatch], linear: LinearId, samples: int) -> dict[str, Any]:
+    """The columns as METHOD defines them."""
+    rows = [sample_rows(len(b.x), samples) for b in batches]
+    weight = len(batches[0].x) / len(rows[0])
+    w = batches[0].w.double()
+    columns: dict[str, Any] = {
+        "x2": sum(square(b.x) for b in batches),
+        "w2": square(w),
+        "g2": sum(square(b.g) for b in batches),
+        "d2": sum(square(b.d) for b in batches),
+        "s2": sum(float((b.g.double().square().sum(1) * b.x.double().square().sum(1)).sum()) for b in batches),
+        "xs2": sum(square(b.x[r]) for b, r in zip(batches, rows, strict=True)) * weight,
+        "gs2": sum(square(b.g[r]) for b, r in zip(batches, rows, strict=True)) * weight,
+        "y2": sum(square(b.x[r].double() @ w.t()) for b, r in zip(batches, rows, strict=True)) * weight,
+    }
+    for column in ("dx_row2", "dx_col2", "dw2", "dg_row2", "dg_col2", "e2", "c2"):
+        columns[column] = np.zeros(len(FORMATS))
+    for f, fmt in enumerate(FORMATS):
+        qw = fake_quantize(batches[0].w, fmt, block=True).double()
+        columns["dw2"][f] = square(qw - w)
+        for i, (b, r) in enumerate(zip(batches, rows, strict=True)):
+            qx = fake_quantize(b.x, fmt).double()
+            error = qx @ qw.t() - b.x.double() @ w.t()
+            columns["dx_row2"][f] += square(qx - b.x.double())
+            columns["dx_col2"][f] += square(fake_quantize(b.x, fmt, axis=0).double() - b.x.double())
+            columns["dg_row2"][f] += square(quantised_g(b.g, linear, i, 1, fmt, -1).double() - b.g.double())
+            columns["dg_col2"][f] += square(quantised_g(b.g, linear, i, 2, fmt, 0).double() - b.g.double())
+            columns["e2"][f] += square(error[r]) * weight
+            columns["c2"][f] += float((b.g.double() * error).sum(1).square().sum())
+    return columns
+
+
+def alone() -> ProbeGroups:
+    return ProbeGroups(tp=None, dp=None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -- one rank --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
+@pytest.mark.parametrize("samples", [64, 10_000])
+def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
+    recorder = LinearRecorder(handle_of(linear), FORMATS, samples)
+    batches = microbatches()
+    for i, b in enumerate(batches):
+        d = b.g.float() @ b.w.float()  # exact, so that c2 can be compared closely; its rounding is tested below
+        record(recorder, i, b.x, b.w, b.g, d, d)
+    finish_dots([recorder], alone())
+    expected = definitions(batches, linear, samples)
+    if linear is ROW:  # partial over ranks there: completed from other columns in the table
+        expected = {name: value for name, value in expected.items() if name not in ("y2", "e2")}
+    recorded = recorder.sums | recorder.by_format
+    assert recorded.keys() == expected.keys()
+    expected["d2"] = sum(square(b.g.double() @ b.w.double()) for b in batches)
+    for name, value in expected.items():
+        np.testing.assert_allclose(recorded[name].numpy(), value, rtol=2e-5, err_msg=name)
+
+
+def test_c2_through_a_rounded_input_gradient() -> None:
+    """D comes from a bf16 GEMM; the dots G·E through it stay within a fraction of a percent of the exact ones."""
+    recorder = LinearRecorder(handle_of(COLUMN), FORMATS, 64)
+    batches = microbatches()
+    for i, b in enumerate(batches):
+        record(recorder, i, b.x, b.w, b.g, b.d, b.d)
+    finish_dots([recorder], alone())
+    np.testing.assert_allclose(recorder.by_format["c2"].numpy(), definitions(batches, COLUMN, 64)["c2"], rtol=5e-3)
+    assert recorder.dots == []
+
+
+def test_column_norms() -> None:
+    recorder = LinearRecorder(handle_of(COLUMN), FORMATS, 64)
+    batches = microbatches()
+    for i, b in enumerate(batches):
+        record(recorder, i, b.x, b.w, b.g, b.d, b.d)
+    close = {"rtol": 1e-6, "atol": 0.0}
+    torch.testing.assert_close(recorder.x_cols, sum(b.x.double().square().sum(0) for b in batches), **close)
+    torch.testing.assert_close(recorder.g_cols, sum(b.g.double().square().sum(0) for b in batches), **close)
+    assert recorder.dx_cols is not None
+    assert recorder.dg_cols is not None
+    for f, fmt in enumerate(FORMATS):
+        dx = [fake_quantize(b.x, fmt, axis=0).double() - b.x.double() for b in batches]
+        dg = [quantised_g(b.g, COLUMN, i, 2, fmt, 0).double() - b.g.double() for i, b in enumerate(batches)]
+        torch.testing.assert_close(recorder.dx_cols[f], sum(e.square().sum(0) for e in dx), **close)
+        torch.testing.assert_close(recorder.dg_cols[f], sum(e.square().sum(0) for e in dg), **close)
+
+
+def test_noise_passes_compare_with_the_statistics_pass_microbatch_by_microbatch() -> None:
+    recorder = LinearRecorder(handle_of(COLUMN), FORMATS, 32)
+    batches = microbatches()
+    changed = [Microbatch(b.x + i + 1, b.w, b.g * (1 + 0.1 * (i + 1))) for i, b in enumerate(batches)]
+    for i, b in enumerate(batches):
+        record(recorder, i, b.x, b.w, b.g, b.d, b.d)
+    before = {name: value.clone() for name, value in recorder.sums.items()}
+    rows = sample_rows(T, 32)
+    fx2 = sum(square((c.x.float() - b.x.float())[rows]) for b, c in zip(batches, changed, strict=True)) * T / 32
+    g2 = sum(square((c.g.float() - b.g.float())[rows]) for b, c in zip(batches, changed, strict=True)) * T / 32
+    for phase in (Pass.FORWARD_NOISE, Pass.BACKWARD_NOISE):
+        recorder.start(phase)
+        for i, c in enumerate(changed):
+            record(recorder, i, c.x, c.w, c.g, c.d, c.d)
+    assert float(recorder.sums["fx2"]) == pytest.approx(fx2, rel=1e-6)
+    assert float(recorder.sums["fg2"]) == pytest.approx(g2, rel=1e-6)
+    assert float(recorder.sums["bg2"]) == pytest.approx(g2, rel=1e-6)
+    assert {name: recorder.sums[name] for name in before} == before
+
+
+def test_no_tokens_leave_no_nan() -> None:
+    recorder = LinearRecorder(handle_of(COLUMN), FORMATS, 32)
+    (b,) = microbatches(1, tokens=0)
+    record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
+    finish_dots([recorder], alone())
+    assert all(torch.isfinite(value).all() for value in (recorder.sums | recorder.by_format).values())
+    assert float(recorder.sums["x2"]) == 0.0
+
+
+def test_recorders_are_detached_after_an_error() -> None:
+    recorder = LinearRecorder(handle_of(COLUMN), FORMATS, 32)
+
+    def fail() -> None:
+        with attached([recorder]):
+            assert recorder.handle.recorder is recorder
+            raise RuntimeError("in the probe")
+
+    with pytest.raises(RuntimeError, match="in the probe"):
+        fail()
+    assert recorder.handle.recorder is None
+
+
+# -- two tensor parallel ranks, simulated ----------------------------------------------------------------------
+def shards(linear: LinearId, sequence_parallel: bool) -> list[tuple[LinearHandle, Any]]:
+    """Per rank: its handle and the function Microbatch -> what its backward sees (x, w, g, d_local, d_reduced)."""
+    found = []
+    for rank in range(2):
+        # Gated halves for the column-parallel linear: rows 0–63 and 128–191 on rank 0. All multiples of no tile.
+        out = torch.arange(N).view(2, 2, -1)[:, rank].reshape(-1)
+        inner = torch.arange(K).chunk(2)[rank]
+        tokens = torch.arange(T).chunk(2)[rank] if sequence_parallel else torch.arange(T)
+
+        def column(b: Microbatch, out: torch.Tensor = out, tokens: torch.Tensor = tokens) -> tuple[torch.Tensor, ...]:
+            w, g = b.w[out], b.g[:, out]
+            whole = b.g.float() @ b.w.float()
+            return b.x, w, g, g.float() @ w.float(), whole[tokens]
+
+        def row(b: Microbatch, inner: torch.Tensor = inner) -> tuple[torch.Tensor, ...]:
+            w = b.w[:, inner]
+            d = b.g.float() @ w.float()
+            return b.x[:, inner], w, b.g, d, d
+
+        if linear is COLUMN:
+            found.append((handle_of(linear, rank=rank, size=2, out_features=out), column))
+        else:
+            found.append((handle_of(linear, rank=rank, size=2, in_features=inner), row))
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
+def test_the_sum_over_shards_is_the_whole(linear: LinearId, sequence_parallel: bool) -> None:
+    """Every column, with nothing counted twice. N/4 = 64: W's blocks and G's tiles along N fall differently on two
+    ranks, so the errors of those are compared loosely; the rest to FP32 summation."""
+    batches = microbatches()
+    whole = LinearRecorder(handle_of(linear), FORMATS, 64)
+    for i, b in enumerate(batches):
+        d = b.g.float() @ b.w.float()
+        record(whole, i, b.x, b.w, b.g, d, d)
+    parts = [(LinearRecorder(handle, FORMATS, 64), local) for handle, local in shards(linear, sequence_parallel)]
+    for recorder, local in parts:
+        for i, b in enumerate(batches):
+            record(recorder, i, *local(b))
+    first, second = (recorder for recorder, _ in parts)
+    for i, other in enumerate(second.dots):  # what the all-reduce over the tensor parallel group does
+        first.dots[i] = second.dots[i] = first.dots[i] + other
+    shape = TableShape(names=(str(linear),), formats=FORMATS, sinks=())
+    one, two = PartialTable(shape, 1.0), PartialTable(shape, 1.0)
+    finish_dots([whole], alone())
+    one.add_recorder(whole, dp_rank=0)
+    for recorder in (first, second):
+        finish_dots([recorder], alone())
+        two.add_recorder(recorder, dp_rank=0)
+    tiled = {"dw2", "dg_row2", "c2", "e2"} if linear is COLUMN else {"dw2", "dx_row2", "c2"}
+    for name, expected in one.arrays.items():
+        rtol = 0.15 if name.split(".")[-1] in tiled else 2e-5
+        np.testing.assert_allclose(two.arrays[name].numpy(), expected.numpy(), rtol=rtol, err_msg=name)
+    assert float(one.arrays["linear.x2"][0]) > 0

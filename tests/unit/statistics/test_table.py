@@ -1,0 +1,208 @@
+"""The statistics table: what it refuses, and its file: nothing but a SnipError comes out of a bad one."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+from snip_megatron.statistics.table import (
+    BOUNDARY_COLUMNS,
+    FORMAT_COLUMNS,
+    LINEAR_COLUMNS,
+    RHO_GRID,
+    LinearRow,
+    SinkRow,
+    StatisticsTable,
+)
+
+
+def table() -> StatisticsTable:
+    rng = np.random.default_rng(1)
+    rows = tuple(
+        LinearRow(f"decoder.layers.{i}.{kind}", i, 12, 8)
+        for i in range(2)
+        for kind in ("mlp.linear_fc1", "mlp.linear_fc2")
+    )
+    sinks = (SinkRow("embedding.word_embeddings", 0, 800), SinkRow("decoder.final_layernorm", 4, 8))
+    return StatisticsTable(
+        step=40,
+        tokens=256,
+        tokens_per_step=4096,
+        formats=("fp8", "fp4"),
+        linears=rows,
+        sinks=sinks,
+        linear={c: rng.random(4) for c in LINEAR_COLUMNS},
+        by_format={c: rng.random((4, 2)) for c in FORMAT_COLUMNS},
+        boundary={c: rng.random(5) for c in BOUNDARY_COLUMNS},
+        drift2=rng.random((4, len(RHO_GRID))),
+        sink_drift2=rng.random((2, len(RHO_GRID))),
+        sink_w2=rng.random(2),
+        meta={"clip": 0.5},
+    )
+
+
+VALID = table().to_bytes()
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    original, path = table(), tmp_path / "step_40.npz"
+    original.save(path)
+    loaded = StatisticsTable.load(path)
+    for name in ("step", "tokens", "tokens_per_step", "formats", "linears", "sinks", "meta"):
+        assert getattr(loaded, name) == getattr(original, name), name
+    assert loaded.arrays().keys() == original.arrays().keys()
+    for name, array in original.arrays().items():
+        np.testing.assert_array_equal(loaded.arrays()[name], array, err_msg=name)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_40.npz"]  # nothing partial is left
+
+
+def test_arrays_name_every_column() -> None:
+    names = set(table().arrays())
+    assert {f"linear.{c}" for c in LINEAR_COLUMNS} < names
+    assert len(names) == len(LINEAR_COLUMNS) + len(FORMAT_COLUMNS) + len(BOUNDARY_COLUMNS) + 3
+
+
+@pytest.mark.parametrize(
+    ("group", "column", "value"),
+    [
+        ("linear", "x2", np.ones(3)),
+        ("linear", "x2", np.ones(4, dtype=np.float32)),
+        ("by_format", "c2", np.ones((4, 3))),
+        ("boundary", "h2", np.ones(4)),
+        ("drift2", "", np.ones((4, 5))),
+        ("sink_w2", "", np.ones(1)),
+    ],
+)
+def test_wrong_shapes_and_dtypes_are_refused(group: str, column: str, value: np.ndarray) -> None:
+    one = table()
+    changed = {**getattr(one, group), column: value} if column else value
+    with pytest.raises(ValueError, match=f"statistics {group}"):
+        replace(one, **{group: changed})
+
+
+# -- finite ----------------------------------------------------------------------------------------------------
+def test_a_good_table_is_finite() -> None:
+    assert table().non_finite() == []
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1e-30])
+def test_non_finite_names_column_and_linear(bad: float) -> None:
+    one = table()
+    one.linear["gw2"][2] = bad
+    one.by_format["c2"][1, 1] = bad
+    one.boundary["h2"][3] = bad
+    one.drift2[0, 7] = bad
+    one.sink_drift2[1, 0] = bad
+    assert one.non_finite() == [
+        "linear.gw2 at decoder.layers.1.mlp.linear_fc1",
+        "by_format.c2 at decoder.layers.0.mlp.linear_fc2",
+        "boundary.h2 at 3",
+        "drift2 at decoder.layers.0.mlp.linear_fc1",
+        "sink_drift2 at 1",
+    ]
+
+
+# -- files from outside ----------------------------------------------------------------------------------------
+def load(content: bytes) -> StatisticsTable | str:
+    """The table, or the message of the SnipError; anything else fails the test."""
+    try:
+        return StatisticsTable.from_bytes(content, where="s.npz")
+    except SnipError as error:
+        return str(error)
+
+
+def with_header(**fields: Any) -> bytes:
+    """The valid file with other header fields."""
+    with np.load(io.BytesIO(VALID)) as data:
+        arrays = {name: data[name] for name in data}
+    header = {**json.loads(bytes(arrays["header"])), **fields}
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SnipError, match=r"absent\.npz: cannot be read"):
+        StatisticsTable.load(tmp_path / "absent.npz")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"schema": "snip.stats/2"},
+        {"step": None},
+        {"step": "x"},
+        {"step": float("inf")},
+        {"linears": []},
+        {"linears": [["decoder.layers.0.mlp.linear_fc9", 0, 1, 1]] * 4},
+        {"linears": [["decoder.layers.0.mlp.linear_fc1", 0, 1]] * 4},
+        {"linears": {"a": 1}},
+        {"sinks": [[1]]},
+        {"formats": 3},
+        {"formats": ["fp8"]},
+        {"meta": []},
+        {"meta": {"clip": "much"}},
+    ],
+    ids=str,
+)
+def test_a_bad_header_is_one_line(fields: dict[str, Any]) -> None:
+    message = load(with_header(**fields))
+    assert isinstance(message, str)
+    assert "\n" not in message
+
+
+def test_pickles_are_not_opened() -> None:
+    buffer = io.BytesIO()
+    np.savez(buffer, header=np.array([{"a": 1}], dtype=object))
+    assert "s.npz: not a statistics file" in str(load(buffer.getvalue()))
+
+
+@given(
+    st.binary(max_size=400) | st.binary(max_size=200).map(b"PK\x03\x04".__add__) | st.binary().map(b"\x93NUMPY".__add__)
+)
+def test_any_bytes_give_a_snip_error(content: bytes) -> None:
+    assert str(load(content)).startswith("s.npz: ")
+
+
+DIRECTORY = VALID.index(b"PK\x01\x02")  # the entry of header.npy in the zip file's directory
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "reason"),
+    [(6, 200, "version"), (8, 1, "encrypted"), (10, 99, "compression"), (10, 8, "decompress")],
+)
+def test_what_zipfile_says_of_a_damaged_directory(offset: int, value: int, reason: str) -> None:
+    """NotImplementedError, RuntimeError, zlib.error, EOFError, …: each is a line of ours."""
+    content = bytearray(VALID)
+    content[DIRECTORY + offset] = value
+    assert str(load(bytes(content))).startswith("s.npz: not a statistics file"), reason
+
+
+@given(st.integers(0, len(VALID) - 23))
+def test_a_truncated_file_is_none(length: int) -> None:
+    assert str(load(VALID[:length])).startswith("s.npz: not a statistics file")
+
+
+# Where the structure of the file is: zip headers and arrays' headers. Changes elsewhere only fail a checksum.
+PLACES = [m.start() + i for m in re.finditer(rb"PK\x01\x02|PK\x05\x06|\x93NUMPY", VALID) for i in range(120)]
+PLACES = [place for place in PLACES if place < len(VALID)]
+
+
+@settings(max_examples=400)
+@given(st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_damaged_file_loads_as_a_table_or_gives_a_snip_error(changes: list[tuple[int, int]]) -> None:
+    content = bytearray(VALID)
+    for place, value in changes:
+        content[place] = value
+    assert isinstance(load(bytes(content)), StatisticsTable | str)
