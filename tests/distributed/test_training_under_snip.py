@@ -1,0 +1,147 @@
+"""Whole runs under SNIP through the real entry: maps are solved, agreed on and adopted on every layout, and repeat."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import finish, losses, run_ranks, start_ranks, tiny_llama_args
+
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.reporting.readers import read_events, read_maps, read_metrics
+from snip_megatron.statistics.table import StatisticsTable
+
+STEPS = 40
+STAGE_TOLERANCE = 0.02
+# The lag leaves the solver about a second, start of its process included; a decision that is not ready is postponed.
+SNIP = ("--snip", "--snip-first-update", "2", "--snip-update-interval", "13", "--snip-lag", "12")
+
+
+def arguments(run: Path, *extra: str, steps: int = STEPS) -> list[str]:
+    return tiny_llama_args(*SNIP, "--snip-dir", str(run), *extra, iters=steps)
+
+
+def train(tmp: Path, nproc: int, *extra: str, name: str = "run", steps: int = STEPS) -> tuple[Path, dict[int, float]]:
+    """The run directory and the losses by step."""
+    run = tmp / name
+    process = run_ranks(nproc, arguments(run, *extra, steps=steps), tmp=tmp, timeout=300)
+    check(process)
+    return run, losses(process)
+
+
+def check(process: subprocess.CompletedProcess[str]) -> None:
+    assert process.returncode == 0, process.stderr[-4000:]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run) if event["event"] == kind]
+
+
+def assert_maps_hold(run: Path, stages: int) -> None:
+    """At least two optimal maps, each at its budget overall and on every stage, and counted from the formats."""
+    adopted = events(run, "adopt")
+    assert len(adopted) >= 2
+    table = StatisticsTable.load(sorted((run / "stats").glob("*.npz"))[0])
+    flops = {row.name: float(row.n * row.k) for row in table.linears}
+    stage_of = {row.name: row.stage for row in table.linears}
+    assert set(stage_of.values()) == set(range(stages))
+    for step, precision_map in read_maps(run).items():
+        assert step in {event["step"] for event in adopted}
+        assert precision_map.status == "optimal"
+        assert precision_map.achieved is not None
+        assert precision_map.achieved >= 0.75
+        for stage in range(stages):
+            own = [name for name in flops if stage_of[name] == stage]
+            low = sum(flops[n] for n in own for g in Gemm if precision_map.format_of(n, g) is Format.FP4)
+            share = low / (3 * sum(flops[n] for n in own))
+            assert share >= 0.75 - STAGE_TOLERANCE - 1e-9
+            assert precision_map.achieved_per_stage[str(stage)] == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "stages", "layout"),
+    [
+        (2, 1, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (2, 2, "--pipeline-model-parallel-size 2"),
+        (2, 1, "--use-distributed-optimizer"),
+        (4, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
+    ],
+    ids=["tp2-sp", "pp2", "dp2-distributed-optimizer", "tp2-pp2"],
+)
+def test_every_layout_adopts_optimal_maps(nproc: int, stages: int, layout: str, tmp_path: Path) -> None:
+    run, curve = train(tmp_path, nproc, *layout.split())
+    assert_maps_hold(run, stages)
+    assert curve[STEPS] < curve[1] - 1.0
+    figures = read_metrics(run)
+    assert [figure["step"] for figure in figures] == list(range(STEPS))
+    assert all(figure["loss"] is not None for figure in figures)  # rank 0 knows the last stage's loss
+    assert (run / "report.html").stat().st_size > 100_000
+
+
+def test_two_agents_with_c10d_rendezvous(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    launcher = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29717", "--rdzv-id", "snip")
+    agents = [start_ranks(1, arguments(run), tmp=tmp_path, launcher=launcher) for _ in range(2)]
+    for agent in agents:
+        check(finish(agent, 300))
+    assert_maps_hold(run, 1)
+
+
+def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(tmp_path: Path) -> None:
+    """The checkpoint lies between submitting an update and adopting it."""
+    saves = ("--save", str(tmp_path / "ckpt"), "--save-interval", "20")
+    run, curve = train(tmp_path, 1, *saves)
+    adoptions = {event["step"]: event["version"] for event in events(run, "adopt")}
+    assert len(adoptions) >= 2
+
+    _, replayed = train(tmp_path, 1, "--snip-replay", str(run), name="replayed")
+    assert replayed == curve
+
+    resume = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", "20", "--no-save-optim", "--snip-replay", str(run))
+    _, resumed = train(tmp_path, 1, *resume, name="resumed")
+    assert resumed == {step: loss for step, loss in curve.items() if step in resumed}
+    assert min(resumed) == 21
+
+    again = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", "20")
+    later, own = train(tmp_path, 1, *again, name="again")
+    restored = {event["step"]: event["version"] for event in events(later, "adopt")}
+    before = [step for step in adoptions if step <= 20]
+    assert restored[20] == adoptions[max(before)]  # the map in force came out of the checkpoint
+    pending = min(step for step in adoptions if step > 20)
+    if restored.get(pending) == adoptions[pending]:  # the solver was in time in both runs: equal schedules
+        assert read_maps(later)[pending].choices == read_maps(run)[pending].choices
+        assert [own[step] for step in range(22, pending + 1)] == [curve[step] for step in range(22, pending + 1)]
+    else:
+        assert events(later, "postpone")
+
+
+def test_a_static_map_needs_no_update(tmp_path: Path) -> None:
+    names = [str(LinearId(layer, kind)) for layer in range(4) for kind in KINDS]
+    static = PrecisionMap.uniform(names, Format.FP8, version=7)
+    path = tmp_path / "map.json"
+    path.write_text(static.to_json())
+    run = tmp_path / "run"
+    process = run_ranks(
+        1, tiny_llama_args("--snip", "--snip-map", str(path), "--snip-dir", str(run), iters=4), tmp=tmp_path
+    )
+    check(process)
+    assert [(event["step"], event["version"]) for event in events(run, "adopt")] == [(0, 7)]
+    assert not events(run, "probe")
+    assert json.loads((run / "maps" / "step_0.json").read_text())["choices"] == dict.fromkeys(static.choices, "fp8")
+
+
+def test_figures_reach_megatrons_own_offline_wandb_run(tmp_path: Path) -> None:
+    """Megatron opens its run on the last rank, here the second pipeline stage."""
+    wandb = ("--wandb-project", "snip", "--wandb-exp-name", "run", "--wandb-save-dir", str(tmp_path / "wandb"))
+    train(tmp_path, 2, "--pipeline-model-parallel-size", "2", *wandb, "--tensorboard-dir", str(tmp_path / "tb"))
+    files = list((tmp_path / "wandb").rglob("*.wandb"))
+    assert len(files) == 1  # never a second run
+    content = files[0].read_bytes()
+    for key in (b"snip/fp4_fraction", b"snip/adopt/achieved", b"snip/probe/statistics/seconds", b"lm loss"):
+        assert key in content, key
+
+
+KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
