@@ -12,7 +12,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 
 GRANULARITIES = ("gemm", "layer")
-GEMM_BACKENDS = ("auto", "reference")
+GEMM_BACKENDS = ("auto", "reference", "hopper")
 EVAL_MODES = ("map", "bf16", "both")
 FORMATS = ("fp8", "fp4", "nvfp4", "mxfp4", "mxfp8", "fp8_tensor")
 FOUR_BIT = ("fp4", "nvfp4", "mxfp4")

@@ -35,11 +35,11 @@ class GemmBackend(Protocol):
     def quantize_gradient(self, g: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys) -> Sides:
         """G [T, N] as dgrad (tiles along N) and wgrad (tiles along T) take it."""
 
-    def fprop(self, x: Side, w: Side, *, tokens: int, dtype: torch.dtype) -> Tensor:
-        """Y = Q(X)·Q(W)ᵀ [``tokens``, N] in ``dtype``."""
+    def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
+        """Y = Q(X)·Q(W)ᵀ [T, N] in ``dtype``."""
 
-    def dgrad(self, g: Side, w: Side, *, tokens: int, dtype: torch.dtype) -> Tensor:
-        """∂L/∂X = Q(G)·Q(W) [``tokens``, K] in ``dtype``."""
+    def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
+        """∂L/∂X = Q(G)·Q(W) [T, K] in ``dtype``."""
 
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
         """∇W = Q(G)ᵀ·Q(X) [N, K] in FP32, added to ``out`` when given."""
@@ -65,13 +65,13 @@ class ReferenceBackend:
         """See :class:`GemmBackend`."""
         return _plain(g, dgrad, keys.dgrad, keys.cols), _plain(g, wgrad, keys.wgrad, keys.cols)
 
-    def fprop(self, x: Side, w: Side, *, tokens: int, dtype: torch.dtype) -> Tensor:
+    def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """See :class:`GemmBackend`."""
         assert isinstance(x, Plain)
         assert isinstance(w, Plain)
         return reference.fprop(x.tensor, w.tensor, x.format, out_dtype=dtype)
 
-    def dgrad(self, g: Side, w: Side, *, tokens: int, dtype: torch.dtype) -> Tensor:
+    def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """See :class:`GemmBackend`."""
         assert isinstance(g, Plain)
         assert isinstance(w, Plain)

@@ -1,21 +1,92 @@
-"""Which backend runs the GEMMs: ``--snip-gemm``."""
+"""Which backend runs the GEMMs (``--snip-gemm``), and which linears are too small to gain from it."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from snip_megatron.config import GEMM_BACKENDS
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 
-BACKENDS: dict[str, GemmBackend] = {"reference": REFERENCE}
+_HOPPER = (9, 0)
+_MEASURED = Path(__file__).with_name("shapes.json")
+
+# Below this N·K/(N+K) a linear is predicted to lose, from speeds measured on one H200 (README.md): per token bf16 takes
+# 6·NK FLOPs at 670 TFLOP/s; fp8 4·NK at 1080 and 2·NK at 910, and quantising X and G moves 4.06·(N+K) bytes at 75 % of
+# 4.3 TB/s. The two are equal at NK/(N+K) = 412.
+_BREAK_EVEN = 412.0
 
 
-def select_backend(name: str) -> GemmBackend:
-    """The backend of ``--snip-gemm``. ``auto`` is the best that this machine can run.
+@dataclass(frozen=True)
+class Selection:
+    """A backend and, in words for the log, why."""
+
+    backend: GemmBackend
+    reason: str
+
+
+def select_backend(name: str) -> Selection:
+    """The backend of ``--snip-gemm``. ``auto`` is the fastest that gives the map's numbers on this machine.
 
     Raises:
-        SnipError: an unknown name.
+        SnipError: an unknown name, or a backend that this machine cannot run.
     """
-    if name == "auto":
-        return REFERENCE
-    if name not in BACKENDS:
-        raise SnipError(f"--snip-gemm {name}: unknown; choose one of auto, {', '.join(BACKENDS)}")
-    return BACKENDS[name]
+    if name not in GEMM_BACKENDS:
+        raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(GEMM_BACKENDS)}")
+    if name == "reference":
+        return Selection(REFERENCE, "as asked")
+    missing = _why_not_hopper()
+    if missing is None:
+        return Selection(_hopper(), f"{torch.cuda.get_device_name()}, sm_90")
+    if name == "hopper":
+        raise SnipError(f"--snip-gemm hopper: {missing}; use --snip-gemm auto or reference")
+    return Selection(REFERENCE, f"{missing}: emulation, slower than bf16")
+
+
+def _why_not_hopper() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a Hopper GPU (sm_90) and there is no CUDA device here"
+    capability = torch.cuda.get_device_capability()
+    if capability != _HOPPER:
+        name = torch.cuda.get_device_name()
+        return f"needs a Hopper GPU (sm_90) and {name} is sm_{capability[0]}{capability[1]}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton, which cannot be imported here"
+    return None
+
+
+@functools.cache
+def _hopper() -> GemmBackend:
+    # Triton is only there on machines with a GPU.
+    from snip_megatron.gemm.cublaslt import cublaslt
+    from snip_megatron.gemm.hopper import HopperBackend
+    from snip_megatron.gemm.scaled import ScaledProducts
+    from snip_megatron.quantization import triton_quantize
+
+    return HopperBackend(triton_quantize, ScaledProducts(library=cublaslt()))
+
+
+# -- small linears -------------------------------------------------------------------------------------------------
+def gains(n: int, k: int) -> bool:
+    """Whether a linear with weight [N, K] is faster in fp8 than in bf16, forward, backward and quantisation together.
+
+    As measured where ``shapes.json`` beside this file has the shape (either way round: the three GEMMs are the same),
+    else by the rule above. At 8,192 tokens; fewer gain less.
+    """
+    measured = _table().get((min(n, k), max(n, k)))
+    return n * k / (n + k) >= _BREAK_EVEN if measured is None else measured > 1.0
+
+
+@functools.cache
+def _table() -> dict[tuple[int, int], float]:
+    """(smaller, larger edge) → speedup of fp8 over bf16; written by ``benchmarks/linear.py --small``."""
+    if not _MEASURED.exists():
+        return {}
+    rows = json.loads(_MEASURED.read_text())["rows"]
+    return {(min(row["n"], row["k"]), max(row["n"], row["k"])): float(row["fp8"]) for row in rows}

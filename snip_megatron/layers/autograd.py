@@ -66,7 +66,7 @@ class QuantizedLinear(torch.autograd.Function):
         w_side, _ = handle.weights.get(backend, weight, fprop, dgrad)
         tensors, ctx.assemble = disassemble(Plain(x, wgrad) if kept is None else kept)
         ctx.save_for_backward(*tensors)
-        y = backend.fprop(x_side, w_side, tokens=_tokens(total), dtype=x.dtype)
+        y = backend.fprop(x_side, w_side, dtype=x.dtype)
         y = y.view(*total.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -83,7 +83,7 @@ class QuantizedLinear(torch.autograd.Function):
         g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, _keys(handle))
         handle.backwards += 1
         _, w_side = handle.weights.get(backend, weight, fprop, dgrad)
-        d_local = backend.dgrad(g_row, w_side, tokens=g.shape[0], dtype=g.dtype)
+        d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
         if gather is not None:
             gather.wait()
 
@@ -103,10 +103,6 @@ class QuantizedLinear(torch.autograd.Function):
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _tokens(x: torch.Tensor) -> int:
-    return math.prod(x.shape[:-1])
 
 
 def _keys(handle: LinearHandle) -> GradientKeys:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.gemm.backend import REFERENCE
+from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
@@ -44,14 +46,28 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     if not layers:
         raise SnipError("no decoder layer found in the model: SNIP supports Megatron's GPT models")
     model_config = layers[0].config
-    context = StepContext(seed=config.seed, backend=select_backend(config.gemm))
+    selection = select_backend(config.gemm)
+    context = StepContext(seed=config.seed, backend=selection.backend)
     registry = LinearRegistry(decoder_linear_names(model_config.num_layers), context)
     for layer in layers:
         for kind in LINEAR_KINDS:
             module = _descend(layer, kind)
             if module is not None:
                 _convert_linear(module, LinearId(layer.layer_number - 1, kind), registry)
+    if int(os.environ.get("RANK", "0")) == 0:
+        _announce(selection, registry)
     return registry
+
+
+def _announce(selection: Selection, registry: LinearRegistry) -> None:
+    """Say once what runs the GEMMs, and which linears it cannot make faster; the map's formats hold for these too."""
+    print(f"snip: GEMMs by {selection.backend.name} ({selection.reason})", flush=True)
+    if selection.backend is REFERENCE:
+        return
+    small = {h.id.kind: tuple(h.weight.shape) for h in registry if not gains(*h.weight.shape)}
+    if small:
+        listed = ", ".join(f"{kind} {list(shape)}" for kind, shape in small.items())
+        print(f"snip: too small to be faster in fp8 or fp4: {listed} (--snip-pin '*.KIND=bf16' keeps bf16)", flush=True)
 
 
 def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:
@@ -60,7 +76,8 @@ def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:
             yield module
 
 
-def _descend(layer: torch.nn.Module, kind: str) -> torch.nn.Module | None:
+def _descend(layer: torch.nn.Module, kind: str) -> Any:
+    """The linear, or None."""
     module: Any = layer
     for part in kind.split("."):
         module = getattr(module, part, None)
@@ -70,7 +87,7 @@ def _descend(layer: torch.nn.Module, kind: str) -> torch.nn.Module | None:
     return module
 
 
-def _convert_linear(module: torch.nn.Module, linear: LinearId, registry: LinearRegistry) -> None:
+def _convert_linear(module: Any, linear: LinearId, registry: LinearRegistry) -> None:
     target = _SNIP_CLASS.get(type(module))
     if target is None:
         raise SnipError(

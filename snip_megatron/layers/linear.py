@@ -49,7 +49,7 @@ def quantized_forward(
         tp_group=kwargs.get("tp_group"),
         has_backward=torch.is_grad_enabled(),
     )
-    return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call)  # type: ignore[no-any-return]
+    return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class SnipColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]

@@ -1,0 +1,251 @@
+"""FP32 accumulation inside the GEMM: out += A·Bᵀ in one kernel, through the cuBLASLt library that torch has loaded.
+
+torch's scaled GEMM always overwrites its result; adding it to ``main_grad`` afterwards reads and writes the gradient of
+every weight once more than needed (12 of 16 bytes an element). The library can do it (beta = 1), so this binds the few
+functions that takes. Numbers of enumerators: cublasLt.h of CUDA 12.9 and later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.quantization.packed import Operand
+
+_LIBRARY = "libcublasLt.so.{major}"
+_FIRST_VERSION = 120900  # 1×128 and 128×128 scales
+_WORKSPACE = 32 << 20  # bytes, what cuBLAS recommends for Hopper
+_ALIGNMENT = 256  # bytes, the most that the heuristic distinguishes
+
+_COMPUTE_32F = 68
+_REAL_32F, _REAL_16F, _REAL_16BF, _REAL_8F_E4M3 = 0, 2, 14, 28
+_TYPES = {torch.float16: _REAL_16F, torch.bfloat16: _REAL_16BF, torch.float8_e4m3fn: _REAL_8F_E4M3}
+_SCALE_MODES = {"tensor": 0, "tile": 4, "block": 5}
+_NOT_TRANSPOSED, _TRANSPOSED = 0, 1
+# Attributes of a matmul descriptor.
+_TRANSA, _TRANSB, _A_SCALE, _B_SCALE, _FAST_ACCUMULATION, _A_SCALE_MODE, _B_SCALE_MODE = 3, 4, 17, 18, 25, 31, 32
+# Attributes of a preference.
+_MAX_WORKSPACE, _ALIGN_A, _ALIGN_B, _ALIGN_C, _ALIGN_D = 1, 5, 6, 7, 8
+
+
+class CublasLtError(RuntimeError):
+    """A call of the library failed; its name and status."""
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = [
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix as the library sees it (column-major): its type, stored rows and columns, leading dimension."""
+
+    dtype: torch.dtype
+    rows: int
+    cols: int
+    ld: int
+    transposed: bool
+    scaling: str | None
+    alignment: int
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """C (m × n, FP32, leading dimension ``ldc``) += op(A)·op(B): what a plan is made for."""
+
+    a: _Matrix
+    b: _Matrix
+    m: int
+    n: int
+    ldc: int
+    alignment: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    operation: ctypes.c_void_p
+    a: ctypes.c_void_p
+    b: ctypes.c_void_p
+    c: ctypes.c_void_p
+    algorithm: _Heuristic
+
+
+class CublasLt:
+    """The library of this process. Plans are made once a shape and kept; calls may come from any thread.
+
+    Raises:
+        OSError: the library is not there.
+        CublasLtError: it is older than block scaling, or a call fails.
+    """
+
+    def __init__(self) -> None:
+        major = (torch.version.cuda or "0").split(".")[0]
+        self._library = ctypes.CDLL(_LIBRARY.format(major=major))
+        self._library.cublasLtGetVersion.restype = ctypes.c_size_t
+        self.version = int(self._library.cublasLtGetVersion())
+        if self.version < _FIRST_VERSION:
+            raise CublasLtError(f"cuBLASLt {self.version} has no 1×128 scales (needs {_FIRST_VERSION})")
+        self._handles: dict[int, ctypes.c_void_p] = {}
+        self._plans: dict[tuple[int, _Problem], _Plan | None] = {}
+        self._lock = threading.Lock()
+        self._one = ctypes.c_float(1.0)
+
+    # -- products ------------------------------------------------------------------------------------------------
+    def accumulate(self, a: Operand, b: Operand, out: Tensor) -> bool:
+        """out += a·bᵀ, exactly accumulated; False where the library has no kernel for it and nothing was done.
+
+        Args:
+            a, b: quantised, [a.rows, D] and [b.rows, D].
+            out: FP32 [a.rows, b.rows], row-major.
+        """
+        # Row-major out is column-major outᵀ = b·aᵀ; a row-major operand [rows, D] is column-major [D, rows].
+        return self._run(
+            _operand(b, transposed=True), _operand(a, transposed=False),
+            (b.values, a.values), (b.scale, a.scale), out,
+        )  # fmt: skip
+
+    def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor) -> bool:
+        """out += gᵀ·x for g [T, N], x [T, K] in bf16 or fp16, row-major, and out FP32 [N, K]; False as above."""
+        left = _Matrix(x.dtype, x.shape[1], x.shape[0], x.stride(0), False, None, _alignment(x))
+        right = _Matrix(g.dtype, g.shape[1], g.shape[0], g.stride(0), True, None, _alignment(g))
+        return self._run(left, right, (x, g), None, out)
+
+    def _run(
+        self, a: _Matrix, b: _Matrix, values: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor] | None, out: Tensor
+    ) -> bool:
+        problem = _Problem(a, b, out.shape[1], out.shape[0], out.stride(0), _alignment(out))
+        with torch.cuda.device(out.device), self._lock:
+            plan = self._plan(problem, scales)
+            if plan is None:
+                return False
+            if scales is not None:
+                self._set_scales(plan.operation, scales)
+            size = plan.algorithm.workspace
+            # Freed to the stream's own allocator at return: later work of the stream may have it, other streams not.
+            workspace = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None
+            self._call(
+                "cublasLtMatmul", self._handle(), plan.operation, ctypes.byref(self._one), _pointer(values[0]), plan.a,
+                _pointer(values[1]), plan.b, ctypes.byref(self._one), _pointer(out), plan.c, _pointer(out), plan.c,
+                ctypes.byref(plan.algorithm), None if workspace is None else _pointer(workspace), ctypes.c_size_t(size),
+                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            )  # fmt: skip
+        return True
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+    def _plan(self, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
+        key = (torch.cuda.current_device(), problem)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(problem, scales)
+        return self._plans[key]
+
+    def _make_plan(self, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
+        operation = self.operation(problem.a.transposed, problem.b.transposed, problem.a.scaling, problem.b.scaling)
+        if scales is not None:
+            self._set_scales(operation, scales)
+        a = self.layout(_TYPES[problem.a.dtype], problem.a.rows, problem.a.cols, problem.a.ld)
+        b = self.layout(_TYPES[problem.b.dtype], problem.b.rows, problem.b.cols, problem.b.ld)
+        c = self.layout(_REAL_32F, problem.m, problem.n, problem.ldc)
+        found = self._heuristics(problem, operation, a, b, c)
+        return _Plan(operation, a, b, c, found[0]) if found else None
+
+    def operation(
+        self, transposed_a: bool, transposed_b: bool, scaling_a: str | None, scaling_b: str | None
+    ) -> ctypes.c_void_p:
+        """Descriptor of an FP32 product with the scalings of :class:`Operand`, None for operands without scales."""
+        operation = ctypes.c_void_p()
+        self._call("cublasLtMatmulDescCreate", ctypes.byref(operation), _COMPUTE_32F, _REAL_32F)
+        self._set(operation, _TRANSA, ctypes.c_int32(_TRANSPOSED if transposed_a else _NOT_TRANSPOSED))
+        self._set(operation, _TRANSB, ctypes.c_int32(_TRANSPOSED if transposed_b else _NOT_TRANSPOSED))
+        if scaling_a is not None and scaling_b is not None:
+            self._set(operation, _FAST_ACCUMULATION, ctypes.c_int8(0))
+            self._set(operation, _A_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[scaling_a]))
+            self._set(operation, _B_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[scaling_b]))
+        return operation
+
+    def layout(self, dtype: int, rows: int, cols: int, ld: int) -> ctypes.c_void_p:
+        """Column-major [rows, cols] with leading dimension ``ld``."""
+        layout = ctypes.c_void_p()
+        sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(cols), ctypes.c_int64(ld))
+        self._call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), dtype, *sizes)
+        return layout
+
+    def preference(self, alignments: tuple[int, int, int]) -> ctypes.c_void_p:
+        """Workspace limit and alignments in bytes of A, B and C (which is D)."""
+        preference = ctypes.c_void_p()
+        self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        a, b, c = (ctypes.c_uint32(alignment) for alignment in alignments)
+        limit = ctypes.c_uint64(_WORKSPACE)
+        for name, value in ((_MAX_WORKSPACE, limit), (_ALIGN_A, a), (_ALIGN_B, b), (_ALIGN_C, c), (_ALIGN_D, c)):
+            self._set(preference, name, value, "cublasLtMatmulPreferenceSetAttribute")
+        return preference
+
+    def _heuristics(
+        self, problem: _Problem, operation: Any, a: Any, b: Any, c: Any, count: int = 1
+    ) -> list[_Heuristic]:
+        """The algorithms that the library would try first; none where it has none."""
+        preference = self.preference((problem.a.alignment, problem.b.alignment, problem.alignment))
+        results, found = (_Heuristic * count)(), ctypes.c_int()
+        arguments = (self._handle(), operation, a, b, c, c, preference, count, results, ctypes.byref(found))
+        status = self._library.cublasLtMatmulAlgoGetHeuristic(*arguments)
+        self._call("cublasLtMatmulPreferenceDestroy", preference)
+        return [r for r in results[: found.value] if r.state == 0] if status == 0 else []
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+    def _handle(self) -> ctypes.c_void_p:
+        device = torch.cuda.current_device()
+        if device not in self._handles:
+            handle = ctypes.c_void_p()
+            self._call("cublasLtCreate", ctypes.byref(handle))
+            self._handles[device] = handle
+        return self._handles[device]
+
+    def _set_scales(self, operation: ctypes.c_void_p, scales: tuple[Tensor, Tensor]) -> None:
+        for name, scale in zip((_A_SCALE, _B_SCALE), scales, strict=True):
+            self._set(operation, name, _pointer(scale))
+
+    def _set(self, target: Any, name: int, value: Any, call: str = "cublasLtMatmulDescSetAttribute") -> None:
+        self._call(call, target, name, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            raise CublasLtError(f"{name} failed with status {status}")
+
+
+@functools.cache
+def cublaslt() -> CublasLt | None:
+    """The library, or None where torch came without one that is new enough."""
+    try:
+        return CublasLt()
+    except (OSError, CublasLtError):
+        return None
+
+
+def _operand(side: Operand, *, transposed: bool) -> _Matrix:
+    values = side.values
+    depth, rows = values.shape[1], values.shape[0]
+    return _Matrix(values.dtype, depth, rows, values.stride(0), transposed, side.scaling, _alignment(values))
+
+
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _alignment(tensor: Tensor) -> int:
+    """The largest power of two that divides the address, at most what the heuristic distinguishes."""
+    address = tensor.data_ptr() | _ALIGNMENT
+    return address & -address

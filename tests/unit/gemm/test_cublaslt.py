@@ -1,0 +1,80 @@
+"""The binding of cuBLASLt as far as a CPU can test it: the real library checks every attribute and its size."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from snip_megatron.gemm import cublaslt
+from snip_megatron.gemm.cublaslt import CublasLt, CublasLtError
+
+
+@pytest.fixture(scope="module")
+def library() -> CublasLt:
+    found = cublaslt.cublaslt()
+    if found is None:
+        pytest.skip("torch came without cuBLASLt 12.9 or later")
+    return found
+
+
+@pytest.mark.parametrize("scaling", ["tile", "block", "tensor", None])
+def test_descriptors_are_accepted(library: CublasLt, scaling: str | None) -> None:
+    operation = library.operation(True, False, "tile" if scaling == "block" else scaling, scaling)
+    assert operation.value
+    assert library.layout(28, 256, 512, 256).value
+    assert library.preference((256, 256, 16)).value
+
+
+def test_a_wrong_attribute_is_an_error(library: CublasLt) -> None:
+    operation = library.operation(True, False, "tile", "tile")
+    with pytest.raises(CublasLtError, match="cublasLtMatmulDescSetAttribute failed with status"):
+        library._set(operation, cublaslt._FAST_ACCUMULATION, ctypes.c_int32(0))  # it is one byte
+
+
+def test_heuristic_result_has_the_size_of_the_header() -> None:
+    assert ctypes.sizeof(cublaslt._Heuristic) == 64 + 8 + 4 + 4 + 16
+
+
+def test_numbers_are_those_of_the_header() -> None:
+    header = Path(sysconfig.get_paths()["purelib"]) / "nvidia/cu13/include/cublasLt.h"
+    if not header.exists():
+        pytest.skip("cublasLt.h is not installed")
+    numbers = dict(re.findall(r"^\s*(CUBLASLT_\w+) = (\d+),", header.read_text(), re.MULTILINE))
+    expected = {
+        "MATMUL_DESC_TRANSA": cublaslt._TRANSA,
+        "MATMUL_DESC_TRANSB": cublaslt._TRANSB,
+        "MATMUL_DESC_A_SCALE_POINTER": cublaslt._A_SCALE,
+        "MATMUL_DESC_B_SCALE_POINTER": cublaslt._B_SCALE,
+        "MATMUL_DESC_FAST_ACCUM": cublaslt._FAST_ACCUMULATION,
+        "MATMUL_DESC_A_SCALE_MODE": cublaslt._A_SCALE_MODE,
+        "MATMUL_DESC_B_SCALE_MODE": cublaslt._B_SCALE_MODE,
+        "MATMUL_MATRIX_SCALE_SCALAR_32F": cublaslt._SCALE_MODES["tensor"],
+        "MATMUL_MATRIX_SCALE_VEC128_32F": cublaslt._SCALE_MODES["tile"],
+        "MATMUL_MATRIX_SCALE_BLK128x128_32F": cublaslt._SCALE_MODES["block"],
+        "MATMUL_PREF_MAX_WORKSPACE_BYTES": cublaslt._MAX_WORKSPACE,
+        "MATMUL_PREF_MIN_ALIGNMENT_A_BYTES": cublaslt._ALIGN_A,
+        "MATMUL_PREF_MIN_ALIGNMENT_B_BYTES": cublaslt._ALIGN_B,
+        "MATMUL_PREF_MIN_ALIGNMENT_C_BYTES": cublaslt._ALIGN_C,
+        "MATMUL_PREF_MIN_ALIGNMENT_D_BYTES": cublaslt._ALIGN_D,
+    }
+    assert {name: int(numbers[f"CUBLASLT_{name}"]) for name in expected} == expected
+
+
+def test_alignment_is_the_largest_power_of_two_up_to_256() -> None:
+    storage = torch.empty(4096, dtype=torch.uint8)
+    base = -storage.data_ptr() % 512
+    found = [cublaslt._alignment(storage[base + offset :]) for offset in (0, 1, 8, 48, 256, 512)]
+    assert found == [256, 1, 8, 16, 256, 256]
+
+
+def test_no_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_LIBRARY", "libno_such_library.so.{major}")
+    assert cublaslt.cublaslt.__wrapped__() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(cublaslt, "_FIRST_VERSION", 10**9)
+    assert cublaslt.cublaslt.__wrapped__() is None

@@ -1,0 +1,252 @@
+"""The Hopper backend on a CPU: cuBLAS emulated with its layouts and refusals, quantisers in torch and in Triton.
+
+What a GPU computes is tested in tests/gpu; here, that every operand has the layout that cuBLAS takes, and the numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.hopper import HopperBackend
+from snip_megatron.gemm.operands import GradientKeys, Plain, disassemble
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.precision import Format
+from snip_megatron.quantization import packed
+
+from .emulated_scaled_mm import scaled_mm
+from .interpreted import choose_interpreter, differences
+
+BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
+UNIFORM = [(fmt, fmt, fmt) for fmt in (FP8, FP4, TENSOR)]
+MIXED = [(FP8, FP4, BF16), (BF16, FP8, FP4), (TENSOR, FP8, FP4), (FP4, TENSOR, FP8), (NVFP4, FP4, TENSOR)]
+EVEN = (256, 384, 512)  # T, N, K
+TAILS = (136, 144, 208)  # whole tiles nowhere, but taken by cuBLAS
+REFUSED = [(130, 144, 208), (1, 256, 128), (7, 136, 200), (0, 144, 208), (12, 136, 1), (12, 1, 256)]
+
+
+def backend() -> HopperBackend:
+    return HopperBackend(packed, ScaledProducts(scaled_mm))
+
+
+def operands(tokens: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens + n + k)
+    x, w, g = (torch.randn(shape, generator=generator) for shape in ((tokens, k), (n, k), (tokens, n)))
+    spread = torch.randn(tokens, 1, generator=generator).exp()
+    return (x * spread).to(dtype), w.to(dtype), (g * spread * 1e-3).to(dtype)
+
+
+def keys(n: int) -> GradientKeys:
+    return GradientKeys(2**63 + 17, 18, torch.arange(n) * 2 + 5)
+
+
+def run(b: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any, out: Tensor | None = None) -> list[Tensor]:
+    """Y, ∂L/∂X and ∇W as a linear gets them."""
+    fprop, dgrad, wgrad = formats
+    x_row, x_col = b.quantize_input(x, fprop, wgrad)
+    w_row, w_col = b.quantize_weight(w, fprop, dgrad)
+    g_row, g_col = b.quantize_gradient(g, dgrad, wgrad, keys(w.shape[0]))
+    tensors, assemble = disassemble(x_col)
+    return [
+        b.fprop(x_row, w_row, dtype=x.dtype),
+        b.dgrad(g_row, w_col, dtype=g.dtype),
+        b.wgrad(g_col, assemble(*tensors), out=out),
+    ]
+
+
+def assert_reference(shape: tuple[int, int, int], formats: Any, dtype: torch.dtype) -> None:
+    """The reference's numbers up to FP32 summation (and one rounding of Y and ∂L/∂X)."""
+    x, w, g = operands(*shape, dtype=dtype)
+    for found, expected in zip(run(backend(), x, w, g, formats), run(REFERENCE, x, w, g, formats), strict=True):
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
+        rtol = max(torch.finfo(found.dtype).eps, 1e-5)
+        scale = expected.float().abs().amax().clamp_min(1e-20) if expected.numel() else torch.tensor(1.0)
+        torch.testing.assert_close(found.float() / scale, expected.float() / scale, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("formats", UNIFORM + MIXED)
+@pytest.mark.parametrize("shape", [EVEN, TAILS])
+def test_layouts_are_what_cublas_takes_and_numbers_the_reference_s(shape: tuple[int, int, int], formats: Any) -> None:
+    assert_reference(shape, formats, torch.bfloat16)
+
+
+@pytest.mark.parametrize("formats", UNIFORM)
+@pytest.mark.parametrize("shape", REFUSED)
+def test_shapes_that_cublas_refuses(shape: tuple[int, int, int], formats: Any) -> None:
+    """Rows of A not a multiple of 4 are padded; outputs not a multiple of 16 are multiplied in FP32; T = 0 is empty."""
+    assert_reference(shape, formats, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("formats", [*UNIFORM, MIXED[0]])
+def test_other_dtypes(dtype: torch.dtype, formats: Any) -> None:
+    assert_reference(TAILS, formats, dtype)
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP8, FP4, TENSOR, NVFP4])
+@pytest.mark.parametrize("tokens", [136, 0])
+def test_wgrad_is_added_to_an_fp32_gradient(fmt: Format, tokens: int) -> None:
+    x, w, g = operands(tokens, 144, 208)
+    main_grad = torch.randn(144, 208)
+    before = main_grad.clone()
+    *_, alone = run(backend(), x, w, g, (fmt, fmt, fmt))
+    *_, added = run(backend(), x, w, g, (fmt, fmt, fmt), out=main_grad)
+    assert added is main_grad
+    torch.testing.assert_close(main_grad, before + alone, rtol=1e-6, atol=1e-6)
+    assert alone.dtype is torch.float32
+    assert bool(alone.any()) == (tokens > 0)
+
+
+# -- what is read, kept and accumulated ----------------------------------------------------------------------------
+class Counting:
+    """Counts reads of a matrix by the quantisers."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return getattr(packed, name)(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize("first", [FP8, FP4])
+@pytest.mark.parametrize("second", [FP8, FP4])
+def test_one_read_gives_both_orientations(first: Format, second: Format) -> None:
+    counting = Counting()
+    x, w, g = operands(*EVEN)
+    run(HopperBackend(counting, ScaledProducts(scaled_mm)), x, w, g, (first, second, second))
+    assert counting.calls == ["quantize_tiles", "quantize_blocks", "quantize_tiles"]
+
+
+def test_bf16_tensors_are_not_quantised() -> None:
+    counting = Counting()
+    x, w, g = operands(*EVEN)
+    b = HopperBackend(counting, ScaledProducts(scaled_mm))
+    y, d, gw = run(b, x, w, g, (BF16, BF16, BF16))
+    assert counting.calls == []
+    assert torch.equal(y, x @ w.t())
+    assert torch.equal(d, g @ w)
+    assert torch.equal(gw, g.float().t() @ x.float())
+
+
+@pytest.mark.parametrize("fmt", [FP8, FP4])
+def test_x_is_kept_in_half_the_bytes(fmt: Format) -> None:
+    x, _, _ = operands(256, 16, 512)
+    _, kept = backend().quantize_input(x, fmt, fmt)
+    tensors, _ = disassemble(kept)
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert sum(held.values()) == x.numel() + x.numel() // 128 * 4
+    assert x.untyped_storage().data_ptr() not in held
+
+
+def test_x_of_a_bf16_wgrad_is_kept_as_it_is() -> None:
+    x, _, _ = operands(*EVEN)
+    _, kept = backend().quantize_input(x, FP8, BF16)
+    assert isinstance(kept, Plain)
+    assert kept.tensor is x
+
+
+def test_only_tensor_scaled_activations_accumulate_fast() -> None:
+    """METHOD's weight gradients reduce over all tokens: exact accumulation there."""
+    seen: list[bool] = []
+
+    def recording(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(kwargs["use_fast_accum"])
+        return scaled_mm(*args, **kwargs)
+
+    x, w, g = operands(*EVEN)
+    run(HopperBackend(packed, ScaledProducts(recording)), x, w, g, (TENSOR, TENSOR, TENSOR))
+    run(HopperBackend(packed, ScaledProducts(recording)), x, w, g, (FP8, FP8, FP8))
+    assert seen == [True, True, False, False, False, False]
+
+
+class Library:
+    """Stands where cuBLASLt does: accumulates, or says that it has no kernel."""
+
+    def __init__(self, has_kernels: bool) -> None:
+        self.has_kernels, self.calls = has_kernels, 0
+
+    def accumulate(self, a: packed.Operand, b: packed.Operand, out: Tensor) -> bool:
+        self.calls += 1
+        if self.has_kernels:
+            out.add_(a.dequantize() @ b.dequantize().t())
+        return self.has_kernels
+
+    def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor) -> bool:
+        self.calls += 1
+        if self.has_kernels:
+            out.add_(g.float().t() @ x.float())
+        return self.has_kernels
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP8, FP4, TENSOR])
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_accumulation_in_the_gemm_where_the_library_can(fmt: Format, has_kernels: bool) -> None:
+    library = Library(has_kernels)
+    x, w, g = operands(*TAILS)
+    main_grad = torch.ones(TAILS[1], TAILS[2])
+    products = ScaledProducts(scaled_mm, library)  # type: ignore[arg-type]
+    run(HopperBackend(packed, products), x, w, g, (fmt, fmt, fmt), out=main_grad)
+    assert library.calls == 1
+    *_, alone = run(backend(), x, w, g, (fmt, fmt, fmt))
+    torch.testing.assert_close(main_grad, alone + 1, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_that_the_library_must_not_see() -> None:
+    """A bf16 or strided main_grad, or an odd shape: a product, then an addition."""
+    library = Library(True)
+    products = ScaledProducts(scaled_mm, library)  # type: ignore[arg-type]
+    x, w, g = operands(136, 144, 208)
+    for out in (torch.zeros(144, 208, dtype=torch.bfloat16), torch.zeros(208, 144).t(), torch.zeros(144, 416)[:, ::2]):
+        run(HopperBackend(packed, products), x, w, g, (FP8, FP8, FP8), out=out)
+        assert out.any()
+    x, w, g = operands(12, 8, 200)
+    run(HopperBackend(packed, products), x, w, g, (FP8, FP8, FP8), out=torch.zeros(8, 200))
+    assert library.calls == 0
+
+
+def test_a_not_a_number_spoils_its_own_tiles_only() -> None:
+    x, w, g = operands(*EVEN)
+    x[5, 300] = float("nan")
+    y, _, gw = run(backend(), x, w, g, (FP8, FP8, FP8))
+    assert y[5].isnan().all()
+    assert not y[6:].isnan().any()
+    assert gw[:, 300].isnan().all()
+    assert not gw[:, :300].isnan().any()
+
+
+def test_formats_of_every_pair_of_gemms() -> None:
+    """Any map of three formats runs, and no GEMM's numbers depend on the others' formats."""
+    x, w, g = operands(*TAILS)
+    alone = {fmt: run(backend(), x, w, g, (fmt, fmt, fmt)) for fmt in (BF16, FP8, FP4, TENSOR)}
+    for formats in itertools.product(alone, repeat=3):
+        for index, found in enumerate(run(backend(), x, w, g, formats)):
+            assert torch.equal(found, alone[formats[index]][index]), (formats, index)
+
+
+# -- the kernels ---------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=choose_interpreter) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("shape", [(136, 144, 208), (130, 136, 200)])
+@pytest.mark.parametrize("formats", [("fp8", "fp8", "fp8"), ("fp8", "fp4", "fp4"), ("fp8_tensor", "fp4", "fp8_tensor")])
+def test_triton_s_quantisers_in_the_interpreter(
+    interpreter: ProcessPoolExecutor, shape: tuple[int, int, int], formats: tuple[str, str, str]
+) -> None:
+    assert interpreter.submit(differences, shape, formats).result(timeout=300) == []

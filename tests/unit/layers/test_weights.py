@@ -1,0 +1,131 @@
+"""When a linear's weight is quantised, and when it must be again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from linears import convert, one_rank, operands, stock_linear
+
+from snip_megatron.gemm.backend import ReferenceBackend, Sides
+from snip_megatron.layers.context import StepContext
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.precision import Format, PrecisionMap
+
+BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
+
+
+class Counting(ReferenceBackend):
+    """The reference, which copies weights as a backend with kernels does, and counts."""
+
+    def __init__(self) -> None:
+        self.weights = 0
+
+    def quantize_weight(self, w: torch.Tensor, fprop: Format | None, dgrad: Format | None) -> Sides:
+        self.weights += 1
+        return super().quantize_weight(w.detach().clone(), fprop, dgrad)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    with one_rank() as alone:
+        yield alone
+
+
+@pytest.fixture
+def linear(group: dist.ProcessGroup) -> Any:
+    return stock_linear(group, 128, 128, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def backend() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def registry(linear: Any, backend: Counting) -> LinearRegistry:
+    context = StepContext(backend=backend)
+    handle = convert(linear, context, (FP8, FP8, FP8))
+    registry = LinearRegistry([handle.name], context)
+    registry.add(handle)
+    return registry
+
+
+def step(linear: Any, microbatches: int = 3) -> torch.Tensor:
+    for microbatch in range(microbatches):
+        x, g = operands(32, 1, 128, 128, torch.bfloat16, seed=microbatch)
+        y = linear(x)[0]
+        y.backward(g)
+    return torch.as_tensor(y.detach())
+
+
+def test_once_a_step_whatever_the_microbatches(linear: Any, registry: LinearRegistry, backend: Counting) -> None:
+    for index in range(3):
+        registry.start_step(index)
+        step(linear)
+        assert backend.weights == index + 1
+
+
+def test_a_map_quantises_anew(linear: Any, registry: LinearRegistry, backend: Counting) -> None:
+    step(linear)
+    before = step(linear)
+    assert backend.weights == 1
+    registry.adopt(PrecisionMap.uniform(registry.names, FP4))
+    assert not torch.equal(step(linear), before)
+    assert backend.weights == 2
+
+
+def test_a_validation_after_a_step_sees_new_weights(linear: Any, registry: LinearRegistry, backend: Counting) -> None:
+    """The distributed optimizer writes through its buffer: the weight's version does not tell."""
+    registry.start_step(0)
+    step(linear)
+    version = linear.weight._version
+    linear.weight.data.mul_(2)
+    assert linear.weight._version == version
+    registry.end_step()
+    x, _ = operands(32, 1, 128, 128, torch.bfloat16)
+    with torch.no_grad():
+        evaluated = linear(x)[0]
+        fresh = convert(stock_copy(linear), StepContext(), (FP8, FP8, FP8)).module(x)[0]
+    assert torch.equal(evaluated, fresh)
+    assert backend.weights == 2
+
+
+def stock_copy(linear: Any) -> Any:
+    other = stock_linear(linear.tp_group, 128, 128, dtype=torch.bfloat16)
+    other.weight.data.copy_(linear.weight.data)
+    return other
+
+
+@pytest.mark.parametrize("how", ["load", "in_place", "replaced"])
+def test_weights_that_change_unannounced(linear: Any, registry: LinearRegistry, backend: Counting, how: str) -> None:
+    """Loading a checkpoint between two steps' forwards, an update in place, a new storage."""
+    before = step(linear)
+    with torch.no_grad():
+        if how == "load":
+            linear.load_state_dict({"weight": linear.weight * 2}, strict=False)
+        elif how == "in_place":
+            linear.weight.mul_(2)
+        else:
+            linear.weight.data = linear.weight.data * 2
+    after = step(linear)
+    assert backend.weights == 2
+    torch.testing.assert_close(after, before * 2)
+
+
+def test_another_backend_quantises_anew(linear: Any, registry: LinearRegistry, backend: Counting) -> None:
+    step(linear)
+    other = registry.context.backend = Counting()
+    step(linear)
+    assert (backend.weights, other.weights) == (1, 1)
+
+
+def test_freed_at_the_step_s_end(linear: Any, registry: LinearRegistry) -> None:
+    step(linear)
+    (handle,) = registry
+    assert handle.weights._sides is not None
+    registry.end_step()
+    assert handle.weights._sides is None
