@@ -20,6 +20,7 @@ REQUIREMENTS = [
     "numpy>=2",
     "jinja2>=3",
     "plotly>=6",
+    "psutil>=6",  # Megatron's distributed checkpoint asserts it, without declaring it
     "tqdm>=4.66",
 ]
 
