@@ -1,8 +1,8 @@
 """From float64 to the integers of CP-SAT, without losing order or feasibility.
 
 CP-SAT adds int64 coefficients. A float64 is an integer times a power of two: a constraint whose numbers fit, after
-their common divisor is taken out, is translated exactly. Others are rounded at 2^-60 of their sum, always to the side
-that loses no feasible choice; the caller checks the result against the true numbers.
+their common divisor is taken out, is translated exactly. Others are rounded at 2^-bits of their sum, to the side that
+loses no feasible choice; the caller checks the result against the true numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from fractions import Fraction
 
 BITS = 60
 """Sums of coefficients stay below 2^60: CP-SAT asks for sums within int64 with room for its own arithmetic."""
+QUICK_BITS = 46
+"""With needs of 60 bits CP-SAT was seen to take 3 to 10 times as long (its LP works in float64); with losses of 60
+bits it was not."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,14 @@ class IntegerNeed:
 
 
 def integer_need(
-    savings: Sequence[float], need: float, fixed: Sequence[float] = (), *, strict: bool = False
+    savings: Sequence[float], need: float, fixed: Sequence[float] = (), *, bits: int = BITS, strict: bool = False
 ) -> IntegerNeed:
     """Σ savings·x ≥ need − Σ fixed.
 
     Args:
         savings: coefficient of each Boolean.
         need: finite. fixed: savings that are decided already.
+        bits: the coefficients' sum stays below 2^bits.
         strict: where rounding is needed, round so that whatever meets the integers meets the floats; the default is
             the other side: whatever meets the floats meets the integers.
     """
@@ -41,9 +45,9 @@ def integer_need(
     coefficients = [m // divisor for m in numerators]
     unit *= divisor
     size = sum(map(abs, coefficients))
-    exact = size < 2**BITS
+    exact = size < 2**bits
     if not exact:
-        coarse = 2 ** (size.bit_length() - BITS + 1)
+        coarse = 2 ** (size.bit_length() - bits + 1)
         coefficients = [m // coarse if strict else -(-m // coarse) for m in coefficients]
         unit *= coarse
         size = sum(map(abs, coefficients))

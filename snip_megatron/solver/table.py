@@ -86,6 +86,22 @@ class ChoiceTable:
         """[n, F] whether the format is a choice of the item."""
         return np.isfinite(self.loss)
 
+    def part(self, rows: Ints, loss: Floats, need: float) -> ChoiceTable:
+        """The problem of some items with losses of their own [rows, F] and one need."""
+        return ChoiceTable(
+            ids=tuple(self.ids[i] for i in rows),
+            formats=self.formats,
+            loss=loss - loss.min(axis=1, keepdims=True),
+            true_loss=loss,
+            saving=self.saving[rows],
+            stage=np.zeros(len(rows), dtype=np.int64),
+            stages=(0,),
+            cost=0.0,
+            stage_cost=np.zeros(1),
+            need=need,
+            stage_need=np.full(1, -np.inf),
+        )
+
     def pick_saving(self, pick: Ints) -> Floats:
         """[n] saving of the picked columns."""
         return np.take_along_axis(self.saving, pick[:, None], axis=1)[:, 0]

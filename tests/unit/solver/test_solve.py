@@ -29,6 +29,7 @@ def check(problem: Problem, solution: Solution) -> None:
         assert solution.achieved == pytest.approx(math.fsum(c.saving for c in picks) / cost, rel=1e-15, abs=1e-300)
 
 
+# Seed 22 is an instance that OR-Tools 9.15 gets wrong without the setting in core.py.
 @pytest.mark.parametrize("seed", range(30))
 def test_equals_highs(seed: int) -> None:
     rng = np.random.default_rng(seed)
