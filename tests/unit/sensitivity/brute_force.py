@@ -13,12 +13,18 @@ from snip_megatron.precision import Gemm
 from .reference_recorder import probe
 from .small_llama import Trained, adamw_direction
 
+Batch = tuple[Tensor, Tensor]
 
-def gradients(trained: Trained, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+
+def gradients(trained: Trained, microbatches: Sequence[Batch], seed: int = 0) -> dict[str, Tensor]:
+    """Mean gradient by parameter name, without the head's: it reads the last norm, no option moves it by itself."""
     trained.model.zero_grad()
-    trained.model.loss(tokens, labels).backward()
-    # The head reads the last norm: no weight of the decoder and no sink.
-    return {n: p.grad.clone() for n, p in trained.model.named_parameters() if p.grad is not None and n != "head.weight"}
+    for index, (tokens, labels) in enumerate(microbatches):
+        for linear in trained.model.linears().values():
+            linear.seed = 1000 * seed + index
+        (trained.model.loss(tokens, labels) / len(microbatches)).backward()
+    named = trained.model.named_parameters()
+    return {n: p.grad.clone() for n, p in named if p.grad is not None and n != "head.weight"}
 
 
 def relative_drift(trained: Trained, base: dict[str, Tensor], moved: dict[str, Tensor]) -> float:
@@ -32,24 +38,26 @@ def relative_drift(trained: Trained, base: dict[str, Tensor], moved: dict[str, T
 
 
 def true_drift(
-    trained: Trained, tokens: Tensor, labels: Tensor, fmt: str, seeds: Sequence[int] = (11, 12)
+    trained: Trained, microbatches: Sequence[Batch], fmt: str, seeds: Sequence[int] = (11, 12)
 ) -> np.ndarray:
-    """Drift of every option forced alone, float64 [linears, 3]; stochastic rounding averaged over ``seeds``."""
-    base = gradients(trained, tokens, labels)
+    """Drift of every option forced alone, float64 [linears, 3], for a step of ``microbatches``.
+
+    Stochastic rounding is averaged over ``seeds``.
+    """
+    base = gradients(trained, microbatches)
     linears = list(trained.model.linears().values())
     truth = np.zeros((len(linears), len(Gemm)))
     for i, linear in enumerate(linears):
         for j, gemm in enumerate(Gemm):
+            draws = seeds[:1] if gemm is Gemm.FPROP else seeds
             linear.formats = {gemm.value: fmt}
-            for seed in seeds[:1] if gemm is Gemm.FPROP else seeds:
-                linear.seed = seed
-                truth[i, j] += relative_drift(trained, base, gradients(trained, tokens, labels))
-            truth[i, j] /= 1 if gemm is Gemm.FPROP else len(seeds)
+            drifts = [relative_drift(trained, base, gradients(trained, microbatches, seed)) for seed in draws]
             linear.formats = {}
+            truth[i, j] = np.mean(drifts)
     return truth
 
 
-def true_loss_change(trained: Trained, batches: Sequence[tuple[Tensor, Tensor]], fmt: str) -> np.ndarray:
+def true_loss_change(trained: Trained, batches: Sequence[Batch], fmt: str) -> np.ndarray:
     """Mean change of the loss by every fprop forced alone, float64 [linears], less the first-order term ⟨G, E⟩.
 
     On few tokens ⟨G, E⟩ dominates the change although its mean over the data vanishes (METHOD, ``measured``).

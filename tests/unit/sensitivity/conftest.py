@@ -60,4 +60,4 @@ def truth(trained: Trained, probe_batch: tuple[Tensor, Tensor]) -> Truth:
     data = small_llama.corpus()
     batches = [small_llama.batch(data, 4 * SEQUENCES, 5000 + i) for i in range(2)]
     with one_thread():
-        return Truth(true_drift(trained, *probe_batch, "fp4"), true_loss_change(trained, batches, "fp4"))
+        return Truth(true_drift(trained, [probe_batch], "fp4"), true_loss_change(trained, batches, "fp4"))

@@ -22,7 +22,7 @@ from snip_megatron.statistics.table import (
     StatisticsTable,
 )
 
-from .small_llama import BLOCKS, Stream, Trained, adamw_direction, normalised, quantise
+from .small_llama import Stream, Trained, adamw_direction, normalised, quantise
 
 NOISE = 0.03
 SEED = 99
@@ -56,7 +56,7 @@ def probe(trained: Trained, tokens: Tensor, labels: Tensor, **noise: dict[int, T
     records = {name: linear.record or {} for name, linear in linears.items()}
     for linear in linears.values():
         linear.record = None
-    boundaries = range(2 * BLOCKS + 1)
+    boundaries = range(2 * len(model.blocks) + 1)
     return Pass(
         x={n: r["x"] for n, r in records.items()},
         g={n: r["g"] for n, r in records.items()},
@@ -93,7 +93,7 @@ def record(
     base = probe(trained, tokens, labels)
     shape = torch.Size((*tokens.shape, base.h[0].shape[-1]))
     forward = probe(trained, tokens, labels, forward_noise={0: relative_noise(base.h[0], shape, 3)})
-    top = 2 * BLOCKS
+    top = 2 * len(trained.model.blocks)
     backward = probe(trained, tokens, labels, backward_noise={top: relative_noise(base.r[top], shape, 4)})
     names = list(trained.model.linears())
     generator = torch.Generator().manual_seed(SEED)
@@ -237,7 +237,7 @@ def _sink_noise(trained: Trained, tokens: Tensor, base: Pass) -> list[tuple[str,
     embedding.index_add_(0, tokens.flatten(), base.r[0].pow(2))
     found = [("embedding.word_embeddings", "embedding.weight", 0, embedding)]
     linears = trained.model.linears()
-    for layer in range(BLOCKS):
+    for layer in range(len(trained.model.blocks)):
         for offset, norm, reader in (
             (0, "input_layernorm", "self_attention.linear_qkv"),
             (1, "pre_mlp_layernorm", "mlp.linear_fc1"),
@@ -246,7 +246,6 @@ def _sink_noise(trained: Trained, tokens: Tensor, base: Pass) -> list[tuple[str,
             d = base.g[name] @ linears[name].weight.detach()
             s2 = (d * normalised(base.h[boundary])).pow(2).sum(0)
             found.append((f"decoder.layers.{layer}.{norm}", f"blocks.{layer}.{norm}.weight", boundary, s2))
-    top = base.h[2 * BLOCKS]
-    s2 = (base.final_gradient * normalised(top)).pow(2).sum(0)
-    found.append(("decoder.final_layernorm", "final_layernorm.weight", 2 * BLOCKS, s2))
+    s2 = (base.final_gradient * normalised(base.h[-1])).pow(2).sum(0)
+    found.append(("decoder.final_layernorm", "final_layernorm.weight", len(base.h) - 1, s2))
     return found

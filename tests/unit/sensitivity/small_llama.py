@@ -149,10 +149,10 @@ class Block(nn.Module):
 
 
 class SmallLlama(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = BLOCKS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(0.02 / math.sqrt(2 * BLOCKS)) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(0.02 / math.sqrt(2 * blocks)) for _ in range(blocks))
         self.final_layernorm = Norm()
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         for weight in (self.embedding.weight, self.head.weight):
@@ -207,9 +207,9 @@ def batch(data: Tensor, sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def train(data: Tensor, steps: int, sequences: int, seed: int = 0, lr: float = 2e-3) -> Trained:
+def train(data: Tensor, steps: int, sequences: int, seed: int = 0, blocks: int = BLOCKS, lr: float = 2e-3) -> Trained:
     torch.manual_seed(seed)
-    model = SmallLlama()
+    model = SmallLlama(blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, eps=EPS, weight_decay=0.1)
     losses = []
     for step in range(1, steps + 1):
