@@ -128,6 +128,11 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
             f"--optimizer {args.optimizer} cannot be combined with --snip-estimator {config.estimator}: weight divergence"
             " needs the first and second moment of adam; use --optimizer adam, or --snip-estimator fisher"
         )
+    if config.first_update == 0 and not args.load:
+        raise SnipError(
+            f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: adam has no moments before"
+            " its first step; use --snip-first-update 1 or later"
+        )
 
 
 def _check_main_grad(args: argparse.Namespace) -> None:
