@@ -1,7 +1,7 @@
 """SNIP's state inside Megatron's distributed checkpoint: one small object, the same for every parallel layout.
 
-A child module of the model contributes it, so that saving (asynchronous too), loading and resharding are Megatron's own.
-Plain Megatron ignores the object; a checkpoint without it loads with a notice.
+A child module of the model contributes it: saving (asynchronous too), loading and resharding are Megatron's own. Plain
+Megatron ignores the object; a checkpoint without it loads with a notice.
 """
 
 from __future__ import annotations

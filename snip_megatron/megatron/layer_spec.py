@@ -1,6 +1,6 @@
 """The decoder layer for ``--transformer-impl transformer_engine``: its norm and attention, Megatron's own linears.
 
-Transformer Engine's fused norm-and-linear cannot run our GEMMs. This layer keeps norm and linear apart, which Megatron's
+Transformer Engine's fused norm-and-linear cannot run our GEMMs. This layer keeps norm and linear apart; Megatron's
 layer without Transformer Engine does as well, together with the key map that makes the two layouts share checkpoints.
 """
 

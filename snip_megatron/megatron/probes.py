@@ -1,6 +1,6 @@
 """Probes: passes over a step's first microbatches that measure and leave nothing behind (DESIGN, rule 3).
 
-Everything runs in bf16 through Megatron's own schedule. Weights, optimizer, RNG and data order are untouched; the gradient
+Everything runs in bf16 through Megatron's own schedule. Weights, optimizer, RNG and data order are untouched; gradient
 buffers are zeroed again before training continues.
 """
 
@@ -19,6 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.drift_probe import DriftProbe, sink_rows
 from snip_megatron.megatron.stream import ResidualStream
 from snip_megatron.quantization import derive_seed
 from snip_megatron.statistics.boundaries import TokenShard
@@ -30,11 +31,10 @@ from snip_megatron.statistics.reduction import (
     finish_dots,
     reduce_columns,
 )
-from snip_megatron.statistics.sums import sum_squares
-from snip_megatron.statistics.table import SinkRow, StatisticsTable
-from snip_megatron.statistics.weight_drift import StepScale, linear_drift, sink_drift
+from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.statistics.weight_drift import StepScale
 
-_SIGNS, _NOISE = 1, 2  # streams of random numbers under --snip-seed
+_NOISE = 2  # stream of random numbers under --snip-seed; 1 is the drift's signs
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StepCall:
     step: int
     forward_step_func: Callable[..., Any]
     data_iterator: Any
-    model: list[torch.nn.Module]
+    model: list[Any]
     optimizer: Any
     config: Any
     forward_backward_func: Callable[..., Any]
@@ -119,7 +119,10 @@ class ProbeRunner:
         self._table_shape = TableShape(
             names=tuple(registry.names),
             formats=snip.formats,
-            sinks=_sink_rows(self._config, shape.padded_vocab_size),
+            sinks=sink_rows(self._config, shape.padded_vocab_size),
+        )
+        self._drift = DriftProbe(
+            self._model, self._table_shape, groups, snip.seed, optimizer_sharded=shape.optimizer_sharded
         )
 
     # -- the passes --------------------------------------------------------------------------------------------
@@ -146,7 +149,10 @@ class ProbeRunner:
             stream.finish_statistics()
             table = self._reduce_statistics(recorders, stream, scale)
             if self._with_drift:
-                self._add_drift(table, recorders, call, scale)
+                drift = self._partial(scale)
+                self._drift.collect(drift, table, recorders, call.optimizer, scale)
+                drift.reduce(self._groups.world, self._device)
+                table.merge(drift)
             seconds["reduction"] = time.perf_counter() - started
             for phase in self._noise_passes():
                 sigma = self._sigma(phase, table, scale)
@@ -172,7 +178,7 @@ class ProbeRunner:
         wanted = min(self._snip.probe_microbatches, call.num_microbatches)
         if self._shape.virtual_stages is None:
             return wanted
-        group = self._config.microbatch_group_size_per_vp_stage or self._config.pipeline_model_parallel_size
+        group = int(self._config.microbatch_group_size_per_vp_stage or self._config.pipeline_model_parallel_size)
         return min(-(-wanted // group) * group, call.num_microbatches)
 
     def _enter_probe(
@@ -260,108 +266,4 @@ class ProbeRunner:
             power = float(table.arrays["boundary.h2"][0])
         else:
             power = float(table.arrays["boundary.r2"][-1]) / scale.gradient**2
-        return self._snip.probe_noise * (power / elements) ** 0.5
-
-    # -- drift -------------------------------------------------------------------------------------------------
-    def _add_drift(
-        self, table: PartialTable, recorders: list[LinearRecorder], call: StepCall, scale: StepScale
-    ) -> None:
-        """Weight divergence per unit of gradient error, from the probe's gradient and the optimizer's state."""
-        drift = self._partial(scale)
-        for recorder in recorders:
-            self._add_linear_drift(drift, table, recorder, call, scale)
-        for index, weight, replicated, first_row in self._local_sinks():
-            self._add_sink_drift(drift, index, weight, replicated, first_row, call, scale)
-        drift.reduce(self._groups.world, self._device)
-        table.merge(drift)
-
-    def _reports_drift(self) -> bool:
-        """Data parallel ranks hold shards of the optimizer's state, or all the same."""
-        return self._shape.optimizer_sharded or self._groups.dp_rank == 0
-
-    def _add_linear_drift(
-        self,
-        drift: PartialTable,
-        table: PartialTable,
-        recorder: LinearRecorder,
-        call: StepCall,
-        scale: StepScale,
-    ) -> None:
-        handle = recorder.handle
-        gradient = self._reduced_gradient(handle.weight)
-        if self._groups.dp_rank == 0:
-            drift.add_linear(handle.name, "gw2", sum_squares(gradient) * scale.gradient**2)
-        state = compat.adamw_state(call.optimizer, handle.weight)
-        if state is None or not self._reports_drift():
-            return
-        name = handle.name
-        result = linear_drift(
-            recorder,
-            gradient,
-            state,
-            scale,
-            s2=table.linear(name, "s2"),
-            x2=table.linear(name, "x2"),
-            g2=table.linear(name, "g2"),
-            seed=derive_seed(self._snip.seed, _SIGNS, handle.index),
-        )
-        drift.add_drift(name, result.drift2)
-        drift.add_by_format(name, "wdrift2", result.wdrift2)
-        drift.add_by_format(name, "wsigma2", result.wsigma2)
-        drift.add_linear(name, "m2", result.m2)
-        drift.add_linear(name, "v2", result.v2)
-
-    def _add_sink_drift(
-        self,
-        drift: PartialTable,
-        index: int,
-        weight: torch.nn.Parameter,
-        replicated: bool,
-        first_row: int,
-        call: StepCall,
-        scale: StepScale,
-    ) -> None:
-        gradient = self._reduced_gradient(weight)
-        state = compat.adamw_state(call.optimizer, weight)
-        if state is None or not self._reports_drift() or (replicated and self._tp_rank != 0):
-            return
-        seed = derive_seed(self._snip.seed, _SIGNS, len(self._registry.names) + index)
-        w2 = sum_squares(weight.detach().reshape(-1)[state.start : state.end])
-        drift.add_sink(index, sink_drift(gradient, state, scale, seed=seed, first_row=first_row), w2)
-
-    def _reduced_gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """The probe's gradient of a parameter summed over data parallel ranks, in place: it is discarded later."""
-        gradient: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
-        if getattr(weight, "sequence_parallel", False):  # a norm on token shards
-            dist.all_reduce(gradient, group=self._groups.tp)
-        if self._groups.dp_size > 1:
-            dist.all_reduce(gradient, group=self._groups.dp)
-        return gradient
-
-    def _local_sinks(self) -> list[tuple[int, torch.nn.Parameter, bool, int]]:
-        """(index, weight, replicated over tensor parallel ranks, global index of its first row) of this rank's sinks."""
-        index = {sink.name: i for i, sink in enumerate(self._table_shape.sinks)}
-        found = []
-        for chunk in self._model:
-            model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-            if model.pre_process:
-                weight = model.embedding.word_embeddings.weight
-                found.append((index["embedding.word_embeddings"], weight, False, self._tp_rank * weight.shape[0]))
-            for layer in model.decoder.layers:
-                for norm in ("input_layernorm", "pre_mlp_layernorm"):
-                    weight = getattr(getattr(layer, norm), "weight", None)
-                    if weight is not None:
-                        found.append((index[f"decoder.layers.{layer.layer_number - 1}.{norm}"], weight, True, 0))
-            norm = getattr(model.decoder, "final_layernorm", None)
-            if norm is not None:
-                found.append((index["decoder.final_layernorm"], norm.weight, True, 0))
-        return found
-
-
-def _sink_rows(config: Any, padded_vocab_size: int) -> tuple[SinkRow, ...]:
-    hidden, layers = config.hidden_size, config.num_layers
-    rows = [SinkRow("embedding.word_embeddings", 0, padded_vocab_size * hidden)]
-    for layer in range(layers):
-        rows.append(SinkRow(f"decoder.layers.{layer}.input_layernorm", 2 * layer, hidden))
-        rows.append(SinkRow(f"decoder.layers.{layer}.pre_mlp_layernorm", 2 * layer + 1, hidden))
-    return (*rows, SinkRow("decoder.final_layernorm", 2 * layers, hidden))
+        return float(self._snip.probe_noise * (power / elements) ** 0.5)

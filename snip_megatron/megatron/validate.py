@@ -125,13 +125,13 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
         return
     if args.optimizer != "adam":
         raise SnipError(
-            f"--optimizer {args.optimizer} cannot be combined with --snip-estimator {config.estimator}: weight divergence"
-            " needs the first and second moment of adam; use --optimizer adam, or --snip-estimator fisher"
+            f"--optimizer {args.optimizer} cannot be combined with --snip-estimator {config.estimator}: weight"
+            " divergence needs the first and second moment of adam; use --optimizer adam, or --snip-estimator fisher"
         )
     if config.first_update == 0 and not args.load:
         raise SnipError(
-            f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: adam has no moments before"
-            " its first step; use --snip-first-update 1 or later"
+            f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: adam has no moments"
+            " before its first step; use --snip-first-update 1 or later"
         )
 
 
@@ -226,6 +226,6 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
     share = reachable_share(model_linears(args), solve_request(config, args))
     if share < config.target - 1e-9:
         raise SnipError(
-            f"--snip-budget {config.budget} is out of reach with --snip-pin: at most fp4={share:.4f} of the FLOPs can be"
-            " four-bit; lower the budget or pin less"
+            f"--snip-budget {config.budget} is out of reach with --snip-pin: at most fp4={share:.4f} of the FLOPs can"
+            " be four-bit; lower the budget or pin less"
         )

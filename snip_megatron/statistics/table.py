@@ -102,8 +102,8 @@ class LinearRow:
 class SinkRow:
     """A parameter that gradient errors reach although it is no candidate: the word embedding, the norms' weights.
 
-    ``boundary`` is the residual boundary whose gradient feeds it: an error of r_boundary arrives unchanged in relative
-    size (METHOD, recipe step 4: the first block's dgrad reaches nothing else).
+    ``boundary`` is the residual boundary it belongs to: the embedding writes boundary 0, a norm reads the stream at its
+    own. The first block's dgrad reaches nothing else (METHOD, recipe step 4).
     """
 
     name: str

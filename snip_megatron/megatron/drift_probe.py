@@ -1,0 +1,158 @@
+"""Weight divergence measured on the probe's gradient and the real optimizer's state, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+
+from snip_megatron.megatron import compat
+from snip_megatron.quantization import derive_seed
+from snip_megatron.statistics.recorder import LinearRecorder
+from snip_megatron.statistics.reduction import PartialTable, ProbeGroups, TableShape
+from snip_megatron.statistics.sums import sum_squares
+from snip_megatron.statistics.table import SinkRow
+from snip_megatron.statistics.weight_drift import StepScale, linear_drift, sink_drift
+
+_SIGNS = 1  # stream of random numbers under --snip-seed
+
+
+def sink_rows(config: Any, padded_vocab_size: int) -> tuple[SinkRow, ...]:
+    """What gradient errors reach beside the linears: the word embedding and the norms' weights."""
+    hidden, layers = config.hidden_size, config.num_layers
+    rows = [SinkRow("embedding.word_embeddings", 0, padded_vocab_size * hidden)]
+    for layer in range(layers):
+        rows.append(SinkRow(f"decoder.layers.{layer}.input_layernorm", 2 * layer, hidden))
+        rows.append(SinkRow(f"decoder.layers.{layer}.pre_mlp_layernorm", 2 * layer + 1, hidden))
+    return (*rows, SinkRow("decoder.final_layernorm", 2 * layers, hidden))
+
+
+class DriftProbe:
+    """Evaluates AdamW with and without gradient errors on this rank's shares of its parameters.
+
+    Args:
+        model: this rank's chunks, wrapped by DDP.
+        shape: rows of the table.
+        groups: process groups.
+        seed: ``--snip-seed``.
+        optimizer_sharded: data parallel ranks hold shards of the optimizer's state, not all the same.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[Any],
+        shape: TableShape,
+        groups: ProbeGroups,
+        seed: int,
+        *,
+        optimizer_sharded: bool,
+    ) -> None:
+        self._model = list(model)
+        self._shape = shape
+        self._groups = groups
+        self._seed = seed
+        self._tp_rank = dist.get_rank(groups.tp)
+        self._reports = optimizer_sharded or groups.dp_rank == 0
+
+    def collect(
+        self,
+        drift: PartialTable,
+        table: PartialTable,
+        recorders: Sequence[LinearRecorder],
+        optimizer: Any,
+        scale: StepScale,
+    ) -> None:
+        """Add this rank's share to ``drift``. Collective over the tensor and data parallel groups.
+
+        Args:
+            drift: to be reduced by the caller.
+            table: the reduced statistics pass.
+            recorders: this rank's linears, their column norms reduced.
+            optimizer: Megatron's.
+            scale: units.
+        """
+        for recorder in recorders:
+            self._add_linear(drift, table, recorder, optimizer, scale)
+        for index, weight, replicated, first_row in self._local_sinks():
+            self._add_sink(drift, index, weight, replicated, first_row, optimizer, scale)
+
+    def _add_linear(
+        self,
+        drift: PartialTable,
+        table: PartialTable,
+        recorder: LinearRecorder,
+        optimizer: Any,
+        scale: StepScale,
+    ) -> None:
+        handle = recorder.handle
+        gradient = self._reduced_gradient(handle.weight)
+        if self._groups.dp_rank == 0:
+            drift.add_linear(handle.name, "gw2", sum_squares(gradient) * scale.gradient**2)
+        state = compat.adamw_state(optimizer, handle.weight)
+        if state is None or not self._reports:
+            return
+        name = handle.name
+        result = linear_drift(
+            recorder,
+            gradient,
+            state,
+            scale,
+            s2=table.linear(name, "s2"),
+            x2=table.linear(name, "x2"),
+            g2=table.linear(name, "g2"),
+            seed=derive_seed(self._seed, _SIGNS, handle.index),
+        )
+        drift.add_drift(name, result.drift2)
+        drift.add_by_format(name, "wdrift2", result.wdrift2)
+        drift.add_by_format(name, "wsigma2", result.wsigma2)
+        drift.add_linear(name, "m2", result.m2)
+        drift.add_linear(name, "v2", result.v2)
+
+    def _add_sink(
+        self,
+        drift: PartialTable,
+        index: int,
+        weight: torch.nn.Parameter,
+        replicated: bool,
+        first_row: int,
+        optimizer: Any,
+        scale: StepScale,
+    ) -> None:
+        gradient = self._reduced_gradient(weight)
+        state = compat.adamw_state(optimizer, weight)
+        if state is None or not self._reports or (replicated and self._tp_rank != 0):
+            return
+        seed = derive_seed(self._seed, _SIGNS, len(self._shape.names) + index)
+        w2 = sum_squares(weight.detach().reshape(-1)[state.start : state.end])
+        drift.add_sink(index, sink_drift(gradient, state, scale, seed=seed, first_row=first_row), w2)
+
+    def _reduced_gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        """The probe's gradient of a parameter summed over data parallel ranks, in place: it is discarded later."""
+        gradient: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+        if getattr(weight, "sequence_parallel", False):  # a norm on token shards
+            dist.all_reduce(gradient, group=self._groups.tp)
+        if self._groups.dp_size > 1:
+            dist.all_reduce(gradient, group=self._groups.dp)
+        return gradient
+
+    def _local_sinks(self) -> list[tuple[int, torch.nn.Parameter, bool, int]]:
+        """(index, weight, replicated over tensor parallel ranks, global first row) of this rank's sinks."""
+        index = {sink.name: i for i, sink in enumerate(self._shape.sinks)}
+        found = []
+        for chunk in self._model:
+            model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+            if model.pre_process:
+                weight = model.embedding.word_embeddings.weight
+                found.append((index["embedding.word_embeddings"], weight, False, self._tp_rank * weight.shape[0]))
+            for layer in model.decoder.layers:
+                for norm in ("input_layernorm", "pre_mlp_layernorm"):
+                    weight = getattr(getattr(layer, norm), "weight", None)
+                    if weight is not None:
+                        found.append((index[f"decoder.layers.{layer.layer_number - 1}.{norm}"], weight, True, 0))
+            final = getattr(model.decoder, "final_layernorm", None)
+            if final is not None:
+                found.append((index["decoder.final_layernorm"], final.weight, True, 0))
+        return found
