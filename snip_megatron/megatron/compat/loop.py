@@ -51,7 +51,9 @@ def wrap_train_step(wrapper: Callable[[TrainStep], TrainStep]) -> Callable[[], N
 _EVALUATE_PARAMETERS = ("forward_step_func", "data_iterator", "model", "process_non_loss_data_func", "config")
 check_signature(training.evaluate, _EVALUATE_PARAMETERS, "evaluate")
 if "evaluate" not in training.evaluate_and_print_results.__code__.co_names:
-    raise SnipError("Megatron's evaluate_and_print_results() no longer looks evaluate up: validation cannot be recorded")
+    raise SnipError(
+        "Megatron's evaluate_and_print_results() no longer looks evaluate up: validation cannot be recorded"
+    )
 
 
 def wrap_evaluate(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
