@@ -4,7 +4,7 @@
 #   bash scripts/demo.sh                            under 12 minutes on two CPU cores, the installation included
 #   bash scripts/demo.sh --train-iters 1000         further arguments go to the training entry and win
 #
-# Two ranks, tensor and sequence parallel. With two GPUs or more: nccl. Otherwise: CPU and gloo.
+# Two ranks, tensor and sequence parallel: on two GPUs with nccl, without a GPU on the CPU with gloo. One GPU: one rank.
 # Text: the sources of Python's standard library, nothing is downloaded. Exit code 0 only if the run did what
 # scripts/demo_summary.py demands: maps adopted, budget met, loss well under the unigram entropy, report written.
 #
@@ -23,8 +23,14 @@ echo "== text: $data"
 snip prepare-data --output "$data" --vocab-size 1024 --reuse --overwrite || exit
 
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null)"
+ranks=2
+layout=(--tensor-model-parallel-size 2 --sequence-parallel)
 if ((${gpus:-0} >= 2)); then
     echo "== training: 2 ranks on 2 of $gpus GPUs (nccl)"
+elif ((${gpus:-0} == 1)); then
+    echo "== training: 1 rank on the GPU (nccl wants a GPU for each rank)"
+    ranks=1
+    layout=()
 else
     echo "== training: 2 ranks on the CPU (gloo)"
     export CUDA_VISIBLE_DEVICES=""
@@ -54,9 +60,8 @@ snip=(
     --snip-dir "$run" --snip-overwrite
 )
 mkdir -p "$run"
-PYTHONWARNINGS=ignore python -m torch.distributed.run --standalone --nproc-per-node 2 \
-    -m snip_megatron.pretrain_gpt --tensor-model-parallel-size 2 --sequence-parallel \
-    "${model[@]}" "${training[@]}" "${snip[@]}" "$@" </dev/null 2>&1 |
+PYTHONWARNINGS=ignore python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+    -m snip_megatron.pretrain_gpt "${layout[@]}" "${model[@]}" "${training[@]}" "${snip[@]}" "$@" </dev/null 2>&1 |
     python scripts/demo_summary.py watch --log "$run/train.log"
 status=${PIPESTATUS[0]}
 if ((status != 0)); then
