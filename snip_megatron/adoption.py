@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from snip_megatron.errors import SnipError
 from snip_megatron.precision import PrecisionMap
 
 EXIT_MAP_MISMATCH = 18
@@ -38,8 +39,10 @@ class Decision:
     precision_map: PrecisionMap | None = None
 
 
-class MapMismatchError(RuntimeError):
+class MapMismatchError(SnipError):
     """Ranks hold different maps after every attempt: training must not go on."""
+
+    exit_code = EXIT_MAP_MISMATCH
 
 
 class MapChannel:

@@ -6,6 +6,7 @@ follows from the step number and from broadcasts alone, so that all ranks enter 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -234,9 +235,11 @@ class Controller:
         self._event(step, "submit", version=version, table_bytes=size, wait_s=_since(submitted), update_seconds=seconds)
 
     def _clip_factor(self) -> float:
-        """What gradient clipping multiplied the last step's gradient by."""
+        """What gradient clipping multiplied the last step's gradient by; 1 where its norm says nothing."""
         norm = self.state.grad_norm
-        return min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 and norm else 1.0
+        if norm is None or not math.isfinite(norm) or self._clip_grad <= 0:
+            return 1.0
+        return min(1.0, self._clip_grad / (norm + 1e-6))
 
     # -- figures -----------------------------------------------------------------------------------------------
     def _metric(self, figures: StepFigures | None) -> None:

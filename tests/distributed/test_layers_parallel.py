@@ -6,17 +6,17 @@ import math
 
 import pytest
 import torch
-from launch import run_ranks
 from parallel_linears import CASES, Case, Tensors, shard
+from warm_ranks import WarmRanks
 
 Results = dict[str, Tensors]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Results], Results]:
+def results(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Results], Results]:
     """(by rank, of the whole linear)."""
     folder = tmp_path_factory.mktemp("linears")
-    process = run_ranks(2, [], module="parallel_linears", tmp=folder, env={"OUT": str(folder)})
+    process = warm.run(2, [], module="parallel_linears", tmp=folder, env={"OUT": str(folder)})
     assert process.returncode == 0, process.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)], torch.load(folder / "whole.pt")
 

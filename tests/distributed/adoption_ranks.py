@@ -1,0 +1,151 @@
+"""``python -m adoption_ranks SCENARIO`` on gloo ranks with ``OUT=<folder>``: each writes ``rank<k>.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from snip_megatron.adoption import Decision, MapChannel, MapMismatchError, Verdict
+from snip_megatron.layers.registry import decoder_linear_names
+from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.step_report import StepFigures, StepReport
+
+NAMES = decoder_linear_names(3)
+CPU = torch.device("cpu")
+
+
+def a_map() -> PrecisionMap:
+    """Three formats in a pattern, and every field set."""
+    formats = (Format.FP4, Format.FP8, Format.BF16)
+    choices = {option_id(n, g): formats[(i + j) % 3] for i, n in enumerate(NAMES) for j, g in enumerate(Gemm)}
+    return PrecisionMap(
+        choices=choices,
+        version=7,
+        status="optimal",
+        objective=1.5e-3,
+        bound=1.25e-3,
+        target=0.75,
+        achieved=0.7512,
+        achieved_per_stage={"0": 0.75, "1": 0.7524},
+        solve_seconds=0.25,
+    )
+
+
+def described(decision: Decision) -> dict[str, Any]:
+    new = decision.precision_map
+    return {
+        "verdict": decision.verdict.name,
+        "map": None if new is None else json.loads(new.to_json()),
+        "digest": None if new is None else new.digest(NAMES),
+    }
+
+
+class FaultyChannel(MapChannel):
+    """Flips a bit of what this rank receives in its first ``faults`` broadcasts: fault injection."""
+
+    def __init__(self, faults: int) -> None:
+        super().__init__(NAMES, CPU)
+        self.faults = faults
+        self.broadcasts = 0
+
+    def _broadcast(self, decision: Decision | None) -> bytes:
+        message = bytearray(super()._broadcast(decision))
+        self.broadcasts += 1
+        if self.broadcasts <= self.faults:
+            message[5] ^= 1
+        return bytes(message)
+
+
+def only_on_zero(value: Any) -> Any:
+    return value if dist.get_rank() == 0 else None
+
+
+def agree() -> dict[str, Any]:
+    """A map, then nothing ready, then a dropped update; the codes arrive wherever they are wanted."""
+    channel = MapChannel(NAMES, CPU)
+    decisions = [Decision(Verdict.MAP, a_map()), Decision(Verdict.NOT_READY), Decision(Verdict.DROPPED)]
+    return {"decisions": [described(channel.agree(only_on_zero(decision))) for decision in decisions]}
+
+
+def long_figures() -> dict[str, Any]:
+    """More stages than the message has room for."""
+    new = a_map().with_fields(achieved_per_stage={str(i): 0.75 for i in range(2000)})
+    decision = MapChannel(NAMES, CPU).agree(only_on_zero(Decision(Verdict.MAP, new)))
+    return {"decision": described(decision)}
+
+
+def corrupted(rank: int, faults: int) -> dict[str, Any]:
+    channel = FaultyChannel(faults if dist.get_rank() == rank else 0)
+    try:
+        decision = described(channel.agree(only_on_zero(Decision(Verdict.MAP, a_map()))))
+    except MapMismatchError as error:
+        return {"error": str(error), "exit_code": error.exit_code, "broadcasts": channel.broadcasts}
+    return {"decision": decision, "broadcasts": channel.broadcasts}
+
+
+def other_model() -> dict[str, Any]:
+    """A rank that built another model agrees about nothing."""
+    names = decoder_linear_names(3) if dist.get_rank() != 2 else [*NAMES[1:], NAMES[0]]
+    try:
+        MapChannel(names, CPU).agree(only_on_zero(Decision(Verdict.NOT_READY)))
+    except MapMismatchError as error:
+        return {"error": str(error)}
+    return {}
+
+
+def steps() -> dict[str, Any]:
+    channel = MapChannel(NAMES, CPU)
+    return {"steps": channel.agree_steps(only_on_zero([3, 50, 2**40])), "none": channel.agree_steps(only_on_zero([]))}
+
+
+def report() -> dict[str, Any]:
+    """Only the last rank sees a loss, as the last pipeline stage does; one step nobody does."""
+    figures = StepReport(CPU)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    seen: list[StepFigures | None] = []
+    for step, loss in enumerate((2.5, 2.25, None, 2.0)):
+        value = torch.tensor([loss]) if last and loss is not None else None
+        seen.append(figures.exchange(step, value, float("nan") if step == 1 else 1.0 + step))
+    seen += [figures.drain(), figures.drain()]
+    return {"figures": [None if f is None else [f.step, f.loss, f.grad_norm] for f in seen]}
+
+
+def two_losses() -> dict[str, Any]:
+    """Data parallel ranks of the last stage hold the same loss: a mean, not a sum."""
+    figures = StepReport(CPU)
+    figures.exchange(0, torch.tensor(3.0) if dist.get_rank() > 0 else None, None)
+    last = figures.drain()
+    assert last is not None
+    return {"figures": [last.step, last.loss, last.grad_norm]}
+
+
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
+    "agree": agree,
+    "long_figures": long_figures,
+    "corrupted_once": lambda: corrupted(2, 1),
+    "corrupted_twice": lambda: corrupted(1, 2),
+    "corrupted_always": lambda: corrupted(1, 3),
+    "other_model": other_model,
+    "steps": steps,
+    "report": report,
+    "two_losses": two_losses,
+}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    found = {name: SCENARIOS[name]() for name in sys.argv[1:]}
+    (Path(os.environ["OUT"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

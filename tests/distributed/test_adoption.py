@@ -1,0 +1,81 @@
+"""Agreement over three real ranks: the map and its figures, a corrupted broadcast, a replay's schedule, the loss."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from adoption_ranks import NAMES, SCENARIOS, a_map
+from warm_ranks import WarmRanks
+
+from snip_megatron.adoption import EXIT_MAP_MISMATCH
+from snip_megatron.errors import SnipError
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def outcomes(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank: scenario -> what it returned there. One launch for all: ranks go on after each scenario."""
+    folder = tmp_path_factory.mktemp("adoption")
+    process = warm.run(RANKS, [*SCENARIOS], module="adoption_ranks", tmp=folder, env={"OUT": str(folder)})
+    assert process.returncode == 0, process.stderr[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_a_map_arrives_with_its_figures(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
+        adopted, waiting, dropped = rank["agree"]["decisions"]
+        assert adopted["verdict"] == "MAP"
+        assert adopted["map"] == json.loads(a_map().to_json())
+        assert adopted["digest"] == a_map().digest(NAMES)
+        assert waiting == {"verdict": "NOT_READY", "map": None, "digest": None}
+        assert dropped == {"verdict": "DROPPED", "map": None, "digest": None}
+
+
+def test_figures_that_do_not_fit_are_left_out_not_the_map(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
+        assert rank["long_figures"]["decision"]["digest"] == a_map().digest(NAMES)
+    assert outcomes[1]["long_figures"]["decision"]["map"]["achieved_per_stage"] == {}
+    assert outcomes[1]["long_figures"]["decision"]["map"]["achieved"] == 0.7512
+
+
+@pytest.mark.parametrize(("scenario", "broadcasts"), [("corrupted_once", 2), ("corrupted_twice", 3)])
+def test_a_corrupted_broadcast_is_repeated_on_all_ranks(
+    scenario: str, broadcasts: int, outcomes: list[dict[str, Any]]
+) -> None:
+    for rank in outcomes:
+        assert rank[scenario]["broadcasts"] == broadcasts
+        assert rank[scenario]["decision"]["digest"] == a_map().digest(NAMES)
+
+
+def test_lasting_corruption_stops_every_rank(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
+        assert rank["corrupted_always"] == {
+            "error": "ranks disagree about the precision map after 3 broadcasts",
+            "exit_code": EXIT_MAP_MISMATCH,
+            "broadcasts": 3,
+        }
+
+
+def test_its_exit_code_is_no_other_error_s() -> None:
+    assert EXIT_MAP_MISMATCH not in (0, 1, SnipError.exit_code, 3, 16, 17)  # 3: infeasible; 16, 17: Megatron's
+
+
+def test_ranks_with_other_linears_do_not_agree(outcomes: list[dict[str, Any]]) -> None:
+    """Even about nothing: the codes of a later map would mean something else there."""
+    assert all("ranks disagree" in rank["other_model"]["error"] for rank in outcomes)
+
+
+def test_a_schedule_reaches_all_ranks(outcomes: list[dict[str, Any]]) -> None:
+    assert all(rank["steps"] == {"steps": [3, 50, 2**40], "none": []} for rank in outcomes)
+
+
+def test_the_loss_of_one_rank_is_known_to_all_a_step_later(outcomes: list[dict[str, Any]]) -> None:
+    expected = [None, [0, 2.5, 1.0], [1, 2.25, None], [2, None, 3.0], [3, 2.0, 4.0], None]
+    assert all(rank["report"]["figures"] == expected for rank in outcomes)
+
+
+def test_the_loss_of_several_ranks_is_their_mean(outcomes: list[dict[str, Any]]) -> None:
+    assert all(rank["two_losses"]["figures"] == [0, 3.0, None] for rank in outcomes)

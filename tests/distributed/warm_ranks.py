@@ -1,0 +1,141 @@
+"""Ranks forked from one process that has imported torch, Megatron and the entry: seconds less for each rank of a test.
+
+What runs in a rank is the same as under torchrun: the module's ``main()`` with its command line and torchrun's
+variables. :class:`WarmRanks` starts the server below (``python -m warm_ranks``) and sends it jobs, each a line of JSON.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch import cpu_environment
+
+_GRACE = 20.0  # seconds for the other ranks to end after one has failed
+
+
+class WarmRanks:
+    """Runs jobs like :func:`launch.run_ranks`, and returns the same."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "warm_ranks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **cpu_environment()},
+        )
+
+    def run(
+        self,
+        nproc: int,
+        args: Sequence[str],
+        *,
+        module: str = "snip_megatron.pretrain_gpt",
+        timeout: float = 120,
+        env: Mapping[str, str] | None = None,
+        tmp: Path,
+    ) -> subprocess.CompletedProcess[str]:
+        """``main()`` of ``module`` on ``nproc`` ranks in the folder ``tmp``; ranks still there at the end of time are
+        killed: exit code 124."""
+        tmp.mkdir(parents=True, exist_ok=True)
+        job = {"nproc": nproc, "args": list(args), "module": module, "timeout": timeout, "env": dict(env or {})}
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(job | {"tmp": str(tmp)}) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the server of warm ranks ended with exit code {self._server.wait()}")
+        codes = json.loads(answer)
+        out, err = ("".join((tmp / f"rank{r}.{kind}").read_text() for r in range(nproc)) for kind in ("out", "err"))
+        return subprocess.CompletedProcess(list(args), next((c for c in codes if c), 0), out, err)
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=30)
+
+
+# -- the server ------------------------------------------------------------------------------------------------
+def main() -> None:
+    from snip_megatron.megatron.startup import prepare
+
+    prepare([], [])
+    for name in ("snip_megatron.megatron.entry", "snip_megatron.megatron.setup", "snip_megatron.sidecar"):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        codes = _run(json.loads(line))
+        print(json.dumps(codes), flush=True)
+
+
+def _run(job: dict[str, Any]) -> list[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(job["nproc"]):
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(job, rank, port)
+        pids.append(pid)
+    return _wait(pids, time.monotonic() + job["timeout"])
+
+
+def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
+    code = 1
+    try:
+        os.chdir(job["tmp"])
+        for descriptor, kind in ((0, None), (1, "out"), (2, "err")):
+            path = os.devnull if kind is None else f"rank{rank}.{kind}"
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+        world = str(job["nproc"])
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **job["env"]}
+        sys.argv = [job["module"], *job["args"]]
+        code = importlib.import_module(job["module"]).main() or 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(pids: list[int], deadline: float) -> list[int]:
+    """Exit codes. Where one rank fails, the others get a moment, then they are ended: they may wait for it for ever."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid in codes:
+                continue
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                if codes[pid]:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        if time.monotonic() > deadline:
+            for pid in set(pids) - codes.keys():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                codes[pid] = 124
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    main()
