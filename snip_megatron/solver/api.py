@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
+from snip_megatron.solver.fastest import solve_fastest
 from snip_megatron.solver.greedy import solve_greedy
+from snip_megatron.solver.infeasible import why_infeasible
 from snip_megatron.solver.limits import Limits, Outcome
 from snip_megatron.solver.problem import Problem
-from snip_megatron.solver.solution import Infeasibility, Solution
+from snip_megatron.solver.solution import Solution
 from snip_megatron.solver.table import ChoiceTable, Ints
+from snip_megatron.solver.units import decision_units
 
 SOLVERS = ("cpsat", "greedy")
 DEFAULT_SECONDS = 60.0
@@ -28,9 +32,10 @@ def solve(
     seed: int = 0,
     workers: int = 8,
     hint: Mapping[str, Format] | None = None,
+    change_penalty: float = 0.0,
     solver: str = "cpsat",
 ) -> Solution:
-    """Choose one format an item: smallest Σ loss within the budget.
+    """Choose one format an item, as the budget asks.
 
     Args:
         time_limit_s: wall seconds; 60 when neither limit is given. A solve that reaches it may end differently on
@@ -38,34 +43,83 @@ def solve(
         deterministic_time: CP-SAT's deterministic seconds, the limit to use where results must repeat.
         seed, workers: of CP-SAT; equal values give equal results.
         hint: formats by item id, such as the previous map's choices; unknown ids and formats are ignored.
+        change_penalty: added to the loss for every item whose format differs from its hint's.
         solver: ``cpsat`` (proves its optimum) or ``greedy`` (one pass, with a bound).
 
     Returns a Solution, of status ``infeasible`` where nothing meets the budget. Raises SnipError on a bad argument.
     """
-    if solver not in SOLVERS:
-        raise SnipError(f"solver {solver!r} is not one of {', '.join(SOLVERS)}")
-    for name, value in (("time_limit_s", time_limit_s), ("deterministic_time", deterministic_time)):
-        if value is not None and not value > 0:
-            raise SnipError(f"{name} must be above 0, got {value}")
     started = time.perf_counter()
-    if time_limit_s is None:
-        time_limit_s = DEFAULT_SECONDS if deterministic_time is None else math.inf
-    table = ChoiceTable.build(problem)
-    if not table.feasible(table.most_saving()):
-        return _infeasible(table, problem, time.perf_counter() - started)
+    settings = _Settings(time_limit_s, deterministic_time, seed, workers, solver, started)
+    if not (math.isfinite(change_penalty) and change_penalty >= 0):
+        raise SnipError(f"change_penalty must be 0 or more, got {change_penalty}")
+    table = ChoiceTable.build(problem, hint, change_penalty)
     start = _hinted(table, hint)
-    if solver == "greedy":
-        outcome = solve_greedy(table, start)
+    if problem.budget.kind == "loss":
+        outcome = solve_fastest(table, problem.budget, lambda t, pick: settings.run(t, _better(t, start, pick)))
+    elif table.feasible(table.most_saving()):
+        outcome = settings.run(table, start)
     else:
+        outcome = None
+    if outcome is None:
+        return Solution(
+            choices={},
+            status="infeasible",
+            target=problem.budget.wanted,
+            solve_seconds=time.perf_counter() - started,
+            fault=why_infeasible(table, problem.budget),
+        )
+    solution = _solution(table, problem, outcome, penalised=change_penalty > 0)
+    return replace(solution, solve_seconds=time.perf_counter() - started)
+
+
+@dataclass
+class _Settings:
+    """How to solve; what several solves of one call spend is taken from one limit."""
+
+    time_limit_s: float | None
+    deterministic_time: float | None
+    seed: int
+    workers: int
+    solver: str
+    started: float
+    spent: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.solver not in SOLVERS:
+            raise SnipError(f"solver {self.solver!r} is not one of {', '.join(SOLVERS)}")
+        for name in ("time_limit_s", "deterministic_time"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SnipError(f"{name} must be above 0, got {value}")
+        if self.time_limit_s is None:
+            self.time_limit_s = DEFAULT_SECONDS if self.deterministic_time is None else math.inf
+        if self.deterministic_time is None:
+            self.deterministic_time = math.inf
+
+    def run(self, table: ChoiceTable, start: Ints | None) -> Outcome:
+        """One solve of a feasible problem."""
+        if self.solver == "greedy":
+            return solve_greedy(table, start)
         from snip_megatron.solver.exact import solve_exact  # OR-Tools: loaded where it is used, not in training ranks
 
-        limits = Limits(time_limit_s, math.inf if deterministic_time is None else deterministic_time, seed, workers)
+        assert self.time_limit_s is not None
+        assert self.deterministic_time is not None
+        seconds = self.time_limit_s - (time.perf_counter() - self.started)
+        limits = Limits(seconds, self.deterministic_time - self.spent, self.seed, self.workers)
         outcome = solve_exact(table, start, limits)
-    return _solution(table, problem, outcome, started)
+        self.spent += outcome.deterministic
+        return outcome
+
+
+def _better(table: ChoiceTable, start: Ints | None, pick: Ints) -> Ints:
+    """The hint where it is feasible and better than other picks."""
+    if start is None or not table.feasible(start):
+        return pick
+    return start if table.difference(start, pick) < 0 else pick
 
 
 def _hinted(table: ChoiceTable, hint: Mapping[str, Format] | None) -> Ints | None:
-    """The hint as picks; an item without a usable hint takes what saves most."""
+    """The hint as picks; a row without a usable hint takes what saves most."""
     if not hint:
         return None
     pick = table.most_saving()
@@ -77,50 +131,44 @@ def _hinted(table: ChoiceTable, hint: Mapping[str, Format] | None) -> Ints | Non
     return pick
 
 
-def _solution(table: ChoiceTable, problem: Problem, outcome: Outcome, started: float) -> Solution:
-    total, per_stage = table.savings(outcome.pick)
-    chosen = dict(zip(table.ids, (table.formats[j] for j in outcome.pick.tolist()), strict=True))
+def _solution(table: ChoiceTable, problem: Problem, outcome: Outcome, *, penalised: bool) -> Solution:
+    """The outcome in the problem's own terms; every figure but the bound is computed from its choices."""
+    budget, pick = problem.budget, outcome.pick
+    formats = [table.formats[j] for j in pick.tolist()]
+    if len(formats) == len(problem.items):
+        chosen = dict(zip(table.ids, formats, strict=True))
+    else:
+        units = decision_units(problem.items)
+        chosen = {name: fmt for unit, fmt in zip(units, formats, strict=True) for name in unit.ids}
+    loss = math.fsum(next(c.loss for c in item.choices if c.format is chosen[item.id]) for item in problem.items)
+    slowest = None if budget.kind == "target" else table.slowest(pick, budget)
+    objective = table.objective(pick) if penalised else loss
+    if budget.kind == "loss" and slowest is not None:
+        objective = slowest
+    total, per_stage = table.savings(pick)
     return Solution(
         choices={item.id: chosen[item.id] for item in problem.items},
         status="optimal" if outcome.optimal else "feasible",
-        objective=table.objective(outcome.pick),
-        bound=outcome.bound,
-        target=problem.budget.target,
+        target=budget.wanted,
+        objective=objective,
+        bound=min(objective, outcome.bound),
         achieved=_share(total, table.cost),
         achieved_per_stage={
             stage: _share(float(saved), float(cost))
             for stage, saved, cost in zip(table.stages, per_stage, table.stage_cost, strict=True)
         },
-        solve_seconds=time.perf_counter() - started,
+        loss=loss,
+        speedup=None if slowest is None else _over(table.reference(budget), slowest),
         deterministic_seconds=outcome.deterministic,
-    )
-
-
-def _infeasible(table: ChoiceTable, problem: Problem, seconds: float) -> Solution:
-    """Every item saving its most still misses a need: the highest target is what that reaches."""
-    total, per_stage = table.savings(table.most_saving())
-    reach = {
-        stage: saved / cost
-        for stage, saved, cost in zip(table.stages, per_stage.tolist(), table.stage_cost.tolist(), strict=True)
-        if cost > 0
-    }
-    limit = _share(total, table.cost)
-    tolerance = problem.budget.stage_tolerance
-    lowest = min(reach, key=lambda stage: (reach[stage], stage))
-    by_stage = tolerance is not None and reach[lowest] + tolerance < limit
-    if by_stage and tolerance is not None:
-        limit = reach[lowest] + tolerance
-    limit = math.floor(limit * 1e9) / 1e9
-    if not table.meets(limit, tolerance, total, per_stage):  # asking for the printed target must succeed
-        limit -= 1e-9
-    return Solution(
-        choices={},
-        status="infeasible",
-        target=problem.budget.target,
-        solve_seconds=seconds,
-        fault=Infeasibility(lowest, reach[lowest], by_stage, limit if limit >= 0 else None),
     )
 
 
 def _share(saved: float, cost: float) -> float:
     return saved / cost if cost > 0 else 0.0
+
+
+def _over(reference: float, time: float) -> float:
+    """Reference over time: 1 where both are nothing."""
+    if time > 0:
+        return reference / time
+    return 1.0 if reference == 0 else math.inf

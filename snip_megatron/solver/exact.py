@@ -38,6 +38,8 @@ def solve_exact(table: ChoiceTable, start: Ints | None, limits: Limits) -> Outco
 
     ``start``: feasible picks, such as the previous map's; used where better than the relaxation's.
     """
+    if table.need == -math.inf and len(table.stages) > 1:
+        return _solve_stages(table, start, limits)
     search = _Search(table, relax(table), limits)
     search.offer(round_picks(table, search.relaxation))
     if start is not None:
@@ -50,6 +52,27 @@ def solve_exact(table: ChoiceTable, start: Ints | None, limits: Limits) -> Outco
     objective = table.objective(search.pick)
     bound = min(objective, max(search.bound, objective - search.distance))
     return Outcome(search.pick, bound, optimal, search.spent)
+
+
+def _solve_stages(table: ChoiceTable, start: Ints | None, limits: Limits) -> Outcome:
+    """Without a need of the total the stages are problems of their own."""
+    pick = np.zeros(len(table.ids), dtype=np.int64)
+    begun = time.perf_counter()
+    spent, outcomes = 0.0, []
+    for k, need in enumerate(table.stage_need.tolist()):
+        rows = np.nonzero(table.stage == k)[0]
+        left = replace(
+            limits,
+            seconds=limits.seconds - (time.perf_counter() - begun),
+            deterministic=limits.deterministic - spent,
+        )
+        part = table.part(rows, table.true_loss[rows], need)
+        outcome = solve_exact(part, None if start is None else start[rows], left)
+        pick[rows] = outcome.pick
+        spent += outcome.deterministic
+        outcomes.append(outcome)
+    bound = min(table.objective(pick), math.fsum(o.bound for o in outcomes))
+    return Outcome(pick, bound, all(o.optimal for o in outcomes), spent)
 
 
 class _Search:

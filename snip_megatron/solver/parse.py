@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
-from snip_megatron.solver.problem import PROBLEM_SCHEMA, Budget, Choice, Item, Problem
+from snip_megatron.solver.problem import KINDS, PROBLEM_SCHEMA, Budget, Choice, Item, Problem
 
 _CHOICE_FIELDS = ("format", "loss", "saving")
 _FORMATS = {f.value: f for f in Format}
@@ -16,7 +17,16 @@ _MISSING = object()
 
 def parse_problem(text: str | bytes, where: str) -> Problem:
     """Parse a problem. Raises SnipError("<where>: <JSON path>: <what is wrong>")."""
-    body = _load(text, where)
+    collecting = gc.isenabled()
+    gc.disable()  # millions of objects, no cycles: the collector would double the time
+    try:
+        return _parse(_load(text, where), where)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _parse(body: dict[str, Any], where: str) -> Problem:
     try:
         if _field(body, "schema", "") != PROBLEM_SCHEMA:
             raise SnipError(f'schema: must be "{PROBLEM_SCHEMA}"')
@@ -65,15 +75,28 @@ def _pairs(pairs: list[tuple[str, Any]]) -> Any:
 
 
 def _parse_budget(raw: dict[str, Any]) -> Budget:
-    known = ("target", "stage_tolerance")
+    known = (*KINDS, "stage_tolerance", "fixed_cost")
     for key in raw:
         if key not in known:
             raise SnipError(f"budget.{key}: unknown field (known: {', '.join(known)})")
-    tolerance = _field(raw, "stage_tolerance", "budget.")
+    if not any(kind in raw for kind in KINDS):
+        raise SnipError("budget.target: missing")
+    wanted = {kind: _number(raw[kind], f"budget.{kind}") for kind in KINDS if kind in raw}
+    tolerance = _field(raw, "stage_tolerance", "budget.") if "target" in raw else raw.get("stage_tolerance")
+    fixed = raw.get("fixed_cost", {})
+    if not isinstance(fixed, dict):
+        raise SnipError("budget.fixed_cost: must be an object of <stage>: cost")
     return Budget(
-        target=_number(_field(raw, "target", "budget."), "budget.target"),
         stage_tolerance=None if tolerance is None else _number(tolerance, "budget.stage_tolerance"),
+        fixed_cost=tuple((_stage(key), _number(cost, f"budget.fixed_cost.{key}")) for key, cost in fixed.items()),
+        **wanted,
     )
+
+
+def _stage(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 8):
+        raise SnipError(f"budget.fixed_cost: {text!r:.40} is not a stage number")
+    return int(text)
 
 
 def _parse_item(raw: Any, path: str) -> Item:
@@ -88,7 +111,13 @@ def _parse_item(raw: Any, path: str) -> Item:
     cost = _number(_field(raw, "cost", prefix), f"{path}.cost")
     if not isinstance(choices, list):
         raise SnipError(f"{path}.choices: must be an array of objects")
-    return Item(id_, stage, cost, tuple(_parse_choice(c, f"{path}.choices[{j}]") for j, c in enumerate(choices)))
+    parsed = tuple([_parse_choice(c, f"{path}.choices[{j}]") for j, c in enumerate(choices)])
+    group, pin = raw.get("group"), raw.get("pin")
+    if group is None and pin is None:
+        return Item(id_, stage, cost, parsed)
+    if group is not None and not isinstance(group, str):
+        raise SnipError(f"{path}.group: must be a non-empty string or absent")
+    return Item(id_, stage, cost, parsed, group, None if pin is None else _format(pin, f"{path}.pin"))
 
 
 def _parse_choice(raw: Any, path: str) -> Choice:
@@ -98,14 +127,18 @@ def _parse_choice(raw: Any, path: str) -> Choice:
     elif not isinstance(raw, tuple):
         raise SnipError(f"{path}: must be an object")
     name, loss, saving = raw
-    fmt = _FORMATS.get(name) if isinstance(name, str) else None
-    if fmt is None:
-        raise SnipError(f"{path}.format: unknown format {name!r:.40} (known: {', '.join(_FORMATS)})")
     return Choice(
-        fmt,
+        _format(name, f"{path}.format"),
         loss if type(loss) is float else _number(loss, f"{path}.loss"),
         saving if type(saving) is float else _number(saving, f"{path}.saving"),
     )
+
+
+def _format(name: Any, path: str) -> Format:
+    fmt = _FORMATS.get(name) if isinstance(name, str) else None
+    if fmt is None:
+        raise SnipError(f"{path}: unknown format {name!r:.40} (known: {', '.join(_FORMATS)})")
+    return fmt
 
 
 def _field(body: dict[str, Any], key: str, prefix: str) -> Any:

@@ -6,18 +6,14 @@ JSON form: ``snip.problem/1`` (DESIGN, contracts); :mod:`snip_megatron.solver.pa
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 
 PROBLEM_SCHEMA = "snip.problem/1"
-MAX_COST = 1e18
-MAX_LOSS = 1e100
-MAX_STAGE = 2**20
-_ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums rounded to float64
+KINDS = ("target", "speedup", "loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +40,48 @@ class Item:
         stage: pipeline stage, all chunks of a virtual pipeline together.
         cost: FLOPs or seconds in the reference format, at most 1e18.
         choices: at least one, each format once.
+        group: items of one group take the same format; they lie on one stage. None: on its own.
+        pin: the format it must take, one of its choices. None: free.
     """
 
     id: str
     stage: int
     cost: float
     choices: tuple[Choice, ...]
+    group: str | None = None
+    pin: Format | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What must be saved.
+    """What is wanted: exactly one of ``target``, ``speedup`` and ``loss``.
+
+    Under ``speedup`` and ``loss`` costs are times. A step takes as long as its slowest stage: what the stage's items
+    still cost plus ``fixed_cost``; the reference is the same with no saving at all.
 
     Attributes:
-        target: Σ saving ≥ target · Σ cost over everything; in [0, 1].
+        target: least Σ loss with Σ saving ≥ target · Σ cost over everything; in [0, 1].
         stage_tolerance: on every stage Σ saving ≥ (target − tolerance) · that stage's cost; None: no such constraint.
+        speedup: least Σ loss with reference time / time ≥ speedup; 1 or more.
+        loss: least time with Σ loss ≤ loss.
+        fixed_cost: (stage, cost) of what no choice changes, such as attention; 0 where not named.
     """
 
-    target: float
+    target: float | None = None
     stage_tolerance: float | None = None
+    speedup: float | None = None
+    loss: float | None = None
+    fixed_cost: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """``target``, ``speedup`` or ``loss``."""
+        return next((k for k in KINDS if getattr(self, k) is not None), KINDS[0])
+
+    @property
+    def wanted(self) -> float:
+        """The figure of that kind."""
+        return float(getattr(self, self.kind))
 
 
 @dataclass(frozen=True)
@@ -73,7 +92,9 @@ class Problem:
     items: tuple[Item, ...]
 
     def __post_init__(self) -> None:
-        for path, message in _faults(self):
+        from snip_megatron.solver.validation import faults
+
+        for path, message in faults(self):
             raise SnipError(f"{path}: {message}")
 
     @classmethod
@@ -84,60 +105,33 @@ class Problem:
         return parse_problem(text, where)
 
     def to_json(self) -> str:
-        """The text of a ``snip.problem/1`` file; floats round-trip exactly."""
+        """The text of a ``snip.problem/1`` file; floats round-trip exactly, what is not used is left out."""
         body = {
             "schema": PROBLEM_SCHEMA,
-            "budget": {"target": self.budget.target, "stage_tolerance": self.budget.stage_tolerance},
-            "items": [
-                {
-                    "id": item.id,
-                    "stage": item.stage,
-                    "cost": item.cost,
-                    "choices": [{"format": c.format.value, "loss": c.loss, "saving": c.saving} for c in item.choices],
-                }
-                for item in self.items
-            ],
+            "budget": _budget_body(self.budget),
+            "items": [_item_body(item) for item in self.items],
         }
         return json.dumps(body, allow_nan=False) + "\n"
 
 
-def _faults(problem: Problem) -> Iterator[tuple[str, str]]:
-    """(JSON path, what is wrong), first fault first."""
-    yield from _budget_faults(problem.budget)
-    if not problem.items:
-        yield "items", "must hold at least one item"
-    seen: dict[str, int] = {}
-    for i, item in enumerate(problem.items):
-        if not item.id:
-            yield f"items[{i}].id", "must be a non-empty string"
-        first = seen.setdefault(item.id, i)
-        if first != i:
-            yield f"items[{i}].id", f"{item.id!r} is also the id of items[{first}]"
-        if not 0 <= item.stage < MAX_STAGE:
-            yield f"items[{i}].stage", f"must be a stage number from 0 to {MAX_STAGE - 1}, got {item.stage}"
-        if not 0 <= item.cost <= MAX_COST:
-            yield f"items[{i}].cost", f"must be a finite number from 0 to {MAX_COST:g}, got {item.cost}"
-        yield from _choice_faults(item, f"items[{i}].choices")
+def _budget_body(budget: Budget) -> dict[str, Any]:
+    body: dict[str, Any] = {budget.kind: budget.wanted}
+    if budget.kind == "target":
+        body["stage_tolerance"] = budget.stage_tolerance
+    if budget.fixed_cost:
+        body["fixed_cost"] = {str(stage): cost for stage, cost in budget.fixed_cost}
+    return body
 
 
-def _budget_faults(budget: Budget) -> Iterator[tuple[str, str]]:
-    if not 0 <= budget.target <= 1:
-        yield "budget.target", f"must be a share from 0 to 1, got {budget.target}"
-    if budget.stage_tolerance is not None and not 0 <= budget.stage_tolerance <= 1:
-        yield "budget.stage_tolerance", f"must be null or a share from 0 to 1, got {budget.stage_tolerance}"
-
-
-def _choice_faults(item: Item, path: str) -> Iterator[tuple[str, str]]:
-    if not item.choices:
-        yield path, "must hold at least one choice"
-    for j, choice in enumerate(item.choices):
-        if not abs(choice.loss) <= MAX_LOSS:
-            yield f"{path}[{j}].loss", f"must be a finite number of at most {MAX_LOSS:g}, got {choice.loss}"
-        if not math.isfinite(choice.saving) or choice.saving > item.cost * (1 + _ROUNDING):
-            yield f"{path}[{j}].saving", f"must be a finite number of at most the item's cost, got {choice.saving}"
-        if choice.saving < -MAX_COST:
-            yield f"{path}[{j}].saving", f"must be at least {-MAX_COST:g}, got {choice.saving}"
-    formats = [choice.format for choice in item.choices]
-    if len(set(formats)) != len(formats):
-        j = next(j for j, f in enumerate(formats) if f in formats[:j])
-        yield f"{path}[{j}].format", f"{formats[j].value!r} stands twice in one item"
+def _item_body(item: Item) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "id": item.id,
+        "stage": item.stage,
+        "cost": item.cost,
+        "choices": [{"format": c.format.value, "loss": c.loss, "saving": c.saving} for c in item.choices],
+    }
+    if item.group is not None:
+        body["group"] = item.group
+    if item.pin is not None:
+        body["pin"] = item.pin.value
+    return body

@@ -89,7 +89,9 @@ def gap(table: ChoiceTable, relaxation: Relaxation, pick: Ints) -> float:
     # A rounded reduced cost may be zero where the true one is not: its error counts for every item.
     above = relaxation.reduced[rows, pick] + relaxation.error[rows, pick]
     saved = table.pick_saving(pick)
-    terms = [math.fsum(above), relaxation.total_price * math.fsum([*saved, -table.need])]
+    terms = [math.fsum(above)]
+    if relaxation.total_price > 0:
+        terms.append(relaxation.total_price * math.fsum([*saved, -table.need]))
     for k, price in enumerate(relaxation.stage_price):
         extra = float(price) - relaxation.total_price
         if extra > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,22 +14,16 @@ class Infeasibility:
     """Why nothing meets the budget.
 
     Attributes:
-        stage: the stage that can save the smallest share of its cost. stage_reach: that share.
-        by_stage: whether that stage's own constraint limits the target; otherwise the total does.
-        reachable_target: the highest target that is feasible; None when none is.
+        why: one line. stage: the stage at fault, or that can save the least; None for a budget of kind ``loss``.
+        reachable: the highest feasible target or speedup, the smallest feasible loss; None when there is none.
     """
 
-    stage: int
-    stage_reach: float
-    by_stage: bool
-    reachable_target: float | None
+    why: str
+    stage: int | None
+    reachable: float | None
 
     def __str__(self) -> str:
-        lowest = f"stage {self.stage} saves at most {self.stage_reach:.6g} of its cost"
-        why = lowest if self.by_stage else f"all stages together save too little ({lowest})"
-        if self.reachable_target is None:
-            return f"infeasible: {why}; no target is reachable"
-        return f"infeasible: {why}; the highest reachable target is {self.reachable_target:.9g}"
+        return f"infeasible: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -38,10 +33,13 @@ class Solution:
     Attributes:
         choices: format by item id, in the order of the problem's items; empty when infeasible.
         status: ``optimal`` (proven), ``feasible`` (meets the budget, ``bound`` says how good) or ``infeasible``.
-        objective: Σ loss of the choices as given, in float64; None when infeasible.
-        bound: no feasible choices have a smaller Σ loss; equals ``objective`` when optimal, up to rounding.
-        target: the share asked for.
+        target: the figure that the budget asks for: a share, a speedup or a loss.
+        objective: what was minimised, in float64 of the problem's own numbers: Σ loss (with the penalties of changed
+            choices, if any), or the slowest stage's time for a budget of kind ``loss``. None when infeasible.
+        bound: no feasible choices have a smaller objective; equals it when optimal, up to rounding.
         achieved: Σ saving / Σ cost; 0 when everything costs nothing. achieved_per_stage: the same by stage number.
+        loss: Σ loss of the choices as given, without penalties.
+        speedup: reference time / time of the slowest stage; None for a budget of kind ``target``.
         solve_seconds: wall time of the solve.
         deterministic_seconds: CP-SAT's own measure of its work, the same on every machine.
         fault: why it is infeasible; None otherwise.
@@ -54,6 +52,8 @@ class Solution:
     bound: float | None = None
     achieved: float | None = None
     achieved_per_stage: Mapping[int, float] = field(default_factory=dict)
+    loss: float | None = None
+    speedup: float | None = None
     solve_seconds: float = 0.0
     deterministic_seconds: float = 0.0
     fault: Infeasibility | None = None
@@ -81,5 +81,9 @@ class Solution:
         )
 
     def to_map_json(self, version: int = 0) -> str:
-        """The text of a ``snip.map/1`` file."""
-        return self.to_precision_map(version).to_json()
+        """The text of a ``snip.map/1`` file; with ``loss`` and ``speedup`` where the budget was not a target."""
+        text = self.to_precision_map(version).to_json()
+        if self.speedup is None:
+            return text
+        extra = {"loss": self.loss, "speedup": self.speedup}
+        return json.dumps(json.loads(text) | extra, indent=1, allow_nan=False) + "\n"

@@ -1,4 +1,4 @@
-"""A problem as arrays: one row an item, one column a format.
+"""A problem as arrays: one row a decision (an item, or a group of items), one column a format.
 
 Rows are sorted by id and columns by the order of ``Format``: the solution does not depend on the order of a file.
 """
@@ -6,13 +6,15 @@ Rows are sorted by id and columns by the order of ``Format``: the solution does 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.precision import Format
-from snip_megatron.solver.problem import Problem
+from snip_megatron.solver.problem import Budget, Problem
+from snip_megatron.solver.units import Unit, decision_units
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -23,7 +25,7 @@ SLACK = 1e-9
 
 @dataclass(frozen=True)
 class ChoiceTable:
-    """Arrays of one problem; n items, F formats, K stages.
+    """Arrays of one problem; n decisions, F formats, K stages.
 
     Attributes:
         ids: item ids, sorted.
@@ -50,41 +52,78 @@ class ChoiceTable:
     stage_need: Floats
 
     @classmethod
-    def build(cls, problem: Problem) -> ChoiceTable:
-        """Arrays of ``problem``."""
-        items = sorted(problem.items, key=lambda item: item.id)
-        formats = tuple(sorted({c.format for item in items for c in item.choices}, key=lambda f: f.code))
+    def build(cls, problem: Problem, previous: Mapping[str, Format] | None = None, penalty: float = 0.0) -> ChoiceTable:
+        """Arrays of ``problem``; a row a group, or an item that has none, each under the id of its first item.
+
+        ``penalty`` is added to the loss of a choice for every item that takes another format than ``previous`` names.
+        """
+        units = decision_units(problem.items)
+        formats = tuple(sorted({f for unit in units for f in unit.formats}, key=lambda f: f.code))
         column = {f: j for j, f in enumerate(formats)}
-        true_loss = np.full((len(items), len(formats)), np.inf)
+        true_loss = np.full((len(units), len(formats)), np.inf)
         saving = np.zeros_like(true_loss)
-        rows = [i for i, item in enumerate(items) for _ in item.choices]
-        columns = [column[c.format] for item in items for c in item.choices]
-        true_loss[rows, columns] = [c.loss for item in items for c in item.choices]
-        saving[rows, columns] = [c.saving for item in items for c in item.choices]
-        numbers = np.array([item.stage for item in items], dtype=np.int64)
-        stages, stage = np.unique(numbers, return_inverse=True)
-        costs = np.array([item.cost for item in items], dtype=np.float64)
+        rows = [i for i, unit in enumerate(units) for _ in unit.formats]
+        columns = [column[f] for unit in units for f in unit.formats]
+        true_loss[rows, columns] = [x for unit in units for x in unit.losses]
+        saving[rows, columns] = [x for unit in units for x in unit.savings]
+        if penalty and previous:
+            true_loss += penalty * _changes(units, formats, previous)
+        stages, stage = np.unique(np.array([unit.stage for unit in units], dtype=np.int64), return_inverse=True)
+        costs = np.array([unit.cost for unit in units], dtype=np.float64)
         stage_cost = np.array([math.fsum(costs[stage == k]) for k in range(len(stages))])
-        cost = math.fsum(costs)
-        need, stage_need = _needs(problem.budget.target, problem.budget.stage_tolerance, cost, stage_cost)
-        return cls(
-            ids=tuple(item.id for item in items),
+        table = cls(
+            ids=tuple(unit.ids[0] for unit in units),
             formats=formats,
             loss=true_loss - true_loss.min(axis=1, keepdims=True),
             true_loss=true_loss,
             saving=saving,
             stage=stage.astype(np.int64),
             stages=tuple(int(s) for s in stages),
-            cost=cost,
+            cost=math.fsum(costs),
             stage_cost=stage_cost,
-            need=need,
-            stage_need=stage_need,
+            need=-np.inf,
+            stage_need=np.full(len(stages), -np.inf),
         )
+        return table.asking(problem.budget)
+
+    def asking(self, budget: Budget) -> ChoiceTable:
+        """The same choices under another budget; one of kind ``loss`` asks for no saving."""
+        if budget.target is not None:
+            need, stage_need = _share_needs(budget.target, budget.stage_tolerance, self)
+        elif budget.speedup is not None:
+            time = self.reference(budget) / budget.speedup
+            empty = max([cost for stage, cost in budget.fixed_cost if stage not in self.stages], default=0.0)
+            # A stage without items that takes longer cannot be helped by any saving.
+            need = np.inf if empty > time * (1 + SLACK) else -np.inf
+            stage_need = self.stage_needs_within(time, budget)
+        else:
+            need, stage_need = -np.inf, np.full(len(self.stages), -np.inf)
+        return replace(self, need=need, stage_need=stage_need)
 
     @property
     def allowed(self) -> NDArray[np.bool_]:
-        """[n, F] whether the format is a choice of the item."""
+        """[n, F] whether the format is a choice."""
         return np.isfinite(self.loss)
+
+    # -- time --------------------------------------------------------------------------------------------------
+    def fixed(self, budget: Budget) -> Floats:
+        """[K] cost of a stage that no choice changes."""
+        fixed = dict(budget.fixed_cost)
+        return np.array([fixed.get(stage, 0.0) for stage in self.stages])
+
+    def reference(self, budget: Budget) -> float:
+        """Cost of the slowest stage when nothing is saved; a stage without items counts with its fixed cost."""
+        return float(max([*(self.fixed(budget) + self.stage_cost), *(cost for _, cost in budget.fixed_cost)]))
+
+    def slowest(self, pick: Ints, budget: Budget) -> float:
+        """Cost of the slowest stage under these picks."""
+        costs = self.fixed(budget) + self.stage_cost - self.savings(pick)[1]
+        return float(max([*costs, *(cost for stage, cost in budget.fixed_cost if stage not in self.stages)]))
+
+    def stage_needs_within(self, time: float, budget: Budget) -> Floats:
+        """[K] savings with which every stage costs ``time`` at most."""
+        need: Floats = self.fixed(budget) + self.stage_cost - time
+        return need - SLACK * np.abs(need)
 
     def part(self, rows: Ints, loss: Floats, need: float) -> ChoiceTable:
         """The problem of some items with losses of their own [rows, F] and one need."""
@@ -129,19 +168,22 @@ class ChoiceTable:
         total, per_stage = self.savings(pick)
         return total >= self.need and bool((per_stage >= self.stage_need).all())
 
-    def meets(self, target: float, tolerance: float | None, total: float, per_stage: Floats) -> bool:
-        """Whether these savings would meet another budget's needs."""
-        need, stage_need = _needs(target, tolerance, self.cost, self.stage_cost)
-        return total >= need and bool((per_stage >= stage_need).all())
-
     def most_saving(self) -> Ints:
         """[n] the columns that save most: if these are infeasible, so is everything."""
         return np.where(self.allowed, self.saving, -np.inf).argmax(axis=1).astype(np.int64)
 
 
-def _needs(target: float, tolerance: float | None, cost: float, stage_cost: Floats) -> tuple[float, Floats]:
+def _share_needs(target: float, tolerance: float | None, table: ChoiceTable) -> tuple[float, Floats]:
     """Least Σ saving over everything and per stage."""
-    need = target * cost
-    stage_need = np.full(len(stage_cost), -np.inf) if tolerance is None else (target - tolerance) * stage_cost
-    finite = np.where(np.isfinite(stage_need), np.abs(stage_need), 0.0)
-    return need - SLACK * abs(need), stage_need - SLACK * finite
+    need = target * table.cost
+    stage_need = np.full(len(table.stages), -np.inf)
+    if tolerance is not None:
+        stage_need = (target - tolerance) * table.stage_cost
+        stage_need -= SLACK * np.abs(stage_need)
+    return need - SLACK * abs(need), stage_need
+
+
+def _changes(units: Sequence[Unit], formats: Sequence[Format], previous: Mapping[str, Format]) -> Floats:
+    """[n, F] how many items of a unit would change their format; items without a previous one do not count."""
+    before = [[previous[i] for i in unit.ids if i in previous] for unit in units]
+    return np.array([[sum(old is not f for old in known) for f in formats] for known in before], dtype=np.float64)

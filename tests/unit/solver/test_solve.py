@@ -90,10 +90,10 @@ def test_equals_exhaustion(problem: Problem) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(problems(most_items=4))
-def test_the_highest_reachable_target_is_reachable(problem: Problem) -> None:
+def test_the_highest_reachable_is_reachable(problem: Problem) -> None:
     solution = solve(problem)
-    if solution.status == "infeasible" and solution.fault.reachable_target is not None:
-        target = solution.fault.reachable_target
+    if solution.status == "infeasible" and solution.fault.reachable is not None:
+        target = solution.fault.reachable
         assert target <= problem.budget.target
         again = Problem(Budget(target, problem.budget.stage_tolerance), problem.items)
         assert solve(again).status == "optimal"

@@ -1,0 +1,64 @@
+"""What is decided at once: an item, or the items of a group; with pins applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from snip_megatron.precision import Format
+from snip_megatron.solver.problem import Item
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One decision. ``losses`` and ``savings`` belong to ``formats``; all are sums over the items ``ids``."""
+
+    ids: tuple[str, ...]
+    stage: int
+    cost: float
+    formats: tuple[Format, ...]
+    losses: tuple[float, ...]
+    savings: tuple[float, ...]
+
+
+def decision_units(items: Sequence[Item]) -> list[Unit]:
+    """Units in the order of their first ids, ids sorted within a unit."""
+    members: dict[str, list[Item]] = {}
+    units = []
+    for item in sorted(items, key=lambda item: item.id):
+        if item.group is None:
+            units.append(_alone(item))
+        else:
+            members.setdefault(item.group, []).append(item)
+    if members:
+        units += [_together(group) for group in members.values()]
+        units.sort(key=lambda unit: unit.ids[0])
+    return units
+
+
+def _alone(item: Item) -> Unit:
+    choices = item.choices if item.pin is None else tuple(c for c in item.choices if c.format is item.pin)
+    return Unit(
+        (item.id,),
+        item.stage,
+        item.cost,
+        tuple([c.format for c in choices]),
+        tuple([c.loss for c in choices]),
+        tuple([c.saving for c in choices]),
+    )
+
+
+def _together(items: list[Item]) -> Unit:
+    """Only formats that every item may take, only the pinned one if an item is pinned."""
+    by_format = [{c.format: c for c in item.choices} for item in items]
+    pins = {item.pin for item in items if item.pin is not None}
+    formats = tuple(f for f in by_format[0] if all(f in known for known in by_format) and (not pins or f in pins))
+    return Unit(
+        tuple(item.id for item in items),
+        items[0].stage,
+        math.fsum(item.cost for item in items),
+        formats,
+        tuple(math.fsum(known[f].loss for known in by_format) for f in formats),
+        tuple(math.fsum(known[f].saving for known in by_format) for f in formats),
+    )
