@@ -1,4 +1,4 @@
-"""FP32 accumulation inside the GEMM: out += A·Bᵀ in one kernel, through the cuBLASLt library that torch has loaded.
+"""Accumulation inside the GEMM: out += A·Bᵀ in one kernel, through the cuBLASLt library that torch has loaded.
 
 torch's scaled GEMM always overwrites its result; adding it to ``main_grad`` afterwards reads and writes the gradient of
 every weight once more than needed (12 of 16 bytes an element). The library can do it (beta = 1), so this binds the few
@@ -25,7 +25,12 @@ _ALIGNMENT = 256  # bytes, the most that the heuristic distinguishes
 
 _COMPUTE_32F = 68
 _REAL_32F, _REAL_16F, _REAL_16BF, _REAL_8F_E4M3 = 0, 2, 14, 28
-_TYPES = {torch.float16: _REAL_16F, torch.bfloat16: _REAL_16BF, torch.float8_e4m3fn: _REAL_8F_E4M3}
+_TYPES = {
+    torch.float32: _REAL_32F,
+    torch.float16: _REAL_16F,
+    torch.bfloat16: _REAL_16BF,
+    torch.float8_e4m3fn: _REAL_8F_E4M3,
+}
 _SCALE_MODES = {"tensor": 0, "tile": 4, "block": 5}
 _NOT_TRANSPOSED, _TRANSPOSED = 0, 1
 # Attributes of a matmul descriptor.
@@ -65,14 +70,13 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Problem:
-    """C (m × n, FP32, leading dimension ``ldc``) += op(A)·op(B): what a plan is made for."""
+    """C = op(A)·op(B) or C += op(A)·op(B): what a plan is made for; ``choice`` counts the heuristic's proposals."""
 
     a: _Matrix
     b: _Matrix
-    m: int
-    n: int
-    ldc: int
-    alignment: int
+    c: _Matrix
+    fast: bool
+    choice: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class CublasLt:
         self._handles: dict[int, ctypes.c_void_p] = {}
         self._plans: dict[tuple[int, _Problem], _Plan | None] = {}
         self._lock = threading.Lock()
-        self._one = ctypes.c_float(1.0)
+        self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
 
     # -- products ------------------------------------------------------------------------------------------------
     def accumulate(self, a: Operand, b: Operand, out: Tensor) -> bool:
@@ -112,22 +116,37 @@ class CublasLt:
             a, b: quantised, [a.rows, D] and [b.rows, D].
             out: FP32 [a.rows, b.rows], row-major.
         """
+        return self.multiply(a, b, out, add=True)
+
+    def multiply(
+        self, a: Operand, b: Operand, out: Tensor, *, add: bool = False, fast: bool = False, choice: int = 0
+    ) -> bool:
+        """out = a·bᵀ, or += with ``add``; False as above.
+
+        Args:
+            out: FP32 or bf16 [a.rows, b.rows], row-major.
+            fast: let the tensor core accumulate by itself (one scale a tensor only).
+            choice: which of the heuristic's proposals to take; the first is what the library recommends.
+        """
         # Row-major out is column-major outᵀ = b·aᵀ; a row-major operand [rows, D] is column-major [D, rows].
-        return self._run(
-            _operand(b, transposed=True), _operand(a, transposed=False),
-            (b.values, a.values), (b.scale, a.scale), out,
-        )  # fmt: skip
+        left, right = _operand(b, transposed=True), _operand(a, transposed=False)
+        problem = _Problem(left, right, _result(out), fast, choice)
+        return self._run(problem, (b.values, a.values), (b.scale, a.scale), out, add)
 
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor) -> bool:
         """out += gᵀ·x for g [T, N], x [T, K] in bf16 or fp16, row-major, and out FP32 [N, K]; False as above."""
         left = _Matrix(x.dtype, x.shape[1], x.shape[0], x.stride(0), False, None, _alignment(x))
         right = _Matrix(g.dtype, g.shape[1], g.shape[0], g.stride(0), True, None, _alignment(g))
-        return self._run(left, right, (x, g), None, out)
+        return self._run(_Problem(left, right, _result(out), fast=False, choice=0), (x, g), None, out, add=True)
 
     def _run(
-        self, a: _Matrix, b: _Matrix, values: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor] | None, out: Tensor
+        self,
+        problem: _Problem,
+        values: tuple[Tensor, Tensor],
+        scales: tuple[Tensor, Tensor] | None,
+        out: Tensor,
+        add: bool,
     ) -> bool:
-        problem = _Problem(a, b, out.shape[1], out.shape[0], out.stride(0), _alignment(out))
         with torch.cuda.device(out.device), self._lock:
             plan = self._plan(problem, scales)
             if plan is None:
@@ -137,9 +156,10 @@ class CublasLt:
             size = plan.algorithm.workspace
             # Freed to the stream's own allocator at return: later work of the stream may have it, other streams not.
             workspace = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None
+            beta = self._one if add else self._zero
             self._call(
                 "cublasLtMatmul", self._handle(), plan.operation, ctypes.byref(self._one), _pointer(values[0]), plan.a,
-                _pointer(values[1]), plan.b, ctypes.byref(self._one), _pointer(out), plan.c, _pointer(out), plan.c,
+                _pointer(values[1]), plan.b, ctypes.byref(beta), _pointer(out), plan.c, _pointer(out), plan.c,
                 ctypes.byref(plan.algorithm), None if workspace is None else _pointer(workspace), ctypes.c_size_t(size),
                 ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
             )  # fmt: skip
@@ -153,25 +173,31 @@ class CublasLt:
         return self._plans[key]
 
     def _make_plan(self, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
-        operation = self.operation(problem.a.transposed, problem.b.transposed, problem.a.scaling, problem.b.scaling)
+        operation = self.operation(
+            problem.a.transposed, problem.b.transposed, problem.a.scaling, problem.b.scaling, fast=problem.fast
+        )
         if scales is not None:
             self._set_scales(operation, scales)
-        a = self.layout(_TYPES[problem.a.dtype], problem.a.rows, problem.a.cols, problem.a.ld)
-        b = self.layout(_TYPES[problem.b.dtype], problem.b.rows, problem.b.cols, problem.b.ld)
-        c = self.layout(_REAL_32F, problem.m, problem.n, problem.ldc)
+        a, b, c = (self.layout(_TYPES[m.dtype], m.rows, m.cols, m.ld) for m in (problem.a, problem.b, problem.c))
         found = self._heuristics(problem, operation, a, b, c)
-        return _Plan(operation, a, b, c, found[0]) if found else None
+        return _Plan(operation, a, b, c, found[problem.choice]) if len(found) > problem.choice else None
 
     def operation(
-        self, transposed_a: bool, transposed_b: bool, scaling_a: str | None, scaling_b: str | None
+        self,
+        transposed_a: bool,
+        transposed_b: bool,
+        scaling_a: str | None,
+        scaling_b: str | None,
+        *,
+        fast: bool = False,
     ) -> ctypes.c_void_p:
-        """Descriptor of an FP32 product with the scalings of :class:`Operand`, None for operands without scales."""
+        """Descriptor of a product in FP32 with the scalings of :class:`Operand`, None for operands without scales."""
         operation = ctypes.c_void_p()
         self._call("cublasLtMatmulDescCreate", ctypes.byref(operation), _COMPUTE_32F, _REAL_32F)
         self._set(operation, _TRANSA, ctypes.c_int32(_TRANSPOSED if transposed_a else _NOT_TRANSPOSED))
         self._set(operation, _TRANSB, ctypes.c_int32(_TRANSPOSED if transposed_b else _NOT_TRANSPOSED))
         if scaling_a is not None and scaling_b is not None:
-            self._set(operation, _FAST_ACCUMULATION, ctypes.c_int8(0))
+            self._set(operation, _FAST_ACCUMULATION, ctypes.c_int8(fast))
             self._set(operation, _A_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[scaling_a]))
             self._set(operation, _B_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[scaling_b]))
         return operation
@@ -193,11 +219,10 @@ class CublasLt:
             self._set(preference, name, value, "cublasLtMatmulPreferenceSetAttribute")
         return preference
 
-    def _heuristics(
-        self, problem: _Problem, operation: Any, a: Any, b: Any, c: Any, count: int = 1
-    ) -> list[_Heuristic]:
-        """The algorithms that the library would try first; none where it has none."""
-        preference = self.preference((problem.a.alignment, problem.b.alignment, problem.alignment))
+    def _heuristics(self, problem: _Problem, operation: Any, a: Any, b: Any, c: Any) -> list[_Heuristic]:
+        """The algorithms that the library proposes, best first; none where it has none."""
+        preference = self.preference((problem.a.alignment, problem.b.alignment, problem.c.alignment))
+        count = problem.choice + 1
         results, found = (_Heuristic * count)(), ctypes.c_int()
         arguments = (self._handle(), operation, a, b, c, c, preference, count, results, ctypes.byref(found))
         status = self._library.cublasLtMatmulAlgoGetHeuristic(*arguments)
@@ -239,6 +264,10 @@ def _operand(side: Operand, *, transposed: bool) -> _Matrix:
     values = side.values
     depth, rows = values.shape[1], values.shape[0]
     return _Matrix(values.dtype, depth, rows, values.stride(0), transposed, side.scaling, _alignment(values))
+
+
+def _result(out: Tensor) -> _Matrix:
+    return _Matrix(out.dtype, out.shape[1], out.shape[0], out.stride(0), False, None, _alignment(out))
 
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:

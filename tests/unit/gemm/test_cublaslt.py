@@ -26,7 +26,7 @@ def library() -> CublasLt:
 def test_descriptors_are_accepted(library: CublasLt, scaling: str | None) -> None:
     operation = library.operation(True, False, "tile" if scaling == "block" else scaling, scaling)
     assert operation.value
-    assert library.layout(28, 256, 512, 256).value
+    assert library.layout(cublaslt._TYPES[torch.float8_e4m3fn], 256, 512, 256).value
     assert library.preference((256, 256, 16)).value
 
 
@@ -63,6 +63,9 @@ def test_numbers_are_those_of_the_header() -> None:
         "MATMUL_PREF_MIN_ALIGNMENT_D_BYTES": cublaslt._ALIGN_D,
     }
     assert {name: int(numbers[f"CUBLASLT_{name}"]) for name in expected} == expected
+    types = dict(re.findall(r"^\s*CUDA_(R_\w+)\s*=\s*(\d+),", (header.parent / "library_types.h").read_text(), re.M))
+    names = {torch.float32: "R_32F", torch.float16: "R_16F", torch.bfloat16: "R_16BF", torch.float8_e4m3fn: "R_8F_E4M3"}
+    assert {dtype: int(types[name]) for dtype, name in names.items()} == cublaslt._TYPES
 
 
 def test_alignment_is_the_largest_power_of_two_up_to_256() -> None:

@@ -1,0 +1,107 @@
+"""What the benchmarks share: timing of interleaved contenders, and result files that say how they came about."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WAIT_CYCLES = 4_000_000  # about 2 ms
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def commit(given: str | None = None) -> str:
+    """The measured commit: ``given``, else $SNIP_COMMIT, else git's (a copy of the tree may have no .git)."""
+    named = given or os.environ.get("SNIP_COMMIT")
+    if named:
+        return named
+    found = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def header(given_commit: str | None) -> dict[str, Any]:
+    """Device, versions, commit, command and date."""
+    import triton
+
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__}
+    try:
+        import transformer_engine
+
+        versions["transformer_engine"] = transformer_engine.__version__
+    except ImportError:
+        pass
+    return {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(given_commit),
+        "command": " ".join(["python", *sys.argv]),
+        "versions": versions,
+    }
+
+
+def write(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Write ``result`` as JSON, whole or not at all."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], rounds: int, *, warmup: int = 2, head_start: bool = False
+) -> dict[str, float]:
+    """Median GPU milliseconds of each call; the calls take turns, so that clocks and heat are the same for all.
+
+    Args:
+        head_start: keep the GPU waiting at the start of a round until its launches are queued: for calls that are
+            shorter than their launch.
+    """
+    for _ in range(warmup):
+        for call in calls.values():
+            call()
+    torch.cuda.synchronize()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        if head_start:
+            torch.cuda._sleep(_WAIT_CYCLES)
+        for name, call in calls.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in events.items()}
+
+
+def geomean(values: Sequence[float]) -> float | None:
+    return statistics.geometric_mean(values) if values else None
+
+
+def refuse_without_cuda() -> None:
+    """Exit with one line where there is no GPU."""
+    if not torch.cuda.is_available():
+        sys.exit(f"{Path(sys.argv[0]).name}: needs a CUDA device")
+
+
+def host_milliseconds(call: Callable[[], object], count: int = 5) -> float:
+    """What a call costs the launching thread, at most as long as the launch queue is not full."""
+    times = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e3

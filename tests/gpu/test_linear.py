@@ -1,0 +1,260 @@
+"""A quantised linear on a Hopper GPU: numbers of Y and all gradients, main_grad, stochastic rounding, odd shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.cublaslt import cublaslt
+from snip_megatron.gemm.operands import GradientKeys
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.gemm.selection import select_backend
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.precision import Format, LinearId
+
+BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
+Formats = tuple[Format, Format, Format]
+SHAPES = [(4096, 4096, 4096), (1000, 1040, 4224), (8192, 512, 1024), (132, 144, 208), (130, 136, 200), (4, 128, 128)]
+# Signal to noise in dB for independent normal operands: at least; 1.0 to 1.5 below what the reference gives.
+FLOOR = {FP8: 27.5, TENSOR: 27.0, FP4: 13.0, BF16: 50.0}
+# Relative error of a GEMM's own arithmetic in FP32: exact products in fp4; fp8 as the tensor core accumulates.
+GEMM_ERROR = {FP8: 3e-4, TENSOR: 3e-4, FP4: 5e-7}
+FAST_ERROR = 6e-3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hopper() -> Iterator[None]:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU (sm_90)")
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def backend() -> GemmBackend:
+    return select_backend("auto").backend
+
+
+class Linear(torch.nn.Module):
+    """A weight with DDP's attributes and its handle."""
+
+    def __init__(
+        self, backend: GemmBackend, n: int, k: int, formats: Formats, *, main_grad: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator(device="cuda").manual_seed(n + k)
+        weight = torch.randn(n, k, device="cuda", generator=generator).mul_(k**-0.5).bfloat16()
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.main_grad = torch.zeros(n, k, device="cuda") if main_grad is None else main_grad
+        self.weight.grad_added_to_main_grad = False
+        self.handle = LinearHandle(
+            id=LinearId(3, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
+            out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend, seed=11),
+            module=self, formats=formats,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        backend = self.handle.context.backend
+        call = LinearCall(self.handle, backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
+        y: Tensor = QuantizedLinear.apply(x, self.weight, None, call)
+        return y
+
+
+def operands(m: int, n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """X that requires gradients and G, rows of different size."""
+    generator = torch.Generator(device="cuda").manual_seed(seed + m)
+    x, g = (torch.randn(m, size, device="cuda", generator=generator) for size in (k, n))
+    spread = torch.rand(m, 1, device="cuda", generator=generator).exp()
+    return (x * spread).bfloat16().requires_grad_(), (g * spread * 1e-3).bfloat16()
+
+
+def relative_error(exact: Tensor, found: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def decibel(exact: Tensor, found: Tensor) -> float:
+    return -20 * math.log10(max(relative_error(exact, found), 1e-30))
+
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("formats", [(FP8,) * 3, (FP4,) * 3, (TENSOR,) * 3, (FP8, FP4, BF16), (BF16, TENSOR, FP4)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_signal_to_noise_of_output_and_gradients(
+    backend: GemmBackend, shape: tuple[int, int, int], formats: Formats
+) -> None:
+    m, n, k = shape
+    linear = Linear(backend, n, k, formats)
+    x, g = operands(m, n, k)
+    y = linear(x)
+    y.backward(g)
+    w, xd = linear.weight.detach().double(), x.detach().double()
+    exact = (xd @ w.t(), g.double() @ w, g.double().t() @ xd)
+    assert x.grad is not None
+    for fmt, expected, found in zip(formats, exact, (y.detach(), x.grad, linear.weight.main_grad), strict=True):
+        margin = 3.0 if m < 128 else 0.0  # few tokens: a scale a token in wgrad, and little to average over
+        assert decibel(expected, found) > FLOOR[fmt] - margin, fmt
+
+
+@pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gemms_add_nothing_to_what_quantisation_did(
+    backend: GemmBackend, shape: tuple[int, int, int], fmt: Format
+) -> None:
+    m, n, k = shape
+    x, g = operands(m, n, k)
+    w = torch.randn(n, k, device="cuda").bfloat16()
+    keys = GradientKeys(5, 6, torch.arange(n, device="cuda"))
+    x_row, x_col = backend.quantize_input(x.detach(), fmt, fmt)
+    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
+    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
+    products = (
+        (x_row, w_row, backend.fprop(x_row, w_row, dtype=torch.float32)),
+        (g_row, w_col, backend.dgrad(g_row, w_col, dtype=torch.float32)),
+        (g_col, x_col, backend.wgrad(g_col, x_col, out=None)),
+        (g_col, x_col, backend.wgrad(g_col, x_col, out=torch.zeros(n, k, device="cuda"))),
+    )
+    for index, (a, b, found) in enumerate(products):
+        exact = a.dequantize().double() @ b.dequantize().double().t()
+        bound = FAST_ERROR if fmt is TENSOR and index < 2 else GEMM_ERROR[fmt]
+        assert relative_error(exact, found) < bound, index
+
+
+@pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR, Format.NVFP4, BF16])
+def test_the_reference_gives_the_same(backend: GemmBackend, fmt: Format) -> None:
+    m, n, k = 512, 768, 640
+    found = []
+    for b in (backend, REFERENCE):
+        linear = Linear(b, n, k, (fmt, fmt, fmt))
+        x, g = operands(m, n, k)
+        y = linear(x)
+        y.backward(g)
+        found.append((y.detach(), x.grad, linear.weight.main_grad))
+    for ours, expected in zip(*found, strict=True):
+        assert relative_error(expected.double(), ours) < (6e-3 if fmt is TENSOR else 3e-3)
+
+
+# -- main_grad -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR, BF16])
+@pytest.mark.parametrize("offset", [0, 4, 1])
+def test_main_grad(backend: GemmBackend, fmt: Format, offset: int) -> None:
+    """Two microbatches add up in FP32, wherever DDP's buffer puts the gradient; the other elements stay."""
+    m, n, k = 1024, 512, 384
+    formats = (FP8, FP8, fmt)
+    buffer = torch.full((n * k + 64,), 2.0, device="cuda")
+    linear = Linear(backend, n, k, formats, main_grad=buffer[offset : offset + n * k].view(n, k))
+    exact = torch.full((n, k), 2.0, device="cuda", dtype=torch.float64)
+    for seed in range(2):
+        x, g = operands(m, n, k, seed)
+        linear(x).backward(g)
+        exact += g.double().t() @ x.detach().double()
+        assert linear.weight.grad_added_to_main_grad
+        assert linear.weight.grad.shape == linear.weight.shape
+        linear.weight.grad = None
+    assert decibel(exact - 2, linear.weight.main_grad - 2) > FLOOR[fmt]
+    outside = torch.cat([buffer[:offset], buffer[offset + n * k :]])
+    assert torch.equal(outside, torch.full_like(outside, 2.0))
+
+
+@pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR])
+def test_accumulation_in_the_gemm(backend: GemmBackend, fmt: Format) -> None:
+    """cuBLASLt has the kernel, and gives what a product and an addition give."""
+    library = cublaslt()
+    assert library is not None
+    m, n, k = 2048, 1024, 768
+    x, g = operands(m, n, k)
+    _, x_col = backend.quantize_input(x.detach(), None, fmt)
+    _, g_col = backend.quantize_gradient(g, None, fmt, GradientKeys(5, 6, torch.arange(n, device="cuda")))
+    before = torch.randn(n, k, device="cuda")
+    fused = before.clone()
+    assert library.accumulate(g_col, x_col, fused)
+    apart = ScaledProducts().accumulate(g_col, x_col, before.clone())
+    torch.testing.assert_close(fused, apart, rtol=1e-5, atol=1e-5)
+
+
+def test_accumulation_of_bf16(backend: GemmBackend) -> None:
+    library = cublaslt()
+    assert library is not None
+    x, g = operands(2048, 1024, 768)
+    out = torch.randn(1024, 768, device="cuda")
+    expected = out.double() + g.double().t() @ x.detach().double()
+    assert library.accumulate_plain(g, x.detach(), out)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+# -- stochastic rounding, determinism, streams ---------------------------------------------------------------------
+def test_stochastic_rounding_of_gradients_is_unbiased(backend: GemmBackend) -> None:
+    """The mean over seeds of ∂L/∂X and ∇W in fp4 goes to that with G unquantised."""
+    m, n, k, draws = 256, 256, 256, 64
+    x, g = operands(m, n, k)
+    w = torch.randn(n, k, device="cuda").bfloat16()
+    _, x_col = backend.quantize_input(x.detach(), None, FP4)
+    _, w_col = backend.quantize_weight(w, None, FP4)
+    d, gw = [], []
+    for seed in range(draws):
+        keys = GradientKeys(seed, 1000 + seed, torch.arange(n, device="cuda"))
+        g_row, g_col = backend.quantize_gradient(g, FP4, FP4, keys)
+        d.append(backend.dgrad(g_row, w_col, dtype=torch.float32).double())
+        gw.append(backend.wgrad(g_col, x_col, out=None).double())
+    expected_d = g.double() @ w_col.dequantize().double().t()
+    expected_gw = g.double().t() @ x_col.dequantize().double().t()
+    for found, expected in ((d, expected_d), (gw, expected_gw)):
+        error = torch.stack(found) - expected
+        mean, spread = error.mean(0), error.std(0) / draws**0.5
+        z = mean / spread
+        assert abs(float(z.mean())) < 10 / math.sqrt(z.numel())  # standard errors; elements of a row share draws
+        assert 0.9 < float(z.std()) < 1.1
+
+
+def test_same_bits_again_and_in_another_stream(backend: GemmBackend) -> None:
+    m, n, k = 1024, 1024, 1152
+    results = []
+    for stream in (torch.cuda.current_stream(), torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            linear = Linear(backend, n, k, (FP8, FP4, FP4))
+            x, g = operands(m, n, k)
+            y = linear(x)
+            y.backward(g)
+            results.append((y.detach(), x.grad, linear.weight.main_grad))
+        torch.cuda.synchronize()
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
+@pytest.mark.parametrize("fmt", [FP8, FP4])
+def test_saved_activations_are_half_of_bf16(backend: GemmBackend, fmt: Format) -> None:
+    m, n, k = 4096, 512, 4096
+    linear = Linear(backend, n, k, (fmt, fmt, fmt))
+    held = {}
+
+    def pack(t: Tensor) -> Tensor:
+        held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    x, _ = operands(m, n, k)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        linear(x)
+    assert sum(held.values()) <= 0.55 * x.numel() * 2
+
+
+def test_no_tokens(backend: GemmBackend) -> None:
+    linear = Linear(backend, 256, 128, (FP8, FP4, FP8))
+    x = torch.zeros(0, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = linear(x)
+    y.backward(torch.zeros_like(y))
+    assert y.shape == (0, 256)
+    assert x.grad is not None
+    assert x.grad.shape == (0, 128)
+    assert not linear.weight.main_grad.any()
+
+
+def test_auto_picks_hopper() -> None:
+    found = select_backend("auto")
+    assert found.backend.name == "hopper"
+    assert "sm_90" in found.reason
