@@ -31,6 +31,10 @@ def replay_schedule(run: str) -> list[tuple[int, Path]]:
             if not path.is_file():
                 raise SnipError(f"--snip-replay {run}: events.jsonl adopts a map at step {step} but {path} is missing")
             schedule.append((step, path))
+    if not schedule:
+        raise SnipError(
+            f"--snip-replay {run}: no adopted map is recorded there; give the directory of a run under SNIP"
+        )
     return schedule
 
 

@@ -20,7 +20,7 @@ from snip_megatron.adoption import MapChannel
 from snip_megatron.config import SnipConfig
 from snip_megatron.controller import Controller
 from snip_megatron.controller_state import ControllerState
-from snip_megatron.coordinator import RankZeroCoordinator, replay_schedule
+from snip_megatron.coordinator import RankZeroCoordinator
 from snip_megatron.errors import SnipError
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.layers.registry import check_map_fits
@@ -55,8 +55,6 @@ def install(config: SnipConfig, *, args: argparse.Namespace) -> SnipRun:
         SnipError: a configuration that cannot work, in one line.
     """
     validate.check(config, args)
-    if config.replay is not None:
-        replay_schedule(config.replay)
     check_evaluation(config.eval, args)
     run = SnipRun(config, args)
     run.undo.callback(compat.wrap_train_step(run.wrap))

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.coordinator import replay_schedule
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.registry import check_map_fits, decoder_linear_names
 from snip_megatron.precision import LinearId, PrecisionMap
-from snip_megatron.sensitivity.policies import needs_forward_noise
+from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
 from snip_megatron.sensitivity.problem import reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow
@@ -26,12 +27,14 @@ class Conflict:
         argument: as the user wrote it.
         present: whether the value in force conflicts.
         why: reason and way out, after "cannot be combined with --snip: ".
+        derived: the attribute is not the argument's own value: it is not shown.
     """
 
     argument: str
     attribute: str
     present: Callable[[Any], bool]
     why: str
+    derived: bool = False
 
 
 def _given(value: Any) -> bool:
@@ -64,6 +67,12 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("--enable-cuda-graph", "enable_cuda_graph", _given, _CAPTURED),
     Conflict("--external-cuda-graph", "external_cuda_graph", _given, _CAPTURED),
     Conflict("--cuda-graph-impl", "cuda_graph_impl", lambda value: value not in (None, "none"), _CAPTURED),
+    Conflict(
+        "--optimizer-cuda-graph",
+        "optimizer_cuda_graph",
+        _given,
+        "a captured optimizer step would not see the gradient buffers as probes leave them; leave it out",
+    ),
     Conflict("--use-megatron-fsdp", "use_megatron_fsdp", _given, _SHARDED),
     Conflict("--use-torch-fsdp2", "use_torch_fsdp2", _given, _SHARDED),
     Conflict("--tp-comm-overlap", "tp_comm_overlap", _given, "it replaces the linears' GEMMs by its own; leave it out"),
@@ -85,7 +94,25 @@ CONFLICTS: tuple[Conflict, ...] = (
         _given,
         "it replaces the linears by fused operations; leave it out",
     ),
-    Conflict("--gtp-weight-remat-size", "gtp_weight_remat_size", _more_than_one, "weights are sharded; use 1"),
+    Conflict(
+        "--defer-embedding-wgrad-compute",
+        "defer_embedding_wgrad_compute",
+        _given,
+        "Megatron implements it for Transformer Engine's linears only; leave it out",
+    ),
+    Conflict(
+        "--tensor-parallel-num-weight-shards",
+        "gtp_weight_remat_size",
+        _more_than_one,
+        "quantised linears hold their whole shard of the weight; leave it out",
+        derived=True,
+    ),
+    Conflict(
+        "--num-distributed-optimizer-instances",
+        "num_distributed_optimizer_instances",
+        _more_than_one,
+        "not supported yet: probes take the optimizer's state to be sharded once; use 1",
+    ),
     Conflict("--context-parallel-size", "context_parallel_size", _more_than_one, "not supported yet; use 1"),
     Conflict("--num-experts", "num_experts", _given, _DENSE),
     Conflict("--mtp-num-layers", "mtp_num_layers", _given, _DENSE),
@@ -112,11 +139,11 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     for conflict in CONFLICTS:
         value = getattr(args, conflict.attribute, None)
         if conflict.present(value):
-            shown = "" if value is True else f" {value}"
+            shown = "" if value is True or conflict.derived else f" {value}"
             raise SnipError(f"{conflict.argument}{shown} cannot be combined with --snip: {conflict.why}")
     _check_optimizer(config, args)
     _check_main_grad(args)
-    _check_static_map(config, args.num_layers)
+    _check_fixed_map(config, args)
     _check_reachable(config, args)
 
 
@@ -136,29 +163,34 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
 
 
 def _check_main_grad(args: argparse.Namespace) -> None:
-    low = getattr(args, "main_grads_dtype", None) in ("bf16", "fp16") or (
-        args.bf16 and not args.accumulate_allreduce_grads_in_fp32
-    )
-    if low:
+    """Megatron turns FP32 accumulation on with --bf16, unless one of two arguments asks for less."""
+    if args.bf16 and not args.accumulate_allreduce_grads_in_fp32:
+        argument = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "--main-grads-dtype bf16"
         raise SnipError(
-            "bf16 gradient accumulation cannot be combined with --snip: quantised weight gradients accumulate in FP32;"
-            " add --accumulate-allreduce-grads-in-fp32"
+            f"{argument} cannot be combined with --snip: quantised weight gradients accumulate in FP32; leave it out"
         )
 
 
-def _check_static_map(config: SnipConfig, num_layers: int) -> None:
+def _check_fixed_map(config: SnipConfig, args: argparse.Namespace) -> None:
+    """Maps that are known before training: of files, of another run, or of a policy that chooses nothing."""
+    names = decoder_linear_names(args.num_layers)
     if config.map is not None:
-        load_map(config.map, decoder_linear_names(num_layers))
+        load_map(config.map, names)
+    elif config.replay is not None:
+        for _, path in replay_schedule(config.replay):
+            load_map(str(path), names, argument="--snip-replay")
+    else:
+        fixed_map(config.policy, names, pins(config, args))
 
 
-def load_map(path: str, names: list[str]) -> PrecisionMap:
-    """Read a ``--snip-map`` file and check that it is of this model. Raises SnipError."""
+def load_map(path: str, names: list[str], *, argument: str = "--snip-map") -> PrecisionMap:
+    """Read the file that ``argument`` names and check that it is a map of this model. Raises SnipError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SnipError(f"--snip-map {path}: cannot be read ({error})") from None
-    precision_map = PrecisionMap.from_json(text, where=f"--snip-map {path}")
-    check_map_fits(precision_map, names, f"--snip-map {path}")
+        raise SnipError(f"{argument} {path}: cannot be read ({error})") from None
+    precision_map = PrecisionMap.from_json(text, where=f"{argument} {path}")
+    check_map_fits(precision_map, names, f"{argument} {path}")
     return precision_map
 
 

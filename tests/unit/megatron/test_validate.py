@@ -1,0 +1,243 @@
+"""What cannot work with SNIP is refused at start in one line that names both sides."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.layers.registry import decoder_linear_names
+from snip_megatron.megatron import validate
+from snip_megatron.megatron.validate import CONFLICTS, Conflict
+from snip_megatron.precision import Format, PrecisionMap
+
+# What Megatron's validation adds to its parser's defaults, for a Llama of 4 layers.
+DERIVED: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "ffn_hidden_size": 96,
+    "swiglu": True,
+    "bf16": True,
+    "accumulate_allreduce_grads_in_fp32": True,
+    "virtual_pipeline_model_parallel_size": None,
+    "gtp_weight_remat_size": 1,
+}
+# A value that conflicts, where it is not True.
+VALUES: dict[str, Any] = {
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "te_precision_config_file": "recipe.yaml",
+    "kitchen_config_file": "kitchen.yaml",
+    "cuda_graph_impl": "local",
+    "gtp_weight_remat_size": 2,
+    "num_distributed_optimizer_instances": 2,
+    "context_parallel_size": 2,
+    "num_experts": 8,
+    "mtp_num_layers": 1,
+    "experimental_attention_variant": "dsa",
+    "heterogeneous_layers_config_path": "blocks.json",
+}
+# Arguments that exist only with an optional library.
+OPTIONAL = {"--kitchen-config-file", "--use-kitchen"}
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+DEFAULTS = vars(megatron_parser().parse_args([]))
+
+
+def arguments(**given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**DEFAULTS, **DERIVED, **given})
+
+
+def config(**fields: Any) -> SnipConfig:
+    return SnipConfig(enabled=True, **fields)
+
+
+def refused(snip: SnipConfig, args: argparse.Namespace) -> str:
+    with pytest.raises(SnipError) as caught:
+        validate.check(snip, args)
+    assert caught.value.exit_code == 2
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_plain_run_is_accepted() -> None:
+    validate.check(config(), arguments())
+    validate.check(config(policy="uniform-fp4", pin=("*.0.*=bf16",)), arguments(bf16=False))
+
+
+# -- Megatron's arguments --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda c: c.attribute)
+def test_each_conflict_names_both_sides(conflict: Conflict) -> None:
+    value = VALUES.get(conflict.attribute, True)
+    message = refused(config(), arguments(**{conflict.attribute: value}))
+    shown = "" if value is True or conflict.derived else f" {value}"
+    assert message.startswith(f"{conflict.argument}{shown} cannot be combined with --snip: ")
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda c: c.attribute)
+def test_each_conflict_is_an_argument_of_this_megatron(conflict: Conflict) -> None:
+    """A renamed argument or attribute would make the check pass in silence."""
+    dests = {flag: action.dest for action in megatron_parser()._actions for flag in action.option_strings}
+    if conflict.argument in OPTIONAL:
+        assert conflict.argument not in dests
+        return
+    assert conflict.argument in dests
+    assert dests[conflict.argument] == conflict.attribute or conflict.derived
+    assert not conflict.present(DEFAULTS.get(conflict.attribute))
+
+
+def test_bf16_gradients() -> None:
+    low = {"accumulate_allreduce_grads_in_fp32": False}
+    assert refused(config(), arguments(**low, grad_reduce_in_bf16=True)).startswith(
+        "--grad-reduce-in-bf16 cannot be combined with --snip"
+    )
+    assert refused(config(), arguments(**low, main_grads_dtype="bf16")).startswith(
+        "--main-grads-dtype bf16 cannot be combined with --snip"
+    )
+
+
+def test_optimizers_without_moments() -> None:
+    message = refused(config(), arguments(optimizer="sgd"))
+    assert message.startswith("--optimizer sgd cannot be combined with --snip-estimator noise")
+    validate.check(config(estimator="fisher"), arguments(optimizer="sgd"))
+    validate.check(config(policy="backward-first"), arguments(optimizer="sgd"))
+
+
+def test_a_probe_before_the_first_optimizer_step() -> None:
+    assert "--snip-first-update 0" in refused(config(first_update=0), arguments())
+    validate.check(config(first_update=0), arguments(load="checkpoints"))
+    validate.check(config(first_update=0, estimator="fisher"), arguments())
+
+
+# -- maps ------------------------------------------------------------------------------------------------------
+def write_map(path: Path, layers: int) -> str:
+    path.write_text(PrecisionMap.uniform(decoder_linear_names(layers), Format.FP8).to_json())
+    return str(path)
+
+
+def test_static_maps(tmp_path: Path) -> None:
+    validate.check(config(map=write_map(tmp_path / "fits.json", 4)), arguments())
+    other = write_map(tmp_path / "other.json", 5)
+    message = refused(config(map=other), arguments())
+    assert message.startswith(f"--snip-map {other}: names decoder.layers.4.")
+    assert "map of another model" in message
+
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    assert refused(config(map=str(broken)), arguments()).startswith(f"--snip-map {broken}: not JSON")
+    broken.write_bytes(b"\xff\xfe")
+    for path in (str(broken), str(tmp_path / "absent.json"), str(tmp_path)):
+        assert refused(config(map=path), arguments()).startswith(f"--snip-map {path}: cannot be read")
+
+
+def recorded(run: Path, layers: int) -> SnipConfig:
+    """A run directory that adopted a map before step 7."""
+    (run / "maps").mkdir(parents=True)
+    write_map(run / "maps" / "step_7.json", layers)
+    event = {"time": 0.0, "step": 7, "event": "adopt", "version": 1}
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    return config(replay=str(run))
+
+
+def test_replayed_maps(tmp_path: Path) -> None:
+    validate.check(recorded(tmp_path / "fits", 4), arguments())
+    message = refused(recorded(tmp_path / "other", 3), arguments())
+    assert message.startswith(f"--snip-replay {tmp_path / 'other' / 'maps' / 'step_7.json'}: says nothing about")
+    missing = recorded(tmp_path / "missing", 4)
+    (tmp_path / "missing" / "maps" / "step_7.json").unlink()
+    assert "step_7.json is missing" in refused(missing, arguments())
+    (tmp_path / "empty").mkdir()
+    for name in ("absent", "empty"):
+        message = refused(config(replay=str(tmp_path / name)), arguments())
+        assert message.startswith(f"--snip-replay {tmp_path / name}: no adopted map is recorded there")
+
+
+# -- pins ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("policy", ["snip", "uniform-fp4"])
+def test_a_pin_that_matches_nothing(policy: str) -> None:
+    message = refused(config(policy=policy, pin=("*.linear_fc3=bf16",)), arguments())
+    assert message.startswith("--snip-pin *.linear_fc3=bf16: matches no option")
+
+
+def test_pins_that_leave_the_budget_out_of_reach() -> None:
+    """fc1 is 192×64 of 192×64 + 64×96 + 128×64 + 64×64 a layer: 0.4 of the FLOPs."""
+    message = refused(config(pin=("*.linear_fc1=bf16",)), arguments())
+    assert message.startswith("--snip-budget fp4=0.75 is out of reach with --snip-pin: at most fp4=0.6000")
+    validate.check(config(pin=("*.linear_fc1=bf16",), budget="fp4=0.6"), arguments())
+
+
+def test_layers_that_megatron_keeps_in_bf16_are_pins_and_the_users_come_after() -> None:
+    args = arguments(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
+    assert validate.pins(config(pin=("*.3.*=fp8",)), args) == (
+        ("decoder.layers.0.*", "bf16"),
+        ("decoder.layers.2.*", "bf16"),
+        ("decoder.layers.3.*", "bf16"),
+        ("*.3.*", "fp8"),
+    )
+    assert validate.pins(config(pin=("*=fp8",)), arguments()) == (("*", "fp8"),)
+    assert "at most fp4=0.2500" in refused(config(), args)
+
+
+# -- the model -------------------------------------------------------------------------------------------------
+def shapes(**given: Any) -> dict[str, tuple[int, int]]:
+    return {row.id.kind: (row.n, row.k) for row in validate.model_linears(arguments(**given))[:4]}
+
+
+def test_shapes_follow_attention_and_mlp() -> None:
+    assert shapes() == {
+        "self_attention.linear_qkv": (128, 64),
+        "self_attention.linear_proj": (64, 64),
+        "mlp.linear_fc1": (192, 64),
+        "mlp.linear_fc2": (64, 96),
+    }
+    ungrouped = shapes(group_query_attention=False, num_query_groups=1, swiglu=False, kv_channels=32)
+    assert ungrouped["self_attention.linear_qkv"] == (384, 64)
+    assert ungrouped["self_attention.linear_proj"] == (64, 128)
+    assert ungrouped["mlp.linear_fc1"] == (96, 64)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "virtual", "expected"),
+    [
+        (4, 1, None, [0, 0, 0, 0]),
+        (4, 2, None, [0, 0, 1, 1]),
+        (4, 2, 2, [0, 1, 0, 1]),
+        (8, 2, 2, [0, 0, 1, 1, 0, 0, 1, 1]),
+    ],
+)
+def test_stages_of_an_even_split(layers: int, stages: int, virtual: int | None, expected: list[int]) -> None:
+    args = arguments(
+        num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual
+    )
+    rows = validate.model_linears(args)
+    assert [row.stage for row in rows[::4]] == expected
+    assert [row.name for row in rows] == decoder_linear_names(layers)
+
+
+def test_flops_count_one_gemm_of_each_linear() -> None:
+    flops = validate.gemm_flops(validate.model_linears(arguments()))
+    assert len(flops) == 16
+    assert flops["decoder.layers.0.mlp.linear_fc1"] == 2 * 192 * 64
+
+
+def test_the_request_carries_the_configuration() -> None:
+    snip = config(budget="fp4=0.5", formats=("nvfp4", "mxfp8"), granularity="layer", stage_tolerance="none", seed=9)
+    request = validate.solve_request(snip, arguments(), version=3)
+    assert (request.target, request.formats, request.granularity) == (0.5, ("nvfp4", "mxfp8"), "layer")
+    assert (request.stage_tolerance, request.seed, request.version) == (None, 9, 3)
+    assert request.deterministic_time == snip.solver_time
