@@ -161,29 +161,35 @@ class TransformerEngine(_Linear):
 
 
 # -- who takes part ------------------------------------------------------------------------------------------------
+def _fused(g: Tensor, x: Tensor, out: Tensor) -> None:
+    library = cublaslt()
+    if library is None or not library.accumulate_plain(g, x, out):
+        raise RuntimeError("cuBLASLt has no kernel that accumulates")
+
+
 def bf16_contenders(problem: Problem) -> dict[str, Contender]:
     """Every bf16 way to the same result; the fastest is the one to beat."""
     found: dict[str, Contender] = {
-        "matmul + add": Bf16(problem, lambda g, x, out: out.add_(g.t() @ x)),
-        "matmul to FP32 + add": Bf16(problem, lambda g, x, out: out.add_(torch.mm(g.t(), x, out_dtype=torch.float32))),
+        "bf16 matmul + add": Bf16(problem, lambda g, x, out: out.add_(g.t() @ x)),
+        "bf16 matmul to FP32 + add": Bf16(
+            problem, lambda g, x, out: out.add_(torch.mm(g.t(), x, out_dtype=torch.float32))
+        ),
+        "bf16 cuBLASLt fused accumulation": Bf16(problem, _fused),
     }
-    library = cublaslt()
-    if library is not None:
-        found["cuBLASLt fused accumulation"] = Bf16(problem, library.accumulate_plain)
     if has_transformer_engine():
-        found["Transformer Engine fused accumulation"] = TransformerEngine(problem, None)
+        found["bf16 Transformer Engine fused accumulation"] = TransformerEngine(problem, None)
     return found
 
 
 def transformer_engine_contenders(problem: Problem) -> dict[str, Contender]:
-    """Format → Transformer Engine's recipe of the same scaling; empty without Transformer Engine."""
+    """``te <format>`` → Transformer Engine's recipe of the same scaling; empty without Transformer Engine."""
     if not has_transformer_engine():
         return {}
     from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 
     return {
-        "fp8": TransformerEngine(problem, Float8BlockScaling()),
-        "fp8_tensor": TransformerEngine(problem, Float8CurrentScaling()),
+        "te fp8": TransformerEngine(problem, Float8BlockScaling()),
+        "te fp8_tensor": TransformerEngine(problem, Float8CurrentScaling()),
     }
 
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import BOUNDS, gemm_errors, violations
-from accuracy import sqnr as measure_sqnr
+from accuracy import BOUNDS, gemm_errors, sqnr, violations
 from common import geomean, header, host_milliseconds, interleaved, refuse_without_cuda, write
 from contenders import (
     MICROBATCHES,
+    Contender,
     Problem,
     Snip,
     bf16_contenders,
@@ -48,26 +48,32 @@ SMALL = ((512, 512), (768, 768), (512, 2048), (1024, 1024), (768, 3072), (1024, 
          (2048, 2048), (2048, 512), (2048, 5632), (3072, 3072))  # fmt: skip
 
 
+def working(problem: Problem, contenders: dict[str, Contender], row: dict[str, Any]) -> dict[str, Contender]:
+    """Those that run; their signal to noise goes into ``row``, the reason of the others too."""
+    found = {}
+    for name, contender in contenders.items():
+        try:
+            row["sqnr_db"][name] = sqnr(problem, contender)
+            found[name] = contender
+        except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
+            row["failed"][name] = f"{type(error).__name__}: {error}"[:500]
+    return found
+
+
 def measure(m: int, k: int, n: int, backend: GemmBackend, rounds: int) -> dict[str, Any]:
     """One row: accuracy of every contender, then their times in turns, then the times of ours' parts."""
     problem = Problem.draw(m, n, k)
-    ours = {fmt.value: Snip(problem, backend, (fmt, fmt, fmt)) for fmt in FORMATS}
-    theirs = transformer_engine_contenders(problem)
-    plain = bf16_contenders(problem)
-    row: dict[str, Any] = {"m": m, "k": k, "n": n}
-    row["sqnr_db"] = {name: measure_sqnr(problem, contender) for name, contender in ours.items()}
-    row["sqnr_db_te"] = {name: measure_sqnr(problem, contender) for name, contender in theirs.items()}
+    row: dict[str, Any] = {"m": m, "k": k, "n": n, "sqnr_db": {}, "failed": {}}
+    contenders = {f"snip {f.value}": Snip(problem, backend, (f, f, f)) for f in FORMATS}
+    contenders |= transformer_engine_contenders(problem) | bf16_contenders(problem)
+    calls = {name: contender.step for name, contender in working(problem, contenders, row).items()}
     row["gemm_error"] = {fmt.value: gemm_errors(problem, backend, fmt) for fmt in FORMATS}
     row["violations"] = violations(row)
-    calls = {f"snip {name}": c.step for name, c in ours.items()}
-    calls |= {f"te {name}": c.step for name, c in theirs.items()} | {
-        f"bf16 {name}": c.step for name, c in plain.items()
-    }
     times = {name: t / MICROBATCHES for name, t in interleaved(calls, rounds).items()}
     fastest = min((name for name in times if name.startswith("bf16 ")), key=times.__getitem__)
     row |= {"ms": times, "bf16": fastest.removeprefix("bf16 "), "bf16_ms": times[fastest]}
-    row["speedup"] = {name: times[fastest] / times[f"snip {name}"] for name in ours}
-    row["speedup_te"] = {name: times[fastest] / times[f"te {name}"] for name in theirs}
+    for key, prefix in (("speedup", "snip "), ("speedup_te", "te ")):
+        row[key] = {n.removeprefix(prefix): times[fastest] / t for n, t in times.items() if n.startswith(prefix)}
     row["host_ms"] = {name: host_milliseconds(call) / MICROBATCHES for name, call in calls.items()}
     row["parts"] = {fmt.value: measure_parts(problem, backend, fmt) for fmt in FORMATS}
     return row
@@ -80,15 +86,21 @@ def show(row: dict[str, Any]) -> None:
     print(f"{shape}  bf16 {row['bf16_ms']:8.3f} ms ({row['bf16']})  ours {ours}  TE {theirs}")
     for line in row["violations"]:
         print(f"  OUT OF BOUNDS {line}")
+    for name, reason in row["failed"].items():
+        print(f"  FAILED {name}: {reason}")
     sys.stdout.flush()
 
 
 def summarise(result: dict[str, Any]) -> None:
     """Geometric means over the rows measured so far."""
     rows = result["rows"]
-    result["geomean"] = {f.value: geomean([row["speedup"][f.value] for row in rows]) for f in FORMATS}
-    recipes = ("fp8", "fp8_tensor") if has_transformer_engine() else ()
-    result["geomean_te"] = {name: geomean([row["speedup_te"][name] for row in rows]) for name in recipes}
+    for key, column in (("geomean", "speedup"), ("geomean_te", "speedup_te")):
+        names = [f.value for f in FORMATS if all(f.value in row[column] for row in rows)]
+        result[key] = {name: geomean([row[column][name] for row in rows]) for name in names}
+    quantisations = [(f"{name} {fmt} {row['k']}→{row['n']} M {row['m']}", part["of_copy"])
+                     for row in rows for fmt, parts in row["parts"].items()
+                     for name, part in parts.items() if "of_copy" in part]  # fmt: skip
+    result["slowest_quantisations_of_copy"] = dict(sorted(quantisations, key=lambda pair: pair[1])[:12])
     result["complete"] = len(rows) == len(WEIGHTS) * len(TOKENS)
 
 
@@ -115,7 +127,7 @@ def measure_small(result: dict[str, Any], backend: GemmBackend, arguments: argpa
         show(row)
     write(arguments.out, result)
     if arguments.out is not None:
-        shapes = [{"n": row["n"], "k": row["k"], **row["speedup"]} for row in result["small"]]
+        shapes = [{"n": row["n"], "k": row["k"], **row["speedup"]} for row in result["small"] + result["rows"][:8]]
         kept = {key: result[key] for key in ("device", "date", "commit", "command", "versions")}
         write(arguments.out.with_name("shapes.json"), kept | {"tokens": 8192, "rows": shapes})
 
@@ -129,7 +141,7 @@ def profile(result: dict[str, Any], backend: GemmBackend, count: int) -> str:
     for row in sorted(result["rows"], key=lambda row: float(row["speedup"]["fp8"]))[:count]:
         problem = Problem.draw(row["m"], row["n"], row["k"])
         contenders = {f"snip {f.value}": Snip(problem, backend, (f, f, f)) for f in FORMATS}
-        contenders |= {f"te {name}": c for name, c in transformer_engine_contenders(problem).items()}
+        contenders |= transformer_engine_contenders(problem)
         for name, contender in contenders.items():
             contender.step()
             torch.cuda.synchronize()
@@ -181,7 +193,7 @@ def main() -> int:
             arguments.out.with_suffix(".profile.txt").write_text(text + "\n")
     print(f"geomean {result.get('geomean')}\ngeomean of Transformer Engine {result.get('geomean_te')}")
     write(arguments.out, result)
-    return 1 if any(row["violations"] for row in result["rows"]) else 0
+    return 1 if any(row["violations"] or row["failed"] for row in result["rows"]) else 0
 
 
 if __name__ == "__main__":
