@@ -56,6 +56,8 @@ def _why_not_hopper() -> str | None:
     if capability != _HOPPER:
         name = torch.cuda.get_device_name()
         return f"needs a Hopper GPU (sm_90) and {name} is sm_{capability[0]}{capability[1]}"
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"needs torch.nn.functional.scaled_mm, which torch {torch.__version__} does not have"
     if importlib.util.find_spec("triton") is None:
         return "needs triton, which cannot be imported here"
     return None

@@ -47,6 +47,14 @@ def test_on_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert select_backend("reference").backend is REFERENCE
 
 
+def test_a_torch_without_scaled_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0))
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    assert select_backend("auto").backend is REFERENCE
+    with pytest.raises(SnipError, match=r"needs torch.nn.functional.scaled_mm, which torch .* does not have"):
+        select_backend("hopper")
+
+
 def test_unknown_name() -> None:
     with pytest.raises(SnipError, match="--snip-gemm fast: unknown; choose one of auto, reference, hopper"):
         select_backend("fast")
