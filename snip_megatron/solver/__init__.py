@@ -1,7 +1,8 @@
 """Integer programming: which format each item takes, with proof (README.md beside this file)."""
 
 from snip_megatron.solver.api import solve
+from snip_megatron.solver.pareto import sweep
 from snip_megatron.solver.problem import Budget, Choice, Item, Problem
-from snip_megatron.solver.solution import Solution
+from snip_megatron.solver.solution import Infeasibility, Solution
 
-__all__ = ["Budget", "Choice", "Item", "Problem", "Solution", "solve"]
+__all__ = ["Budget", "Choice", "Infeasibility", "Item", "Problem", "Solution", "solve", "sweep"]

@@ -4,40 +4,92 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+
+if TYPE_CHECKING:
+    from snip_megatron.solver import Budget
 
 INFEASIBLE_EXIT = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``snip solve``."""
-    parser.add_argument("problem", type=Path, metavar="PROBLEM.json", help="a snip.problem/1 file")
-    parser.add_argument(
-        "--out", type=Path, metavar="MAP.json", help="where to write the map (default: standard output)"
-    )
-    parser.add_argument("--solver", choices=("cpsat", "greedy"), default="cpsat", help="default: %(default)s")
-    parser.add_argument("--time-limit", type=_seconds, metavar="S", help="wall seconds (default: 60)")
+    add = parser.add_argument
+    add("problem", type=Path, metavar="PROBLEM.json", help="a snip.problem/1 file")
+    add("--out", type=Path, metavar="MAP.json", help="where to write the map (default: standard output)")
+    add("--solver", choices=("cpsat", "greedy"), default="cpsat", help="default: %(default)s")
+    add("--time-limit", type=_seconds, metavar="S", help="wall seconds of a solve (default: 60)")
+    add("--budget", metavar="KIND=X", help="instead of the problem's: fp4=SHARE, speedup=FACTOR or loss=BOUND")
+    add("--previous", type=Path, metavar="MAP.json", help="a map to start from")
+    add("--change-penalty", type=float, default=0.0, metavar="X", help="loss added for a choice unlike --previous")
+    add("--sweep", type=int, nargs="?", const=41, metavar="POINTS", help="solve all budgets: writes snip.sweep/1")
 
 
 def run(args: argparse.Namespace) -> int:
     """Solve and write the map; 0 for a map, 3 for infeasible. Raises SnipError on bad input."""
-    from snip_megatron.solver import Problem, solve
+    from snip_megatron.solver import Problem, solve, sweep
+    from snip_megatron.solver.pareto import sweep_json
 
     problem = Problem.from_json(_read(args.problem), where=str(args.problem))
-    solution = solve(problem, time_limit_s=args.time_limit, solver=args.solver)
-    if solution.status == "infeasible":
+    if args.budget is not None:
+        problem = replace(problem, budget=_other_budget(args.budget, problem.budget))
+    options: dict[str, Any] = {"time_limit_s": args.time_limit, "solver": args.solver, "hint": _previous(args)}
+    options["change_penalty"] = args.change_penalty
+    if args.sweep is not None:
+        _deliver(args.out, sweep_json(problem, sweep(problem, args.sweep, **options)))
+        return 0
+    solution = solve(problem, **options)
+    if solution.fault is not None:
         raise SnipError(f"{args.problem}: {solution.fault}", exit_code=INFEASIBLE_EXIT)
-    text = solution.to_map_json()
-    if args.out is None:
+    _deliver(args.out, solution.to_map_json())
+    return 0
+
+
+def _other_budget(text: str, old: Budget) -> Budget:
+    """``KIND=X`` as a budget; what else the old one says stays where it has a meaning."""
+    from snip_megatron.solver.problem import Budget
+
+    kind, _, figure = text.partition("=")
+    try:
+        wanted = float(figure)
+    except ValueError:
+        wanted = math.nan
+    if kind in ("fp4", "target") and not math.isnan(wanted):
+        return Budget(target=wanted, stage_tolerance=old.stage_tolerance)
+    if kind == "speedup" and not math.isnan(wanted):
+        return Budget(speedup=wanted, fixed_cost=old.fixed_cost)
+    if kind == "loss" and not math.isnan(wanted):
+        return Budget(loss=wanted, fixed_cost=old.fixed_cost)
+    raise SnipError(f"--budget {text}: must be fp4=SHARE, speedup=FACTOR or loss=BOUND")
+
+
+def _previous(args: argparse.Namespace) -> dict[str, Format] | None:
+    """The choices of ``--previous``, whatever their ids."""
+    if args.previous is None:
+        if args.change_penalty:
+            raise SnipError("--change-penalty needs --previous")
+        return None
+    try:
+        choices = json.loads(_read(args.previous))["choices"]
+        return {str(name): Format(fmt) for name, fmt in choices.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise SnipError(f"{args.previous}: not a map (snip.map/1)") from None
+
+
+def _deliver(out: Path | None, text: str) -> None:
+    if out is None:
         sys.stdout.write(text)
     else:
-        _write(args.out, text)
-    return 0
+        _write(out, text)
 
 
 def _read(path: Path) -> bytes:

@@ -16,10 +16,11 @@ from snip_megatron.solver.limits import Outcome
 from snip_megatron.solver.problem import Budget
 from snip_megatron.solver.relaxation import gap, relax
 from snip_megatron.solver.rounding import round_picks
-from snip_megatron.solver.table import SLACK, ChoiceTable, Ints
+from snip_megatron.solver.table import ChoiceTable, Ints
 
-RESOLUTION = 4 * SLACK
-"""Times closer than this share of each other count as equal: needs have a slack of a quarter of it."""
+RESOLUTION = 1e-9
+"""Times closer than this share of the reference (nothing saved) count as equal."""
+_ROUNDING = 1e-12
 
 
 def solve_fastest(table: ChoiceTable, budget: Budget, solve: Callable[[ChoiceTable, Ints], Outcome]) -> Outcome | None:
@@ -32,17 +33,16 @@ def solve_fastest(table: ChoiceTable, budget: Budget, solve: Callable[[ChoiceTab
     if table.objective(search.pick) > budget.loss:
         return None
     proven = True
-    while search.high - search.low > RESOLUTION * search.high:
+    while search.high - search.low > RESOLUTION * table.reference(budget):
         middle = search.low + (search.high - search.low) / 2
-        if not search.low < middle < search.high:
-            break
         proven = search.settle(middle) and proven
     # Of the fastest maps, one with the least loss.
-    final = search.within(search.high)
-    outcome = solve(final, search.pick)
-    search.spent += outcome.deterministic
-    if final.difference(outcome.pick, search.pick) < 0:
-        search.pick = outcome.pick
+    final = search.within(table.slowest(search.pick, budget) + _ROUNDING * table.reference(budget))
+    if final.feasible(search.pick):
+        outcome = solve(final, search.pick)
+        search.spent += outcome.deterministic
+        if final.difference(outcome.pick, search.pick) < 0:
+            search.pick = outcome.pick
     return Outcome(search.pick, search.bound, proven, search.spent)
 
 
@@ -66,7 +66,7 @@ class _Bisection:
 
     def within(self, time: float) -> ChoiceTable:
         """The problem of the least loss within ``time``."""
-        return replace(self.table, stage_need=self.table.stage_needs_within(time, self.budget))
+        return replace(self.table, stage_need=self.table.costs(self.budget) - time)
 
     def settle(self, time: float) -> bool:
         """Move ``low`` or ``high`` to ``time`` or beyond it; False when that was not proven."""
@@ -77,19 +77,19 @@ class _Bisection:
         pick = round_picks(table, relaxation)
         loss = table.objective(pick)
         if loss <= self.most:
-            return self._possible(pick)
+            return self._possible(pick, time)
         distance = gap(table, relaxation, pick)
-        if loss - distance > self.most + 1e-12 * (abs(loss) + distance):
+        if loss - distance > self.most + _ROUNDING * (abs(loss) + distance):
             return self._too_fast(time, proven=True)
         outcome = self.solve(table, pick)
         self.spent += outcome.deterministic
         if table.objective(outcome.pick) <= self.most:
-            return self._possible(outcome.pick)
+            return self._possible(outcome.pick, time)
         return self._too_fast(time, proven=outcome.bound > self.most)
 
-    def _possible(self, pick: Ints) -> bool:
+    def _possible(self, pick: Ints, time: float) -> bool:
         self.pick = pick
-        self.high = min(self.high, max(self.table.slowest(pick, self.budget), self.low))
+        self.high = max(min(time, self.table.slowest(pick, self.budget)), self.low)
         return True
 
     def _too_fast(self, time: float, *, proven: bool) -> bool:

@@ -43,7 +43,7 @@ def _target(table: ChoiceTable, budget: Budget) -> Infeasibility:
 
 def _speedup(table: ChoiceTable, budget: Budget) -> Infeasibility:
     fastest = table.most_saving()
-    costs = table.fixed(budget) + table.stage_cost - table.savings(fastest)[1]
+    costs = table.costs(budget) - table.savings(fastest)[1]
     times = dict(budget.fixed_cost) | dict(zip(table.stages, costs.tolist(), strict=True))
     slowest = max(times, key=lambda stage: (times[stage], -stage))
     limit = math.floor(table.reference(budget) / times[slowest] * _DIGITS) / _DIGITS

@@ -83,6 +83,11 @@ class Budget:
         """The figure of that kind."""
         return float(getattr(self, self.kind))
 
+    def with_wanted(self, wanted: float) -> Budget:
+        """The same budget with another figure of its kind."""
+        figures = {kind: wanted if kind == self.kind else None for kind in KINDS}
+        return Budget(stage_tolerance=self.stage_tolerance, fixed_cost=self.fixed_cost, **figures)
+
 
 @dataclass(frozen=True)
 class Problem:

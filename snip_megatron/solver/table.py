@@ -92,10 +92,10 @@ class ChoiceTable:
             need, stage_need = _share_needs(budget.target, budget.stage_tolerance, self)
         elif budget.speedup is not None:
             time = self.reference(budget) / budget.speedup
-            empty = max([cost for stage, cost in budget.fixed_cost if stage not in self.stages], default=0.0)
             # A stage without items that takes longer cannot be helped by any saving.
-            need = np.inf if empty > time * (1 + SLACK) else -np.inf
-            stage_need = self.stage_needs_within(time, budget)
+            need = np.inf if self.elsewhere(budget) > time * (1 + SLACK) else -np.inf
+            stage_need = self.costs(budget) - time
+            stage_need -= SLACK * np.abs(stage_need)
         else:
             need, stage_need = -np.inf, np.full(len(self.stages), -np.inf)
         return replace(self, need=need, stage_need=stage_need)
@@ -111,19 +111,21 @@ class ChoiceTable:
         fixed = dict(budget.fixed_cost)
         return np.array([fixed.get(stage, 0.0) for stage in self.stages])
 
+    def costs(self, budget: Budget) -> Floats:
+        """[K] what a stage costs when nothing is saved."""
+        return self.fixed(budget) + self.stage_cost
+
+    def elsewhere(self, budget: Budget) -> float:
+        """The largest fixed cost of a stage without items."""
+        return max([cost for stage, cost in budget.fixed_cost if stage not in self.stages], default=0.0)
+
     def reference(self, budget: Budget) -> float:
-        """Cost of the slowest stage when nothing is saved; a stage without items counts with its fixed cost."""
-        return float(max([*(self.fixed(budget) + self.stage_cost), *(cost for _, cost in budget.fixed_cost)]))
+        """Cost of the slowest stage when nothing is saved."""
+        return max(float(self.costs(budget).max()), self.elsewhere(budget))
 
     def slowest(self, pick: Ints, budget: Budget) -> float:
         """Cost of the slowest stage under these picks."""
-        costs = self.fixed(budget) + self.stage_cost - self.savings(pick)[1]
-        return float(max([*costs, *(cost for stage, cost in budget.fixed_cost if stage not in self.stages)]))
-
-    def stage_needs_within(self, time: float, budget: Budget) -> Floats:
-        """[K] savings with which every stage costs ``time`` at most."""
-        need: Floats = self.fixed(budget) + self.stage_cost - time
-        return need - SLACK * np.abs(need)
+        return max(float((self.costs(budget) - self.savings(pick)[1]).max()), self.elsewhere(budget))
 
     def part(self, rows: Ints, loss: Floats, need: float) -> ChoiceTable:
         """The problem of some items with losses of their own [rows, F] and one need."""

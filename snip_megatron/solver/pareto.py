@@ -1,0 +1,96 @@
+"""The whole front in one call: what every budget costs (``snip solve --sweep``)."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+from snip_megatron.solver.api import solve
+from snip_megatron.solver.infeasible import why_infeasible
+from snip_megatron.solver.problem import Problem
+from snip_megatron.solver.solution import Solution
+from snip_megatron.solver.table import ChoiceTable
+
+SWEEP_SCHEMA = "snip.sweep/1"
+DEFAULT_POINTS = 41
+
+
+def sweep(problem: Problem, points: int = DEFAULT_POINTS, **options: Any) -> list[Solution]:
+    """Solutions at ``points`` budgets of the problem's kind, evenly over all that is reachable, ascending.
+
+    ``options`` are those of :func:`solve`, for each point; every solution is the hint of the next. Raises SnipError
+    where nothing is reachable.
+    """
+    if points < 2:
+        raise SnipError(f"a sweep needs 2 points or more, got {points}")
+    low, high = reachable(problem)
+    found: list[Solution] = []
+    hint = options.pop("hint", None)
+    # From the most demanding budget down: each solution is feasible for the next one.
+    for wanted in np.linspace(low, high, points)[::-1].tolist():
+        if problem.budget.kind == "loss":
+            wanted = high - (wanted - low)
+        found.append(solve(asking(problem, wanted), hint=hint, **options))
+        hint = found[-1].choices or hint
+    return sorted(found, key=lambda solution: solution.target)
+
+
+def asking(problem: Problem, wanted: float) -> Problem:
+    """The same problem with another figure of the same kind."""
+    return replace(problem, budget=problem.budget.with_wanted(wanted))
+
+
+def reachable(problem: Problem) -> tuple[float, float]:
+    """The range of budgets worth asking for: beyond its upper end nothing is feasible, or nothing is gained."""
+    table, budget = ChoiceTable.build(problem), problem.budget
+    if budget.kind == "loss":
+        least = float(table.true_loss.min(axis=1).sum())
+        return float(np.nextafter(least, np.inf)), max(least, table.objective(table.most_saving()))
+    lowest = 0.0 if budget.kind == "target" else 1.0
+    most = budget.with_wanted(1.0 if budget.kind == "target" else 1e6)
+    if table.asking(most).feasible(table.most_saving()):
+        return lowest, most.wanted
+    fault = why_infeasible(table.asking(most), most)
+    if fault.reachable is None:
+        raise SnipError(f"nothing to sweep: {fault.why}", exit_code=3)
+    return lowest, fault.reachable
+
+
+def sweep_json(problem: Problem, solutions: Sequence[Solution]) -> str:
+    """The text of a ``snip.sweep/1`` file: figures of every point, and the share of the cost in every format."""
+    cost = {item.id: item.cost for item in problem.items}
+    body = {
+        "schema": SWEEP_SCHEMA,
+        "kind": problem.budget.kind,
+        "stage_tolerance": problem.budget.stage_tolerance,
+        "points": [
+            {
+                "budget": s.target,
+                "status": s.status,
+                "objective": s.objective,
+                "bound": s.bound,
+                "loss": s.loss,
+                "achieved": s.achieved,
+                "speedup": s.speedup,
+                "cost_share": _shares(s, cost),
+                "solve_seconds": s.solve_seconds,
+            }
+            for s in solutions
+        ],
+    }
+    return json.dumps(body, indent=1, allow_nan=False) + "\n"
+
+
+def _shares(solution: Solution, cost: dict[str, float]) -> dict[str, float]:
+    total: dict[Format, float] = defaultdict(float)
+    for name, fmt in solution.choices.items():
+        total[fmt] += cost[name]
+    everything = sum(cost.values()) or 1.0
+    return {fmt.value: total[fmt] / everything for fmt in Format if fmt in total}
