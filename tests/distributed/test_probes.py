@@ -123,6 +123,7 @@ TABLE_LAYOUTS: dict[str, tuple[int, int, str]] = {
     "data": (2, 1, ""),
     "data-per-token-loss": (2, 1, "--calculate-per-token-loss"),
     "data-distributed-optimizer": (2, 1, SHARDED_OPTIMIZER),
+    "full-recompute": (1, 2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
 }
 
 
