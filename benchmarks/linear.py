@@ -74,7 +74,7 @@ def measure(m: int, k: int, n: int, backend: GemmBackend, rounds: int) -> dict[s
     row |= {"ms": times, "bf16": fastest.removeprefix("bf16 "), "bf16_ms": times[fastest]}
     for key, prefix in (("speedup", "snip "), ("speedup_te", "te ")):
         row[key] = {n.removeprefix(prefix): times[fastest] / t for n, t in times.items() if n.startswith(prefix)}
-    row["host_ms"] = {name: host_milliseconds(call) / MICROBATCHES for name, call in calls.items()}
+    row["host_ms"] = {name: host_milliseconds(call, 3) / MICROBATCHES for name, call in calls.items()}
     row["parts"] = {fmt.value: measure_parts(problem, backend, fmt) for fmt in FORMATS}
     return row
 
@@ -158,7 +158,7 @@ def profile(result: dict[str, Any], backend: GemmBackend, count: int) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Speed and numbers of a quantised linear")
     parser.add_argument("--out", type=Path, help="result file (JSON)")
-    parser.add_argument("--rounds", type=int, default=10, help="timed steps of every contender a row")
+    parser.add_argument("--rounds", type=int, default=8, help="timed steps of every contender a row")
     parser.add_argument("--seconds", type=float, default=400.0, help="start no further row after this time")
     parser.add_argument("--small", action="store_true", help="also measure small weights; writes shapes.json")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="profile the rows that gain least")
