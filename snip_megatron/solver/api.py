@@ -11,6 +11,7 @@ import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
+from snip_megatron.solver.collector import collector_paused
 from snip_megatron.solver.fastest import solve_fastest
 from snip_megatron.solver.greedy import solve_greedy
 from snip_megatron.solver.infeasible import why_infeasible
@@ -52,7 +53,8 @@ def solve(
     settings = _Settings(time_limit_s, deterministic_time, seed, workers, solver, started)
     if not (math.isfinite(change_penalty) and change_penalty >= 0):
         raise SnipError(f"change_penalty must be 0 or more, got {change_penalty}")
-    table = ChoiceTable.build(problem, hint, change_penalty)
+    with collector_paused():
+        table = ChoiceTable.build(problem, hint, change_penalty)
     start = _hinted(table, hint)
     if problem.budget.kind == "loss":
         outcome = solve_fastest(table, problem.budget, lambda t, pick: settings.run(t, _better(t, start, pick)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from typing import Any
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
+from snip_megatron.solver.collector import collector_paused
 from snip_megatron.solver.problem import KINDS, PROBLEM_SCHEMA, Budget, Choice, Item, Problem
 
 _CHOICE_FIELDS = ("format", "loss", "saving")
@@ -17,13 +17,8 @@ _MISSING = object()
 
 def parse_problem(text: str | bytes, where: str) -> Problem:
     """Parse a problem. Raises SnipError("<where>: <JSON path>: <what is wrong>")."""
-    collecting = gc.isenabled()
-    gc.disable()  # millions of objects, no cycles: the collector would double the time
-    try:
+    with collector_paused():
         return _parse(_load(text, where), where)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _parse(body: dict[str, Any], where: str) -> Problem:
