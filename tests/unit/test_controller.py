@@ -1,0 +1,265 @@
+"""The controller's decisions, on one real rank; the solver's answers and their delays are scripted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from snip_megatron.adoption import Decision, MapChannel, Verdict
+from snip_megatron.config import SnipConfig
+from snip_megatron.controller import Controller, fp4_fraction
+from snip_megatron.controller_state import ControllerState
+from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
+from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+from snip_megatron.precision import Format, LinearId, PrecisionMap
+from snip_megatron.reporting.wandb_sink import WandbSink
+from snip_megatron.statistics.table import (
+    BOUNDARY_COLUMNS,
+    FORMAT_COLUMNS,
+    LINEAR_COLUMNS,
+    RHO_GRID,
+    LinearRow,
+    StatisticsTable,
+)
+from snip_megatron.step_report import StepFigures, StepReport
+
+NAMES = decoder_linear_names(1)
+CPU = torch.device("cpu")
+LINEAR = LinearId(0, "mlp.linear_fc1")
+FLOPS = dict.fromkeys(NAMES, 2.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def table(step: int, value: float = 1.0) -> StatisticsTable:
+    n = len(NAMES)
+    return StatisticsTable(
+        step=step,
+        tokens=8,
+        tokens_per_step=8,
+        formats=("fp8", "fp4"),
+        linears=tuple(LinearRow(name, 0, 4, 4) for name in NAMES),
+        sinks=(),
+        linear={c: np.full(n, value) for c in LINEAR_COLUMNS},
+        by_format={c: np.ones((n, 2)) for c in FORMAT_COLUMNS},
+        boundary={c: np.ones(3) for c in BOUNDARY_COLUMNS},
+        drift2=np.ones((n, len(RHO_GRID))),
+        sink_drift2=np.ones((0, len(RHO_GRID))),
+        sink_w2=np.ones(0),
+    )
+
+
+@dataclass
+class Measured:
+    table: StatisticsTable
+    seconds: dict[str, float] = field(default_factory=lambda: {"statistics": 0.1, "reduction": 0.2})
+    tokens: int = 8
+
+
+@dataclass
+class Script:
+    """Rank 0's side: version -> the answers at its decisions, in turn."""
+
+    answers: dict[int, list[Decision]] = field(default_factory=dict)
+    first: Decision = field(default_factory=lambda: Decision(Verdict.DROPPED))
+    schedule: dict[int, PrecisionMap] = field(default_factory=dict)
+    events: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
+    submitted: list[tuple[int, int]] = field(default_factory=list)
+    metrics: list[tuple[int, float | None, float | None, float]] = field(default_factory=list)
+    closed: bool = False
+
+    def submit(self, step: int, table: StatisticsTable, version: int) -> None:
+        assert table.step == step
+        self.submitted.append((step, version))
+
+    def pump(self, step: int) -> None: ...
+
+    def decision(self, version: int) -> Decision:
+        return self.answers[version].pop(0)
+
+    def initial_map(self, step: int) -> Decision:
+        return self.first
+
+    def replay_steps(self) -> list[int]:
+        return sorted(self.schedule)
+
+    def replayed_map(self, step: int) -> Decision:
+        return Decision(Verdict.MAP, self.schedule[step])
+
+    def event(self, step: int, kind: str, /, **fields: Any) -> None:
+        self.events.append((step, kind, fields))
+
+    def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
+        self.metrics.append((figures.step, figures.loss, figures.grad_norm, fp4_fraction))
+
+    def adopted(self, step: int, precision_map: PrecisionMap) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+    def of(self, kind: str) -> list[int]:
+        return [step for step, event, _ in self.events if event == kind]
+
+
+def a_map(fmt: Format, version: int = 0) -> PrecisionMap:
+    return PrecisionMap.uniform(NAMES, fmt, version=version, status="optimal")
+
+
+def ready(version: int, fmt: Format = Format.FP4) -> Decision:
+    return Decision(Verdict.MAP, a_map(fmt, version))
+
+
+LATE, LOST = Decision(Verdict.NOT_READY), Decision(Verdict.DROPPED)
+
+
+class Run:
+    """A controller over one linear, and the steps of a training loop around it."""
+
+    def __init__(self, script: Script, restored: ControllerState | None = None, **fields: Any) -> None:
+        defaults = {"first_update": 2, "update_interval": 6, "lag": 2}
+        config = SnipConfig(enabled=True, **{**defaults, **fields})
+        self.script, self.registry = script, LinearRegistry(NAMES, StepContext())
+        features = torch.arange(4)
+        module = torch.nn.Linear(4, 4)
+        self.handle = LinearHandle(LINEAR, "column", 4, 4, 0, 0, 1, features, features, self.registry.context, module)
+        self.registry.add(self.handle)
+        channel, report = MapChannel(NAMES, CPU), StepReport(CPU)
+        self.controller = Controller(
+            config, self.registry, channel, report, FLOPS, script, WandbSink(None), clip_grad=1.0, restored=restored
+        )
+        self.clips: list[float] = []
+        self.value = 1.0
+        self.formats: dict[int, Format] = {}
+
+    def steps(self, start: int, end: int, grad_norm: float | None = 0.5) -> None:
+        for step in range(start, end):
+
+            def probe(clip: float, step: int = step) -> Measured:
+                self.clips.append(clip)
+                return Measured(table(step, self.value))
+
+            self.controller.before_step(step, probe)
+            self.formats[step] = self.handle.formats[0]
+            self.controller.after_step(step, torch.tensor(10.0 - step), grad_norm)
+
+
+def test_an_update_is_adopted_after_its_lag() -> None:
+    run = Run(Script({1: [ready(1)], 2: [ready(2, Format.FP8)]}))
+    run.steps(0, 12)
+    assert run.script.submitted == [(2, 1), (8, 2)]
+    assert run.script.of("adopt") == [4, 10]
+    assert [run.formats[s] for s in (3, 4, 9, 10)] == [Format.BF16, Format.FP4, Format.FP4, Format.FP8]
+    assert run.script.of("probe") == [2, 8]
+    assert run.script.of("collect") == [2, 8]
+    _, _, first = next(e for e in run.script.events if e[1] == "adopt")
+    assert (first["version"], first["changed"], first["fp4_fraction"], first["status"]) == (1, 12, 1.0, "optimal")
+
+
+def test_a_late_answer_is_postponed_by_whole_lags_on_every_rank() -> None:
+    run = Run(Script({1: [LATE, ready(1)]}))
+    run.steps(0, 8)
+    assert run.script.of("postpone") == [4]
+    assert run.script.of("adopt") == [6]
+    assert run.controller.state.pending is None
+
+
+def test_an_update_that_is_due_while_one_is_pending_is_left_out() -> None:
+    run = Run(Script({1: [LATE, LATE, LATE, LATE, ready(1)]}))
+    run.steps(0, 13)
+    assert run.script.of("skipped") == [8]
+    assert run.script.submitted == [(2, 1)]
+    assert run.script.of("adopt") == [12]
+
+
+def test_a_lost_update_keeps_the_map() -> None:
+    run = Run(Script({1: [LOST], 2: [ready(2)]}))
+    run.steps(0, 11)
+    assert run.script.of("adopt") == [10]
+    assert run.formats[9] is Format.BF16
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_statistic_that_is_not_finite_drops_the_update(value: float) -> None:
+    run = Run(Script())
+    run.value = value
+    run.steps(0, 7)
+    assert run.script.of("dropped") == [2]
+    assert run.script.submitted == []
+    assert run.controller.state.pending is None
+    assert run.handle.formats == ALL_BF16
+
+
+def test_metrics_come_a_step_late_with_the_share_of_their_step() -> None:
+    run = Run(Script({1: [ready(1)]}))
+    run.steps(0, 6)
+    assert [m[0] for m in run.script.metrics] == [0, 1, 2, 3, 4]
+    run.controller.close(together=True)
+    assert run.script.metrics[3:] == [(3, 7.0, 0.5, 0.0), (4, 6.0, 0.5, 1.0), (5, 5.0, 0.5, 1.0)]
+    assert run.script.closed
+
+
+def test_after_an_error_nobody_waits_for_the_others() -> None:
+    run = Run(Script())
+    run.steps(0, 2)
+    run.controller.close(together=False)
+    assert [m[0] for m in run.script.metrics] == [0]
+    assert run.script.closed
+
+
+@pytest.mark.parametrize(
+    ("norm", "clip"), [(0.5, 1.0), (4.0, 0.25), (None, 1.0), (float("inf"), 1.0), (float("nan"), 1.0), (0.0, 1.0)]
+)
+def test_the_probe_is_told_what_clipping_did_to_the_last_step(norm: float | None, clip: float) -> None:
+    run = Run(Script({1: [LATE]}))
+    run.steps(0, 3, grad_norm=norm)
+    assert run.clips == [pytest.approx(clip, rel=1e-5)]
+
+
+# -- maps to begin with ----------------------------------------------------------------------------------------
+def test_a_fixed_map_holds_from_the_first_step() -> None:
+    run = Run(Script(first=Decision(Verdict.MAP, a_map(Format.FP8))), policy="uniform-fp8")
+    run.steps(5, 30)
+    assert run.script.of("adopt") == [5]
+    assert set(run.formats.values()) == {Format.FP8}
+    assert run.clips == []
+
+
+def test_a_replay_adopts_at_the_recorded_steps() -> None:
+    run = Run(Script(schedule={3: a_map(Format.FP4), 7: a_map(Format.FP8)}), replay="run")
+    run.steps(0, 9)
+    assert run.script.of("adopt") == [3, 7]
+    assert [run.formats[s] for s in (2, 3, 6, 7)] == [Format.BF16, Format.FP4, Format.FP4, Format.FP8]
+
+
+def test_a_resumed_run_goes_on_where_it_stopped() -> None:
+    """Saved between submission and decision: the same decision at the same step, without another probe."""
+    whole = Run(Script({1: [ready(1)], 2: [ready(2, Format.FP8)]}))
+    whole.steps(0, 9)
+    state = ControllerState.from_bytes(whole.controller.state.to_bytes())
+    resumed = Run(Script({2: [ready(2, Format.FP8)]}), restored=state)
+    resumed.steps(9, 12)
+    assert resumed.script.submitted == [(8, 2)]  # the solver is asked anew, with the same table
+    assert resumed.script.of("adopt") == [9, 10]  # the map in force, then the decision
+    assert [resumed.formats[s] for s in (9, 10)] == [Format.FP4, Format.FP8]
+    assert resumed.clips == []
+
+
+# -- the share -------------------------------------------------------------------------------------------------
+def test_fp4_fraction_weighs_by_flops_and_counts_all_formats_of_four_bits() -> None:
+    flops = {"decoder.layers.0.mlp.linear_fc1": 3.0, "decoder.layers.0.mlp.linear_fc2": 1.0}
+    fc1, fc2 = flops
+    assert fp4_fraction(PrecisionMap(choices={f"{fc1}:fprop": Format.FP4}), flops) == 3 / 12
+    mixed = {fc2: Format.NVFP4, f"{fc2}:dgrad": Format.FP8, f"{fc1}:wgrad": Format.MXFP4}
+    assert fp4_fraction(PrecisionMap(choices=mixed), flops) == (2 * 1 + 3) / 12
+    assert fp4_fraction(PrecisionMap(choices={}), {}) == 0.0
