@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import sysconfig
@@ -12,6 +13,10 @@ import torch
 
 from snip_megatron.gemm import cublaslt
 from snip_megatron.gemm.cublaslt import CublasLt, CublasLtError
+from snip_megatron.quantization import packed
+from snip_megatron.quantization.packed import Operand
+
+from .emulated_cublaslt import EmulatedLibrary
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +86,61 @@ def test_no_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(cublaslt, "_FIRST_VERSION", 10**9)
     assert cublaslt.cublaslt.__wrapped__() is None
+
+
+# -- layouts, on an emulated library -------------------------------------------------------------------------------
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
+    stream = type("Stream", (), {"cuda_stream": 0})()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: EmulatedLibrary())
+    return CublasLt()
+
+
+def operand(rows: int, depth: int, scaling: str, seed: int) -> Operand:
+    x = torch.randn(rows, depth, generator=torch.Generator().manual_seed(seed))
+    if scaling == "tensor":
+        found = packed.quantize_tensor(x).row
+    else:
+        found = (packed.quantize_blocks if scaling == "block" else packed.quantize_tiles)(x, "fp8", None).row
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("scalings", [("tile", "tile"), ("tile", "block"), ("tensor", "tensor")])
+@pytest.mark.parametrize("add", [True, False])
+def test_layouts_of_quantised_operands(emulated: CublasLt, scalings: tuple[str, str], add: bool) -> None:
+    a, b = operand(20, 300, scalings[0], 1), operand(144, 300, scalings[1], 2)
+    out = torch.randn(20, 144)
+    expected = (out.double() if add else 0) + a.dequantize().double() @ b.dequantize().double().t()
+    assert emulated.multiply(a, b, out, add=add)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layouts_of_plain_operands(emulated: CublasLt, dtype: torch.dtype) -> None:
+    g, x = torch.randn(50, 20).to(dtype), torch.randn(50, 64).to(dtype)[:, :48]
+    out = torch.randn(20, 48)
+    expected = out.double() + g.double().t() @ x.double()
+    assert emulated.accumulate_plain(g, x, out)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_a_plan_is_made_once_a_shape(emulated: CublasLt) -> None:
+    library = emulated._library
+    for seed in range(3):
+        a, b = operand(32, 128, "tile", seed), operand(64, 128, "tile", seed + 9)
+        out = torch.zeros(32, 64)
+        assert emulated.accumulate(a, b, out)
+        torch.testing.assert_close(out, a.dequantize() @ b.dequantize().t(), rtol=1e-5, atol=1e-4)
+    assert library.heuristics <= 2  # the address' alignment belongs to the shape
+    assert emulated.multiply(a, b, out, choice=3)
+    assert library.heuristics <= 3
+
+
+def test_no_kernel_changes_nothing(emulated: CublasLt) -> None:
+    a, b, out = operand(32, 128, "tile", 1), operand(18, 128, "tile", 2), torch.ones(32, 18)
+    assert not emulated.accumulate(a, b, out)
+    assert bool((out == 1).all())
