@@ -175,12 +175,15 @@ class RankZeroCoordinator:
         if self._run is None:
             return
         self._run.close()
-        from snip_megatron.reporting.report import write_report
-
+        path = self._run.path
+        # The run is over and its record is on disk: nothing about drawing it (a missing package, a full disk, a page
+        # that cannot be made of what was recorded) may change how the job ends.
         try:
-            write_report(self._run.path)
-        except (SnipError, OSError) as error:
-            print(f"snip: no report: {error}", flush=True)
+            from snip_megatron.reporting.report import write_report
+
+            write_report(path)
+        except Exception as error:
+            print(f"snip: no report: {error}; later: snip report {path}", flush=True)
         self._run = None
 
 

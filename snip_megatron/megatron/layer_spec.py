@@ -6,8 +6,11 @@ layer without Transformer Engine does as well, together with the key map that ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -40,11 +43,22 @@ def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
     missing = [key for key in _KEYS if key not in layer.sharded_state_dict_keys_map]
     if missing:
         raise SnipError(f"Megatron's layer does not map {missing[0]}: its checkpoints would not fit stock ones")
-    layer.input_layernorm = TENorm
-    layer.pre_mlp_layernorm = TENorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = partial(_norm_without_state, TENorm)
     attention = layer.self_attention.submodules
     attention.core_attention = TEDotProductAttention
     if config.qk_layernorm:
         attention.q_layernorm = TENorm
         attention.k_layernorm = TENorm
     return spec
+
+
+def _norm_without_state(build: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Transformer Engine's norm, less the extra state its modules add to checkpoints.
+
+    A fused norm-and-linear has one extra state, which the linear's stands for; the norm's own would be a key that stock
+    checkpoints lack and stock models do not expect. It holds recipes of quantised operations, which a norm has none of.
+    """
+    norm = build(*args, **kwargs)
+    stateless = {name: getattr(torch.nn.Module, name) for name in ("get_extra_state", "set_extra_state")}
+    norm.__class__ = type(type(norm).__name__, (type(norm),), stateless)
+    return norm
