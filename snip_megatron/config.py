@@ -34,6 +34,7 @@ class SnipConfig:
     update_interval: int = _option(1000, "steps between two updates of the map; 0: no updates", type=int, metavar="N")
     first_update: int = _option(100, "step of the first update", type=int, metavar="N")
     lag: int = _option(10, "steps from submitting an update to adopting it", type=int, metavar="N")
+    wait: float = _option(0.0, "seconds a due decision may wait for the solver: repeatable schedules", type=float)
     policy: str = _option("snip", "how options are scored")
     estimator: str = _option("noise", "sensitivity estimator behind the snip policy")
     q: str = _option("split", "how loss and weight divergence combine to one score")
@@ -132,6 +133,8 @@ class SnipConfig:
                 f"--snip-lag {self.lag}: must be smaller than --snip-update-interval {self.update_interval},"
                 " so that an update is adopted before the next begins"
             )
+        if not (math.isfinite(self.wait) and self.wait >= 0):
+            raise SnipError(f"--snip-wait {self.wait}: must be 0 or more seconds")
         for name in ("probe_noise", "solver_time", "deadline"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be positive")

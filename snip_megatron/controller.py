@@ -43,7 +43,7 @@ class Coordinator(Protocol):
 
     def pump(self, step: int) -> None: ...
 
-    def decision(self, version: int) -> Decision: ...
+    def decision(self, step: int, version: int) -> Decision: ...
 
     def initial_map(self, step: int) -> Decision: ...
 
@@ -175,7 +175,7 @@ class Controller:
     def _decide(self, step: int, pending: Pending) -> None:
         """All ranks learn whether rank 0 has the map; if not, the decision waits for another whole lag (rule 6)."""
         started = time.perf_counter()
-        decision = self._channel.agree(self._coordinator.decision(pending.version) if self._coordinator else None)
+        decision = self._channel.agree(self._coordinator.decision(step, pending.version) if self._coordinator else None)
         if decision.verdict is Verdict.NOT_READY:
             pending.due = step + self._config.lag
             self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=_since(started))

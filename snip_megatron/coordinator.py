@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sidecar import SidecarClient, SidecarResult, SolveJob
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 from snip_megatron.step_report import StepFigures
+
+_POLL_S = 0.01
 
 
 def replay_schedule(run: str) -> list[tuple[int, Path]]:
@@ -90,8 +93,12 @@ class RankZeroCoordinator:
             self._restarts = self._sidecar.restarts
             self.event(step, "sidecar_restart", restarts=self._restarts)
 
-    def decision(self, version: int) -> Decision:
-        """What is known about an update now."""
+    def decision(self, step: int, version: int) -> Decision:
+        """What is known about an update now, or after ``--snip-wait`` seconds at most."""
+        until = time.monotonic() + self._config.wait
+        while version not in self._decisions and time.monotonic() < until:
+            time.sleep(_POLL_S)
+            self.pump(step)
         return self._decisions.pop(version, Decision(Verdict.NOT_READY))
 
     def _take(self, step: int, result: SidecarResult) -> None:

@@ -96,6 +96,7 @@ def _convert_linear(module: Any, linear: LinearId, registry: LinearRegistry) -> 
         )
     if not module.weight.requires_grad:
         logger.info("%s is frozen: stays bf16", linear)
+        registry.frozen.append(str(linear))
         return
     module.__class__ = target
     module.snip = _handle(module, linear, registry.context)

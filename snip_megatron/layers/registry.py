@@ -42,12 +42,14 @@ class LinearRegistry:
         names: global names of all linears of the model, on whatever rank.
         context: the step's state that all of them share.
         current: the map in force.
+        frozen: names of this rank's linears that are left alone because their weight takes no gradient.
     """
 
     def __init__(self, names: Sequence[str], context: StepContext) -> None:
         self.names = list(names)
         self.context = context
         self.current = PrecisionMap(choices={})
+        self.frozen: list[str] = []
         self._handles: dict[str, LinearHandle] = {}
 
     def add(self, handle: LinearHandle) -> None:

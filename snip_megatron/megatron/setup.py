@@ -88,6 +88,11 @@ class SnipRun:
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
         """Megatron's hook between building the model and wrapping it: convert the linears in place."""
         self._registry = convert_model(model_chunks, self._config)
+        if self._registry.frozen and self._config.updates:
+            raise SnipError(
+                f"{self._registry.frozen[0]} is frozen: --snip measures every decoder linear through its gradient; give a"
+                " fixed map (--snip-map) or train without --snip"
+            )
         self._registry.context.bf16_eval = self._config.eval == "bf16"
         evaluation = Evaluation(self._config.eval, self._args, self._registry.context, self._validated)
         self.undo.callback(compat.wrap_evaluate(evaluation.wrap))

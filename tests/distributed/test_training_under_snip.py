@@ -15,21 +15,14 @@ from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
 from snip_megatron.reporting.readers import read_events, read_maps, read_metrics
 from snip_megatron.statistics.table import StatisticsTable
 
-STEPS = 40
+STEPS = 24
 STAGE_TOLERANCE = 0.02
-# The lag leaves the solver about a second, start of its process included; a decision that is not ready is postponed.
-SNIP = ("--snip", "--snip-first-update", "2", "--snip-update-interval", "13", "--snip-lag", "12")
+# Due decisions wait for the solver: on a busy machine these small steps are over before its process has started.
+SNIP = shlex.split("--snip --snip-first-update 2 --snip-update-interval 10 --snip-lag 8 --snip-wait 120")
 
 
 def arguments(run: Path, *extra: str, steps: int = STEPS) -> list[str]:
     return tiny_llama_args(*SNIP, "--snip-dir", str(run), *extra, iters=steps)
-
-
-# Adoptions before steps 15 and 30. Larger steps, so that the solver is in time on a busy machine too.
-SCHEDULE = shlex.split(
-    "--snip-first-update 1 --snip-update-interval 15 --snip-lag 14 --global-batch-size 32 --micro-batch-size 4"
-)
-SCHEDULED_STEPS = 33
 
 
 def train(tmp: Path, nproc: int, *extra: str, name: str = "run", steps: int = STEPS) -> tuple[Path, dict[int, float]]:
@@ -38,10 +31,6 @@ def train(tmp: Path, nproc: int, *extra: str, name: str = "run", steps: int = ST
     process = run_ranks(nproc, arguments(run, *extra, steps=steps), tmp=tmp, timeout=300)
     check(process)
     return run, {figure["step"]: figure["loss"] for figure in read_metrics(run)}
-
-
-def scheduled(tmp: Path, *extra: str, name: str = "run") -> tuple[Path, dict[int, float]]:
-    return train(tmp, 1, *SCHEDULE, *extra, name=name, steps=SCHEDULED_STEPS)
 
 
 def check(process: subprocess.CompletedProcess[str]) -> None:
@@ -103,29 +92,25 @@ def test_two_agents_with_c10d_rendezvous(tmp_path: Path) -> None:
 
 def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(tmp_path: Path) -> None:
     """The checkpoint lies between submitting an update and adopting it."""
-    saves = ("--save", str(tmp_path / "ckpt"), "--save-interval", "20")
-    run, curve = scheduled(tmp_path, *saves)
+    saves = ("--save", str(tmp_path / "ckpt"), "--save-interval", "15")
+    run, curve = train(tmp_path, 1, *saves)
     adoptions = {event["step"]: event["version"] for event in events(run, "adopt")}
     assert len(adoptions) >= 2
 
-    _, replayed = scheduled(tmp_path, "--snip-replay", str(run), name="replayed")
+    _, replayed = train(tmp_path, 1, "--snip-replay", str(run), name="replayed")
     assert replayed == curve
 
-    resume = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", "20")
-    _, resumed = scheduled(tmp_path, *resume, "--snip-replay", str(run), name="resumed")
+    resume = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", "15")
+    _, resumed = train(tmp_path, 1, *resume, "--snip-replay", str(run), name="resumed")
     assert resumed == {step: loss for step, loss in curve.items() if step in resumed}
-    assert list(resumed) == list(range(20, SCHEDULED_STEPS))
+    assert list(resumed) == list(range(15, STEPS))
 
-    later, own = scheduled(tmp_path, *resume, name="again")
-    restored = {event["step"]: event["version"] for event in events(later, "adopt")}
-    before = [step for step in adoptions if step <= 20]
-    assert restored[20] == adoptions[max(before)]  # the map in force came out of the checkpoint
-    pending = min(step for step in adoptions if step > 20)
-    if restored.get(pending) == adoptions[pending]:  # the solver was in time in both runs: equal schedules
-        assert read_maps(later)[pending].choices == read_maps(run)[pending].choices
-        assert [own[step] for step in range(20, pending)] == [curve[step] for step in range(20, pending)]
-    else:
-        assert events(later, "postpone")
+    later, own = train(tmp_path, 1, *resume, name="again")
+    before = [step for step in adoptions if step <= 15]
+    expected = {15: adoptions[max(before)]} | {step: v for step, v in adoptions.items() if step > 15}
+    # The map in force came out of the checkpoint, and so did the update that was on its way.
+    assert {event["step"]: event["version"] for event in events(later, "adopt")} == expected
+    assert own == {step: loss for step, loss in curve.items() if step >= 15}
 
 
 def test_a_static_map_needs_no_update(tmp_path: Path) -> None:

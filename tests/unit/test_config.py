@@ -61,6 +61,7 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "update_interval": (["77"], 77),
     "first_update": (["5"], 5),
     "lag": (["3"], 3),
+    "wait": (["30"], 30.0),
     "policy": (["random"], "random"),
     "estimator": (["fisher"], "fisher"),
     "q": (["paper"], "paper"),

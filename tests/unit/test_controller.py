@@ -85,7 +85,7 @@ class Script:
 
     def pump(self, step: int) -> None: ...
 
-    def decision(self, version: int) -> Decision:
+    def decision(self, step: int, version: int) -> Decision:
         return self.answers[version].pop(0)
 
     def initial_map(self, step: int) -> Decision:
