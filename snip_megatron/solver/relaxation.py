@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from snip_megatron.solver.table import ChoiceTable, Floats, Ints
 
 _TOP = int(np.array(1e300).view(np.int64))
+_SETTLE_EVERY = 4  # halvings
 _TIE = 2.0**-40  # ratios of loss to saving this close count as equal when picks are rounded
 _EPS = 4.0 * np.finfo(np.float64).eps
 
@@ -57,27 +58,30 @@ def relax(table: ChoiceTable) -> Relaxation:
     loss, saving = table.loss / loss_unit, table.saving / saving_unit
     need, stage_need = table.need / saving_unit, table.stage_need / saving_unit
 
-    def choose(prices: Floats) -> tuple[Ints, Floats]:
-        pick = (loss - prices[table.stage][:, None] * saving).argmin(axis=1)
-        saved = np.take_along_axis(saving, pick[:, None], axis=1)[:, 0]
-        return pick, np.bincount(table.stage, saved, len(table.stages))
+    demand = _Demand(loss, saving, table.stage, len(table.stages))
+
+    own = _bisect(lambda p: demand.at(p) >= stage_need, len(table.stages), demand.settle)
+    demand = _Demand(loss, saving, table.stage, len(table.stages))
 
     def total_saved(price: Floats) -> float:
         # Just above its breakpoint a stage may save far more than it needs (ties): it counts with its need there.
-        saved = np.where((own > 0) & (own >= price), stage_need, choose(np.maximum(own, price))[1])
+        saved = np.where((own > 0) & (own >= price), stage_need, demand.at(np.maximum(own, price)))
         return float(saved.sum())
 
-    own = _bisect(lambda p: choose(p)[1] >= stage_need, len(table.stages))
-    total = _bisect(lambda p: np.array([total_saved(p) >= need]), 1)
+    total = _bisect(
+        lambda p: np.array([total_saved(p) >= need]),
+        1,
+        lambda low, high: demand.settle(np.maximum(own, low), np.maximum(own, high)),
+    )
     prices = np.maximum(own, total)
-    pick = choose(prices)[0]
+    pick = _cheapest(loss, saving, prices[table.stage])
     unit = loss_unit / saving_unit
     reduced, error = _reduced_costs(table, prices * unit)
     return Relaxation(
         total_price=float(total[0] * unit),
         stage_price=prices * unit,
         pick=pick if table.feasible(pick) else table.most_saving(),
-        cheap=choose(prices * (1 - _TIE))[0],
+        cheap=_cheapest(loss, saving, prices[table.stage] * (1 - _TIE)),
         reduced=reduced,
         error=error,
     )
@@ -109,17 +113,52 @@ def _reduced_costs(table: ChoiceTable, prices: Floats) -> tuple[Floats, Floats]:
     return reduced, size + np.take_along_axis(size, best, axis=1)
 
 
-def _bisect(enough: Callable[[Floats], NDArray[np.bool_]], count: int) -> Floats:
+class _Demand:
+    """What every stage saves when each item picks its cheapest column at given prices."""
+
+    def __init__(self, loss: Floats, saving: Floats, stage: Ints, stages: int) -> None:
+        self.loss, self.saving, self.stage = loss, saving, stage
+        self.settled = np.zeros(stages)
+
+    def at(self, prices: Floats) -> Floats:
+        """[K] savings at prices [K]."""
+        return self.settled + self._saved(_cheapest(self.loss, self.saving, prices[self.stage]), slice(None))
+
+    def settle(self, low: Floats, high: Floats) -> None:
+        """From here on prices stay between these: items that pick the same at both ends are decided."""
+        low_pick = _cheapest(self.loss, self.saving, low[self.stage])
+        moving = low_pick != _cheapest(self.loss, self.saving, high[self.stage])
+        self.settled += self._saved(low_pick, ~moving)
+        self.loss, self.saving, self.stage = self.loss[moving], self.saving[moving], self.stage[moving]
+
+    def _saved(self, pick: Ints, rows: slice | NDArray[np.bool_]) -> Floats:
+        saved = np.take_along_axis(self.saving, pick[:, None], axis=1)[rows, 0]
+        return np.bincount(self.stage[rows], saved, len(self.settled))
+
+
+def _cheapest(loss: Floats, saving: Floats, price: Floats) -> Ints:
+    """[n] the columns with the smallest loss − price·saving, of equal ones the first."""
+    return (loss - price[:, None] * saving).argmin(axis=1)
+
+
+def _bisect(
+    enough: Callable[[Floats], NDArray[np.bool_]], count: int, settle: Callable[[Floats, Floats], None]
+) -> Floats:
     """The smallest ``count`` independent prices ≥ 0 that are enough.
 
-    Positive floats are ordered as their bits are: 63 halvings reach adjacent numbers over the whole range.
+    Positive floats are ordered as their bits are: 63 halvings reach adjacent numbers over the whole range. Now and
+    then ``settle`` is told the bounds, [count] each.
     """
     low = np.zeros(count, dtype=np.int64)
     high = np.where(enough(np.zeros(count)), 0, _TOP)
+    halvings = 0
     while (high - low > 1).any():
         middle = low + (high - low) // 2
         ok = enough(middle.view(np.float64))
         high, low = np.where(ok, middle, high), np.where(ok, low, middle)
+        halvings += 1
+        if halvings % _SETTLE_EVERY == 0:
+            settle(low.view(np.float64), high.view(np.float64))
     return high.view(np.float64)
 
 
