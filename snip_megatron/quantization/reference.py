@@ -181,10 +181,20 @@ def _encode(
     if spec.scaling is Scaling.FP32_TENSOR and tensor_amax is not None:
         amax = tensor_amax.to(torch.float32).view(1, 1, 1, 1)
     divisor, scale = _scales(amax, spec, tensor_amax)
-    y = tiled / divisor
-    if bits is not None:
-        bits = _tiled(_padded(bits, tile), tile)
-    return round_to_element(y, spec.element, bits), scale
+    if bits is None:
+        return round_to_element(tiled / divisor, spec.element), scale
+    bits = _tiled(_padded(bits, tile), tile)
+    return round_to_element(_times_reciprocal(tiled, divisor), spec.element, bits), scale
+
+
+def _times_reciprocal(x: Tensor, divisor: Tensor) -> Tensor:
+    """x · (1 / divisor), the reciprocal to nearest, the product to zero: as much as stochastic rounding can tell."""
+    mantissa, exponent = torch.frexp(divisor)  # so that no reciprocal overflows
+    reciprocal = torch.ldexp((1.0 / mantissa).to(torch.float64), -exponent)
+    product = x.to(torch.float64).mul_(torch.where(divisor.isinf(), 0.0, reciprocal))  # exact
+    nearest = product.to(torch.float32)
+    above = nearest.abs().to(torch.float64) > product.abs_()
+    return nearest.view(torch.int32).sub_(above.to(torch.int32)).view(torch.float32)
 
 
 def _amax(tiled: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Every random number is a pure function of (seed, global row, global column): no state, so recompute, resharding and the
 Triton kernels agree. The hash is made of 32-bit multiplications, shifts and xors only; three words a row or column
-(:func:`row_keys`, :func:`column_keys`) are computed once, an element costs three multiplications.
+(:func:`row_keys`, :func:`column_keys`) are computed once. A row's columns 2i and 2i + 1 share the mixing and differ in
+the last of three multiplications: two draws for four.
 The mixing steps are the finaliser of MurmurHash3 (A. Appleby); seeds are derived with the one of SplitMix64.
 """
 
@@ -19,7 +20,8 @@ _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 # Written out again in triton_elements.py, whose device code can read no module.
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35  # MurmurHash3's finaliser
-MIX_3 = 0x9E3779B1  # odd, next to 2^32 / golden ratio
+MIX_EVEN, MIX_ODD = 0x9E3779B1, 0x27D4EB2F  # last multiplications: (MIX_EVEN·h, MIX_ODD·h) mod 2^32 fill the square
+# evenly (the shortest vector (j, k) with j·MIX_EVEN + k·MIX_ODD = 0 has length 63217; 2^16 would be the best)
 ROW_STEP, COLUMN_STEP = 0x9E3779B1, 0x85EBCA77
 _SIGN_STREAM, _NORMAL_STREAM = 0x7369676E, 0x6E6F726D
 _NORMAL_BITS = 16
@@ -65,8 +67,8 @@ def row_keys(seed: int, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def column_keys(seed: int, cols: Tensor) -> Tensor:
-    """One int32 word for each global column id: ``cols`` integer [C], ids in [0, 2^32)."""
-    return _mix32((cols.long() * COLUMN_STEP + key_words(seed)[2]) & _MASK32).to(torch.int32)
+    """One int32 word for each global column id, the same for 2i and 2i + 1: ``cols`` integer [C], ids in [0, 2^32)."""
+    return _mix32(((cols.long() >> 1) * COLUMN_STEP + key_words(seed)[2]) & _MASK32).to(torch.int32)
 
 
 def random_bits(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
@@ -77,14 +79,21 @@ def random_bits(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
         rows, cols: 1-D integer tensors of global ids in [0, 2^32); they need not be contiguous (a SwiGLU shard is not).
     """
     first, second = row_keys(seed, rows)
+    last = torch.where(cols % 2 == 0, _signed(MIX_EVEN), _signed(MIX_ODD)).to(torch.int32)
     bits = first.unsqueeze(1) ^ column_keys(seed, cols)  # int32 arithmetic wraps: the hash is defined modulo 2^32
     for h, word in zip(_slabs(bits), _slabs(second.unsqueeze(1), like=bits), strict=True):
         h.mul_(_signed(MIX_1))
-        h ^= (h >> 16).bitwise_and_(0xFFFF)  # the mask makes the shift a logical one
-        h.add_(word).mul_(_signed(MIX_2))
-        h ^= (h >> 15).bitwise_and_(0x1FFFF)
-        h.mul_(_signed(MIX_3))
+        _swap(h).mul_(_signed(MIX_2)).add_(word)
+        _swap(h).mul_(last)
     return bits
+
+
+def _swap(h: Tensor) -> Tensor:
+    """Exchange the halves of int32 words, in place: the upper ones are well mixed and reach every bit of a product."""
+    upper = (h >> 16).bitwise_and_(0xFFFF)  # the mask makes the shift a logical one
+    h <<= 16
+    h |= upper
+    return h
 
 
 def _slabs(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -128,8 +137,8 @@ def round_to_element(y: Tensor, element: Element, bits: Tensor | None = None) ->
     """Saturate and round FP32 ``y`` to the numbers of ``element``, in place; returns ``y``.
 
     Nearest, ties to even, without ``bits``. With ``bits`` (int32 of :func:`random_bits`, shape of y) stochastic: up
-    in magnitude with probability (|y| − lower)/(upper − lower), in steps of 2^-(23 − mantissa_bits), so that the draw
-    does not depend on the sign. NaN stays NaN; nearest keeps the sign of zero.
+    in magnitude with probability (|y| − lower)/(upper − lower), in steps of 2^-(23 − mantissa_bits); the draw does not
+    depend on the sign. NaN stays NaN; nearest keeps the sign of zero.
     """
     if bits is None:
         for part in _slabs(y):
@@ -140,7 +149,8 @@ def round_to_element(y: Tensor, element: Element, bits: Tensor | None = None) ->
     for part, draw in zip(_slabs(y), _slabs(bits, like=y), strict=True):
         part.clamp_(-element.maximum, element.maximum)
         step = _spacing(part, element)
-        magnitude = part.abs().div_(step).add_(_uniform(draw, 23 - element.mantissa_bits)).floor_().mul_(step)
+        magnitude = part.abs().div_(step)
+        _round_up(magnitude, draw, 23 - element.mantissa_bits).mul_(step)
         torch.copysign(magnitude, part, out=part)
     return y
 
@@ -152,6 +162,7 @@ def _spacing(y: Tensor, element: Element) -> Tensor:
     return exponent.view(torch.float32)
 
 
-def _uniform(bits: Tensor, resolution: int) -> Tensor:
-    """FP32 in [0, 1), multiples of 2^-resolution, from the upper bits: |y|/step + u is then exact next to the top."""
-    return (bits >> (32 - resolution)).to(torch.float32).mul_(2.0**-resolution).add_(0.5)
+def _round_up(steps: Tensor, bits: Tensor, resolution: int) -> Tensor:
+    """floor(steps + u) in place; u in [0, 1): the upper bits, multiples of 2^-resolution, with which FP32 is exact."""
+    draw = (bits >> (32 - resolution)).bitwise_and_((1 << resolution) - 1)
+    return steps.mul_(2.0**resolution).floor_().add_(draw).mul_(2.0**-resolution).floor_()

@@ -1,39 +1,20 @@
 # mypy: ignore-errors
 # Device code: Triton's values have no static types.
-"""Device code for numbers: the hash, IEEE quotients, rounding to E4M3 and E2M1. Shared by ``triton_kernels.py``.
+"""Device code for numbers: scales, IEEE quotients, rounding to E4M3 and E2M1. Shared by ``triton_kernels.py``.
 
-Numbers are those of ``rounding.py`` and ``reference.py``. Two paths differ by device, not by result: ``HARDWARE`` uses
-the E4M3 conversion instruction (Hopper and later), otherwise bytes are built from the bits of FP32 (the interpreter's
-own conversion does not round to even). Quotients are IEEE: ``CORRECTIONS`` > 0 refines x·(1/s) by that many residuals
-instead of dividing, which is exact for 16-bit x (see README.md).
+Numbers are those of ``rounding.py`` and ``reference.py``. Everything comes in pairs (``lo``, ``hi``): even and odd
+columns of one matrix, as 16-bit numbers lie in 32-bit words. Two paths differ by device, not by result: ``HARDWARE``
+uses Hopper's instructions on pairs, otherwise bytes are built from the bits of FP32 (the interpreter runs no assembly,
+and its own conversion to E4M3 does not round to even).
 """
 
 import triton
 import triton.language as tl
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
+_SIGN = tl.constexpr(-0x80000000)
 
 
-# -- random bits: rounding.py's hash ---------------------------------------------------------------------------------
-@triton.jit
-def _mix32(h):
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def random_bits(rows, cols, word, other_word, column_word):
-    """uint32 [len(rows), len(cols)]; rows, cols: vectors of global ids; words: ``rounding.key_words`` of the seed."""
-    first = _mix32(rows.to(tl.uint32) * 0x9E3779B1 + word.to(tl.uint32))
-    second = _mix32(first ^ other_word.to(tl.uint32)) * 0xC2B2AE35  # here, so that an element's step is a multiply-add
-    column = _mix32(cols.to(tl.uint32) * 0x85EBCA77 + column_word.to(tl.uint32))
-    h = (first[:, None] ^ column[None, :]) * 0x85EBCA6B
-    h = (h ^ (h >> 16)) * 0xC2B2AE35 + second[:, None]
-    return (h ^ (h >> 15)) * 0x9E3779B1
-
-
-# -- elements --------------------------------------------------------------------------------------------------------
 @triton.jit
 def _fma(a, b, c, HARDWARE: tl.constexpr):
     if HARDWARE:
@@ -54,24 +35,12 @@ def _negated(x):
 
 
 @triton.jit
-def _reciprocal(x, HARDWARE: tl.constexpr):
-    """1/x of a normal number to about half a unit in the last place."""
-    if HARDWARE:
-        guess = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return tl.fma(tl.fma(_negated(x), guess, 1.0), guess, guess)
-    else:
-        return tl.div_rn(_constant(1.0, x), x)
-
-
-@triton.jit
-def tile_scale(amax_bits, FORMAT: tl.constexpr, CORRECTIONS: tl.constexpr, HARDWARE: tl.constexpr):
+def tile_scale(amax_bits, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DIVIDE: tl.constexpr):
     """FP32 scale, amax / 448 or / 6 in IEEE division, from the bits of max|x|; NaN for NaN or Inf, 1 for zero."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     maximum: tl.constexpr = 448.0 if FORMAT == 8 else 6.0
     inverse: tl.constexpr = 0.002232142857142857 if FORMAT == 8 else 0.16666666666666666
-    if CORRECTIONS == 0:
+    if DIVIDE:
         scale = tl.div_rn(amax, _constant(maximum, amax))
     else:  # the same for all magnitudes of 16-bit formats, FP32's subnormal quotients included (tested one by one)
         scale = amax * inverse
@@ -82,93 +51,114 @@ def tile_scale(amax_bits, FORMAT: tl.constexpr, CORRECTIONS: tl.constexpr, HARDW
 
 
 @triton.jit
-def _divide(x, scale, CORRECTIONS: tl.constexpr, HARDWARE: tl.constexpr):
-    """x / scale, rounded as IEEE division; ``scale`` broadcasts (one number a tile). Keeps the sign of a zero."""
-    if CORRECTIONS == 0:
+def lift_of(scale):
+    """The power of two that brings ``scale`` to [0.5, 1), a subnormal one to less; anything for NaN."""
+    exponent = scale.to(tl.int32, bitcast=True) & _INFINITY_BITS
+    return ((253 << 23) - exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reciprocal(scale, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """1 / scale to nearest for a lifted scale (tested for all that 16-bit numbers give)."""
+    if HARDWARE and (DTYPE != "fp32"):
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 g, e, n; rcp.approx.ftz.f32 g, $1; neg.f32 n, $1; fma.rn.f32 e, n, g, 0f3F800000;"
+            " fma.rn.f32 $0, e, g, g; }",
+            "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.div_rn(_constant(1.0, scale), scale)
+
+
+@triton.jit
+def quotient(x, scale, lift, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """x / scale, rounded as IEEE division; ``x`` is lifted (fp32: not), ``scale`` broadcasts (one number a tile)."""
+    if DTYPE == "fp32":
         return tl.div_rn(x, scale + tl.zeros_like(x))
-    else:
-        lift = tl.where(
-            scale < 8.673617379884035e-19, 1.2676506002282294e30, 1.0
-        )  # 2^-60, 2^100: no subnormal residual
-        x = x * lift
+    else:  # equal to the division for every 16-bit x and every scale that comes of them (README.md)
         scale = scale * lift
-        inverse = _reciprocal(scale, HARDWARE)
-        quotient = x * inverse
-        for _ in tl.static_range(CORRECTIONS):
-            residual = _fma(quotient, scale, _negated(x), HARDWARE)
-            quotient = _fma(_negated(residual), inverse, quotient, HARDWARE)
-        return quotient
+        inverse = reciprocal(scale, DTYPE, HARDWARE)
+        rest = _fma(_negated(scale), inverse, _constant(1.0, scale), HARDWARE)
+        down = (rest < 0.0).to(tl.int32)  # a rest ≥ 0, so that a negative zero stays one
+        inverse = (inverse.to(tl.int32, bitcast=True) - down).to(tl.float32, bitcast=True)
+        rest = _fma(_negated(scale), inverse, _constant(1.0, scale), HARDWARE) * inverse
+        return _fma(x, inverse, x * rest, HARDWARE)
 
 
 @triton.jit
-def _power_below(y, MIN_EXPONENT: tl.constexpr):
-    """2^e, the power of two at or below y ≥ 0, not below 2^MIN_EXPONENT; anything for NaN."""
-    largest = tl.maximum(y, 2.0**MIN_EXPONENT)
-    return (largest.to(tl.int32, bitcast=True) & _INFINITY_BITS).to(tl.float32, bitcast=True)
+def nearest_e2m1(y, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP32 y to E2M1's grid, ties to even: adds and subtracts 1.5·2^23 of the local spacing. The sign stays."""
+    magnitude = tl.abs(y)
+    if DTYPE == "fp32":  # 16-bit numbers never exceed 6 by as much as rounds up
+        magnitude = tl.minimum(magnitude, 6.0, propagate_nan=tl.PropagateNan.ALL)
+    power = (tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & _INFINITY_BITS).to(tl.float32, bitcast=True)
+    magic = _constant(1.5 * 2.0**22, y)
+    rounded = _fma(power, _negated(magic), _fma(power, magic, magnitude, HARDWARE), HARDWARE)
+    sign = y.to(tl.int32, bitcast=True) & _SIGN
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _round_nearest(y, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, HARDWARE: tl.constexpr):
-    """y ≥ 0 to the element's grid, ties to even, by adding and subtracting 1.5·2^23 of the local spacing."""
-    power = _power_below(y, MIN_EXPONENT)
-    magic = _constant(1.5 * 2.0 ** (23 - MANTISSA), y)
-    return _fma(power, _negated(magic), _fma(power, magic, y, HARDWARE), HARDWARE)
-
-
-@triton.jit
-def _round_stochastic(y, bits, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, HARDWARE: tl.constexpr):
-    """floor(y/step + u)·step for y ≥ 0."""
-    power = _power_below(y, MIN_EXPONENT)
-    draw = (bits.to(tl.int32, bitcast=True) >> (9 + MANTISSA)).to(tl.float32)
-    uniform = draw * (2.0**-23) + 2.0 ** -(MANTISSA + 1)  # u in units of 2^e
-    raised = _fma(uniform, power, y, HARDWARE)
-    magic = _constant(1.5 * 2.0 ** (23 - MANTISSA), y)
-    if HARDWARE:  # rounding the sum down drops everything below the spacing
-        lifted = tl.inline_asm_elementwise(
-            "fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f", [power, magic, raised], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return _fma(power, _negated(magic), lifted, HARDWARE)
-    else:
-        step = power * (2.0**-MANTISSA)
-        return tl.floor(raised / step) * step
-
-
-@triton.jit
-def _pack_bits(value):
-    """The E4M3 byte of an FP32 number that E4M3 holds."""
+def _byte(value):
+    """The E4M3 byte (int32) of an FP32 number that E4M3 holds."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     subnormal = (tl.abs(value) * 512.0).to(tl.int32)
     code = tl.where(magnitude < (121 << 23), subnormal, (magnitude >> 20) - (120 << 3))
     code = tl.where(magnitude > _INFINITY_BITS, 0x7F, code)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return code | ((bits >> 24) & 0x80)
 
 
 @triton.jit
-def encode(
-    x, scale, bits, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, CORRECTIONS: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """E4M3 bytes of x / scale rounded to ``FORMAT`` (8: E4M3, 4: E2M1). The sign of x stays, on zeros too."""
-    y = _divide(x, scale, CORRECTIONS, HARDWARE)
-    maximum: tl.constexpr = 448.0 if FORMAT == 8 else 6.0
-    mantissa: tl.constexpr = 3 if FORMAT == 8 else 1
-    min_exponent: tl.constexpr = -6 if FORMAT == 8 else 0
-    instruction: tl.constexpr = HARDWARE and (FORMAT == 8) and (not STOCHASTIC)  # it rounds and saturates
-    if not instruction:
-        y = tl.minimum(tl.abs(y), maximum, propagate_nan=tl.PropagateNan.ALL)
-        if STOCHASTIC:
-            y = _round_stochastic(y, bits, mantissa, min_exponent, HARDWARE)
-        else:
-            y = _round_nearest(y, mantissa, min_exponent, HARDWARE)
-        sign = x.to(tl.int32, bitcast=True) & -0x80000000
-        y = (y.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+def _nearest_e4m3(y):
+    """FP32 y to E4M3's grid, saturated, ties to even, for devices without the conversion."""
+    magnitude = tl.minimum(tl.abs(y), 448.0, propagate_nan=tl.PropagateNan.ALL)
+    power = (tl.maximum(magnitude, 2.0**-6).to(tl.int32, bitcast=True) & _INFINITY_BITS).to(tl.float32, bitcast=True)
+    magic = _constant(1.5 * 2.0**20, y)
+    rounded = _fma(power, _negated(magic), _fma(power, magic, magnitude, False), False)
+    return (rounded.to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bytes_of(lo, hi, JOIN: tl.constexpr, HARDWARE: tl.constexpr):
+    """E4M3 bytes of FP32 pairs, to nearest, saturated: int16 (hi · 256 + lo), twice, if ``JOIN``, or two of uint8."""
     if HARDWARE:
-        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        if JOIN:
+            words = tl.inline_asm_elementwise(
+                "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1;"
+                " cvt.rn.satfinite.e4m3x2.f32 b, $4, $2; mov.b32 $0, {a, b}; }",
+                "=r,f,f,f,f", [lo, hi], dtype=tl.int16, is_pure=True, pack=2,
+            )  # fmt: skip
+            return words, words
+        else:
+            return lo.to(tl.float8e4nv).to(tl.uint8, bitcast=True), hi.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        return _pack_bits(y)
+        return joined(_byte(_nearest_e4m3(lo)), _byte(_nearest_e4m3(hi)), JOIN)
 
 
 @triton.jit
-def decode(code):
-    """FP32 of E4M3 bytes (a NaN byte may read as 480: its tile's scale is NaN)."""
-    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+def joined(lo, hi, JOIN: tl.constexpr):
+    if JOIN:
+        words = (lo | (hi << 8)).to(tl.int16)
+        return words, words
+    else:
+        return lo.to(tl.uint8), hi.to(tl.uint8)
+
+
+@triton.jit
+def decode(codes, other, JOIN: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP32 pairs of E4M3 bytes (a NaN byte may read as 480: its tile's scale is NaN)."""
+    if JOIN and HARDWARE:
+        lo, hi = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; .reg .b32 x, y; mov.b32 {a, b}, $4; cvt.rn.f16x2.e4m3x2 x, a;"
+            " cvt.rn.f16x2.e4m3x2 y, b; mov.b32 {a, b}, x; cvt.f32.f16 $0, a; cvt.f32.f16 $2, b;"
+            " mov.b32 {a, b}, y; cvt.f32.f16 $1, a; cvt.f32.f16 $3, b; }",
+            "=f,=f,=f,=f,r", [codes], dtype=(tl.float32, tl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        if JOIN:
+            other = ((codes >> 8) & 0xFF).to(tl.uint8)
+            codes = (codes & 0xFF).to(tl.uint8)
+        lo = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        hi = other.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return lo, hi

@@ -1,13 +1,31 @@
 # mypy: ignore-errors
 # Device code: Triton's values have no static types.
-"""Device code of the quantisers: one program reads one 128×128 part of a matrix once and writes what GEMMs need."""
+"""Device code of the quantisers: one program takes one 128×128 part of a matrix and writes what GEMMs need."""
 
 import triton
 import triton.language as tl
 
-from snip_megatron.quantization.triton_elements import decode, encode, random_bits, tile_scale
+from snip_megatron.quantization.triton_elements import (
+    bytes_of,
+    decode,
+    lift_of,
+    nearest_e2m1,
+    quotient,
+    tile_scale,
+)
+from snip_megatron.quantization.triton_pairs import (
+    EDGE,
+    PAIRS,
+    amax_pairs,
+    lifted,
+    load_pairs,
+    numbers,
+    sign_words,
+    store_columns,
+    store_rows,
+)
+from snip_megatron.quantization.triton_stochastic import random_pairs, stochastic_bytes
 
-EDGE = tl.constexpr(128)
 _RANDOM_ARGUMENTS = ["row_start", "col_start", *(f"{side}_word_{i}" for side in ("row", "col") for i in range(3))]
 
 
@@ -22,179 +40,194 @@ def _ids(ids_ptr, start, index, mask, GIVEN: tl.constexpr):
 
 
 @triton.jit
-def _to_float32(x):
-    if x.dtype == tl.bfloat16:  # its bits are FP32's upper half; the interpreter's own conversion loses subnormals
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+def _encode(
+    a, b, lo_scale, hi_scale, lo_bits, hi_bits,
+    FORMAT: tl.constexpr, RANDOM: tl.constexpr, JOIN: tl.constexpr,
+    DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """E4M3 bytes of a part over scales that broadcast: joined pairs (int16, twice) or even and odd columns (uint8)."""
+    lo_lift, hi_lift = lift_of(lo_scale), lift_of(hi_scale)
+    if (DTYPE == "fp32") and not RANDOM:
+        lo, hi = numbers(a, b, DTYPE, WORDS)
     else:
-        return x.to(tl.float32)
+        lo, hi = lifted(a, b, lo_lift, hi_lift, DTYPE, WORDS, HARDWARE)
+    if RANDOM:
+        words = sign_words(a, lo, hi, WORDS)
+        return stochastic_bytes(
+            words, lo, hi, lo_scale, hi_scale, lo_lift, hi_lift, lo_bits, hi_bits, JOIN, DTYPE, HARDWARE
+        )
+    else:
+        lo = quotient(lo, lo_scale, lo_lift, DTYPE, HARDWARE)
+        hi = quotient(hi, hi_scale, hi_lift, DTYPE, HARDWARE)
+        if FORMAT == 4:
+            lo, hi = nearest_e2m1(lo, DTYPE, HARDWARE), nearest_e2m1(hi, DTYPE, HARDWARE)
+        return bytes_of(lo, hi, JOIN, HARDWARE)
 
 
 @triton.jit
-def _part(x_ptr, x_stride, M, K, m, k):
-    """FP32 [128, 128] at part (m, k), zero outside the matrix; local ids and masks of its rows and columns."""
-    i = tl.arange(0, EDGE)
-    rows, cols = m * EDGE + i, k * EDGE + i
-    row_mask, col_mask = rows < M, cols < K
-    base = x_ptr + m.to(tl.int64) * EDGE * x_stride + k * EDGE
-    x = tl.load(base + i[:, None] * x_stride + i[None, :], mask=row_mask[:, None] & col_mask[None, :], other=0.0)
-    return _to_float32(x), rows, cols, row_mask, col_mask
-
-
-@triton.jit
-def _store(ptr, code, m, k, stride, row_mask):
-    """Bytes [128, 128] to part (m, k) of a matrix whose width is padded to 128."""
-    i = tl.arange(0, EDGE)
-    base = ptr + m.to(tl.int64) * EDGE * stride + k * EDGE
-    tl.store(base + i[:, None] * stride + i[None, :], code, mask=row_mask[:, None])
+def _store_sums(ptr, lo, hi, lo_mask, hi_mask):
+    """Column sums of squares of a part's even and odd columns."""
+    j = 2 * tl.arange(0, PAIRS)
+    tl.store(ptr + j, tl.sum(lo * lo, axis=0), mask=lo_mask)
+    tl.store(ptr + j + 1, tl.sum(hi * hi, axis=0), mask=hi_mask)
 
 
 @triton.jit
 def _side(
-    x, amax, row_ids, col_ids, word_0, word_1, word_2, out_ptr, out_stride, scale_ptr, m, k, out_mask,
-    sum_ptr, sum_mask,
+    a, b, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, word_0, word_1, word_2, out_ptr, out_stride, scale_ptr, m, k,
+    row_mask, lo_mask, hi_mask, sum_ptr, sum_stride,
     AXIS: tl.constexpr, FORMAT: tl.constexpr, STORE: tl.constexpr, SUM: tl.constexpr, RANDOM: tl.constexpr,
-    CORRECTIONS: tl.constexpr, HARDWARE: tl.constexpr,
+    PAIRED: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One format in tiles along columns (``AXIS`` 1) or rows (0, stored transposed); ``amax`` holds bits, a tile each.
+    """One format in tiles along columns (``AXIS`` 1) or rows (0, stored transposed); amax holds bits, one a tile.
 
-    Stochastic quotients get a second correction: there every bit decides, not only those next to a tie.
+    ``SUM``: the candidate's place in the sums of squared errors, tiles along columns first; 0: not wanted.
     """
-    scale = tile_scale(amax, FORMAT, CORRECTIONS, HARDWARE)
-    wide = tl.expand_dims(scale, AXIS)
-    bits = random_bits(row_ids, col_ids, word_0, word_1, word_2) if RANDOM else x
-    code = encode(x, wide, bits, FORMAT, RANDOM, 2 * CORRECTIONS if RANDOM else CORRECTIONS, HARDWARE)
+    lo_scale = tile_scale(lo_amax, FORMAT, HARDWARE, DTYPE == "fp32")
+    hi_scale = tile_scale(hi_amax, FORMAT, HARDWARE, DTYPE == "fp32")
+    lo_wide, hi_wide = tl.expand_dims(lo_scale, AXIS), tl.expand_dims(hi_scale, AXIS)
+    lo_bits, hi_bits = a, b
+    if RANDOM:
+        lo_bits, hi_bits = random_pairs(row_ids, lo_ids, hi_ids, word_0, word_1, word_2, PAIRED, HARDWARE)
+    codes, others = _encode(a, b, lo_wide, hi_wide, lo_bits, hi_bits, FORMAT, RANDOM, AXIS == 1, DTYPE, WORDS, HARDWARE)
     if STORE:
-        _store(out_ptr, code if AXIS == 1 else tl.trans(code), m, k, out_stride, out_mask)
-        tl.store(scale_ptr, scale, mask=out_mask)
-    if SUM:
-        error = decode(code) * wide - x
-        tl.store(sum_ptr, tl.sum(error * error, axis=0), mask=sum_mask)
+        if AXIS == 1:
+            store_rows(out_ptr, codes, m, k, out_stride, row_mask)
+            tl.store(scale_ptr + tl.arange(0, EDGE), lo_scale, mask=row_mask)
+        else:
+            store_columns(out_ptr, codes, others, m, k, out_stride, lo_mask, hi_mask)
+            j = 2 * tl.arange(0, PAIRS)
+            tl.store(scale_ptr + j, lo_scale, mask=lo_mask)
+            tl.store(scale_ptr + j + 1, hi_scale, mask=hi_mask)
+    if SUM > 0:
+        lo, hi = numbers(a, b, DTYPE, WORDS)
+        lo_value, hi_value = decode(codes, others, AXIS == 1, HARDWARE)
+        sum_ptr += (SUM + 1 - AXIS) * sum_stride
+        _store_sums(sum_ptr, lo_value * lo_wide - lo, hi_value * hi_wide - hi, lo_mask, hi_mask)
 
 
 @triton.jit(do_not_specialize=_RANDOM_ARGUMENTS)
 def tile_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sums_ptr, rows_ptr, cols_ptr,
-    M, K, x_stride, row_stride, col_stride, row_start, col_start,
+    M, K, width, x_stride, row_stride, col_stride, row_start, col_start,
     row_word_0, row_word_1, row_word_2, col_word_0, col_word_1, col_word_2,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr,
     SUMS: tl.constexpr, SUM_8: tl.constexpr, SUM_4: tl.constexpr, GIVEN_ROWS: tl.constexpr, GIVEN_COLS: tl.constexpr,
-    CORRECTIONS: tl.constexpr, HARDWARE: tl.constexpr,
+    PAIRED: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """1×128 tiles along K (``ROW``: 0, 4 or 8) and along M (``COL``), and column sums of x² and squared errors.
 
+    ``width`` and ``x_stride`` count what ``x_ptr`` points to, ``row_stride`` pairs of bytes.
     ``SUM_8`` and ``SUM_4`` are the places of the candidates in ``sums`` [places, parts of M, K]; 0: not wanted.
     """
     k, m = tl.program_id(0), tl.program_id(1)
-    x, rows, cols, row_mask, col_mask = _part(x_ptr, x_stride, M, K, m, k)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # integers order as magnitudes do, NaN above Inf
-    row_ids, col_ids = rows, cols
+    rows, cols = m * EDGE + tl.arange(0, EDGE), k * EDGE + 2 * tl.arange(0, PAIRS)
+    row_mask, lo_mask, hi_mask = rows < M, cols < K, cols + 1 < K
+    row_ids, lo_ids, hi_ids = rows, cols, cols
     if ROW_RANDOM or COL_RANDOM:
         row_ids = _ids(rows_ptr, row_start, rows, row_mask, GIVEN_ROWS)
-        col_ids = _ids(cols_ptr, col_start, cols, col_mask, GIVEN_COLS)
+        lo_ids = _ids(cols_ptr, col_start, cols, lo_mask, GIVEN_COLS)
+        hi_ids = lo_ids if PAIRED else _ids(cols_ptr, col_start, cols + 1, hi_mask, GIVEN_COLS)
     place = tl.num_programs(1).to(tl.int64) * K
-    sum_ptr = sums_ptr + m.to(tl.int64) * K + cols
-    if SUMS:
-        tl.store(sum_ptr, tl.sum(x * x, axis=0), mask=col_mask)
+    sum_ptr = sums_ptr + m.to(tl.int64) * K + k * EDGE
     if (ROW > 0) or SUMS:
-        scale_ptr = row_scale_ptr + k.to(tl.int64) * M + rows
-        amax = tl.max(magnitude, axis=1)
-        if (ROW == 8) or (SUM_8 > 0):
-            _side(
-                x, amax, row_ids, col_ids, row_word_0, row_word_1, row_word_2,
-                row_ptr, row_stride, scale_ptr, m, k, row_mask,
-                sum_ptr + SUM_8 * place, col_mask,
-                1, 8, ROW == 8, SUM_8 > 0, False, CORRECTIONS, HARDWARE,
-            )  # fmt: skip
-        if (ROW == 4) or (SUM_4 > 0):
-            _side(
-                x, amax, row_ids, col_ids, row_word_0, row_word_1, row_word_2,
-                row_ptr, row_stride, scale_ptr, m, k, row_mask,
-                sum_ptr + SUM_4 * place, col_mask,
-                1, 4, ROW == 4, SUM_4 > 0, ROW_RANDOM, CORRECTIONS, HARDWARE,
-            )  # fmt: skip
+        a, b = load_pairs(x_ptr, x_stride, M, width, m, k, False, WORDS)
+        lo_amax, hi_amax = amax_pairs(a, b, 1, DTYPE, WORDS, HARDWARE)
+        amax = tl.maximum(lo_amax, hi_amax)
+        scale_ptr = row_scale_ptr + k.to(tl.int64) * M + m * EDGE
+        for FORMAT in tl.static_range(4, 9, 4):
+            if (ROW == FORMAT) or ((SUM_8 if FORMAT == 8 else SUM_4) > 0):
+                _side(
+                    a, b, amax, amax, row_ids, lo_ids, hi_ids, row_word_0, row_word_1, row_word_2,
+                    row_ptr, row_stride, scale_ptr, m, k, row_mask, lo_mask, hi_mask, sum_ptr, place,
+                    1, FORMAT, ROW == FORMAT, SUM_8 if FORMAT == 8 else SUM_4, ROW_RANDOM and (FORMAT == 4),
+                    PAIRED, DTYPE, WORDS, HARDWARE,
+                )  # fmt: skip
     if (COL > 0) or SUMS:
-        scale_ptr = col_scale_ptr + m.to(tl.int64) * K + cols
-        amax = tl.max(magnitude, axis=0)
-        if (COL == 8) or (SUM_8 > 0):
-            _side(
-                x, amax, row_ids, col_ids, col_word_0, col_word_1, col_word_2,
-                col_ptr, col_stride, scale_ptr, k, m, col_mask,
-                sum_ptr + (SUM_8 + 1) * place, col_mask,
-                0, 8, COL == 8, SUM_8 > 0, False, CORRECTIONS, HARDWARE,
-            )  # fmt: skip
-        if (COL == 4) or (SUM_4 > 0):
-            _side(
-                x, amax, row_ids, col_ids, col_word_0, col_word_1, col_word_2,
-                col_ptr, col_stride, scale_ptr, k, m, col_mask,
-                sum_ptr + (SUM_4 + 1) * place, col_mask,
-                0, 4, COL == 4, SUM_4 > 0, COL_RANDOM, CORRECTIONS, HARDWARE,
-            )  # fmt: skip
+        a, b = load_pairs(x_ptr, x_stride, M, width, m, k, True, WORDS)
+        lo_amax, hi_amax = amax_pairs(a, b, 0, DTYPE, WORDS, HARDWARE)
+        scale_ptr = col_scale_ptr + m.to(tl.int64) * K + k * EDGE
+        if SUMS:
+            lo, hi = numbers(a, b, DTYPE, WORDS)
+            _store_sums(sum_ptr, lo, hi, lo_mask, hi_mask)
+        for FORMAT in tl.static_range(4, 9, 4):
+            if (COL == FORMAT) or ((SUM_8 if FORMAT == 8 else SUM_4) > 0):
+                _side(
+                    a, b, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, col_word_0, col_word_1, col_word_2,
+                    col_ptr, col_stride, scale_ptr, m, k, row_mask, lo_mask, hi_mask, sum_ptr, place,
+                    0, FORMAT, COL == FORMAT, SUM_8 if FORMAT == 8 else SUM_4, COL_RANDOM and (FORMAT == 4),
+                    PAIRED, DTYPE, WORDS, HARDWARE,
+                )  # fmt: skip
 
 
 @triton.jit
-def _block_side(
-    x, amax, row_ptr, col_ptr, row_scale_ptr, col_scale_ptr, m, k, row_stride, col_stride, row_mask, col_mask,
-    FORMAT: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, CORRECTIONS: tl.constexpr, HARDWARE: tl.constexpr,
+def _uniform_side(
+    x_ptr, x_stride, M, K, width, m, k, scale, out_ptr, out_stride,
+    FORMAT: tl.constexpr, DOWN: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    corner = tl.zeros((1, 1), tl.int32)
-    scale = tile_scale(corner + amax, FORMAT, CORRECTIONS, HARDWARE)
-    code = encode(x, scale, x, FORMAT, False, CORRECTIONS, HARDWARE)
-    if ROW:
-        _store(row_ptr, code, m, k, row_stride, row_mask)
-        tl.store(row_scale_ptr + corner, scale)
-    if COL:
-        _store(col_ptr, tl.trans(code), k, m, col_stride, col_mask)
-        tl.store(col_scale_ptr + corner, scale)
+    """One part over one scale [1, 1], stored as it lies or transposed (``DOWN``)."""
+    a, b = load_pairs(x_ptr, x_stride, M, width, m, k, DOWN, WORDS)
+    codes, others = _encode(a, b, scale, scale, a, b, FORMAT, False, not DOWN, DTYPE, WORDS, HARDWARE)
+    if DOWN:
+        cols = k * EDGE + 2 * tl.arange(0, PAIRS)
+        store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K)
+    else:
+        store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M)
 
 
 @triton.jit
 def block_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
-    M, K, x_stride, row_stride, col_stride, row_scale_stride, col_scale_stride,
-    ROW: tl.constexpr, COL: tl.constexpr, CORRECTIONS: tl.constexpr, HARDWARE: tl.constexpr,
+    M, K, width, x_stride, row_stride, col_stride, row_scale_stride, col_scale_stride,
+    ROW: tl.constexpr, COL: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """128×128 blocks in both orientations, each in its own format (0, 4 or 8); an equal one is rounded once."""
+    """128×128 blocks in both orientations, each in its own format (0, 4 or 8)."""
     k, m = tl.program_id(0), tl.program_id(1)
-    x, _, _, row_mask, col_mask = _part(x_ptr, x_stride, M, K, m, k)
-    amax = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
-    row_scale = row_scale_ptr + m * row_scale_stride + k
-    col_scale = col_scale_ptr + k * col_scale_stride + m
-    if (ROW == 8) or (COL == 8):
-        _block_side(
-            x, amax, row_ptr, col_ptr, row_scale, col_scale, m, k, row_stride, col_stride, row_mask, col_mask,
-            8, ROW == 8, COL == 8, CORRECTIONS, HARDWARE,
-        )  # fmt: skip
-    if (ROW == 4) or (COL == 4):
-        _block_side(
-            x, amax, row_ptr, col_ptr, row_scale, col_scale, m, k, row_stride, col_stride, row_mask, col_mask,
-            4, ROW == 4, COL == 4, CORRECTIONS, HARDWARE,
-        )  # fmt: skip
+    a, b = load_pairs(x_ptr, x_stride, M, width, m, k, False, WORDS)
+    lo_amax, hi_amax = amax_pairs(a, b, 1, DTYPE, WORDS, HARDWARE)
+    corner = tl.zeros((1, 1), tl.int32)
+    amax = corner + tl.max(tl.maximum(lo_amax, hi_amax), axis=0)
+    if ROW:
+        scale = tile_scale(amax, ROW, HARDWARE, DTYPE == "fp32")
+        codes, _ = _encode(a, b, scale, scale, a, b, ROW, False, True, DTYPE, WORDS, HARDWARE)
+        store_rows(row_ptr, codes, m, k, row_stride, m * EDGE + tl.arange(0, EDGE) < M)
+        tl.store(row_scale_ptr + m * row_scale_stride + k + corner, scale)
+    if COL:
+        scale = tile_scale(amax, COL, HARDWARE, DTYPE == "fp32")
+        _uniform_side(x_ptr, x_stride, M, K, width, m, k, scale, col_ptr, col_stride, COL, True, DTYPE, WORDS, HARDWARE)
+        tl.store(col_scale_ptr + k * col_scale_stride + m + corner, scale)
 
 
 @triton.jit
-def amax_kernel(x_ptr, amax_ptr, M, K, x_stride, PARTS: tl.constexpr):
+def amax_kernel(
+    x_ptr, amax_ptr, M, width, x_stride,
+    PARTS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
     """Bits of max|x| into ``amax_ptr`` (int32, zero before); a program reads ``PARTS`` parts along K."""
     m = tl.program_id(1)
     largest = tl.zeros((EDGE,), tl.int32)
     for part in tl.static_range(PARTS):
-        x, _, _, _, _ = _part(x_ptr, x_stride, M, K, m, tl.program_id(0) * PARTS + part)
-        largest = tl.maximum(largest, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1))
+        a, b = load_pairs(x_ptr, x_stride, M, width, m, tl.program_id(0) * PARTS + part, False, WORDS)
+        lo, hi = amax_pairs(a, b, 1, DTYPE, WORDS, HARDWARE)
+        largest = tl.maximum(largest, tl.maximum(lo, hi))
     tl.atomic_max(amax_ptr, tl.max(largest, axis=0))
 
 
 @triton.jit
 def tensor_kernel(
-    x_ptr, amax_ptr, row_ptr, col_ptr, scale_ptr, M, K, x_stride, row_stride, col_stride,
-    ROW: tl.constexpr, COL: tl.constexpr, CORRECTIONS: tl.constexpr, HARDWARE: tl.constexpr,
+    x_ptr, amax_ptr, row_ptr, col_ptr, scale_ptr, M, K, width, x_stride, row_stride, col_stride,
+    ROW: tl.constexpr, COL: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """fp8_tensor: every program divides by the same scale; the first one stores it."""
-    k, m = tl.program_id(0), tl.program_id(1)
-    x, _, _, row_mask, col_mask = _part(x_ptr, x_stride, M, K, m, k)
+    """fp8_tensor: every program divides by the same scale; the first one stores it.
+
+    Parts are taken from the last to the first: the end of the matrix is what the search for the amax left in cache.
+    """
+    k = tl.num_programs(0) - 1 - tl.program_id(0)
+    m = tl.num_programs(1) - 1 - tl.program_id(1)
     one = tl.zeros((1, 1), tl.int32)
-    scale = tile_scale(tl.load(amax_ptr + one), 8, 0, HARDWARE)
+    scale = tile_scale(tl.load(amax_ptr + one), 8, HARDWARE, True)
     tl.store(scale_ptr + one, scale, mask=(one + k + m) == 0)
-    code = encode(x, scale, x.to(tl.int32, bitcast=True), 8, False, CORRECTIONS, HARDWARE)
     if ROW:
-        _store(row_ptr, code, m, k, row_stride, row_mask)
+        _uniform_side(x_ptr, x_stride, M, K, width, m, k, scale, row_ptr, row_stride, 8, False, DTYPE, WORDS, HARDWARE)
     if COL:
-        _store(col_ptr, tl.trans(code), k, m, col_stride, col_mask)
+        _uniform_side(x_ptr, x_stride, M, K, width, m, k, scale, col_ptr, col_stride, 8, True, DTYPE, WORDS, HARDWARE)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 import triton
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
@@ -19,11 +20,19 @@ from snip_megatron.quantization.rounding import key_words
 from snip_megatron.quantization.triton_kernels import amax_kernel, block_kernel, tensor_kernel, tile_kernel
 
 _AMAX_PARTS = 4
-LAUNCH: dict[str, int] = {"num_warps": 8, "maxnreg": 128}
-"""Options of every launch: 128 registers let two programs of 8 warps share a multiprocessor (benchmarks/quantize.py
---sweep tries others)."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LAUNCH: dict[str, dict[str, int]] = {
+    "tiles": {"num_warps": 8, "maxnreg": 64},
+    "stochastic": {"num_warps": 8, "maxnreg": 80},
+    "sums": {"num_warps": 8, "maxnreg": 128},
+    "blocks": {"num_warps": 8, "maxnreg": 64},
+    "tensor": {"num_warps": 8, "maxnreg": 64},
+    "amax": {"num_warps": 8, "maxnreg": 64},
+}
+"""Launch options of each kind of kernel (``benchmarks/quantize.py --sweep`` tries others): tiles do not cross warps, so
+that many warps with few registers each hide each other's latency."""
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _WIDTH = {Format.FP8: 8, Format.FP4: 4}
+_PAIRED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # ids of columns → (version, whether they are pairs (2i, 2i + 1))
 
 
 def quantize_tiles(
@@ -38,7 +47,8 @@ def quantize_tiles(
     cols: Tensor | None = None,
     candidates: Sequence[Format | str] = (),
 ) -> Operands:
-    """See :func:`snip_megatron.quantization.packed.quantize_tiles`."""
+    """See :func:`snip_megatron.quantization.packed.quantize_tiles`. The first call
+    with given ``cols`` waits for the device to look at them."""
     x = _checked(x)
     M, K = x.shape
     row, row_width = _tile_output(x, row_format, M, K)
@@ -47,14 +57,18 @@ def quantize_tiles(
     row_random, col_random = row_seed is not None, col_seed is not None
     partial = x.new_zeros((1 + 2 * len(places) if places else 0, _parts(M), K), dtype=torch.float32)
     if x.numel():
+        source, options = _source(x)
+        random = 4 in (row_width * row_random, col_width * col_random)
         tile_kernel[(_parts(K), _parts(M))](
-            x, *_pointers(row, x), *_pointers(col, x), partial,
+            source, *_row_pointers(row, x), *_pointers(col, x), partial,
             x if rows is None else rows, x if cols is None else cols,
-            M, K, x.stride(0), _stride(row), _stride(col), *offset, *_words(row_seed), *_words(col_seed),
+            M, K, *source.shape[1:], source.stride(0), _stride(row) // 2, _stride(col),
+            *offset, *_words(row_seed), *_words(col_seed),
             ROW=row_width, COL=col_width, ROW_RANDOM=row_random, COL_RANDOM=col_random,
             SUMS=bool(places), SUM_8=places.get(Format.FP8, 0), SUM_4=places.get(Format.FP4, 0),
             GIVEN_ROWS=rows is not None, GIVEN_COLS=cols is not None,
-            CORRECTIONS=_corrections(x), HARDWARE=_hardware(x), **LAUNCH,
+            PAIRED=_paired(cols, offset[1]) if row_random or col_random else True,
+            **options, **LAUNCH["sums" if places else "stochastic" if random else "tiles"],
         )  # fmt: skip
     return Operands(row, col, partial.sum(1, dtype=torch.float64) if places else None)
 
@@ -66,10 +80,12 @@ def quantize_blocks(w: Tensor, row_format: Format | str | None, col_format: Form
     row, row_width = _block_output(w, row_format, N, K)
     col, col_width = _block_output(w, col_format, K, N)
     if w.numel():
+        source, options = _source(w)
         block_kernel[(_parts(K), _parts(N))](
-            w, *_pointers(row, w), *_pointers(col, w),
-            N, K, w.stride(0), _stride(row), _stride(col), _scale_stride(row), _scale_stride(col),
-            ROW=row_width, COL=col_width, CORRECTIONS=_corrections(w), HARDWARE=_hardware(w), **LAUNCH,
+            source, *_row_pointers(row, w), *_pointers(col, w),
+            N, K, *source.shape[1:], source.stride(0), _stride(row) // 2, _stride(col),
+            _scale_stride(row), _scale_stride(col),
+            ROW=row_width, COL=col_width, **options, **LAUNCH["blocks"],
         )  # fmt: skip
     return Operands(row, col)
 
@@ -83,10 +99,11 @@ def quantize_tensor(x: Tensor, *, row: bool = True, col: bool = False, amax: Ten
     col_side = Operand(_values(x, K, M), scale, "tensor", M) if col else None
     if x.numel():
         bits = largest_magnitude(x) if amax is None else amax.detach().to(torch.float32).reshape(1).view(torch.int32)
+        source, options = _source(x)
         tensor_kernel[(_parts(K), _parts(M))](
-            x, bits, _pointers(row_side, x)[0], _pointers(col_side, x)[0], scale,
-            M, K, x.stride(0), _stride(row_side), _stride(col_side),
-            ROW=row, COL=col, CORRECTIONS=_corrections(x), HARDWARE=_hardware(x), **LAUNCH,
+            source, bits, _row_pointers(row_side, x)[0], _pointers(col_side, x)[0], scale,
+            M, K, *source.shape[1:], source.stride(0), _stride(row_side) // 2, _stride(col_side),
+            ROW=row, COL=col, **options, **LAUNCH["tensor"],
         )  # fmt: skip
     return Operands(row_side, col_side)
 
@@ -96,7 +113,10 @@ def largest_magnitude(x: Tensor) -> Tensor:
     M, K = x.shape
     bits = torch.zeros(1, dtype=torch.int32, device=x.device)
     grid = (-(-K // (TILE * _AMAX_PARTS)), _parts(M))
-    amax_kernel[grid](x, bits, M, K, x.stride(0), PARTS=_AMAX_PARTS, **LAUNCH)
+    source, options = _source(x)
+    amax_kernel[grid](
+        source, bits, M, *source.shape[1:], source.stride(0), PARTS=_AMAX_PARTS, **options, **LAUNCH["amax"]
+    )
     return bits
 
 
@@ -140,6 +160,11 @@ def _pointers(side: Operand | None, unused: Tensor) -> tuple[Tensor, Tensor]:
     return (unused, unused) if side is None else (side.values.view(torch.uint8), side.scale)
 
 
+def _row_pointers(side: Operand | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with values as pairs of bytes."""
+    return (unused, unused) if side is None else (side.values.view(torch.int16), side.scale)
+
+
 def _stride(side: Operand | None) -> int:
     return 0 if side is None else side.values.stride(0)
 
@@ -153,13 +178,26 @@ def _words(seed: int | None) -> list[int]:
     return [word - (word >> 31 << 32) for word in key_words(seed or 0)]
 
 
-def _corrections(x: Tensor) -> int:
-    """One residual makes the quotient of a 16-bit number right where it matters; FP32 is divided."""
-    return 0 if x.dtype is torch.float32 else 1
+def _paired(cols: Tensor | None, start: int) -> bool:
+    """Whether neighbouring columns are pairs (2i, 2i + 1): known of counted ids, looked at once for given ones."""
+    if cols is None:
+        return start % 2 == 0
+    if cols not in _PAIRED or _PAIRED[cols][0] != cols._version:
+        even, odd = cols[: cols.numel() // 2 * 2].view(-1, 2).unbind(1)
+        paired = bool(((cols[::2] % 2 == 0).all() & (odd == even + 1).all()).item())
+        _PAIRED[cols] = (cols._version, paired)
+    return _PAIRED[cols][1] is True
+
+
+def _source(x: Tensor) -> tuple[Tensor, dict[str, object]]:
+    """What a kernel reads, 16-bit numbers as words of two where they lie so, and how."""
+    words = x.element_size() == 2 and x.stride(0) % 2 == 0 and x.shape[1] % 2 == 0 and x.storage_offset() % 2 == 0
+    options = {"DTYPE": _DTYPES[x.dtype], "WORDS": words, "HARDWARE": _hardware(x)}
+    return x.view(torch.int32) if words else x, options
 
 
 def _hardware(x: Tensor) -> bool:
-    """Whether the device converts to E4M3 itself; Triton's interpreter and older GPUs build the bytes."""
+    """Whether the device has Hopper's instructions on pairs; Triton's interpreter and older GPUs build the bytes."""
     if not x.is_cuda or triton.knobs.runtime.interpret:
         return False
-    return torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return torch.cuda.get_device_capability(x.device) >= (9, 0)

@@ -89,12 +89,11 @@ def hash_oracle(seed: int, row: int, col: int) -> int:
 
     words = splitmix(seed)
     first = mix((row * 0x9E3779B1 + words) & mask)
-    column = mix((col * 0x85EBCA77 + splitmix(words)) & mask)
+    column = mix(((col >> 1) * 0x85EBCA77 + splitmix(words)) & mask)
     h = ((first ^ column) * 0x85EBCA6B) & mask
-    h ^= h >> 16
-    h = ((h + mix(first ^ (words >> 32))) * 0xC2B2AE35) & mask
-    h ^= h >> 15
-    return (h * 0x9E3779B1) & mask
+    h = ((h << 16 | h >> 16) * 0xC2B2AE35 + mix(first ^ (words >> 32))) & mask
+    h = (h << 16 | h >> 16) & mask
+    return (h * (0x27D4EB2F if col & 1 else 0x9E3779B1)) & mask
 
 
 @given(
