@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from snip_megatron.solver.table import ChoiceTable, Floats, Ints
 
 _TOP = int(np.array(1e300).view(np.int64))
+_MOST = 2.0**930  # a price beyond which price·saving may overflow
 _SETTLE_EVERY = 4  # halvings
 _TIE = 2.0**-40  # ratios of loss to saving this close count as equal when picks are rounded
 _EPS = 4.0 * np.finfo(np.float64).eps
@@ -75,11 +76,12 @@ def relax(table: ChoiceTable) -> Relaxation:
     )
     prices = np.maximum(own, total)
     pick = _cheapest(loss, saving, prices[table.stage])
-    unit = loss_unit / saving_unit
-    reduced, error = _reduced_costs(table, prices * unit)
+    # Any prices ≥ 0 bound: where float64 ends, smaller ones do.
+    stage_price, total_price = (_MOST * np.minimum(p * (loss_unit / _MOST) / saving_unit, 1.0) for p in (prices, total))
+    reduced, error = _reduced_costs(table, stage_price)
     return Relaxation(
-        total_price=float(total[0] * unit),
-        stage_price=prices * unit,
+        total_price=float(total_price[0]),
+        stage_price=stage_price,
         pick=pick if table.feasible(pick) else table.most_saving(),
         cheap=_cheapest(loss, saving, prices[table.stage] * (1 - _TIE)),
         reduced=reduced,
