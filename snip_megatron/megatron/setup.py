@@ -90,8 +90,8 @@ class SnipRun:
         self._registry = convert_model(model_chunks, self._config)
         if self._registry.frozen and self._config.updates:
             raise SnipError(
-                f"{self._registry.frozen[0]} is frozen: --snip measures every decoder linear through its gradient; give a"
-                " fixed map (--snip-map) or train without --snip"
+                f"{self._registry.frozen[0]} is frozen: --snip measures every decoder linear through its gradient;"
+                " give a fixed map (--snip-map) or train without --snip"
             )
         self._registry.context.bf16_eval = self._config.eval == "bf16"
         evaluation = Evaluation(self._config.eval, self._args, self._registry.context, self._validated)
