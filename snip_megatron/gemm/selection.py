@@ -17,10 +17,11 @@ from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 _HOPPER = (9, 0)
 _MEASURED = Path(__file__).with_name("shapes.json")
 
-# Below this N·K/(N+K) a linear is predicted to lose, from speeds measured on one H200 (README.md): per token bf16 takes
-# 6·NK FLOPs at 670 TFLOP/s; fp8 4·NK at 1080 and 2·NK at 910, and quantising X and G moves 4.06·(N+K) bytes at 75 % of
-# 4.3 TB/s. The two are equal at NK/(N+K) = 412.
-_BREAK_EVEN = 412.0
+# Below this N·K/(N+K) a linear that nobody measured is taken to lose. On one H200 (shapes.json) the smallest that gains
+# has 1,502 (2048→5632), the largest that does not 1,024 (2048→2048): in between is unknown. Device speeds alone would
+# put the break-even at 412 (bf16 670, fp8 1080 and 910 TFLOP/s, quantisation 4.06·(N+K) bytes a token at 3.2 TB/s); the
+# rest is the host, which launches more kernels.
+_BREAK_EVEN = 1500.0
 
 
 @dataclass(frozen=True)
