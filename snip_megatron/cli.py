@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "turn local text into Megatron's .bin/.idx and a tokenizer",
     ),
     "report": ("snip_megatron.reporting.command", "write the HTML report of a run directory"),
+    "export": ("snip_megatron.export.command", "write a map for other tools, such as Megatron's own precision file"),
 }
 
 

@@ -1,0 +1,1 @@
+"""Maps and runs in the formats of other tools."""

@@ -1,0 +1,249 @@
+"""A map as YAML for Megatron's ``--te-precision-config-file``: one file a pipeline stage.
+
+Megatron matches a file's globs against the module names of the model chunk that a rank builds, whose layers count from
+0, and Transformer Engine runs all three GEMMs of a linear in one recipe. So maps of granularity ``gemm`` are collapsed
+first, on demand, to the widest format of a linear. Needs neither Megatron nor Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap
+
+WIDTH = (Format.BF16, Format.FP8, Format.MXFP8, Format.FP8_TENSOR, Format.NVFP4, Format.MXFP4, Format.FP4)
+"""From wide to narrow: bits first, then how fine the scales are."""
+
+RECIPES: Mapping[Format, str] = {
+    Format.BF16: "bf16",
+    Format.FP8: "fp8_blockwise",
+    Format.FP8_TENSOR: "fp8_tensorwise",
+    Format.MXFP8: "mxfp8",
+    Format.NVFP4: "nvfp4",
+    Format.FP4: "nvfp4",
+    Format.MXFP4: "nvfp4",
+}
+"""The name under which a format's recipe stands in the file."""
+
+_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "bf16": {},
+    "fp8_blockwise": {"fp8_quantization_recipe": "blockwise", "fp8_format": "e4m3"},
+    "fp8_tensorwise": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "e4m3"},
+    "mxfp8": {"fp8_quantization_recipe": "mxfp8", "fp8_format": "e4m3"},
+    "nvfp4": {"fp4_quantization_recipe": "nvfp4"},
+}
+
+SUBSTITUTIONS: Mapping[Format, str] = {
+    Format.FP4: "fp4 → nvfp4: Transformer Engine has no 4-bit format of 1×128 tiles with FP32 scales",
+    Format.MXFP4: "mxfp4 → nvfp4: Transformer Engine trains in no MXFP4",
+    Format.FP8: "fp8 → blockwise FP8 of Transformer Engine: the same tiles, scales rounded up to powers of two unless"
+    " NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set",
+}
+"""What is not the map's own format any more."""
+
+
+# -- a linear's one format -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Collapsed:
+    """One format a linear. ``changed``: linear → its formats for fprop, dgrad, wgrad where those differed."""
+
+    formats: Mapping[LinearId, Format]
+    changed: Mapping[LinearId, tuple[Format, ...]]
+
+
+def collapse(precision_map: PrecisionMap) -> Collapsed:
+    """The widest of the three formats of every linear: no GEMM runs in fewer bits than the map says."""
+    formats: dict[LinearId, Format] = {}
+    changed: dict[LinearId, tuple[Format, ...]] = {}
+    for linear in precision_map.linears():
+        three = tuple(precision_map.format_of(str(linear), gemm) for gemm in Gemm)
+        formats[linear] = min(three, key=WIDTH.index)
+        if len(set(three)) > 1:
+            changed[linear] = three
+    return Collapsed(formats, changed)
+
+
+# -- layers and stages ---------------------------------------------------------------------------------------------
+def chunk_layers(layers: int, stages: int, virtual: int = 1, counts: Sequence[int] | None = None) -> list[list[range]]:
+    """Global layer indices [stage][chunk] of a pipeline.
+
+    Args:
+        layers: of the model. stages: pipeline parallel size. virtual: chunks a stage.
+        counts: layers of every chunk in the model's order (chunk c lies on stage c mod stages); None: an even split.
+
+    Raises:
+        SnipError: layers that do not divide evenly, or counts that do not fit.
+    """
+    chunks = stages * virtual
+    if counts is None:
+        if layers % chunks:
+            raise SnipError(f"{layers} layers do not divide over {chunks} chunks: give --layers, the layers of each")
+        counts = [layers // chunks] * chunks
+    if len(counts) != chunks:
+        raise SnipError(f"--layers names {len(counts)} chunks, the pipeline has {chunks} (--pp times --vpp)")
+    if sum(counts) != layers:
+        raise SnipError(f"--layers {','.join(map(str, counts))} is {sum(counts)} layers in all, the map has {layers}")
+    starts = [sum(counts[:c]) for c in range(chunks)]
+    ranges = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return [[ranges[v * stages + stage] for v in range(virtual)] for stage in range(stages)]
+
+
+def local_formats(formats: Mapping[LinearId, Format], stage: int, chunks: Sequence[range]) -> dict[str, Format]:
+    """Module name in a chunk (layers counted from 0) → format.
+
+    Raises SnipError where two chunks of the stage want different recipes under one name: Megatron loads one file for
+    all chunks of a rank and cannot tell them apart.
+    """
+    found: dict[str, tuple[Format, LinearId]] = {}
+    for layers in chunks:
+        for local, layer in enumerate(layers):
+            for kind in LINEAR_KINDS:
+                linear, name = LinearId(layer, kind), str(LinearId(local, kind))
+                fmt = formats[linear]
+                earlier, owner = found.setdefault(name, (fmt, linear))
+                if RECIPES[earlier] != RECIPES[fmt]:
+                    raise SnipError(
+                        f"stage {stage}: {name} is {owner} ({earlier.value}) in one chunk and {linear} ({fmt.value}) in"
+                        " another, and Megatron's file cannot tell chunks of a virtual pipeline apart: export for a"
+                        " pipeline without --vpp, or make a map whose chunks agree (pins)"
+                    )
+    return {name: fmt for name, (fmt, _) in found.items()}
+
+
+# -- the file ------------------------------------------------------------------------------------------------------
+def recipe_yaml(formats: Mapping[str, Format], comment: Sequence[str] = ()) -> str:
+    """The text of one file: every linear by its exact name. Evaluation uses the training recipe."""
+    used = [name for name in _FIELDS if name in {RECIPES[fmt] for fmt in formats.values()}]
+    lines = [*(f"# {line}" for line in comment), "configs:"]
+    for name in used:
+        lines += [
+            f"  {name}:",
+            '    transformer_engine_config_type: "TEQuantizationParams"',
+            "    training_recipe:",
+            *(f"      {key}: {json.dumps(value)}" for key, value in _FIELDS[name].items()),
+            "      override_quantized_autocast: true",
+            "      override_nonquantized_autocast: true",
+        ]
+    lines.append("matchers:")
+    for name, fmt in formats.items():
+        lines += [
+            f"  {name}:",
+            '    type: "glob"',
+            f"    pattern: {json.dumps(name)}",
+            f"    config: {json.dumps(RECIPES[fmt])}",
+            "    enabled: true",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+def add_arguments(group: Any) -> None:
+    """Arguments of ``snip export --format megatron``."""
+    group.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline parallel size (default 1)")
+    group.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks a stage (default 1)")
+    group.add_argument(
+        "--layers", metavar="A,B,…", help="layers of every chunk in the model's order (default: an even split)"
+    )
+    group.add_argument(
+        "--collapse", action="store_true", help="for maps of single GEMMs: a linear takes the widest of its formats"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write ``stage_<k>.yaml`` for every stage; print what was changed and what stands for what. Raises SnipError."""
+    precision_map = _load(args.source)
+    collapsed = collapse(precision_map)
+    if collapsed.changed and not args.collapse:
+        first, three = next(iter(collapsed.changed.items()))
+        raise SnipError(
+            f"{args.source}: {first} runs its GEMMs in {', '.join(f.value for f in three)}, and Megatron's file has one"
+            f" recipe a linear ({len(collapsed.changed)} such linears): pass --collapse to take the widest of each"
+        )
+    stages = chunk_layers(_layers(collapsed, args.source), args.pp, args.vpp, _counts(args))
+    texts = []
+    for stage, chunks in enumerate(stages):
+        own = ", ".join(f"{c.start} to {c.stop - 1}" for c in chunks if c) or "none"
+        comment = [f"Pipeline stage {stage} of {args.pp}: decoder layers {own}, counted from 0 within a chunk."]
+        comment += ["For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine."]
+        texts.append(recipe_yaml(local_formats(collapsed.formats, stage, chunks), comment))
+    _write(args.out, texts)
+    for line in _summary(collapsed, args):
+        print(line)
+    return 0
+
+
+def _summary(collapsed: Collapsed, args: argparse.Namespace) -> list[str]:
+    """What a user must know about the files."""
+    lines = [
+        f"{linear}: {', '.join(f.value for f in three)} → {collapsed.formats[linear].value}"
+        for linear, three in collapsed.changed.items()
+    ]
+    if lines:
+        lines.append(f"{len(lines)} of {len(collapsed.formats)} linears collapsed to the widest of their formats")
+    count = Counter(collapsed.formats.values())
+    lines += [f"{text} ({count[fmt]} linears)" for fmt, text in SUBSTITUTIONS.items() if count[fmt]]
+    lines += [str(args.out / f"stage_{stage}.yaml") for stage in range(args.pp)]
+    if args.pp > 1:
+        lines.append("a rank takes the file of its stage, RANK * PP // WORLD_SIZE in Megatron's default order of ranks")
+    return lines
+
+
+def _load(path: Path) -> PrecisionMap:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnipError(f"{path}: cannot be read ({error})") from None
+    return PrecisionMap.from_json(text, where=str(path))
+
+
+def _layers(collapsed: Collapsed, source: Path) -> int:
+    """How many layers the map has; it must name every linear of them."""
+    if not collapsed.formats:
+        raise SnipError(f"{source}: names no linear")
+    layers = 1 + max(linear.layer for linear in collapsed.formats)
+    for linear in (LinearId(layer, kind) for layer in range(layers) for kind in LINEAR_KINDS):
+        if linear not in collapsed.formats:
+            raise SnipError(f"{source}: says nothing about {linear}")
+    return layers
+
+
+def _counts(args: argparse.Namespace) -> list[int] | None:
+    for name in ("pp", "vpp"):
+        if getattr(args, name) < 1:
+            raise SnipError(f"--{name} {getattr(args, name)}: must be 1 or more")
+    if args.layers is None:
+        return None
+    parts = args.layers.split(",")
+    if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
+        raise SnipError(f"--layers {args.layers}: must be numbers of layers separated by commas")
+    return [int(part) for part in parts]
+
+
+def _write(folder: Path, texts: Sequence[str]) -> None:
+    """All files or an error; each by rename. Stages of an earlier export for a longer pipeline are removed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stage, text in enumerate(texts):
+            partial = folder / f"stage_{stage}.yaml.{os.getpid()}.part"
+            try:
+                partial.write_text(text, encoding="utf-8")
+                os.replace(partial, folder / f"stage_{stage}.yaml")
+            except OSError:
+                with contextlib.suppress(OSError):
+                    partial.unlink()
+                raise
+        stale = len(texts)
+        while (path := folder / f"stage_{stale}.yaml").exists():
+            path.unlink()
+            stale += 1
+    except OSError as error:
+        raise SnipError(f"{folder}: cannot be written ({error})") from None

@@ -1,0 +1,219 @@
+"""Exported recipes, read by Megatron's own parser: every linear of every stage gets the recipe of its format."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.enums import Fp4Recipe, Fp8Recipe
+from megatron.core.extensions.transformer_engine import TEQuantizationParams
+from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from snip_megatron.cli import main
+from snip_megatron.errors import SnipError
+from snip_megatron.export import command
+from snip_megatron.export.te_precision import WIDTH, chunk_layers, collapse, local_formats
+from snip_megatron.layers.registry import decoder_linear_names
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+
+EXPECTED = {
+    Format.BF16: (None, None),
+    Format.FP8: (Fp8Recipe.blockwise, None),
+    Format.FP8_TENSOR: (Fp8Recipe.tensorwise, None),
+    Format.MXFP8: (Fp8Recipe.mxfp8, None),
+    Format.NVFP4: (None, Fp4Recipe.nvfp4),
+    Format.FP4: (None, Fp4Recipe.nvfp4),
+    Format.MXFP4: (None, Fp4Recipe.nvfp4),
+}
+FORMATS = list(Format)
+
+
+def layer_map(layers: int) -> PrecisionMap:
+    """Granularity ``layer``; neighbours differ, and so do equal places of different layers."""
+    names = decoder_linear_names(layers)
+    return PrecisionMap({name: FORMATS[(i + i // 4) % len(FORMATS)] for i, name in enumerate(names)})
+
+
+def export(tmp_path: Path, precision_map: PrecisionMap, *arguments: str) -> Path:
+    source, out = tmp_path / "map.json", tmp_path / "recipes"
+    source.write_text(precision_map.to_json())
+    assert main(["export", "--format", "megatron", str(source), "--out", str(out), *arguments]) == 0
+    return out
+
+
+def recipe_of(path: Path, name: str) -> tuple[str | None, str | None]:
+    """What Transformer Engine's linear of this module name would be told."""
+    config = get_quant_config_or_none(name, load_quantization_recipe(str(path)))
+    assert config is not None
+    params = TEQuantizationParams.parse_from_config(config)
+    assert params.evaluation_recipe is None  # the training recipe holds there, too
+    recipe = params.training_recipe
+    # In force whether or not the run has a global fp8 or fp4 context.
+    assert recipe.override_quantized_autocast
+    assert recipe.override_nonquantized_autocast
+    assert recipe.fp8_format == "e4m3"
+    return recipe.fp8_quantization_recipe, recipe.fp4_quantization_recipe
+
+
+def test_every_linear_gets_its_recipe_on_its_stage(tmp_path: Path) -> None:
+    precision_map = layer_map(12)
+    out = export(tmp_path, precision_map, "--pp", "2")
+    assert sorted(p.name for p in out.iterdir()) == ["stage_0.yaml", "stage_1.yaml"]
+    for layer in range(12):
+        for kind in LINEAR_KINDS:
+            fmt = precision_map.choices[str(LinearId(layer, kind))]
+            # Layer 10's name begins with layer 1's: globs must not mix them up.
+            path, name = out / f"stage_{layer // 6}.yaml", f"decoder.layers.{layer % 6}.{kind}"
+            assert recipe_of(path, name) == EXPECTED[fmt]
+    whole = export(tmp_path, precision_map)
+    assert [p.name for p in whole.iterdir()] == ["stage_0.yaml"]  # the longer pipeline's second file is gone
+    for name, fmt in precision_map.choices.items():
+        assert recipe_of(whole / "stage_0.yaml", name) == EXPECTED[fmt]
+    recipe = load_quantization_recipe(str(whole / "stage_0.yaml"))
+    for other in ("output_layer", "decoder.layers.3.self_attention.core_attention", "decoder.layers.0.mlp"):
+        assert get_quant_config_or_none(other, recipe) is None
+
+
+@pytest.mark.parametrize(("layers", "stages", "virtual"), [(8, 2, None), (8, 2, 2), (24, 4, 3), (6, 1, None)])
+def test_even_splits_are_megatrons(layers: int, stages: int, virtual: int | None) -> None:
+    config = SimpleNamespace(
+        num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual,
+        pipeline_model_parallel_layout=None, num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None, account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )  # fmt: skip
+    for stage, chunks in enumerate(chunk_layers(layers, stages, virtual or 1)):
+        for v, chunk in enumerate(chunks):
+            vp_stage = None if virtual is None else v
+            assert chunk.start == get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.data())
+def test_chunks_hold_every_layer_once(stages: int, virtual: int, data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(0, 4), min_size=stages * virtual, max_size=stages * virtual))
+    split = chunk_layers(sum(counts), stages, virtual, counts)
+    by_chunk = [split[c % stages][c // stages] for c in range(stages * virtual)]
+    assert [layer for chunk in by_chunk for layer in chunk] == list(range(sum(counts)))
+    assert [len(chunk) for chunk in by_chunk] == counts
+
+
+def test_uneven_stages(tmp_path: Path) -> None:
+    precision_map = layer_map(5)
+    out = export(tmp_path, precision_map, "--pp", "2", "--layers", "2,3")
+    fmt = precision_map.choices["decoder.layers.4.mlp.linear_fc2"]
+    assert recipe_of(out / "stage_1.yaml", "decoder.layers.2.mlp.linear_fc2") == EXPECTED[fmt]
+
+
+def test_virtual_chunks_that_agree_share_a_file_and_others_are_refused(tmp_path: Path) -> None:
+    """4 layers on 2 stages of 2 chunks: stage 0 holds layers 0 and 2, both called layer 0 there."""
+    layers = (Format.FP8, Format.BF16, Format.FP8, Format.BF16)
+    choices = {name: layers[LinearId.parse(name).layer] for name in decoder_linear_names(4)}
+    out = export(tmp_path, PrecisionMap(choices), "--pp", "2", "--vpp", "2")
+    assert recipe_of(out / "stage_0.yaml", "decoder.layers.0.mlp.linear_fc1") == EXPECTED[Format.FP8]
+    assert recipe_of(out / "stage_1.yaml", "decoder.layers.0.mlp.linear_fc1") == EXPECTED[Format.BF16]
+    # fp4 and nvfp4 are one recipe there; fp8 and bf16 are not.
+    formats = {LinearId.parse(name): fmt for name, fmt in choices.items()}
+    alike = formats | {LinearId(0, k): Format.FP4 for k in LINEAR_KINDS} | {
+        LinearId(2, k): Format.NVFP4 for k in LINEAR_KINDS
+    }  # fmt: skip
+    assert len(local_formats(alike, 0, [range(0, 1), range(2, 3)])) == 4
+    formats[LinearId(2, "mlp.linear_fc2")] = Format.BF16
+    with pytest.raises(SnipError) as caught:
+        local_formats(formats, 0, [range(0, 1), range(2, 3)])
+    for words in ("stage 0", "decoder.layers.0.mlp.linear_fc2 (fp8)", "decoder.layers.2.mlp.linear_fc2 (bf16)"):
+        assert words in str(caught.value)
+
+
+# -- collapse --------------------------------------------------------------------------------------------------
+@given(st.tuples(*[st.sampled_from(FORMATS)] * 3))
+def test_collapse_takes_the_widest(three: tuple[Format, ...]) -> None:
+    name = "decoder.layers.0.mlp.linear_fc1"
+    result = collapse(PrecisionMap({option_id(name, g): f for g, f in zip(Gemm, three, strict=True)}))
+    taken = result.formats[LinearId.parse(name)]
+    assert taken in three
+    assert all(WIDTH.index(taken) <= WIDTH.index(f) for f in three)
+    assert (LinearId.parse(name) in result.changed) == (len(set(three)) > 1)
+
+
+def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    choices = {option_id(n, g): Format.FP8 for n in decoder_linear_names(2) for g in Gemm}
+    choices["decoder.layers.1.mlp.linear_fc1:wgrad"] = Format.FP4
+    for gemm in Gemm:
+        choices[f"decoder.layers.0.mlp.linear_fc2:{gemm.value}"] = Format.FP4
+    source = tmp_path / "map.json"
+    source.write_text(PrecisionMap(choices).to_json())
+    arguments = ["export", "--format", "megatron", str(source), "--out", str(tmp_path / "recipes")]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "decoder.layers.1.mlp.linear_fc1 runs its GEMMs in fp8, fp8, fp4" in error
+    assert "--collapse" in error
+    assert not (tmp_path / "recipes").exists()
+    assert main([*arguments, "--collapse"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "decoder.layers.1.mlp.linear_fc1: fp8, fp8, fp4 → fp8"
+    assert out[1] == "1 of 8 linears collapsed to the widest of their formats"
+    assert out[2].startswith("fp4 → nvfp4: ")
+    assert out[2].endswith("(1 linears)")
+    assert "(7 linears)" in out[3]
+    path = tmp_path / "recipes" / "stage_0.yaml"
+    assert out[-1] == str(path)
+    assert recipe_of(path, "decoder.layers.1.mlp.linear_fc1") == EXPECTED[Format.FP8]
+    assert recipe_of(path, "decoder.layers.0.mlp.linear_fc2") == EXPECTED[Format.FP4]
+
+
+# -- refusals --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--pp", "3"], "4 layers do not divide over 3 chunks"),
+        (["--pp", "0"], "--pp 0"),
+        (["--vpp", "-1"], "--vpp -1"),
+        (["--pp", "2", "--layers", "1,2"], "3 layers in all, the map has 4"),
+        (["--pp", "2", "--layers", "4"], "names 1 chunks, the pipeline has 2"),
+        (["--pp", "2", "--layers", "1,x"], "--layers 1,x"),
+        (["--pp", "2", "--vpp", "2"], "cannot tell chunks"),
+        (["--format", "onnx"], "onnx"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str], words: str
+) -> None:
+    source = tmp_path / "map.json"
+    source.write_text(layer_map(4).to_json())
+    command_line = ["export", "--format", "megatron", str(source), "--out", str(tmp_path / "out"), *arguments]
+    try:
+        code = main(command_line)
+    except SystemExit as leaving:  # argparse's own refusals
+        code = leaving.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert words in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"schema": "snip.map/1", "choices": {}}'])
+def test_sources_that_are_no_map(tmp_path: Path, capsys: pytest.CaptureFixture, text: str) -> None:
+    source = tmp_path / "map.json"
+    source.write_text(text)
+    assert main(["export", "--format", "megatron", str(source), "--out", str(tmp_path / "out")]) == 2
+    assert str(source) in capsys.readouterr().err
+    holes = PrecisionMap({"decoder.layers.1.mlp.linear_fc1": Format.FP8})
+    source.write_text(holes.to_json())
+    assert main(["export", "--format", "megatron", str(source), "--out", str(tmp_path / "out")]) == 2
+    assert "says nothing about decoder.layers.0.self_attention.linear_qkv" in capsys.readouterr().err
+    assert main(["export", "--format", "megatron", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_targets_share_one_parser() -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["--format", "megatron", "m.json", "--out", "d"])
+    assert (args.format, args.source, args.out, args.pp) == ("megatron", Path("m.json"), Path("d"), 1)
