@@ -4,6 +4,7 @@ A linear hands each of its tensors over once: X in its forward for fprop and wgr
 wgrad, W once an optimizer step. A backend that quantises at once does so there, in one read; one that does not (the
 reference) returns the tensor itself. Operands are 2-D: X [T, K], W [N, K], G [T, N]. Formats and their granularity:
 METHOD, "Formats". The three GEMMs of a linear may have three formats; None stands for a GEMM that will not run.
+``amax`` (0-dim FP32) is max|·| of the whole matrix where the operand is a shard: fp8_tensor and nvfp4 scale by it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,25 @@ class GemmBackend(Protocol):
 
     name: str
 
-    def quantize_input(self, x: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
+    def quantize_input(
+        self, x: Tensor, fprop: Format | None, wgrad: Format | None, *, amax: Tensor | None = None
+    ) -> Sides:
         """X [T, K] as fprop (tiles along K) and wgrad (tiles along T) take it."""
 
-    def quantize_weight(self, w: Tensor, fprop: Format | None, dgrad: Format | None) -> Sides:
+    def quantize_weight(
+        self, w: Tensor, fprop: Format | None, dgrad: Format | None, *, amax: Tensor | None = None
+    ) -> Sides:
         """W [N, K] as fprop (reduction along K) and dgrad (along N) take it."""
 
-    def quantize_gradient(self, g: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys) -> Sides:
+    def quantize_gradient(
+        self,
+        g: Tensor,
+        dgrad: Format | None,
+        wgrad: Format | None,
+        keys: GradientKeys,
+        *,
+        amax: Tensor | None = None,
+    ) -> Sides:
         """G [T, N] as dgrad (tiles along N) and wgrad (tiles along T) take it."""
 
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
@@ -53,39 +66,55 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def quantize_input(self, x: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
+    def quantize_input(
+        self, x: Tensor, fprop: Format | None, wgrad: Format | None, *, amax: Tensor | None = None
+    ) -> Sides:
         """See :class:`GemmBackend`."""
-        return _plain(x, fprop), _plain(x, wgrad)
+        return _plain(x, fprop, amax), _plain(x, wgrad, amax)
 
-    def quantize_weight(self, w: Tensor, fprop: Format | None, dgrad: Format | None) -> Sides:
+    def quantize_weight(
+        self, w: Tensor, fprop: Format | None, dgrad: Format | None, *, amax: Tensor | None = None
+    ) -> Sides:
         """See :class:`GemmBackend`."""
-        return _plain(w, fprop), _plain(w, dgrad)
+        return _plain(w, fprop, amax), _plain(w, dgrad, amax)
 
-    def quantize_gradient(self, g: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys) -> Sides:
+    def quantize_gradient(
+        self,
+        g: Tensor,
+        dgrad: Format | None,
+        wgrad: Format | None,
+        keys: GradientKeys,
+        *,
+        amax: Tensor | None = None,
+    ) -> Sides:
         """See :class:`GemmBackend`."""
-        return _plain(g, dgrad, keys.dgrad, keys.cols), _plain(g, wgrad, keys.wgrad, keys.cols)
+        return _plain(g, dgrad, amax, keys.dgrad, keys.cols), _plain(g, wgrad, amax, keys.wgrad, keys.cols)
 
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """See :class:`GemmBackend`."""
         assert isinstance(x, Plain)
         assert isinstance(w, Plain)
-        return reference.fprop(x.tensor, w.tensor, x.format, out_dtype=dtype)
+        return reference.fprop(x.tensor, w.tensor, x.format, amax=(x.amax, w.amax), out_dtype=dtype)
 
     def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """See :class:`GemmBackend`."""
         assert isinstance(g, Plain)
         assert isinstance(w, Plain)
-        return reference.dgrad(g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, out_dtype=dtype)
+        return reference.dgrad(
+            g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, w.amax), out_dtype=dtype
+        )
 
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
         """See :class:`GemmBackend`."""
         assert isinstance(g, Plain)
         assert isinstance(x, Plain)
-        return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, out=out)
+        return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, x.amax), out=out)
 
 
-def _plain(tensor: Tensor, fmt: Format | None, seed: int | None = None, cols: Tensor | None = None) -> Plain | None:
-    return None if fmt is None else Plain(tensor, fmt, seed, cols)
+def _plain(
+    tensor: Tensor, fmt: Format | None, amax: Tensor | None, seed: int | None = None, cols: Tensor | None = None
+) -> Plain | None:
+    return None if fmt is None else Plain(tensor, fmt, seed, cols, amax)
 
 
 REFERENCE = ReferenceBackend()

@@ -47,24 +47,37 @@ class HopperBackend:
         self._products = products
 
     # -- quantisation --------------------------------------------------------------------------------------------
-    def quantize_input(self, x: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
+    def quantize_input(
+        self, x: Tensor, fprop: Format | None, wgrad: Format | None, *, amax: Tensor | None = None
+    ) -> Sides:
         """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
-        return self._quantize(x, (fprop, wgrad), self._quantizers.quantize_tiles)
+        return self._quantize(x, (fprop, wgrad), self._quantizers.quantize_tiles, amax)
 
-    def quantize_weight(self, w: Tensor, fprop: Format | None, dgrad: Format | None) -> Sides:
+    def quantize_weight(
+        self, w: Tensor, fprop: Format | None, dgrad: Format | None, *, amax: Tensor | None = None
+    ) -> Sides:
         """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
-        return self._quantize(w, (fprop, dgrad), self._quantizers.quantize_blocks)
+        return self._quantize(w, (fprop, dgrad), self._quantizers.quantize_blocks, amax)
 
-    def quantize_gradient(self, g: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys) -> Sides:
+    def quantize_gradient(
+        self,
+        g: Tensor,
+        dgrad: Format | None,
+        wgrad: Format | None,
+        keys: GradientKeys,
+        *,
+        amax: Tensor | None = None,
+    ) -> Sides:
         """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
         tiles = partial(self._quantizers.quantize_tiles, row_seed=keys.dgrad, col_seed=keys.wgrad, cols=keys.cols)
-        return self._quantize(g, (dgrad, wgrad), tiles, (keys.dgrad, keys.wgrad), keys.cols)
+        return self._quantize(g, (dgrad, wgrad), tiles, amax, (keys.dgrad, keys.wgrad), keys.cols)
 
     def _quantize(
         self,
         x: Tensor,
         formats: tuple[Format | None, Format | None],
         tiles: Callable[..., Operands],
+        amax: Tensor | None,
         seeds: tuple[int | None, int | None] = (None, None),
         cols: Tensor | None = None,
     ) -> Sides:
@@ -72,8 +85,11 @@ class HopperBackend:
         stored = [fmt if fmt in STORED else None for fmt in formats]
         scaled = [fmt is Format.FP8_TENSOR for fmt in formats]
         tiled = tiles(x, *stored) if any(stored) else _NOTHING
-        whole = self._quantizers.quantize_tensor(x, row=scaled[0], col=scaled[1]) if any(scaled) else _NOTHING
-        plain = [None if fmt is None else Plain(x, fmt, seed, cols) for fmt, seed in zip(formats, seeds, strict=True)]
+        whole = _NOTHING
+        if any(scaled):
+            whole = self._quantizers.quantize_tensor(x, row=scaled[0], col=scaled[1], amax=amax)
+        pairs = zip(formats, seeds, strict=True)
+        plain = [None if fmt is None else Plain(x, fmt, seed, cols, amax) for fmt, seed in pairs]
         return tiled.row or whole.row or plain[0], tiled.col or whole.col or plain[1]
 
     # -- products ------------------------------------------------------------------------------------------------
@@ -82,14 +98,16 @@ class HopperBackend:
         if isinstance(x, Operand) and isinstance(w, Operand):
             return self._products.multiply(x, w, dtype)
         x, w = _plain(x), _plain(w)
-        return reference.fprop(x.tensor, w.tensor, x.format, out_dtype=dtype)
+        return reference.fprop(x.tensor, w.tensor, x.format, amax=(x.amax, w.amax), out_dtype=dtype)
 
     def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
         if isinstance(g, Operand) and isinstance(w, Operand):
             return self._products.multiply(g, w, dtype)
         g, w = _plain(g), _plain(w)
-        return reference.dgrad(g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, out_dtype=dtype)
+        return reference.dgrad(
+            g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, w.amax), out_dtype=dtype
+        )
 
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
         """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
@@ -98,7 +116,7 @@ class HopperBackend:
         g, x = _plain(g), _plain(x)
         if g.format is Format.BF16:
             return self._products.accumulate_plain(g.tensor, x.tensor, out)
-        return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, out=out)
+        return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, x.amax), out=out)
 
 
 def _plain(side: Side) -> Plain:

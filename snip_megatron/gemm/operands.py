@@ -34,12 +34,14 @@ class Plain:
         tensor: [rows, cols] in the training dtype.
         format: of the GEMM.
         seed, cols: key of stochastic rounding, for G only.
+        amax: max|x| of the whole matrix where ``tensor`` is a shard of it (0-dim FP32); None: that of ``tensor``.
     """
 
     tensor: Tensor
     format: Format
     seed: int | None = None
     cols: Tensor | None = None
+    amax: Tensor | None = None
 
 
 Side = Plain | Operand
@@ -50,4 +52,10 @@ def disassemble(side: Side) -> tuple[tuple[Tensor, ...], Callable[..., Side]]:
     """The tensors of an operand of X or W, for autograd to save, and what makes the operand of them again."""
     if isinstance(side, Operand):
         return (side.values, side.scale), partial(Operand, scaling=side.scaling, depth=side.depth)
-    return (side.tensor,), partial(Plain, format=side.format)
+    if side.amax is None:
+        return (side.tensor,), partial(Plain, format=side.format)
+    return (side.tensor, side.amax), partial(_plain_shard, side.format)
+
+
+def _plain_shard(format: Format, tensor: Tensor, amax: Tensor) -> Plain:
+    return Plain(tensor, format, amax=amax)

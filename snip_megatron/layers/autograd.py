@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,8 +63,9 @@ class QuantizedLinear(torch.autograd.Function):
         fprop, dgrad, wgrad = ctx.formats
         total = _gather(x, call.tp_group) if call.sequence_parallel else x
         kept_format = wgrad if call.has_backward and not call.sequence_parallel else None
-        x_side, kept = backend.quantize_input(_matrix(total), fprop, kept_format)
-        w_side, _ = handle.weights.get(backend, weight, fprop, dgrad)
+        amax = handle.shared_amax("x", x, (fprop, kept_format))
+        x_side, kept = backend.quantize_input(_matrix(total), fprop, kept_format, amax=amax)
+        w_side, _ = _weight(call, weight, fprop, dgrad)
         tensors, ctx.assemble = disassemble(Plain(x, wgrad) if kept is None else kept)
         ctx.save_for_backward(*tensors)
         y = backend.fprop(x_side, w_side, dtype=x.dtype)
@@ -77,12 +79,14 @@ class QuantizedLinear(torch.autograd.Function):
         handle, backend, weight = call.handle, call.backend, ctx.weight
         fprop, dgrad, wgrad = ctx.formats
         kept, gather = ctx.assemble(*ctx.saved_tensors), None
+        g = _matrix(grad_outputs[0]).contiguous()
+        # Before the gather: collectives of a group run one after the other, and G would wait for all of it.
+        amax = handle.shared_amax("g", g, (dgrad, wgrad))
         if call.sequence_parallel:
             gathered, gather = _gather_async(kept.tensor, call.tp_group)
-        g = _matrix(grad_outputs[0]).contiguous()
-        g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, _keys(handle))
+        g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, _keys(handle), amax=amax)
         handle.backwards += 1
-        _, w_side = handle.weights.get(backend, weight, fprop, dgrad)
+        _, w_side = _weight(call, weight, fprop, dgrad)
         d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
         if gather is not None:
             gather.wait()
@@ -103,6 +107,11 @@ class QuantizedLinear(torch.autograd.Function):
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _weight(call: LinearCall, weight: torch.Tensor, fprop: Format, dgrad: Format) -> tuple[Side, Side]:
+    handle = call.handle
+    return handle.weights.get(call.backend, weight, fprop, dgrad, partial(handle.shared_amax, "w"))
 
 
 def _keys(handle: LinearHandle) -> GradientKeys:

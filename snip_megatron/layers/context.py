@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.layers.amax import is_shared, shared_amax
 from snip_megatron.layers.weights import WeightCache
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId
 
@@ -58,6 +61,7 @@ class LinearHandle:
         n, k: shape of the unsharded weight.
         stage: pipeline stage (pipeline parallel rank).
         tp_rank, tp_size: tensor parallel position.
+        tp_group: the tensor parallel group; None where there is nobody to share a tensor with.
         out_features, in_features: int64 global indices of the local weight's rows and columns.
         context: the step's state.
         module: the converted linear; its ``weight`` is the local shard [N local, K local].
@@ -78,6 +82,7 @@ class LinearHandle:
     module: torch.nn.Module = field(repr=False)
     formats: tuple[Format, Format, Format] = ALL_BF16
     recorder: BackwardRecorder | None = None
+    tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
     weights: WeightCache = field(default_factory=WeightCache, repr=False)
     backwards: int = field(default=0)
     """Backwards done in this step. They come in microbatch order on every schedule, recomputed or not, so this is the
@@ -88,6 +93,13 @@ class LinearHandle:
         if self.out_features.device != device:
             self.out_features = self.out_features.to(device)
             self.in_features = self.in_features.to(device)
+
+    def shared_amax(self, operand: str, x: torch.Tensor, formats: Iterable[Format | str | None]) -> torch.Tensor | None:
+        """max|·| of the whole of "x", "w" or "g", of which this rank holds ``x``; see :mod:`snip_megatron.layers.amax`.
+
+        None where the rank holds all of it, or no format asks. A collective of the tensor parallel group otherwise.
+        """
+        return shared_amax(x, formats, self.tp_group if is_shared(self.parallel, operand) else None)
 
     @property
     def name(self) -> str:

@@ -122,6 +122,7 @@ def _handle(module: Any, linear: LinearId, context: StepContext) -> LinearHandle
         in_features=everything[1] if column else _shard(k, rank, size, halves=1),
         context=context,
         module=module,
+        tp_group=group if size > 1 else None,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
@@ -21,11 +23,23 @@ class WeightCache:
         self._key: tuple[object, ...] | None = None
         self._sides: tuple[Side, Side] | None = None
 
-    def get(self, backend: GemmBackend, weight: Tensor, fprop: Format, dgrad: Format) -> tuple[Side, Side]:
-        """The weight [N, K] as fprop and as dgrad take it."""
+    def get(
+        self,
+        backend: GemmBackend,
+        weight: Tensor,
+        fprop: Format,
+        dgrad: Format,
+        shared_amax: Callable[[Tensor, Iterable[Format]], Tensor | None] | None = None,
+    ) -> tuple[Side, Side]:
+        """The weight [N, K] as fprop and as dgrad take it.
+
+        ``shared_amax`` gives the amax of the whole of a sharded weight, when that is quantised: a collective, so tensor
+        parallel ranks must change their weights alike.
+        """
         key = (backend, fprop, dgrad, weight.data_ptr(), weight._version)
         if self._sides is None or key != self._key:
-            row, col = backend.quantize_weight(weight, fprop, dgrad)
+            amax = None if shared_amax is None else shared_amax(weight, (fprop, dgrad))
+            row, col = backend.quantize_weight(weight, fprop, dgrad, amax=amax)
             self._key, self._sides = key, (row, col)
         return self._sides
 

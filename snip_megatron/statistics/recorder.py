@@ -127,11 +127,12 @@ class LinearRecorder:
     ) -> None:
         dots, dx_cols, dg_cols = [], [], []
         for index, fmt in enumerate(self.formats):
-            qx, qw = fake_quantize(x, fmt), fake_quantize(w, fmt, block=True)
+            ax, aw, ag = (self.handle.shared_amax(name, t, (fmt,)) for name, t in (("x", x), ("w", w), ("g", g)))
+            qx, qw = fake_quantize(x, fmt, tensor_amax=ax), fake_quantize(w, fmt, block=True, tensor_amax=aw)
             dx, dw = qx - x.float(), qw - w.float()
-            dx_wgrad = fake_quantize(x, fmt, axis=0) - x.float()
-            dg_dgrad = self._quantize_g(g, fmt, Gemm.DGRAD, axis=-1) - g.float()
-            dg_wgrad = self._quantize_g(g, fmt, Gemm.WGRAD, axis=0) - g.float()
+            dx_wgrad = fake_quantize(x, fmt, axis=0, tensor_amax=ax) - x.float()
+            dg_dgrad = self._quantize_g(g, fmt, Gemm.DGRAD, -1, ag) - g.float()
+            dg_wgrad = self._quantize_g(g, fmt, Gemm.WGRAD, 0, ag) - g.float()
             self._add_format("dx_row2", index, sum_squares(dx) * x_own)
             self._add_format("dx_col2", index, sum_squares(dx_wgrad) * x_own)
             self._add_format("dg_row2", index, sum_squares(dg_dgrad) * g_own)
@@ -156,7 +157,7 @@ class LinearRecorder:
         error = qx[rows] @ qw.t() - sample.x.float() @ w.float().t()
         self._add_format("e2", index, sum_squares(error) * sample.weight)
 
-    def _quantize_g(self, g: torch.Tensor, fmt: str, gemm: Gemm, axis: int) -> torch.Tensor:
+    def _quantize_g(self, g: torch.Tensor, fmt: str, gemm: Gemm, axis: int, amax: torch.Tensor | None) -> torch.Tensor:
         """Q(G) with the very bits that training would draw for this microbatch."""
         context = self.handle.context
         microbatch = (self.handle.backwards - 1) * context.dp_size + context.dp_rank
@@ -167,6 +168,7 @@ class LinearRecorder:
             rounding="stochastic" if fmt in FOUR_BIT else "nearest",
             seed=derive_seed(context.seed, context.step, microbatch, self.handle.index, GEMM_INDEX[gemm]),
             cols=self.handle.out_features,
+            tensor_amax=amax,
         )
 
     # -- noise passes ------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """``python -m parallel_linears`` on two gloo ranks with ``OUT=<folder>``: sharded linears beside the whole one.
 
-Each rank writes ``rank<k>.pt``: case -> (Y, ∂L/∂X, ∇W) as it holds them; rank 0 also ``whole.pt`` of the same linears
-without any parallelism.
+Each rank writes ``rank<k>.pt``: case -> (Y, ∂L/∂X, ∇W) as it holds them, and ``recorded<k>.pt``: case -> what a probe
+records of its quantisation errors; rank 0 also ``whole.pt`` and ``recorded.pt`` of the same linears without any
+parallelism. ``amax<k>.pt``: the shared amax of tensors that differ from rank to rank.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from itertools import product
@@ -19,6 +21,7 @@ from snip_megatron.megatron.startup import prepare
 from snip_megatron.precision import Format, LinearId
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
+TENSOR, NVFP4 = Format.FP8_TENSOR, Format.NVFP4
 SEQUENCE, BATCH = 128, 2
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -62,6 +65,13 @@ CASES = [
     Case(kind, *_SHAPES[kind], (FP4, FP4, FP4), sequence_parallel, torch.bfloat16)
     for kind, sequence_parallel in product(("mlp.linear_fc1", "mlp.linear_fc2"), (False, True))
 ]
+# One scale a tensor: the largest numbers of X, W and G lie in the shard of one rank (see tensors).
+CASES += [
+    Case(kind, *_SHAPES[kind], formats, sequence_parallel)
+    for kind, formats, sequence_parallel in product(
+        ("mlp.linear_fc1", "mlp.linear_fc2"), ((TENSOR,) * 3, (TENSOR, NVFP4, TENSOR)), (False, True)
+    )
+]
 
 
 def tensors(case: Case) -> Tensors:
@@ -70,6 +80,9 @@ def tensors(case: Case) -> Tensors:
     x = torch.randn(SEQUENCE, BATCH, case.k, generator=generator)
     w = torch.randn(case.n, case.k, generator=generator) * case.k**-0.5
     g = torch.randn(SEQUENCE, BATCH, case.n, generator=generator) * 1e-3
+    if TENSOR in case.formats:
+        for t, largest in ((x, 6.0), (w, 0.5), (g, 7e-3)):
+            t.view(-1)[0] = largest
     return x.to(case.dtype), w.to(case.dtype), g.to(case.dtype)
 
 
@@ -89,14 +102,22 @@ def local_tensors(case: Case, rank: int, size: int) -> Tensors:
     return (shard(x, 0, rank, size) if case.sequence_parallel else x), w, g
 
 
-def run(case: Case, group: dist.ProcessGroup) -> Tensors:
-    """Build Megatron's linear over ``group``, convert it, and run it forward and backward once."""
+WHOLE_TENSOR_CASES = [case for case in CASES if TENSOR in case.formats]
+CANDIDATES = ("fp8_tensor", "nvfp4", "fp8")
+
+
+def run(case: Case, group: dist.ProcessGroup, *, recorded: dict[str, torch.Tensor] | None = None) -> Tensors:
+    """Build Megatron's linear over ``group``, convert it, and run it forward and backward once.
+
+    With ``recorded`` it runs as in a probe, and that gets the recorder's sums by candidate format.
+    """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from snip_megatron.layers.context import StepContext
     from snip_megatron.layers.conversion import _convert_linear
     from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+    from snip_megatron.statistics.recorder import LinearRecorder
 
     size = group.size()
     x, w, g = local_tensors(case, group.rank(), size)
@@ -124,6 +145,9 @@ def run(case: Case, group: dist.ProcessGroup) -> Tensors:
     _convert_linear(module, linear, registry)
     registry[str(linear)].formats = case.formats
     registry.start_step(6)
+    recorder = LinearRecorder(registry[str(linear)], CANDIDATES, sample_tokens=16)
+    if recorded is not None:
+        registry.context.probing, registry[str(linear)].recorder = True, recorder
     main_grad = module.weight.main_grad = torch.zeros_like(w, dtype=torch.float32)
     module.weight.grad_added_to_main_grad = False
     x.requires_grad_()
@@ -132,7 +156,28 @@ def run(case: Case, group: dist.ProcessGroup) -> Tensors:
     if not module.weight.grad_added_to_main_grad:  # all bf16: Megatron's own path, finished by DDP's hook
         main_grad += module.weight.grad
     assert x.grad is not None
+    if recorded is not None:
+        recorded |= recorder.by_format
     return y.detach(), x.grad, main_grad
+
+
+def record(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Column name -> float64 [candidates]: this rank's share of the sums of squared errors."""
+    recorded: dict[str, torch.Tensor] = {}
+    run(case, group, recorded=recorded)
+    return recorded
+
+
+def amaxes(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor | None]:
+    """The shared amax of a matrix whose largest number, NaN or only elements lie on one rank; then None."""
+    from snip_megatron.layers.amax import shared_amax
+
+    shards = [torch.tensor([[1.0, -2.0]]) * (3 * rank + 1), torch.ones(2, 2), torch.ones(2, 2).bfloat16()]
+    if rank == 1:
+        shards[1][0, 1] = -math.nan
+        shards[2] = shards[2][:0]
+    formats = (TENSOR, None)
+    return [shared_amax(x, formats, group) for x in shards] + [shared_amax(shards[0], (FP8, FP4, BF16), group)]
 
 
 def main() -> None:
@@ -147,6 +192,9 @@ def main() -> None:
     torch.save({str(case): run(case, both) for case in CASES}, folder / f"rank{rank}.pt")
     if rank == 0:
         torch.save({str(case): run(case, alone) for case in CASES}, folder / "whole.pt")
+        torch.save({str(case): record(case, alone) for case in WHOLE_TENSOR_CASES}, folder / "recorded.pt")
+    torch.save({str(case): record(case, both) for case in WHOLE_TENSOR_CASES}, folder / f"recorded{rank}.pt")
+    torch.save(amaxes(rank, both), folder / f"amax{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

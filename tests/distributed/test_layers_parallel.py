@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from parallel_linears import CASES, Case, Tensors, shard
+from parallel_linears import CANDIDATES, CASES, WHOLE_TENSOR_CASES, Case, Tensors, shard
 from warm_ranks import WarmRanks
 
 Results = dict[str, Tensors]
 
 
 @pytest.fixture(scope="module")
-def results(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Results], Results]:
-    """(by rank, of the whole linear)."""
+def folder(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the two ranks wrote."""
     folder = tmp_path_factory.mktemp("linears")
     process = warm.run(2, [], module="parallel_linears", tmp=folder, env={"OUT": str(folder)})
     assert process.returncode == 0, process.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> tuple[list[Results], Results]:
+    """(by rank, of the whole linear)."""
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)], torch.load(folder / "whole.pt")
 
 
@@ -47,6 +54,26 @@ def test_shards_are_the_whole(case: Case, results: tuple[list[Results], Results]
             assert actual.shape == expected.shape
             least = 45 if case.dtype == torch.bfloat16 and kind != "dW" else 120
             assert decibel(expected, actual) > least, (kind, rank)
+
+
+@pytest.mark.parametrize("case", WHOLE_TENSOR_CASES, ids=str)
+def test_errors_that_a_probe_records_are_those_of_the_whole(case: Case, folder: Path) -> None:
+    """fp8_tensor and nvfp4 scale by an amax that one rank has; sums of squares add over the ranks."""
+    whole = torch.load(folder / "recorded.pt")[str(case)]
+    ranks = [torch.load(folder / f"recorded{rank}.pt")[str(case)] for rank in range(2)]
+    assert {"dx_row2", "dx_col2", "dg_row2", "dg_col2", "dw2"} <= whole.keys()
+    for column, expected in whole.items():
+        assert expected.shape == (len(CANDIDATES),)
+        torch.testing.assert_close(ranks[0][column] + ranks[1][column], expected, rtol=1e-5, atol=0.0)
+
+
+def test_the_shared_amax_is_the_largest_and_keeps_nan(folder: Path) -> None:
+    for rank in range(2):
+        largest, broken, lonely, none = torch.load(folder / f"amax{rank}.pt")
+        assert (float(largest), largest.dtype, largest.shape) == (8.0, torch.float32, ())
+        assert broken.isnan()
+        assert float(lonely) == 1.0
+        assert none is None  # tiles need nobody else
 
 
 def test_one_other_draw_would_show() -> None:

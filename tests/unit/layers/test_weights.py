@@ -24,9 +24,11 @@ class Counting(ReferenceBackend):
     def __init__(self) -> None:
         self.weights = 0
 
-    def quantize_weight(self, w: torch.Tensor, fprop: Format | None, dgrad: Format | None) -> Sides:
+    def quantize_weight(
+        self, w: torch.Tensor, fprop: Format | None, dgrad: Format | None, *, amax: torch.Tensor | None = None
+    ) -> Sides:
         self.weights += 1
-        return super().quantize_weight(w.detach().clone(), fprop, dgrad)
+        return super().quantize_weight(w.detach().clone(), fprop, dgrad, amax=amax)
 
 
 @pytest.fixture(scope="module")
