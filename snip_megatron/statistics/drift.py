@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from snip_megatron.statistics.sums import sum_squares
+
+if TYPE_CHECKING:
+    from snip_megatron.statistics.updates import Update
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,25 @@ class AdamWState:
     beta2: float
     eps: float
 
+    # -- what :class:`snip_megatron.statistics.updates.Update` asks ----------------------------------------------
+    def mean(self) -> torch.Tensor | None:
+        """The first moment, bias corrected: the best estimate of the mean gradient at hand; None before a step."""
+        return None if self.step == 0 else self.exp_avg / (1.0 - self.beta1**self.step)
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """‖m‖² and ‖v‖², float64 scalars."""
+        return sum_squares(self.exp_avg), sum_squares(self.exp_avg_sq)
+
+    def direction(self, g: torch.Tensor) -> torch.Tensor:
+        """See :func:`adamw_direction`."""
+        return adamw_direction(g, self)
+
+    def squared_drift(
+        self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :func:`squared_drift`."""
+        return squared_drift(g, unit, scales, self, base)
+
 
 def adamw_direction(g: torch.Tensor, state: AdamWState) -> torch.Tensor:
     """The next update of AdamW for gradient g, without learning rate and weight decay (which an error of g does not
@@ -44,16 +67,14 @@ def adamw_direction(g: torch.Tensor, state: AdamWState) -> torch.Tensor:
     return m.div_(1.0 - state.beta1**step).div_(denominator)
 
 
-def gradient_of_a_step(g: torch.Tensor, state: AdamWState, noise: float) -> torch.Tensor:
+def gradient_of_a_step(g: torch.Tensor, state: Update, noise: float) -> torch.Tensor:
     """Bring the probe's gradient to the noise level of a training step's.
 
-    The probe has fewer tokens than a step, so its gradient deviates more from the mean; m̂ is the best estimate of that
-    mean at hand. ``noise`` = sqrt(tokens of the probe / tokens of a step), at most 1.
+    The probe has fewer tokens than a step, so its gradient deviates more from the mean; the optimizer's own average is
+    the best estimate of that mean at hand. ``noise`` = sqrt(tokens of the probe / tokens of a step), at most 1.
     """
-    if noise >= 1.0 or state.step == 0:
-        return g
-    mean = state.exp_avg / (1.0 - state.beta1**state.step)
-    return torch.lerp(mean, g, noise)
+    mean = state.mean() if noise < 1.0 else None
+    return g if mean is None else torch.lerp(mean, g, noise)
 
 
 def squared_drift(

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from snip_megatron.quantization import random_signs
-from snip_megatron.statistics.drift import AdamWState, adamw_direction, gradient_of_a_step, squared_drift
+from snip_megatron.statistics.drift import gradient_of_a_step
 from snip_megatron.statistics.recorder import LinearRecorder
 from snip_megatron.statistics.sums import sum_squares
 from snip_megatron.statistics.table import RHO_GRID
+from snip_megatron.statistics.updates import Update
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class LinearDrift:
 def linear_drift(
     recorder: LinearRecorder,
     gradient: torch.Tensor,
-    state: AdamWState,
+    state: Update,
     scale: StepScale,
     *,
     s2: float,
@@ -67,7 +68,7 @@ def linear_drift(
     Args:
         recorder: after :func:`snip_megatron.statistics.reduction.reduce_columns`.
         gradient: local main gradient [N local, K local], summed over data parallel ranks, as recorded.
-        state: AdamW's state of the elements.
+        state: the optimizer's update of the elements.
         scale: units.
         s2, x2, g2: the table's reduced entries (global, in units of the table).
         seed: of the random signs.
@@ -76,7 +77,7 @@ def linear_drift(
     elements = slice(state.start, state.end)
     z = random_signs(seed, handle.out_features, handle.in_features).view(-1)[elements]
     g = _gradient(gradient, state, scale)
-    base = adamw_direction(g, state)
+    base = state.direction(g)
 
     assert recorder.x_cols is not None
     assert recorder.g_cols is not None
@@ -87,25 +88,26 @@ def linear_drift(
     # The outer product of column norms has the right shape; its norm is brought to Σ_t ‖G_t‖²‖X_t‖².
     rescale = s2 * scale.tokens / (g2 * x2) if g2 > 0 and x2 > 0 else 0.0
     unit = (per_token * rescale).sqrt().float() * (z * scale.clip)
-    drift2 = squared_drift(g, unit, RHO_GRID.tolist(), state, base)
+    drift2 = state.squared_drift(g, unit, RHO_GRID.tolist(), base)
 
     wdrift2, wsigma2 = [], []
     for dx_cols, dg_cols in zip(recorder.dx_cols, recorder.dg_cols, strict=True):
         variance = torch.outer(dg_cols, recorder.x_cols) + torch.outer(recorder.g_cols, dx_cols)
         variance = variance.view(-1)[elements] * power
         wsigma2.append(variance.sum())
-        wdrift2.append(squared_drift(g, variance.sqrt().float() * (z * scale.clip), [1.0], state, base)[0])
+        wdrift2.append(state.squared_drift(g, variance.sqrt().float() * (z * scale.clip), [1.0], base)[0])
+    m2, v2 = state.moments()
     return LinearDrift(
         drift2=drift2,
         wdrift2=torch.stack(wdrift2),
         wsigma2=torch.stack(wsigma2),
-        m2=sum_squares(state.exp_avg),
-        v2=sum_squares(state.exp_avg_sq),
+        m2=m2,
+        v2=v2,
     )
 
 
 def sink_drift(
-    gradient: torch.Tensor, state: AdamWState, scale: StepScale, *, seed: int, first_row: int
+    gradient: torch.Tensor, state: Update, scale: StepScale, *, seed: int, first_row: int
 ) -> torch.Tensor:
     """Squared drift over the ρ grid of a parameter that is no linear; float64 [len(RHO_GRID)].
 
@@ -114,7 +116,7 @@ def sink_drift(
 
     Args:
         gradient: local main gradient, reduced, as recorded; any shape.
-        state: AdamW's state of this rank's elements.
+        state: the optimizer's update of this rank's elements.
         scale: units.
         seed: of the random signs.
         first_row: global index of the first local row.
@@ -125,10 +127,10 @@ def sink_drift(
     z = random_signs(seed, rows, torch.arange(matrix.shape[1], device=gradient.device))
     elements = slice(state.start, state.end)
     unit = (rms[:, None] * z).view(-1)[elements] * scale.clip
-    return squared_drift(_gradient(gradient, state, scale), unit, RHO_GRID.tolist(), state)
+    return state.squared_drift(_gradient(gradient, state, scale), unit, RHO_GRID.tolist())
 
 
-def _gradient(gradient: torch.Tensor, state: AdamWState, scale: StepScale) -> torch.Tensor:
+def _gradient(gradient: torch.Tensor, state: Update, scale: StepScale) -> torch.Tensor:
     """The gradient a training step would feed its optimizer, flat float32, this rank's elements."""
     own = gradient.reshape(-1)[state.start : state.end].float() * (scale.gradient * scale.clip)
     return gradient_of_a_step(own, state, scale.variance**0.5)
