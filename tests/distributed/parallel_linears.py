@@ -2,7 +2,8 @@
 
 Each rank writes ``rank<k>.pt``: case -> (Y, ∂L/∂X, ∇W) as it holds them, and ``recorded<k>.pt``: case -> what a probe
 records of its quantisation errors; rank 0 also ``whole.pt`` and ``recorded.pt`` of the same linears without any
-parallelism. ``amax<k>.pt``: the shared amax of tensors that differ from rank to rank.
+parallelism. ``amax<k>.pt``: the shared amax of tensors that differ from rank to rank. ``saved<k>.pt``: bytes that
+autograd saves of X, by case, for sequence parallel cases.
 """
 
 from __future__ import annotations
@@ -106,10 +107,17 @@ WHOLE_TENSOR_CASES = [case for case in CASES if TENSOR in case.formats]
 CANDIDATES = ("fp8_tensor", "nvfp4", "fp8")
 
 
-def run(case: Case, group: dist.ProcessGroup, *, recorded: dict[str, torch.Tensor] | None = None) -> Tensors:
+def run(
+    case: Case,
+    group: dist.ProcessGroup,
+    *,
+    recorded: dict[str, torch.Tensor] | None = None,
+    saved: list[int] | None = None,
+) -> Tensors:
     """Build Megatron's linear over ``group``, convert it, and run it forward and backward once.
 
-    With ``recorded`` it runs as in a probe, and that gets the recorder's sums by candidate format.
+    With ``recorded`` it runs as in a probe, and that gets the recorder's sums by candidate format. ``saved`` gets the
+    bytes of each tensor that the forward saves for the backward, the weight aside.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -151,7 +159,14 @@ def run(case: Case, group: dist.ProcessGroup, *, recorded: dict[str, torch.Tenso
     main_grad = module.weight.main_grad = torch.zeros_like(w, dtype=torch.float32)
     module.weight.grad_added_to_main_grad = False
     x.requires_grad_()
-    y, _ = module(x)
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if saved is not None and t.data_ptr() != module.weight.data_ptr():
+            saved.append(t.numel() * t.element_size())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y, _ = module(x)
     y.backward(g)
     if not module.weight.grad_added_to_main_grad:  # all bf16: Megatron's own path, finished by DDP's hook
         main_grad += module.weight.grad
@@ -166,6 +181,13 @@ def record(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     recorded: dict[str, torch.Tensor] = {}
     run(case, group, recorded=recorded)
     return recorded
+
+
+def saved_bytes(case: Case, group: dist.ProcessGroup) -> list[int]:
+    """Bytes of each tensor saved of X."""
+    saved: list[int] = []
+    run(case, group, saved=saved)
+    return saved
 
 
 def amaxes(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor | None]:
@@ -194,6 +216,8 @@ def main() -> None:
         torch.save({str(case): run(case, alone) for case in CASES}, folder / "whole.pt")
         torch.save({str(case): record(case, alone) for case in WHOLE_TENSOR_CASES}, folder / "recorded.pt")
     torch.save({str(case): record(case, both) for case in WHOLE_TENSOR_CASES}, folder / f"recorded{rank}.pt")
+    sequence_parallel = [case for case in CASES if case.sequence_parallel]
+    torch.save({str(case): saved_bytes(case, both) for case in sequence_parallel}, folder / f"saved{rank}.pt")
     torch.save(amaxes(rank, both), folder / f"amax{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

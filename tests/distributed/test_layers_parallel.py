@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parallel_linears import CANDIDATES, CASES, WHOLE_TENSOR_CASES, Case, Tensors, shard
+from parallel_linears import CANDIDATES, CASES, TENSOR, WHOLE_TENSOR_CASES, Case, Tensors, local_tensors, shard
 from warm_ranks import WarmRanks
 
 Results = dict[str, Tensors]
@@ -74,6 +74,17 @@ def test_the_shared_amax_is_the_largest_and_keeps_nan(folder: Path) -> None:
         assert broken.isnan()
         assert float(lonely) == 1.0
         assert none is None  # tiles need nobody else
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.sequence_parallel], ids=str)
+def test_under_sequence_parallelism_a_rank_saves_its_own_tokens(case: Case, folder: Path) -> None:
+    """As Megatron's own linear (the all-bf16 case) does: the gathered X would be twice that."""
+    x, _, _ = local_tensors(case, 0, 2)
+    expected = [x.numel() * x.element_size()]
+    if case.row and TENSOR in case.formats:
+        expected.append(4)  # the amax of the whole
+    for rank in range(2):
+        assert torch.load(folder / f"saved{rank}.pt")[str(case)] == expected
 
 
 def test_one_other_draw_would_show() -> None:
