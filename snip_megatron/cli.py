@@ -18,6 +18,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "snip_megatron.megatron.prepare_data",
         "turn local text into Megatron's .bin/.idx and a tokenizer",
     ),
+    "calibrate": ("snip_megatron.calibration.command", "measure how long GEMMs take on this GPU, for time budgets"),
+    "compare": ("snip_megatron.evaluation.command", "train the policies of experiment files and compare their losses"),
     "report": ("snip_megatron.reporting.command", "write the HTML report of a run directory"),
     "export": ("snip_megatron.export.command", "write a map for other tools, such as Megatron's own precision file"),
 }

@@ -1,0 +1,1 @@
+"""What a configuration will give, before it is launched: shapes, memory, time and SNIP's overhead (README.md)."""
