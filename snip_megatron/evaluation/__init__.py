@@ -1,0 +1,1 @@
+"""Experiments: policies trained over seeds from one checkpoint, and what their losses say."""

@@ -1,0 +1,190 @@
+"""``snip compare``: train the policies of experiment files side by side, and tell what their losses say."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.errors import SnipError
+from snip_megatron.evaluation import compare
+from snip_megatron.evaluation.data import Data, load_data
+from snip_megatron.evaluation.experiment import Experiment, load_experiment
+from snip_megatron.evaluation.machine import visible_gpus
+from snip_megatron.evaluation.results import Results, load_results
+from snip_megatron.evaluation.runner import Pool
+from snip_megatron.evaluation.runs import MODULE, experiment_runs
+
+INCOMPLETE, SOME_FAILED = 4, 1
+ENVIRONMENT = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # a world of one: the store takes any free port
+    "OMP_NUM_THREADS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is bitwise repeatable with it
+    "PYTHONWARNINGS": "ignore",
+    "PYTHONUNBUFFERED": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "WANDB_MODE": "disabled",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+"""Of every training process, which runs without torchrun: one rank."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="experiments (.json, .toml); with --report results"
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of snip prepare-data")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="results: NAME.json, NAME.md, NAME.html; default runs/compare",
+    )
+    parser.add_argument("--work", type=Path, metavar="DIR", help="checkpoints, run directories, logs; default OUT/work")
+    parser.add_argument("--gpus", default="auto", metavar="auto|N", help="GPUs to use, 0: the CPU; default auto: all")
+    parser.add_argument(
+        "--per-gpu",
+        type=int,
+        default=None,
+        metavar="K",
+        help="runs side by side on a GPU (or on the CPU); default 8 (1)",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, metavar="S", help="end within S seconds; start no run that would not"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the results in OUT")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands, train nothing")
+    parser.add_argument("--report", action="store_true", help="tables and plots of result files, train nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0: complete; 1: runs failed; 4: runs are left (time limit, signal). Raises SnipError."""
+    if args.report:
+        for path in args.files:
+            _report(load_results(path), path.parent)
+        return 0
+    experiments = [load_experiment(path) for path in args.files]
+    names = [experiment.name for experiment in experiments]
+    if len(set(names)) != len(names):
+        raise SnipError(f"two experiments are named {max(names, key=names.count)}: their results would be one file")
+    if args.data is None:
+        raise SnipError("--data DIR is missing: the folder that snip prepare-data made")
+    parts_data = [load_data(args.data, experiment.tokenizer) for experiment in experiments]
+    if args.dry_run:
+        return _dry_run(experiments, parts_data)
+    return _train(args, experiments, parts_data)
+
+
+def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[Data]) -> int:
+    started = time.monotonic()
+    gpus = _gpus(args.gpus)
+    per_device = args.per_gpu if args.per_gpu is not None else (8 if gpus else 1)
+    if per_device < 1:
+        raise SnipError(f"--per-gpu {per_device}: must be at least 1")
+    if args.time_limit is not None and not args.time_limit > 0:
+        raise SnipError(f"--time-limit {args.time_limit:g}: must be positive")
+    work = (args.work or args.out / "work").resolve()
+    parts = [
+        compare.make_part(experiment, data, _results(args, experiment, data), work)
+        for experiment, data in zip(experiments, datas, strict=True)
+    ]
+    devices: list[str | None] = [gpu for _ in range(per_device) for gpu in gpus] if gpus else [None] * per_device
+    deadline = None if args.time_limit is None else started + args.time_limit
+    comparison = compare.Comparison(parts, Pool(devices, ENVIRONMENT, deadline), work, compare.facts(gpus))
+    stopped = _stop_on_signals(comparison.pool)
+    left = comparison.run()
+    for part in parts:
+        part.results.save()
+        _report(part.results, args.out)
+    return _exit_code(comparison, left, stopped)
+
+
+def _exit_code(comparison: compare.Comparison, left: int, stopped: list[int]) -> int:
+    if left:
+        print(f"snip compare: {left} runs are left; the same command with --resume goes on", file=sys.stderr)
+    if stopped:
+        return 128 + stopped[0]
+    if comparison.failed:
+        return SOME_FAILED
+    return INCOMPLETE if left else 0
+
+
+def _results(args: argparse.Namespace, experiment: Experiment, data: Data) -> Results:
+    path = args.out / f"{experiment.name}.json"
+    body = json.loads(json.dumps(dataclasses.asdict(experiment)))
+    text = {"sha256": data.sha256, "tokens": data.tokens, "valid_tokens": data.valid_tokens}
+    if not path.exists():
+        return Results(path, body, text)
+    if not args.resume:
+        raise SnipError(f"{path}: exists; add --resume to go on from it or choose another --out")
+    results = load_results(path)
+    if results.data != text:
+        raise SnipError(f"{path}: was made from other text than --data {args.data}; give that, or another --out")
+    results.experiment = body
+    return results
+
+
+def _gpus(wanted: str) -> list[str]:
+    if wanted == "0":
+        return []
+    found = visible_gpus()
+    if wanted == "auto":
+        return found
+    if not wanted.isdecimal():
+        raise SnipError(f"--gpus {wanted}: expected auto or a number")
+    if int(wanted) > len(found):
+        raise SnipError(f"--gpus {wanted}: this machine has {len(found)}")
+    return found[: int(wanted)]
+
+
+def _stop_on_signals(pool: Pool) -> list[int]:
+    """SIGTERM and SIGINT end the comparison with its results whole; returns the list the signal will stand in."""
+    received: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        received.append(number)
+        pool.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    return received
+
+
+def _dry_run(experiments: list[Experiment], datas: list[Data]) -> int:
+    from snip_megatron.evaluation.runs import warm_arguments
+
+    shared = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+    print(f"# environment of every run: {shared}")
+    for experiment, data in zip(experiments, datas, strict=True):
+        runs = experiment_runs(experiment, data)
+        print(f"# {experiment.name}: {len(runs)} runs")
+        if experiment.warm is not None:
+            print(f"# warm checkpoint, {experiment.warm.steps} steps")
+            print(shlex.join(["python", "-m", MODULE, *warm_arguments(experiment, data, experiment.warm)]))
+        for run in runs:
+            print(f"# {run.title}, {run.steps} steps")
+            print(shlex.join(["python", "-m", MODULE, *run.arguments]))
+    return 0
+
+
+def _report(results: Results, out: Path) -> None:
+    """NAME.md beside the results, its text on standard output, and NAME.html where plotly is there."""
+    from snip_megatron.evaluation.tables import markdown
+    from snip_megatron.reporting.storage import write_atomically
+
+    text = markdown(results)
+    write_atomically(out / f"{results.path.stem}.md", text.encode())
+    print(text)

@@ -1,0 +1,248 @@
+"""The experiment file of ``snip compare``: which policies are trained, over which seeds, from which checkpoint.
+
+README.md beside this file describes the format.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.config import GRANULARITIES
+from snip_megatron.errors import SnipError
+from snip_megatron.evaluation.fields import Fields
+from snip_megatron.evaluation.models import model
+from snip_megatron.sensitivity.policies import ESTIMATORS, FIXED, POLICIES
+from snip_megatron.sensitivity.quality import Q_RULES
+
+SCHEMA = "snip.experiment/1"
+TOKENIZERS = ("bytes", "bpe")
+PHASES = ("from_warm", "from_scratch")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What all runs share: AdamW, cosine decay over all steps, linear warm-up. Lengths in tokens, batch in sequences.
+
+    ``micro_batch`` sequences a microbatch; ``arguments``: further ones for Megatron.
+    """
+
+    sequence: int
+    global_batch: int
+    micro_batch: int
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    weight_decay: float
+    beta2: float
+    clip_grad: float
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Warm:
+    """The checkpoint all branches start from: ``steps`` in bf16. ``save``: earlier steps to keep a checkpoint of."""
+
+    steps: int
+    seed: int
+    save: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Updates:
+    """When a run solves for a map. ``first``: steps after its start; ``wait``: seconds for the solver (repeatable)."""
+
+    first: int
+    interval: int
+    lag: int
+    wait: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy as it is compared. ``label`` names it in tables; None: the phase's or SNIP's own default."""
+
+    label: str
+    policy: str
+    estimator: str | None
+    q: str | None
+    granularity: str | None
+    budgets: tuple[float, ...] | None
+    arguments: tuple[str, ...]
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it chooses nothing and ignores the budget."""
+        return self.policy in FIXED
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Runs of one kind: ``steps`` training steps each, from the warm checkpoint or from scratch."""
+
+    kind: str
+    steps: int
+    seeds: tuple[int, ...]
+    granularity: str
+    budgets: tuple[float, ...]
+    formats: tuple[str, ...]
+    updates: Updates
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment file. ``validation_tokens``: least number of tokens a final validation loss is the mean of."""
+
+    name: str
+    model: str
+    tokenizer: str
+    training: Training
+    validation_tokens: int
+    warm: Warm | None
+    phases: tuple[Phase, ...]
+
+
+def load_experiment(path: Path) -> Experiment:
+    """Read a ``.json`` or ``.toml`` experiment. Raises SnipError naming file, field and fault."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        body = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnipError(f"{path}: cannot be read ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise SnipError(f"{path}: not {'TOML' if path.suffix == '.toml' else 'JSON'} ({error})") from None
+    return parse_experiment(body, str(path), path.stem)
+
+
+def parse_experiment(body: Any, where: str, name: str) -> Experiment:
+    """The experiment in ``body``; ``name`` is its default name. Raises SnipError."""
+    fields = Fields(body, where)
+    if fields.text("schema") != SCHEMA:
+        raise SnipError(f'{where}: "schema" must be "{SCHEMA}"')
+    tokenizer = fields.text("tokenizer", "bytes")
+    if tokenizer not in TOKENIZERS:
+        raise SnipError(f"{fields.at('tokenizer')}: {tokenizer!r} is unknown; choose one of {', '.join(TOKENIZERS)}")
+    warm = _warm(fields.raw("warm"), fields.at("warm")) if fields.has("warm") else None
+    phases = tuple(_phase(fields.raw(kind), fields.at(kind), kind) for kind in PHASES if fields.has(kind))
+    if not phases:
+        raise SnipError(f"{where}: has neither from_warm nor from_scratch: nothing to train")
+    if warm is None and any(phase.kind == "from_warm" for phase in phases):
+        raise SnipError(f"{where}: from_warm needs warm: the checkpoint to start from")
+    experiment = Experiment(
+        name=fields.text("name", name),
+        model=fields.text("model"),
+        tokenizer=tokenizer,
+        training=_training(fields.raw("training"), fields.at("training")),
+        validation_tokens=fields.integer("validation_tokens", 262_144, least=1),
+        warm=warm,
+        phases=phases,
+    )
+    model(experiment.model)
+    fields.raw("comment")
+    fields.close()
+    return experiment
+
+
+def _training(body: Any, where: str) -> Training:
+    fields = Fields(body, where)
+    training = Training(
+        sequence=fields.integer("sequence", least=1),
+        global_batch=fields.integer("global_batch", least=1),
+        micro_batch=fields.integer("micro_batch", least=1),
+        lr=fields.number("lr"),
+        min_lr=fields.number("min_lr", 0.0),
+        warmup_steps=fields.integer("warmup_steps", 0),
+        weight_decay=fields.number("weight_decay", 0.1),
+        beta2=fields.number("beta2", 0.95, most=1.0),
+        clip_grad=fields.number("clip_grad", 1.0),
+        arguments=fields.texts("arguments", ()),
+    )
+    fields.close()
+    if training.global_batch % training.micro_batch:
+        raise SnipError(f"{fields.at('global_batch')}: {training.global_batch} is no multiple of micro_batch")
+    return training
+
+
+def _warm(body: Any, where: str) -> Warm:
+    fields = Fields(body, where)
+    warm = Warm(fields.integer("steps", least=1), fields.integer("seed", 1234), fields.integers("save", ()))
+    fields.close()
+    if any(not 0 < step < warm.steps for step in warm.save):
+        raise SnipError(f"{fields.at('save')}: steps must lie between 0 and {warm.steps}")
+    return warm
+
+
+def _phase(body: Any, where: str, kind: str) -> Phase:
+    fields = Fields(body, where)
+    candidates = tuple(
+        _candidate(entry, f"{fields.at('policies')}[{i}]") for i, entry in enumerate(_entries(fields, "policies"))
+    )
+    labels = [candidate.label for candidate in candidates]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise SnipError(f"{fields.at('policies')}: {twice!r} stands there twice; give one of them a label of its own")
+    phase = Phase(
+        kind=kind,
+        steps=fields.integer("steps", least=1),
+        seeds=fields.integers("seeds"),
+        granularity=_choice(fields, "granularity", "gemm", GRANULARITIES),
+        budgets=fields.numbers("budgets", ()),
+        formats=fields.texts("formats", ("fp8", "fp4")),
+        updates=_updates(fields.raw("updates") or {}, fields.at("updates")),
+        candidates=candidates,
+    )
+    fields.close()
+    if not phase.seeds:
+        raise SnipError(f"{fields.at('seeds')}: give at least one")
+    if phase.updates.first == 0 and kind == "from_scratch":
+        raise SnipError(f"{fields.at('updates')}: first must be at least 1 from scratch: AdamW has no moments before")
+    for candidate in candidates:
+        if not candidate.fixed and not (phase.budgets if candidate.budgets is None else candidate.budgets):
+            raise SnipError(f"{fields.at('budgets')}: {candidate.label!r} needs at least one")
+    return phase
+
+
+def _entries(fields: Fields, name: str) -> list[Any]:
+    entries = fields.raw(name)
+    if not isinstance(entries, list) or not entries:
+        raise SnipError(f"{fields.at(name)}: expected a list of policies")
+    return entries
+
+
+def _updates(body: Any, where: str) -> Updates:
+    fields = Fields(body, where)
+    updates = Updates(
+        first=fields.integer("first", 1),
+        interval=fields.integer("interval", 1_000_000, least=2),
+        lag=fields.integer("lag", 1, least=1),
+        wait=fields.number("wait", 600.0),
+    )
+    fields.close()
+    return updates
+
+
+def _candidate(body: Any, where: str) -> Candidate:
+    fields = Fields({"policy": body} if isinstance(body, str) else body, where)
+    policy = _choice(fields, "policy", None, POLICIES)
+    candidate = Candidate(
+        label=fields.text("label", policy),
+        policy=policy,
+        estimator=_choice(fields, "estimator", None, ESTIMATORS) if fields.has("estimator") else None,
+        q=_choice(fields, "q", None, Q_RULES) if fields.has("q") else None,
+        granularity=_choice(fields, "granularity", None, GRANULARITIES) if fields.has("granularity") else None,
+        budgets=fields.numbers("budgets") if fields.has("budgets") else None,
+        arguments=fields.texts("arguments", ()),
+    )
+    fields.close()
+    return candidate
+
+
+def _choice(fields: Fields, name: str, default: str | None, known: Any) -> str:
+    value = fields.text(name) if default is None else fields.text(name, default)
+    if value not in known:
+        raise SnipError(f"{fields.at(name)}: {value!r} is unknown; choose one of {', '.join(known)}")
+    return value

@@ -1,0 +1,60 @@
+"""The models of the evaluation as Megatron's arguments: Llamas (RMSNorm, SwiGLU, RoPE, untied embeddings)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from snip_megatron.errors import SnipError
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama's shape. ``groups``: query groups of grouped-query attention; ``heads`` of them is plain attention."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+
+    def arguments(self, sequence: int) -> list[str]:
+        """Megatron's arguments of this model on sequences of ``sequence`` tokens, bf16, layers of torch alone."""
+        shape = {
+            "--num-layers": self.layers,
+            "--hidden-size": self.hidden,
+            "--ffn-hidden-size": self.ffn,
+            "--num-attention-heads": self.heads,
+            "--seq-length": sequence,
+            "--max-position-embeddings": sequence,
+            "--position-embedding-type": "rope",
+            "--normalization": "RMSNorm",
+            "--attention-dropout": 0,
+            "--hidden-dropout": 0,
+            "--transformer-impl": "local",
+        }
+        arguments = [text for pair in shape.items() for text in (pair[0], str(pair[1]))]
+        arguments += ["--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--bf16"]
+        if self.groups != self.heads:
+            arguments += ["--group-query-attention", "--num-query-groups", str(self.groups)]
+        return arguments
+
+
+MODELS: Mapping[str, Model] = {
+    "nano": Model(layers=2, hidden=64, ffn=128, heads=4, groups=2),  # seconds on a CPU: tests of the machinery
+    "tiny": Model(layers=4, hidden=256, ffn=512, heads=4, groups=2),
+    "26m": Model(layers=8, hidden=512, ffn=1408, heads=8, groups=8),
+    "125m": Model(layers=12, hidden=768, ffn=2048, heads=12, groups=12),
+    "1b": Model(layers=22, hidden=2048, ffn=5632, heads=32, groups=4),
+    "3b": Model(layers=26, hidden=3200, ffn=8640, heads=32, groups=32),
+    "7b": Model(layers=32, hidden=4096, ffn=11008, heads=32, groups=32),
+    "70b": Model(layers=80, hidden=8192, ffn=28672, heads=64, groups=8),
+}
+"""By the names of the evaluation. Grouped-query attention where the published model has it."""
+
+
+def model(name: str) -> Model:
+    """The model of that name. Raises SnipError that lists the known ones."""
+    if name not in MODELS:
+        raise SnipError(f"model {name!r}: unknown; choose one of {', '.join(MODELS)}")
+    return MODELS[name]

@@ -1,0 +1,131 @@
+"""The results of an experiment: one JSON file, whole after every run, that any machine can go on from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.errors import SnipError
+from snip_megatron.evaluation.runs import Run
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.reporting.readers import read_events, read_maps, read_metrics
+from snip_megatron.reporting.storage import dump_json, write_atomically
+
+SCHEMA = "snip.comparison/1"
+LAST_STEPS = 50
+"""The reported training loss is the mean over this many last steps."""
+
+
+@dataclass
+class Results:
+    """What one experiment has so far.
+
+    Attributes:
+        experiment: name and file body, as read. data: tokens' hash and size.
+        warm: hash of the warm weights → where and how it was made.
+        runs: by identity; see :func:`record` for the fields.
+    """
+
+    path: Path
+    experiment: Mapping[str, Any]
+    data: Mapping[str, Any]
+    warm: dict[str, Any] = field(default_factory=dict)
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def save(self) -> None:
+        """Write the file by rename. Raises SnipError if that fails."""
+        body = {
+            "schema": SCHEMA,
+            "experiment": self.experiment,
+            "data": self.data,
+            "warm": self.warm,
+            "runs": list(self.runs.values()),
+        }
+        try:
+            write_atomically(self.path, dump_json(body).encode())
+        except OSError as error:
+            raise SnipError(f"{self.path}: cannot be written ({error})") from None
+
+    def done(self, identity: str) -> bool:
+        """Whether the run has ended well."""
+        return self.runs.get(identity, {}).get("status") == "done"
+
+
+def load_results(path: Path) -> Results:
+    """Read a result file. Raises SnipError."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        if body["schema"] != SCHEMA:
+            raise ValueError(f"schema {body['schema']!r} is not {SCHEMA}")
+        runs = {str(run["id"]): dict(run) for run in body["runs"]}
+        return Results(path, dict(body["experiment"]), dict(body["data"]), dict(body["warm"]), runs)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise SnipError(f"{path}: is no result file of snip compare ({error})") from None
+
+
+def measure(run: Run, directory: Path) -> dict[str, Any]:
+    """A finished run's figures out of its run directory.
+
+    ``validation``: mean token loss in nats by formats (``map``, ``bf16``) after the last step; ``train_loss``: mean of
+    the last steps; ``fp4_share``: of the decoder linears' FLOPs after the last step, ``fp4_by_gemm`` of their number;
+    ``update_seconds``: training thread blocked by each update. Raises ValueError where a figure is missing.
+    """
+    events, metrics = read_events(directory), read_metrics(directory)
+    if not metrics:
+        raise ValueError("the run directory holds no metrics")
+    last = int(metrics[-1]["step"])
+    validation = {}
+    for event in events:  # Megatron validates, then tests if there is a test set: the first of each counts
+        if event["event"] == "validation" and event["step"] == last + 1:
+            validation.setdefault(str(event["formats"]), float(event["loss"]))
+    if set(validation) != {"map", "bf16"} or not all(math.isfinite(loss) for loss in validation.values()):
+        raise ValueError(f"no validation in map and bf16 after step {last}, but {validation}")
+    adopted = [event for event in events if event["event"] == "adopt"]
+    if run.budget is not None and not adopted:
+        raise ValueError(f"no map was adopted: {_reason(events)}")
+    tail = [m["loss"] for m in metrics[-LAST_STEPS:] if m["loss"] is not None]
+    return {
+        "validation": validation,
+        "train_loss": sum(tail) / len(tail) if tail else None,
+        "last_step": last,
+        "fp4_share": metrics[-1]["fp4_fraction"],
+        "fp4_by_gemm": _share_by_gemm(directory),
+        "adopted": [{key: event.get(key) for key in ("step", "status", "changed")} for event in adopted],
+        "update_seconds": [e["update_seconds"] for e in events if e["event"] == "submit"],
+        "step_seconds": _median_step(metrics),
+    }
+
+
+def record(run: Run, identity: str, **fields: Any) -> dict[str, Any]:
+    """The entry of a run in the result file."""
+    named = ("kind", "label", "policy", "granularity", "budget", "seed", "steps", "arguments")
+    return {"id": identity} | {name: getattr(run, name) for name in named} | fields
+
+
+def _reason(events: list[dict[str, Any]]) -> str:
+    told = [e for e in events if e["event"] in ("solve_failed", "dropped", "postpone", "skipped")]
+    if not told:
+        return "no update was made"
+    return f"{told[-1]['event']}: {told[-1].get('message') or told[-1].get('reason') or 'the solver was too late'}"
+
+
+def _share_by_gemm(directory: Path) -> dict[str, float]:
+    maps = read_maps(directory)
+    if not maps:
+        return {}
+    final = maps[max(maps)]
+    names = [str(linear) for linear in final.linears()]
+    four_bit = (Format.FP4, Format.NVFP4, Format.MXFP4)
+    return {g.value: sum(final.format_of(name, g) in four_bit for name in names) / len(names) for g in Gemm}
+
+
+def _median_step(metrics: list[dict[str, Any]]) -> float | None:
+    """Seconds between two recorded steps; with other runs beside it this is throughput, not speed."""
+    times = [m["time"] for m in metrics]
+    gaps = sorted(b - a for a, b in itertools.pairwise(times))
+    return round(gaps[len(gaps) // 2], 4) if gaps else None

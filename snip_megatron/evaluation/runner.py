@@ -1,0 +1,204 @@
+"""A pool of training processes: several side by side on every GPU, each failed one tried once more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ATTEMPTS = 2
+POLL_S = 0.2
+GRACE_S = 20.0
+MARGIN = 1.1
+"""A run is started only if this many times the longest run so far still fits before the time limit."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: ``command`` with its output in ``log``.
+
+    ``family``: jobs that take about equally long; None: unlike any other. ``before`` is called before each start;
+    ``check`` after an end with exit code 0: it raises ValueError where the job did not do what it should.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    family: str | None = None
+    before: Callable[[], None] | None = None
+    check: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. ``error``: None, or the log's last line; ``seconds``: of the last attempt."""
+
+    job: Job
+    error: str | None
+    seconds: float
+    device: str | None
+
+
+@dataclass
+class _Running:
+    job: Job
+    slot: int
+    attempt: int
+    started: float
+    process: subprocess.Popen[bytes]
+
+
+@dataclass
+class Pool:
+    """Runs jobs.
+
+    Args:
+        devices: CUDA device of every slot, None for the CPU.
+        environment: of every process, beside its device's.
+        deadline: ``time.monotonic()`` by which all must have ended; no job starts that would not. None: no limit.
+        expected: longest duration in seconds of a job of each family so far.
+    """
+
+    devices: Sequence[str | None]
+    environment: Mapping[str, str]
+    deadline: float | None = None
+    expected: dict[str, float] = field(default_factory=dict)
+    stopped: bool = False
+    _waiting: list[Job] = field(default_factory=list)
+    _running: list[_Running] = field(default_factory=list)
+    _attempts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs; also while :meth:`run` is at work, from its callbacks."""
+        self._waiting += jobs
+
+    def run(self, ended: Callable[[Outcome], None], progress: Callable[[], None] = lambda: None) -> int:
+        """Run the queued jobs in their order as slots become free; returns how many were not run (time, a stop).
+
+        ``ended`` is told every outcome as it comes. Processes still running at the deadline or on :meth:`stop` are
+        ended and count as not run.
+        """
+        try:
+            while (self._waiting or self._running) and not self.stopped and not self._late():
+                self._start()
+                if not self._running:
+                    break
+                time.sleep(POLL_S)
+                for running in [r for r in self._running if r.process.poll() is not None]:
+                    self._running.remove(running)
+                    self._ended(running, ended)
+                progress()
+        finally:
+            self._waiting += [running.job for running in self._running]
+            self._end_all()
+        return len(self._waiting)
+
+    def stop(self) -> None:
+        """Make :meth:`run` end its processes and return."""
+        self.stopped = True
+
+    @property
+    def busy(self) -> int:
+        """Processes at work."""
+        return len(self._running)
+
+    # -- start -------------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        taken = {running.slot for running in self._running}
+        free = [slot for slot in range(len(self.devices)) if slot not in taken]
+        for job in [job for job in self._waiting if self._fits(job)][: len(free)]:
+            self._waiting.remove(job)
+            self._running.append(self._launch(job, self._emptiest(free)))
+            free.remove(self._running[-1].slot)
+
+    def _emptiest(self, free: list[int]) -> int:
+        """A free slot of the device with the fewest processes."""
+        load = [self.devices[running.slot] for running in self._running]
+        return min(free, key=lambda slot: (load.count(self.devices[slot]), slot))
+
+    def _fits(self, job: Job) -> bool:
+        if self.deadline is None or job.family is None or job.family not in self.expected:
+            return True
+        return time.monotonic() + MARGIN * self.expected[job.family] <= self.deadline
+
+    def _late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def _launch(self, job: Job, slot: int) -> _Running:
+        if job.before is not None:
+            job.before()
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        device = self.devices[slot]
+        environment = {**os.environ, **self.environment, "CUDA_VISIBLE_DEVICES": "" if device is None else device}
+        with job.log.open("wb") as log:
+            # A process group of its own, so that a run's helpers end with it; the same session, so that a killed
+            # terminal or job ends them all.
+            process = subprocess.Popen(
+                list(job.command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,
+            )
+        self._attempts[job.name] = self._attempts.get(job.name, 0) + 1
+        return _Running(job, slot, self._attempts[job.name], time.monotonic(), process)
+
+    # -- end ---------------------------------------------------------------------------------------------------
+    def _ended(self, running: _Running, ended: Callable[[Outcome], None]) -> None:
+        seconds = time.monotonic() - running.started
+        error = _error(running.job, running.process.returncode)
+        if error is None and (family := running.job.family) is not None:
+            self.expected[family] = max(self.expected.get(family, 0.0), seconds)
+        if error is not None and running.attempt < ATTEMPTS:
+            running.job.log.replace(running.job.log.with_name(running.job.log.name + ".1"))
+            self._waiting.insert(0, running.job)
+            return
+        ended(Outcome(running.job, error, seconds, self.devices[running.slot]))
+
+    def _end_all(self) -> None:
+        for running in self._running:
+            _signal(running.process, signal.SIGTERM)
+        until = time.monotonic() + GRACE_S
+        for running in self._running:
+            try:
+                running.process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _signal(running.process, signal.SIGKILL)
+                running.process.wait()
+        self._running.clear()
+
+
+def _error(job: Job, code: int) -> str | None:
+    if code == 0:
+        try:
+            if job.check is not None:
+                job.check()
+        except (ValueError, OSError, LookupError) as error:
+            return str(error)
+        return None
+    return f"exit code {code}: {last_line(job.log)}"
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        process.poll()
+
+
+def last_line(log: Path, size: int = 8192) -> str:
+    """The last line of a log that says something; the reason of a Python error stands there."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - size))
+            lines: list[Any] = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return "no log"
+    told = [line.strip() for line in lines if line.strip()]
+    return str(told[-1])[:500] if told else "the log is empty"

@@ -1,0 +1,85 @@
+"""The markdown of a comparison: EVALUATION's table, the differences with their intervals, where it all comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from snip_megatron.evaluation.results import Results
+from snip_megatron.evaluation.statistics import VALIDATIONS, Difference, Row, differences, mean_std, rows
+
+TITLES = {"from_warm": "From the warm checkpoint", "from_scratch": "From scratch"}
+FORMATS = {"map": "validated in the map's formats", "bf16": "validated in bf16"}
+
+
+def markdown(results: Results) -> str:
+    """The whole page. Phases without a finished run are left out."""
+    table = rows(list(results.runs.values()))
+    parts = [f"# {results.experiment['name']}", _origin(results)]
+    for kind, title in TITLES.items():
+        own = sorted((row for row in table if row.kind == kind), key=_order)
+        if own:
+            parts += [f"## {title}", _policies(own)]
+            for formats in VALIDATIONS:
+                found = differences(table, kind, formats)
+                if found:
+                    parts += [f"### `snip` − policy, gap recovered, {FORMATS[formats]}", _differences(found)]
+    failed = [entry for entry in results.runs.values() if entry["status"] != "done"]
+    if failed:
+        parts += ["## Failed", "\n".join(f"- {e['label']}, seed {e['seed']}: {e.get('error')}" for e in failed)]
+    return "\n\n".join(parts) + "\n"
+
+
+def spread(values: Iterable[float], digits: int) -> str:
+    """``mean ± std``; a single value alone, nothing as a dash."""
+    known = list(values)
+    if not known:
+        return "–"
+    mean, std = mean_std(known)
+    return f"{mean:.{digits}f}" + ("" if math.isnan(std) else f" ± {std:.{digits}f}")
+
+
+def _order(row: Row) -> tuple[bool, float]:
+    return (row.budget is not None, row.budget or 0.0)
+
+
+def _policies(table: Sequence[Row]) -> str:
+    lines = [
+        "| budget | policy | fp4 share | gap, map's formats | recovered, map's formats | recovered, bf16 | runs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in table:
+        budget = "–" if row.budget is None else f"{100 * row.budget:g} %"
+        figures = [spread(row.gap["map"].values(), 4), *(spread(row.recovered[f].values(), 3) for f in VALIDATIONS)]
+        lines.append(f"| {budget} | {row.label} | {row.share:.3f} | {' | '.join(figures)} | {len(row.gap['map'])} |")
+    return "\n".join(lines)
+
+
+def _differences(found: Sequence[Difference]) -> str:
+    lines = ["| budget | policy | difference | 95 % interval | p (Holm) | `snip` is |", "|---|---|---|---|---|---|"]
+    for d in found:
+        interval = "–" if d.low is None or d.high is None else f"{d.low:+.3f} … {d.high:+.3f}"
+        p = "–" if d.adjusted is None else f"{d.adjusted:.3f}"
+        budget = "–" if d.budget is None else f"{100 * d.budget:g} %"
+        lines.append(f"| {budget} | {d.theirs} | {d.mean:+.3f} | {interval} | {p} | {d.verdict} |")
+    return "\n".join(lines)
+
+
+def _origin(results: Results) -> str:
+    """Where the figures come from: commit, hardware, text, checkpoint, command, as every figure has to name."""
+    done = [entry for entry in results.runs.values() if entry["status"] == "done"]
+    experiment: Mapping[str, Any] = results.experiment
+    lines = [
+        f"- model {experiment['model']}, {len(done)} runs, seeds {_list(e['seed'] for e in done)}",
+        f"- commit {_list(e['commit'] for e in done)}; {_list(e['hardware'] for e in done)}; torch"
+        f" {_list(e['torch'] for e in done)}; {_list(e['date'] for e in done)}",
+        f"- text: {results.data['tokens']:,} training tokens, sha256 {str(results.data['sha256'])[:16]}",
+        *(f"- warm checkpoint: {made['steps']} steps, weights sha256 {sha[:16]}" for sha, made in results.warm.items()),
+        "- gap: validation loss − that of bf16; recovered: 1 − gap / gap of uniform-fp4; mean ± std over runs",
+    ]
+    return "\n".join(lines)
+
+
+def _list(values: Iterable[Any]) -> str:
+    return ", ".join(str(value) for value in sorted(set(values))) or "–"
