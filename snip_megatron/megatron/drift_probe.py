@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.megatron import compat
 from snip_megatron.quantization import derive_seed
+from snip_megatron.statistics.gradient_noise import gradient_noise
 from snip_megatron.statistics.recorder import LinearRecorder
 from snip_megatron.statistics.reduction import PartialTable, ProbeGroups, TableShape
 from snip_megatron.statistics.sums import sum_squares
 from snip_megatron.statistics.table import SinkRow
+from snip_megatron.statistics.updates import Update
 from snip_megatron.statistics.weight_drift import StepScale, linear_drift, sink_drift
+
+UpdateOf = Callable[[torch.nn.Parameter], Update | None]
 
 _SIGNS = 1  # stream of random numbers under --snip-seed
 
@@ -31,7 +36,7 @@ def sink_rows(config: Any, padded_vocab_size: int) -> tuple[SinkRow, ...]:
 
 
 class DriftProbe:
-    """Evaluates AdamW with and without gradient errors on this rank's shares of its parameters.
+    """Evaluates the optimizer with and without gradient errors on this rank's shares of its parameters.
 
     Args:
         model: this rank's chunks, wrapped by DDP.
@@ -64,6 +69,7 @@ class DriftProbe:
         recorders: Sequence[LinearRecorder],
         optimizer: Any,
         scale: StepScale,
+        step: int,
     ) -> None:
         """Add this rank's share to ``drift``. Collective over the tensor and data parallel groups.
 
@@ -73,25 +79,31 @@ class DriftProbe:
             recorders: this rank's linears, their column norms reduced.
             optimizer: Megatron's.
             scale: units.
+            step: training steps done so far.
         """
+        update_of = partial(compat.update_of, optimizer, steps=step)
         for recorder in recorders:
-            self._add_linear(drift, table, recorder, optimizer, scale)
+            self._add_linear(drift, table, recorder, update_of, scale)
         for index, weight, replicated, first_row in self._local_sinks():
-            self._add_sink(drift, index, weight, replicated, first_row, optimizer, scale)
+            self._add_sink(drift, index, weight, replicated, first_row, update_of, scale)
 
     def _add_linear(
         self,
         drift: PartialTable,
         table: PartialTable,
         recorder: LinearRecorder,
-        optimizer: Any,
+        update_of: UpdateOf,
         scale: StepScale,
     ) -> None:
         handle = recorder.handle
+        own = sum_squares(handle.weight.main_grad)  # type: ignore[attr-defined]
         gradient = self._reduced_gradient(handle.weight)
+        total = sum_squares(gradient)
+        noise = gradient_noise(own, recorder.first_gw2, total, self._groups, recorder.microbatches)
+        drift.add_linear(handle.name, "gv2", noise * scale.gradient**2)
         if self._groups.dp_rank == 0:
-            drift.add_linear(handle.name, "gw2", sum_squares(gradient) * scale.gradient**2)
-        state = compat.adamw_state(optimizer, handle.weight)
+            drift.add_linear(handle.name, "gw2", total * scale.gradient**2)
+        state = update_of(handle.weight)
         if state is None or not self._reports:
             return
         name = handle.name
@@ -118,11 +130,11 @@ class DriftProbe:
         weight: torch.nn.Parameter,
         replicated: bool,
         first_row: int,
-        optimizer: Any,
+        update_of: UpdateOf,
         scale: StepScale,
     ) -> None:
         gradient = self._reduced_gradient(weight)
-        state = compat.adamw_state(optimizer, weight)
+        state = update_of(weight)
         if state is None or not self._reports or (replicated and self._tp_rank != 0):
             return
         seed = derive_seed(self._seed, _SIGNS, len(self._shape.names) + index)

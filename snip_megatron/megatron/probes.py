@@ -150,7 +150,7 @@ class ProbeRunner:
             table = self._reduce_statistics(recorders, stream, scale)
             if self._with_drift:
                 drift = self._partial(scale)
-                self._drift.collect(drift, table, recorders, call.optimizer, scale)
+                self._drift.collect(drift, table, recorders, call.optimizer, scale, call.step)
                 drift.reduce(self._groups.world, self._device)
                 table.merge(drift)
             seconds["reduction"] = time.perf_counter() - started

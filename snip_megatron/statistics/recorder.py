@@ -49,6 +49,8 @@ class LinearRecorder:
         x_cols, g_cols: Σ_t X_tk² [K local], Σ_t G_tn² [N local].
         dx_cols, dg_cols: the same of the wgrad errors, [formats, K local], [formats, N local].
         dots: per microbatch G_t·E_t of each format, [formats, T], still to be summed over tensor parallel ranks.
+        first_gw2: ‖∇W‖² of the first microbatch alone, as recorded.
+        microbatches: seen in the statistics pass.
     """
 
     handle: LinearHandle
@@ -62,6 +64,8 @@ class LinearRecorder:
     dx_cols: torch.Tensor | None = None
     dg_cols: torch.Tensor | None = None
     dots: list[torch.Tensor] = field(default_factory=list)
+    first_gw2: torch.Tensor | None = None
+    microbatches: int = 0
     _samples: list[_Samples] = field(default_factory=list)
     _compared: int = 0
 
@@ -80,9 +84,17 @@ class LinearRecorder:
     ) -> None:
         """See :class:`snip_megatron.layers.context.BackwardRecorder`."""
         if self.phase is Pass.STATISTICS:
+            self._note_gradient()
             self._record(x, w, g, d_local, d_reduced)
         else:
             self._compare(x, g)
+
+    def _note_gradient(self) -> None:
+        """wgrad has been accumulated by now: after the first microbatch ``main_grad`` is that microbatch's gradient."""
+        self.microbatches += 1
+        main_grad = getattr(getattr(self.handle.module, "weight", None), "main_grad", None)
+        if self.microbatches == 1 and main_grad is not None:
+            self.first_gw2 = sum_squares(main_grad)
 
     # -- statistics pass ---------------------------------------------------------------------------------------
     def _record(

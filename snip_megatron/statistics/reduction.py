@@ -165,6 +165,7 @@ class PartialTable:
             group, _, column = name.partition(".")
             if column:
                 groups[group][column] = array
+        np.maximum(groups["linear"]["gv2"], 0.0, out=groups["linear"]["gv2"])  # a difference of two estimates
         _complete_row_parallel(rows, groups["linear"], groups["by_format"], groups["boundary"])
         return StatisticsTable(
             step=step,

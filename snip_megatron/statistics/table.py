@@ -51,6 +51,7 @@ LINEAR_COLUMNS = (
     "gw2",  # ‖∇W‖², after the reduction over data parallel ranks
     "s2",  # Σ_t ‖G_t‖²‖X_t‖²: the squared norm of the per-token gradients, T × what independent tokens add to Var(∇W)
     "m2",  # ‖exp_avg‖²
+    "gv2",  # Var(∇W) of the probe's gradient, from its microbatches or data parallel ranks; 0: there is only one
     "v2",  # ‖exp_avg_sq‖²
     "xs2",  # ‖X‖² over the sampled tokens, in the statistics pass
     "gs2",  # ‖G‖² over the sampled tokens

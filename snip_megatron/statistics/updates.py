@@ -1,8 +1,8 @@
 """What one optimizer does with a gradient, and how far an error of it moves the weights: the drift behind ΔW.
 
-METHOD, "Weight divergence": ΔW = ‖u(g+δ) − u(g)‖ / ‖W‖, u the step the optimizer takes, without learning rate and weight
-decay. AdamW's is :class:`snip_megatron.statistics.drift.AdamWState`; the others are here. A state covers elements
-[start, end) of the flattened local parameter.
+METHOD, "Weight divergence": ΔW = ‖u(g+δ) − u(g)‖ / ‖W‖, u the step the optimizer takes, without learning rate and
+weight decay. AdamW's is :class:`snip_megatron.statistics.drift.AdamWState`; the others are here. A state covers
+elements [start, end) of the flattened local parameter.
 """
 
 from __future__ import annotations
@@ -184,17 +184,13 @@ class MuonState:
         """See :class:`Update`. At most MUON_SAMPLES of ``scales`` are evaluated; between them log drift is linear in
         log ρ, which holds within a few percent: drift is proportional to small ρ and bounded for large."""
         base = self.direction(g) if base is None else base
-        order = np.argsort(np.asarray(scales))
+        every = np.asarray(scales, dtype=np.float64)
+        order = np.argsort(every)
         chosen = order[np.unique(np.linspace(0, len(order) - 1, MUON_SAMPLES).round().astype(int))]
-        seen = torch.stack([sum_squares(self.direction(g + scales[i] * unit) - base) for i in chosen])
-        if len(chosen) == len(order):
-            drift = torch.empty_like(seen)
-            drift[torch.as_tensor(chosen, device=seen.device)] = seen
-            return drift
-        known = np.asarray(scales)[chosen]
-        values = seen.cpu().numpy()
-        if (known <= 0.0).any() or (values <= 0.0).any():  # no error, no drift: nothing to take logarithms of
-            drift = np.interp(np.asarray(scales), known, values)
+        seen = torch.stack([sum_squares(self.direction(g + every[i] * unit) - base) for i in chosen])
+        known, values = every[chosen], seen.cpu().numpy()
+        if len(every) > len(known) and (known > 0.0).all() and (values > 0.0).all():
+            drift = np.exp(np.interp(np.log(every), np.log(known), np.log(values)))
         else:
-            drift = np.exp(np.interp(np.log(np.asarray(scales)), np.log(known), np.log(values)))
+            drift = np.interp(every, known, values)
         return torch.from_numpy(drift).to(seen.device)

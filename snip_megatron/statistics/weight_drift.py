@@ -106,9 +106,7 @@ def linear_drift(
     )
 
 
-def sink_drift(
-    gradient: torch.Tensor, state: Update, scale: StepScale, *, seed: int, first_row: int
-) -> torch.Tensor:
+def sink_drift(gradient: torch.Tensor, state: Update, scale: StepScale, *, seed: int, first_row: int) -> torch.Tensor:
     """Squared drift over the ρ grid of a parameter that is no linear; float64 [len(RHO_GRID)].
 
     An error of relative size ρ gives each element ρ times the root mean square of its row (a token's row of the

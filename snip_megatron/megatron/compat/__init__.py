@@ -19,11 +19,15 @@ from snip_megatron.megatron.compat.optimizer_state import (
 )
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
+from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, SUPPORTED, check_signature, check_version
 
 __all__ = [
     "MEGATRON_VERSION",
+    "NEEDS_PACKAGE",
+    "PACKAGE",
     "SUPPORTED",
+    "SUPPORTED_OPTIMIZERS",
     "OptimizerShard",
     "PeekedBatches",
     "ProcessGroups",
@@ -35,6 +39,7 @@ __all__ = [
     "check_signature",
     "check_version",
     "checkpoint_holds",
+    "has_package",
     "inner_optimizers",
     "optimizer_shards",
     "peek",
@@ -44,6 +49,7 @@ __all__ = [
     "rng_state",
     "set_defaults",
     "set_rng_state",
+    "update_of",
     "wrap_evaluate",
     "wrap_train_step",
 ]

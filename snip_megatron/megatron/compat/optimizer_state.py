@@ -52,20 +52,45 @@ class OptimizerShard:
     weight_decay: float
 
 
-def optimizer_shards(optimizer: Any, param: torch.nn.Parameter) -> OptimizerShard | None:
+@dataclass(frozen=True)
+class HeldState:
+    """What this rank holds of one parameter in the optimizer behind Megatron's.
+
+    Attributes:
+        start, end: range in the flattened local parameter.
+        owner: the torch optimizer.
+        group: its parameter group.
+        inner: the tensor it steps.
+        main: fp32 [end − start], the values it updates.
+        state: its state of that tensor; empty before the first step.
+    """
+
+    start: int
+    end: int
+    owner: torch.optim.Optimizer
+    group: dict[str, Any]
+    inner: torch.Tensor
+    main: torch.Tensor
+    state: dict[str, Any]
+
+
+def held_state(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:
     """The part of ``param``'s state on this rank; None if another rank holds all of it, or it is frozen.
 
     ``optimizer`` is what Megatron's ``train_step`` gets: distributed, fp32, mixed-precision, or a chain of these.
-    Raises SnipError if the optimizer behind it has no first and second moment (SNIP supports Adam and AdamW).
+    Raises SnipError on any other.
     """
     for part in inner_optimizers(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            shard = _distributed(part, param)
-        else:
-            shard = _whole(part, param)
-        if shard is not None:
-            return shard
+        held = _distributed(part, param) if isinstance(part, DistributedOptimizer) else _whole(part, param)
+        if held is not None:
+            return held
     return None
+
+
+def optimizer_shards(optimizer: Any, param: torch.nn.Parameter) -> OptimizerShard | None:
+    """As :func:`held_state`, of Adam or AdamW. Raises SnipError if the optimizer has no first and second moment."""
+    held = held_state(optimizer, param)
+    return None if held is None else _shard(held)
 
 
 def adamw_state(optimizer: Any, param: torch.nn.Parameter) -> AdamWState | None:
@@ -96,7 +121,7 @@ def inner_optimizers(optimizer: Any) -> Iterator[Any]:
         yield optimizer
 
 
-def _distributed(optimizer: Any, param: torch.nn.Parameter) -> OptimizerShard | None:
+def _distributed(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:
     if param not in optimizer.model_param_gbuf_map or param not in optimizer.model_param_group_index_map:
         return None
     range_ = optimizer._get_model_param_range_map(param)["param"]
@@ -110,20 +135,21 @@ def _distributed(optimizer: Any, param: torch.nn.Parameter) -> OptimizerShard | 
     if main is None or main.dtype != torch.float32 or main.numel() != range_.end - range_.start:
         # fp16 main parameters, or Transformer Engine's 16-bit remainders: the model's own values stand in.
         main = param.detach().view(-1)[range_.start : range_.end].float()
-    return _shard(group, {**state, **tensors}, main, range_.start, range_.end)
+    return HeldState(range_.start, range_.end, optimizer.optimizer, group, inner, main, {**state, **tensors})
 
 
-def _whole(optimizer: Any, param: torch.nn.Parameter) -> OptimizerShard | None:
+def _whole(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:
     inner = getattr(param, "main_param", None)
     inner = param if inner is None else inner
     for group in optimizer.optimizer.param_groups:
         if any(candidate is inner for candidate in group["params"]):
             state = optimizer.optimizer.state.get(inner, {})
-            return _shard(group, state, inner, 0, inner.numel())
+            return HeldState(0, inner.numel(), optimizer.optimizer, group, inner, inner, state)
     return None
 
 
-def _shard(group: dict[str, Any], state: dict[str, Any], main: torch.Tensor, start: int, end: int) -> OptimizerShard:
+def _shard(held: HeldState) -> OptimizerShard:
+    group, state = held.group, held.state
     if "betas" not in group:
         raise SnipError("the optimizer keeps no second moment (no betas); SNIP's weight divergence needs Adam or AdamW")
     moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
@@ -131,9 +157,9 @@ def _shard(group: dict[str, Any], state: dict[str, Any], main: torch.Tensor, sta
     # torch counts steps beside the moments, Apex and Transformer Engine in the group.
     step = state.get("step", group.get("step", 0)) if exp_avg is not None else 0
     return OptimizerShard(
-        start=start,
-        end=end,
-        main_param=main.detach().reshape(-1),
+        start=held.start,
+        end=held.end,
+        main_param=held.main.detach().reshape(-1),
         exp_avg=exp_avg,
         exp_avg_sq=exp_avg_sq,
         step=int(step),

@@ -1,0 +1,137 @@
+"""The next update of one parameter, whichever of Megatron's optimizers makes it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.optimizer_state import HeldState, adamw_state, held_state
+from snip_megatron.statistics.updates import LionState, MuonState, SgdState, Update
+
+NEEDS_PACKAGE = ("lion", "muon")
+"""Values of ``--optimizer`` that live in a package of their own."""
+
+PACKAGE = "emerging-optimizers"
+
+
+def update_of(optimizer: Any, param: torch.nn.Parameter, steps: int) -> Update | None:
+    """What the next step does to this rank's share of ``param``; None if another rank holds it or Adam has not begun.
+
+    Args:
+        optimizer: what Megatron's ``train_step`` gets.
+        param: of the model.
+        steps: training steps done so far, for optimizers that do not count them.
+
+    Raises:
+        SnipError: the optimizer is none of :data:`SUPPORTED_OPTIMIZERS`.
+    """
+    held = held_state(optimizer, param)
+    if held is None:
+        return None
+    make = next((m for known, m in _MAKERS.items() if known in _kinds(held.owner)), None)
+    if make is None:
+        raise SnipError(
+            f"optimizer {type(held.owner).__name__}: its update is not known; weight divergence supports --optimizer"
+            f" {', '.join(SUPPORTED_OPTIMIZERS)}; --snip-estimator fisher needs none"
+        )
+    return make(optimizer, param, held, steps)
+
+
+def has_package() -> bool:
+    """Whether the package of Lion and Muon can be imported."""
+    return importlib.util.find_spec("emerging_optimizers") is not None
+
+
+def _kinds(owner: torch.optim.Optimizer) -> set[str]:
+    """Names of its classes; adaptive Muon, a kind of Muon with a second moment, is not Muon."""
+    names = {cls.__name__ for cls in type(owner).__mro__}
+    return names - {"TensorParallelMuon"} if any("AdaptiveMuon" in name for name in names) else names
+
+
+def _adam(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int) -> Update | None:
+    return adamw_state(optimizer, param)
+
+
+def _sgd(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
+    group = held.group
+    return SgdState(
+        start=held.start,
+        end=held.end,
+        momentum_buffer=_flat(held.state.get("momentum_buffer")),
+        step=steps,
+        momentum=float(group.get("momentum", 0.0)),
+        dampening=float(group.get("dampening", 0.0)),
+        nesterov=bool(group.get("nesterov", False)),
+    )
+
+
+def _lion(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
+    beta1, beta2 = held.group["betas"]
+    average = _flat(held.state.get("exp_avg"))
+    return LionState(
+        start=held.start,
+        end=held.end,
+        exp_avg=torch.zeros_like(held.main).reshape(-1) if average is None else average,
+        step=0 if average is None else steps,
+        beta1=float(beta1),
+        beta2=float(beta2),
+    )
+
+
+def _muon(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
+    owner: Any = held.owner
+    if held.start != 0 or held.end != param.numel():
+        raise SnipError("Muon orthogonalises whole matrices, and this rank holds a part of one; SNIP cannot follow it")
+    buffer = _flat(held.state.get("momentum_buffer"))
+    return MuonState(
+        start=0,
+        end=held.end,
+        shape=(int(param.shape[0]), int(param.shape[1])),
+        momentum_buffer=torch.zeros_like(held.main).reshape(-1) if buffer is None else buffer,
+        step=0 if buffer is None else steps,
+        momentum=float(held.group["momentum"]),
+        nesterov=bool(owner.nesterov),
+        orthogonalize=_orthogonalize(owner, held.inner, held.group),
+    )
+
+
+def _orthogonalize(owner: Any, inner: torch.Tensor, group: Mapping[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The optimizer's own, with matrix products in full float32."""
+    arguments = {key: value for key, value in group.items() if key != "params"}
+
+    def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            with torch.no_grad():
+                result: torch.Tensor = owner.orthogonalize(inner, matrix, **arguments)
+        finally:
+            torch.set_float32_matmul_precision(precision)
+        return result
+
+    return orthogonalize
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().reshape(-1).float()
+
+
+_Maker = Callable[[Any, torch.nn.Parameter, HeldState, int], Update | None]
+
+# By the name of a class of the torch optimizer: Apex's, Transformer Engine's and torch's differ in class, not in rule.
+_MAKERS: Mapping[str, _Maker] = {
+    "Adam": _adam,
+    "AdamW": _adam,
+    "FusedAdam": _adam,
+    "SGD": _sgd,
+    "FusedSGD": _sgd,
+    "Lion": _lion,
+    "TensorParallelMuon": _muon,
+}
+
+SUPPORTED_OPTIMIZERS = ("adam", "sgd", "lion", "muon")
+"""Values of ``--optimizer`` whose weight divergence is known."""
