@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from snip_megatron.evaluation import compare
 from snip_megatron.evaluation.data import Data, load_data
 from snip_megatron.evaluation.experiment import Experiment, load_experiment
 from snip_megatron.evaluation.machine import visible_gpus
+from snip_megatron.evaluation.mps import multi_process_service
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import MODULE, experiment_runs
@@ -65,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=float, metavar="S", help="end within S seconds; start no run that would not"
     )
+    parser.add_argument(
+        "--mps", action="store_true", help="share GPUs by NVIDIA's Multi-Process Service if it works here"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the results in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands, train nothing")
     parser.add_argument("--report", action="store_true", help="tables and plots of result files, train nothing")
@@ -103,9 +108,14 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
     ]
     devices: list[str | None] = [gpu for _ in range(per_device) for gpu in gpus] if gpus else [None] * per_device
     deadline = None if args.time_limit is None else started + args.time_limit
-    comparison = compare.Comparison(parts, Pool(devices, ENVIRONMENT, deadline), work, compare.facts(gpus))
-    stopped = _stop_on_signals(comparison.pool)
-    left = comparison.run()
+    pool = Pool(devices, dict(ENVIRONMENT), deadline)
+    comparison = compare.Comparison(parts, pool, work, compare.facts(gpus))
+    stopped = _stop_on_signals(pool)
+    with multi_process_service(work / "mps") if args.mps else nullcontext() as service:
+        if service is not None:
+            pool.environment = {**ENVIRONMENT, **service[0]}
+            print(f"snip compare: {service[1]}", file=sys.stderr, flush=True)
+        left = comparison.run()
     for part in parts:
         part.results.save()
         _report(part.results, args.out)

@@ -165,7 +165,7 @@ class Comparison:
         identity = outcome.job.name
         self._ended += 1
         fields: dict[str, Any] = {"status": "done" if outcome.error is None else "failed"}
-        fields |= {"seconds": round(outcome.seconds, 1), "side_by_side": len(self.pool.devices)} | self.facts
+        fields |= {"seconds": round(outcome.seconds, 1), "side_by_side": len(self.pool.devices), **self.facts}
         fields["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
         if outcome.error is None:
             fields |= measure(run, self.work / "runs" / identity)

@@ -79,7 +79,7 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
     if not metrics:
         raise ValueError("the run directory holds no metrics")
     last = int(metrics[-1]["step"])
-    validation = {}
+    validation: dict[str, float] = {}
     for event in events:  # Megatron validates, then tests if there is a test set: the first of each counts
         if event["event"] == "validation" and event["step"] == last + 1:
             validation.setdefault(str(event["formats"]), float(event["loss"]))

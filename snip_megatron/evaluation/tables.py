@@ -18,7 +18,7 @@ def markdown(results: Results) -> str:
     table = rows(list(results.runs.values()))
     parts = [f"# {results.experiment['name']}", _origin(results)]
     for kind, title in TITLES.items():
-        own = sorted((row for row in table if row.kind == kind), key=_order)
+        own = _ordered(results, [row for row in table if row.kind == kind])
         if own:
             parts += [f"## {title}", _policies(own)]
             for formats in VALIDATIONS:
@@ -40,8 +40,16 @@ def spread(values: Iterable[float], digits: int) -> str:
     return f"{mean:.{digits}f}" + ("" if math.isnan(std) else f" ± {std:.{digits}f}")
 
 
-def _order(row: Row) -> tuple[bool, float]:
-    return (row.budget is not None, row.budget or 0.0)
+def _ordered(results: Results, table: Sequence[Row]) -> list[Row]:
+    """By budget, then as the experiment file names them; what the file no longer names comes last."""
+    phases = results.experiment.get("phases", [])
+    labels = [(phase["kind"], candidate["label"]) for phase in phases for candidate in phase["candidates"]]
+
+    def place(row: Row) -> tuple[bool, float, int]:
+        key = (row.kind, row.label)
+        return row.budget is not None, row.budget or 0.0, labels.index(key) if key in labels else len(labels)
+
+    return sorted(table, key=place)
 
 
 def _policies(table: Sequence[Row]) -> str:

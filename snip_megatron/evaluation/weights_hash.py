@@ -18,9 +18,9 @@ def weights_sha256(checkpoint: Path) -> str:
     ``checkpoint``: an ``iter_<N>`` folder in Megatron's torch_dist format. Raises ValueError if it holds no weights.
     """
     import torch
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint import load as load_checkpoint
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
     reader = FileSystemReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
