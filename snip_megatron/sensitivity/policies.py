@@ -15,12 +15,13 @@ import numpy as np
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, FloatArray, format_column, second_order
+from snip_megatron.sensitivity.measured import measured_divergences, measured_variance
 from snip_megatron.sensitivity.quality import combine
 from snip_megatron.sensitivity.request import BITS, SolveRequest
 from snip_megatron.sensitivity.weight_divergence import added_variance, weight_divergence
 from snip_megatron.statistics.table import StatisticsTable
 
-ESTIMATORS = ("noise", "fisher")
+ESTIMATORS = ("noise", "fisher", "measured")
 """Values of ``--snip-estimator``; the first is the default."""
 
 FIXED: Mapping[str, Format] = {"uniform-fp8": Format.FP8, "uniform-fp4": Format.FP4, "bf16": Format.BF16}
@@ -35,15 +36,18 @@ _EIGHT_BIT_SHARE = 1e-3
 
 def needs_forward_noise(request: SolveRequest) -> bool:
     """Whether the policy uses the forward-noise pass: without it an update costs one probe pass."""
-    return request.policy == "snip" and request.estimator == "noise"
+    return request.policy == "snip" and request.estimator in ("noise", "measured")
 
 
 def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArray, FloatArray]:
-    """(ΔL₂ in nats, ΔW) of every option, float64 [linears, 3, formats]; ΔW is 0 where the policy does not need it."""
+    """(ΔL in nats, ΔW) of every option, float64 [linears, 3, formats]; ΔW is 0 where the policy does not need it."""
     loss = second_order(table, request.formats)
     if not needs_forward_noise(request):
         return loss, np.zeros_like(loss)
-    return loss, weight_divergence(table, request.formats, backward_noise=request.backward_noise)
+    drift = weight_divergence(table, request.formats, backward_noise=request.backward_noise)
+    if request.estimator == "measured":
+        return measured_divergences(table, request.formats, loss, drift)
+    return loss, drift
 
 
 def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
@@ -52,6 +56,8 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
     variance = np.zeros_like(loss)
     if request.q == "noise" and needs_forward_noise(request):
         variance = added_variance(table, request.formats, backward_noise=request.backward_noise)
+        if request.estimator == "measured":
+            variance = measured_variance(table, request.formats, variance)
     return combine(request, loss, weight, variance)
 
 

@@ -19,8 +19,10 @@ import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import LinearId
+from snip_megatron.statistics.measured import MEASURED_COLUMNS, SIGNED, Measured
 
 STATS_SCHEMA = "snip.stats/1"
+_MEASURED_GROUPS = ("measured", "measured_again")
 
 # All that NumPy, zipfile and the conversions of the header raise on bytes that are no such file: RuntimeError for
 # encryption and unknown compression, MemoryError and OverflowError for impossible sizes.
@@ -49,9 +51,9 @@ LINEAR_COLUMNS = (
     "g2",  # ‖G‖²
     "d2",  # ‖D‖², after its reduction over tensor parallel ranks
     "gw2",  # ‖∇W‖², after the reduction over data parallel ranks
+    "gv2",  # Var(∇W) of the probe's gradient, from its microbatches or data parallel ranks; 0: there is only one
     "s2",  # Σ_t ‖G_t‖²‖X_t‖²: the squared norm of the per-token gradients, T × what independent tokens add to Var(∇W)
     "m2",  # ‖exp_avg‖²
-    "gv2",  # Var(∇W) of the probe's gradient, from its microbatches or data parallel ranks; 0: there is only one
     "v2",  # ‖exp_avg_sq‖²
     "xs2",  # ‖X‖² over the sampled tokens, in the statistics pass
     "gs2",  # ‖G‖² over the sampled tokens
@@ -125,6 +127,8 @@ class StatisticsTable:
         linear, by_format, boundary: named columns (LINEAR_COLUMNS, FORMAT_COLUMNS, BOUNDARY_COLUMNS).
         drift2: ‖u(g + ρ·s∘z) − u(g)‖² per linear [linears, len(RHO_GRID)]; ‖s‖² = s2 brought to one step.
         sink_drift2, sink_w2: the same table for the sinks and their ‖W‖².
+        measured: what was measured of options forced alone (``--snip-estimator measured``); None where nothing was.
+        measured_again: the same on other microbatches (``--snip-measured-twice``): the ceiling of every estimator.
     """
 
     step: int
@@ -140,6 +144,8 @@ class StatisticsTable:
     sink_drift2: np.ndarray
     sink_w2: np.ndarray
     meta: Mapping[str, float] = field(default_factory=dict)
+    measured: Measured | None = None
+    measured_again: Measured | None = None
 
     def __post_init__(self) -> None:
         n, f, s = len(self.linears), len(self.formats), len(self.sinks)
@@ -157,22 +163,32 @@ class StatisticsTable:
             array = getattr(self, group)[column] if column else getattr(self, group)
             if array.shape != shape or array.dtype != np.float64:
                 raise ValueError(f"statistics {name}: {array.dtype}{array.shape}, expected float64{shape}")
+        for measured in (self.measured, self.measured_again):
+            if measured is not None:
+                measured.check(n, f)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by dotted name, in a fixed order."""
         named: dict[str, np.ndarray] = {}
         for group in ("linear", "by_format", "boundary"):
             named |= {f"{group}.{c}": array for c, array in getattr(self, group).items()}
-        return named | {"drift2": self.drift2, "sink_drift2": self.sink_drift2, "sink_w2": self.sink_w2}
+        named |= {"drift2": self.drift2, "sink_drift2": self.sink_drift2, "sink_w2": self.sink_w2}
+        for group in _MEASURED_GROUPS:
+            if getattr(self, group) is not None:
+                named |= {f"{group}.{c}": getattr(self, group)[c] for c in MEASURED_COLUMNS}
+        return named
 
     def non_finite(self) -> list[str]:
         """Names of the columns that hold a NaN, an Inf or a negative value: such a table drops the update."""
         bad = []
+        of_linears = ("linear", "by_format", "drift2", *_MEASURED_GROUPS)
         for name, array in self.arrays().items():
-            wrong = ~(np.isfinite(array) & (array >= 0))
+            group, _, column = name.partition(".")
+            signed = group in _MEASURED_GROUPS and column in SIGNED
+            wrong = ~(np.isfinite(array) & (signed | (array >= 0)))
             if wrong.any():
                 row = int(np.argwhere(wrong)[0][0])
-                owner = self.linears[row].name if name.split(".")[0] in ("linear", "by_format", "drift2") else row
+                owner = self.linears[row].name if group in of_linears else row
                 bad.append(f"{name} at {owner}")
         return bad
 
@@ -233,6 +249,15 @@ class StatisticsTable:
                     sink_drift2=data["sink_drift2"],
                     sink_w2=data["sink_w2"],
                     meta={str(k): float(v) for k, v in header["meta"].items()},
+                    measured=_measured(data, "measured"),
+                    measured_again=_measured(data, "measured_again"),
                 )
         except _UNREADABLE as error:
             raise SnipError(f"{where}: not a statistics file ({error})") from None
+
+
+def _measured(data: Mapping[str, np.ndarray], group: str) -> Measured | None:
+    """Files of other estimators and of older releases have no such group; it is there whole or not at all."""
+    if f"{group}.{MEASURED_COLUMNS[0]}" not in data:
+        return None
+    return Measured({c: data[f"{group}.{c}"] for c in MEASURED_COLUMNS})
