@@ -1,0 +1,162 @@
+"""Bytes on one GPU of each pipeline stage: parameters, what is kept for the backward in each format, probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from snip_megatron.planner.layout import Layout
+from snip_megatron.precision import LINEAR_KINDS, Format
+from snip_megatron.solver.costs import Formats, LinearShape
+
+FormatsOf = Callable[[int, str], Formats]
+"""(block, kind of linear) → formats."""
+
+ASSUMPTIONS = (
+    "memory: bf16 weights, FP32 gradients, FP32 master weights and two Adam moments (sharded by the distributed"
+    " optimizer); fused attention that keeps q, k, v, its output and one number a row; bf16 logits, FP32 softmax, bf16"
+    " gradient; the backward's largest temporary is the gradient of the MLP's first linear; no fragmentation, NCCL"
+    " buffers or CUDA context",
+)
+
+_WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
+_LOGIT = 8  # bf16 logit, FP32 softmax, bf16 gradient
+_TILE, _BLOCK = 128, 128 * 128
+_STORED = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
+"""Formats with kernels of their own; the others keep bf16 operands and are quantised in the GEMM."""
+_PROBE_COPIES = 6  # FP32 copies of one linear's largest operand while a probe records it (statistics/README.md)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each GPU of a stage.
+
+    Attributes:
+        parameters, gradients, optimizer: bf16 weights, FP32 gradients, master weights and moments.
+        quantised_weights: kept from a step's first microbatch to its end.
+        activations: kept for the backward at the schedule's peak.
+        logits: of the last stage. working: temporaries of the backward.
+        probe: what a probe has instead of activations, quantised weights and working memory.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    quantised_weights: float
+    activations: float
+    logits: float
+    working: float
+    probe: float
+
+    @property
+    def fixed(self) -> float:
+        """What is there all the time."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def training(self) -> float:
+        """The peak of a training step."""
+        return self.fixed + self.quantised_weights + self.activations + self.logits + self.working
+
+    @property
+    def probing(self) -> float:
+        """The peak of a probe."""
+        return self.fixed + self.probe + self.logits + self.working
+
+    @property
+    def peak(self) -> float:
+        """The larger of the two."""
+        return max(self.training, self.probing)
+
+
+def stage_memory(
+    layout: Layout, stage: int, formats_of: FormatsOf, *, probe_microbatches: int, probe_tokens: int
+) -> StageMemory:
+    """Memory of a stage whose linears run in given formats. ``probe_microbatches`` 0: no probes."""
+    parameters = layout.stage_parameters(stage)
+    shards = layout.dp if layout.distributed_optimizer else 1
+    shapes = layout.linear_shapes()
+    blocks = layout.stages[stage]
+    kept = sum(block_activations(layout, _row(formats_of, block)) for block in blocks)
+    if layout.recompute == "full":
+        working_block = max(_kept_without_recompute(layout, _row(formats_of, block)) for block in blocks)
+    else:
+        working_block = 0.0
+    weights = sum(quantised_weight(shapes[kind], formats_of(block, kind)) for block in blocks for kind in LINEAR_KINDS)
+    return StageMemory(
+        parameters=float(_WEIGHT * parameters),
+        gradients=float(_GRADIENT * parameters),
+        optimizer=_OPTIMIZER * parameters / shards,
+        quantised_weights=weights,
+        activations=kept * layout.in_flight(stage),
+        logits=_LOGIT * layout.tokens * layout.vocabulary / layout.tp if stage == layout.pp - 1 else 0.0,
+        working=working_block + 2.0 * layout.tokens * 2 * layout.model.ffn / layout.tp,
+        probe=_probe(layout, stage, shapes, probe_microbatches, probe_tokens),
+    )
+
+
+def block_activations(layout: Layout, formats: Mapping[str, Formats]) -> float:
+    """Bytes that one block keeps of one microbatch for its backward."""
+    if layout.recompute == "full":
+        return 2.0 * layout.tokens * layout.model.hidden / _stream_shards(layout)
+    return _kept_without_recompute(layout, formats)
+
+
+def _kept_without_recompute(layout: Layout, formats: Mapping[str, Formats]) -> float:
+    model, tokens, tp = layout.model, layout.tokens, layout.tp
+    queries = tokens * model.heads * model.head_size / tp
+    norms = 2 * 2.0 * tokens * model.hidden / _stream_shards(layout)
+    heads = 2.0 * tokens * model.linears["self_attention.linear_qkv"][0] / tp
+    output = 0.0 if layout.recompute == "selective" else 2.0 * queries + 4.0 * tokens * model.heads / tp
+    swiglu = 2.0 * tokens * 2 * model.ffn / tp
+    return norms + heads + output + swiglu + sum(saved_input(layout, kind, formats[kind]) for kind in LINEAR_KINDS)
+
+
+def saved_input(layout: Layout, kind: str, formats: Formats) -> float:
+    """Bytes of X that a linear keeps of one microbatch beside what others keep anyway.
+
+    wgrad's operand, E4M3 and FP32 scales a tile. Under sequence parallelism the bf16 shard of a gathered X. In bf16 the
+    attention's output, which it keeps itself, costs ``linear_proj`` nothing.
+    """
+    shape = layout.linear_shapes()[kind]
+    if shape.gathered:
+        return 2.0 * layout.tokens * shape.k / layout.tp
+    elements = float(layout.tokens * shape.k)
+    wgrad = formats[2]
+    if wgrad not in _STORED:
+        shared = kind == "self_attention.linear_proj" and layout.recompute != "selective"
+        return 0.0 if shared else 2.0 * elements
+    return elements * (1.0 if wgrad is Format.FP8_TENSOR else 1.0 + 4.0 / _TILE)
+
+
+def quantised_weight(shape: LinearShape, formats: Formats) -> float:
+    """Bytes of W as fprop and as dgrad take it."""
+    sides = [fmt for fmt in formats[:2] if fmt in _STORED]
+    each = [1.0 if fmt is Format.FP8_TENSOR else 1.0 + 4.0 / _BLOCK for fmt in sides]
+    return float(shape.n * shape.k) * sum(each)
+
+
+def _probe(
+    layout: Layout, stage: int, shapes: Mapping[str, LinearShape], microbatches: int, probe_tokens: int
+) -> float:
+    """bf16 activations of the probe's microbatches, sampled rows, and one linear's temporaries."""
+    if microbatches == 0:
+        return 0.0
+    blocks = len(layout.stages[stage])
+    bf16 = (Format.BF16,) * 3
+    kept = blocks * block_activations(layout, dict.fromkeys(LINEAR_KINDS, bf16))
+    if layout.recompute == "full":
+        kept += _kept_without_recompute(layout, dict.fromkeys(LINEAR_KINDS, bf16)) / max(microbatches, 1)
+    rows = min(probe_tokens, layout.tokens) * microbatches
+    samples = rows * blocks * (sum(s.n + s.k for s in shapes.values()) + 2 * 2 * layout.model.hidden)
+    largest = max(max(s.tokens * s.k, s.tokens * s.n, s.n * s.k) for s in shapes.values())
+    return kept * min(layout.in_flight(stage), float(microbatches)) + 2.0 * samples + 4.0 * _PROBE_COPIES * largest
+
+
+def _row(formats_of: FormatsOf, block: int) -> dict[str, Formats]:
+    return {kind: formats_of(block, kind) for kind in LINEAR_KINDS}
+
+
+def _stream_shards(layout: Layout) -> int:
+    """Ranks that share the residual stream and the norms' tensors."""
+    return layout.tp if layout.sequence_parallel else 1
