@@ -1,0 +1,101 @@
+"""GPUs, and which GEMM backends give right numbers on them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from snip_megatron.doctor.check import Check, fail, note, ok
+from snip_megatron.errors import SnipError
+
+if TYPE_CHECKING:
+    from snip_megatron.gemm.backend import GemmBackend
+
+ROOM = "hardware"
+GEMM_ROOM = "gemm backends"
+
+_SHAPE = 256
+#: Relative error of Y against float64 under which a backend counts as right. Rounding to E4M3 alone gives about .037
+#: for normal values, E2M1 about .16; a wrong layout or scale gives 1 and more.
+_TOLERANCE = {"fp8": 0.08, "fp8_tensor": 0.08, "fp4": 0.3, "nvfp4": 0.3, "mxfp4": 0.3, "mxfp8": 0.08}
+
+
+def check_hardware() -> Iterator[Check]:
+    """The GPUs that torch sees."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        yield note(ROOM, "gpu", f"none ({built})", "training runs on the CPU: for tests and demonstrations only")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        yield ok(
+            ROOM,
+            f"gpu {index}",
+            f"{properties.name}, sm_{properties.major}{properties.minor}, {memory:.0f} GiB of memory",
+        )
+    yield ok(
+        ROOM,
+        "nccl",
+        ".".join(
+            str(part)
+            for part in torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        ),
+    )
+
+
+def check_backends() -> Iterator[Check]:
+    """Every backend of ``--snip-gemm``: chosen, run on one small linear and compared with float64."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    from snip_megatron.config import GEMM_BACKENDS
+
+    for name in GEMM_BACKENDS:
+        yield _backend(name)
+
+
+def _backend(name: str) -> Check:
+    from snip_megatron.gemm.selection import select_backend
+
+    try:
+        selection = select_backend(name)
+    except SnipError as error:
+        return note(GEMM_ROOM, name, "cannot run here", str(error))
+    wrong = []
+    measured = []
+    for fmt, tolerance in _TOLERANCE.items():
+        try:
+            relative = _fprop_error(selection.backend, fmt)
+        except SnipError as refusal:
+            measured.append(f"{fmt} refused: {refusal}")
+            continue
+        measured.append(f"{fmt} {relative:.3f}")
+        if not relative < tolerance:  # NaN is wrong too
+            wrong.append(fmt)
+    found = f"{selection.backend.name} ({selection.reason}); relative error of Y: {', '.join(measured)}"
+    if wrong:
+        return fail(
+            GEMM_ROOM, name, found, f"{', '.join(wrong)}: wrong numbers; use --snip-gemm reference and report it"
+        )
+    return ok(GEMM_ROOM, name, found)
+
+
+def _fprop_error(backend: GemmBackend, fmt_name: str) -> float:
+    """‖Y − XWᵀ‖ / ‖XWᵀ‖ of one forward GEMM, float64 being the truth."""
+    import torch
+
+    from snip_megatron.precision import Format
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draws = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(_SHAPE, _SHAPE, generator=draws).to(device, torch.bfloat16) for _ in range(2))
+    fmt = Format(fmt_name)
+    x_side, w_side = backend.quantize_input(x, fmt, None)[0], backend.quantize_weight(w, fmt, None)[0]
+    y = backend.fprop(x_side, w_side, dtype=torch.bfloat16)
+    truth = x.double() @ w.double().T
+    return float((y.double() - truth).norm() / truth.norm())

@@ -1,0 +1,134 @@
+"""The machine around the GPUs: solver process, process group, ports, disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from snip_megatron.doctor.check import Check, fail, note, ok
+from snip_megatron.doctor.packages import MEGATRON, release
+
+ROOM = "host"
+_LOW_DISK = 5 * 2**30
+_SHARED_MEMORY = 2 * 2**30
+
+
+def check_host(directory: Path, port: int) -> Iterator[Check]:
+    """``directory``: where runs will write; ``port``: torchrun's rendezvous port."""
+    yield _cpus()
+    yield _solver()
+    yield _compatibility()
+    yield _process_group()
+    yield _port(port)
+    yield _disk(directory)
+    yield _shared_memory()
+
+
+def _cpus() -> Check:
+    usable = len(os.sched_getaffinity(0))
+    if usable < 2:
+        return note(ROOM, "cpu", f"{usable} core", "the solver process shares it with training: give rank 0 one more")
+    return ok(ROOM, "cpu", f"{usable} cores")
+
+
+def _solver() -> Check:
+    """A small problem through the solver that a run uses."""
+    if importlib.util.find_spec("ortools") is None:
+        return fail(ROOM, "solver", "ortools is not installed", "pip install ortools")
+    from snip_megatron.precision import Format
+    from snip_megatron.solver.api import solve
+    from snip_megatron.solver.problem import Budget, Choice, Item, Problem
+
+    items = tuple(
+        Item(id=str(i), stage=0, cost=1.0, choices=(Choice(Format.FP8, 0.0, 0.0), Choice(Format.FP4, 1.0 + i, 1.0)))
+        for i in range(8)
+    )
+    began = time.monotonic()
+    solution = solve(Problem(items=items, budget=Budget(target=0.5, stage_tolerance=None)))
+    took = time.monotonic() - began
+    chosen = sorted(item for item, fmt in solution.choices.items() if fmt is Format.FP4)
+    if solution.status != "optimal" or chosen != ["0", "1", "2", "3"]:
+        return fail(ROOM, "solver", f"CP-SAT answered {solution.status}: {chosen}", "reinstall the pinned ortools")
+    return ok(ROOM, "solver", f"CP-SAT proved a small optimum in {took:.2f} s")
+
+
+def _compatibility() -> Check:
+    """Our view of Megatron's private names: checked when it is imported."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
+        return fail(ROOM, "megatron", "cannot be imported", "pip install 'megatron-core>=0.17,<0.20'")
+    from snip_megatron.megatron.startup import prepare
+
+    try:
+        prepare([], [])
+        # First its version: an unknown one may not even be importable as we import it. It need not be the installed
+        # package: teams put a vendored copy in front of it.
+        import megatron.core
+
+        if not MEGATRON.admits(release(megatron.core.__version__)):
+            return fail(ROOM, "megatron", f"{megatron.core.__version__} is imported", f"supported: {MEGATRON.range}")
+        from snip_megatron.megatron.compat import MEGATRON_VERSION
+    except Exception as error:  # whatever an unknown Megatron raises while it is imported is the finding
+        return fail(
+            ROOM, "megatron", f"{type(error).__name__}: {error}", "install a supported, unpatched megatron-core"
+        )
+    version = ".".join(str(part) for part in MEGATRON_VERSION)
+    return ok(ROOM, "megatron", f"{version}: every private name that the step hook needs is as expected")
+
+
+def _process_group() -> Check:
+    """A process group of one rank and a collective through it."""
+    if importlib.util.find_spec("torch") is None:
+        return fail(ROOM, "process group", "torch is not installed", "pip install torch")
+    import torch
+
+    if torch.distributed.is_initialized():
+        return ok(ROOM, "process group", "in use")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+            one = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
+            torch.distributed.all_reduce(one)
+            torch.distributed.destroy_process_group()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        return fail(ROOM, "process group", f"{backend}: {reason}", "check the driver and the network interface")
+    return ok(ROOM, "process group", f"{backend} works on one rank")
+
+
+def _port(port: int) -> Check:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return note(ROOM, "port", f"{port} is taken", "give torchrun another --master-port (or --rdzv-endpoint)")
+    return ok(ROOM, "port", f"{port} is free")
+
+
+def _disk(directory: Path) -> Check:
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        return fail(ROOM, "disk", f"{existing} is not writable", "give --dir a directory that this user can write")
+    free = shutil.disk_usage(existing).free
+    found = f"{free / 2**30:.0f} GiB free at {existing}"
+    if free < _LOW_DISK:
+        return note(ROOM, "disk", found, "a checkpoint takes 14 to 18 bytes a parameter, a run directory some MB")
+    return ok(ROOM, "disk", found)
+
+
+def _shared_memory() -> Check:
+    path = Path("/dev/shm")
+    if not path.exists():
+        return note(ROOM, "shared memory", "no /dev/shm", "data loader workers and NCCL use it")
+    free = shutil.disk_usage(path).free
+    found = f"{free / 2**30:.1f} GiB free"
+    if free < _SHARED_MEMORY:
+        return note(ROOM, "shared memory", found, "containers: start them with a larger --shm-size (or --ipc=host)")
+    return ok(ROOM, "shared memory", found)

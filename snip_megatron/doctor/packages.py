@@ -1,0 +1,116 @@
+"""Versions of what is required and of what is used where it is found. Nothing heavy is imported for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from snip_megatron.doctor.check import Check, fail, note, ok
+
+ROOM = "packages"
+_OLDEST_PYTHON = (3, 12)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A distribution and the versions that work: ``oldest`` ≤ version < ``beyond``; None: any."""
+
+    name: str
+    oldest: tuple[int, ...] | None = None
+    beyond: tuple[int, ...] | None = None
+
+    @property
+    def range(self) -> str:
+        """As pip writes it."""
+        parts = [f">={_text(self.oldest)}"] if self.oldest else []
+        return ",".join([*parts, f"<{_text(self.beyond)}"] if self.beyond else parts)
+
+    def admits(self, version: tuple[int, ...]) -> bool:
+        """Whether the version lies in the range."""
+        return (self.oldest is None or version >= self.oldest) and (self.beyond is None or version < self.beyond)
+
+
+MEGATRON = Requirement("megatron-core", (0, 17), (0, 20))
+REQUIRED = (
+    Requirement("torch", (2, 8)),
+    MEGATRON,
+    Requirement("ortools", (9, 15), (10,)),
+    Requirement("numpy", (2,)),
+    Requirement("omegaconf", (2, 3)),
+    Requirement("transformers", (5,)),
+    Requirement("tokenizers", (0, 22)),
+    Requirement("psutil", (6,)),
+)
+OPTIONAL = (
+    (Requirement("triton", (3, 4)), "the quantisation kernels of a GPU need it"),
+    (
+        Requirement("transformer-engine", (2, 9)),
+        "--transformer-impl transformer_engine and the Blackwell GEMMs need it",
+    ),
+    (Requirement("apex"), "never needed; Megatron's fused kernels use it where it is"),
+    (Requirement("megatron-bridge", (0, 6), (0, 7)), "the Bridge callback needs it"),
+    (Requirement("wandb", (0, 22)), "--wandb-project needs it"),
+    (Requirement("tensorboard"), "--tensorboard-dir needs it"),
+    (Requirement("plotly", (6,)), "snip report needs it"),
+    (Requirement("jinja2", (3,)), "snip report needs it"),
+)
+
+
+def check_packages() -> Iterator[Check]:
+    """Python and every package, required ones first."""
+    version = platform.python_version()
+    if sys.version_info[:2] >= _OLDEST_PYTHON:
+        yield ok(ROOM, "python", version)
+    else:
+        yield fail(ROOM, "python", version, f"install Python {_text(_OLDEST_PYTHON)} or newer")
+    for requirement in REQUIRED:
+        yield _required(requirement)
+    for requirement, purpose in OPTIONAL:
+        yield _optional(requirement, purpose)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version text: ``2.11.0+cu130`` → (2, 11, 0); of none: ()."""
+    numbers: list[int] = []
+    for part in version.split("."):
+        match = re.match(r"\d+", part)
+        if match is None:
+            break
+        numbers.append(int(match[0]))
+        if match[0] != part:
+            break
+    return tuple(numbers)
+
+
+def _required(requirement: Requirement) -> Check:
+    version = _installed(requirement.name)
+    if version is None:
+        return fail(ROOM, requirement.name, "not installed", f"pip install '{requirement.name}{requirement.range}'")
+    if not requirement.admits(release(version)):
+        advice = f"supported: {requirement.range}; pip install '{requirement.name}{requirement.range}'"
+        return fail(ROOM, requirement.name, version, advice)
+    return ok(ROOM, requirement.name, version)
+
+
+def _optional(requirement: Requirement, purpose: str) -> Check:
+    version = _installed(requirement.name)
+    if version is None:
+        return note(ROOM, requirement.name, "not installed", purpose)
+    if not requirement.admits(release(version)):
+        return note(ROOM, requirement.name, version, f"supported: {requirement.range}; {purpose}")
+    return ok(ROOM, requirement.name, version)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _text(version: tuple[int, ...] | None) -> str:
+    return ".".join(str(number) for number in version or ())

@@ -1,0 +1,44 @@
+"""`snip doctor` as a user and as a script calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def doctor(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "snip_megatron.cli", "doctor", *arguments]
+    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_a_working_machine_is_ready(tmp_path):
+    done = doctor("--dir", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "CP-SAT proved a small optimum" in done.stdout
+    assert done.stdout.rstrip().endswith("ready: training under SNIP can run here")
+
+
+def test_json_and_exit_code_when_megatron_is_not_one_we_know(tmp_path):
+    # A vendored Megatron in front of the installed one, of a version nobody tested.
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("__version__ = '0.31.0'\n", encoding="utf-8")
+    done = doctor("--json", path=tmp_path)
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert report["schema"] == "snip.doctor/1"
+    failed = [check for check in report["checks"] if check["status"] == "fail"]
+    assert [check["name"] for check in failed] == ["megatron"]
+    assert "0.31.0" in failed[0]["found"]
+
+
+def test_a_port_that_does_not_exist_is_one_line():
+    done = doctor("--port", "70000")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "snip doctor: --port 70000: must lie between 1 and 65535\n"

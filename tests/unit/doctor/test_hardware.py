@@ -1,0 +1,46 @@
+"""Backends are run, not believed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from snip_megatron.doctor import hardware
+from snip_megatron.doctor.check import Status
+from snip_megatron.gemm import selection
+from snip_megatron.gemm.backend import ReferenceBackend
+from snip_megatron.gemm.selection import Selection
+
+
+def test_every_backend_is_named_and_the_reference_is_right():
+    found = {check.name: check for check in hardware.check_backends()}
+    assert found["reference"].status is Status.OK
+    assert "fp4 0.16" in found["reference"].found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_hopper_says_why():
+    found = {check.name: check for check in hardware.check_backends()}
+    assert found["hopper"].status is Status.NOTE
+    assert "no CUDA device" in found["hopper"].advice
+    assert [check.status for check in hardware.check_hardware()] == [Status.NOTE]
+
+
+class _Transposed(ReferenceBackend):
+    """A backend whose weights come out in the wrong layout."""
+
+    def fprop(self, x, w, *, dtype):
+        return super().fprop(x, w, dtype=dtype).T
+
+
+class _NotANumber(ReferenceBackend):
+    def fprop(self, x, w, *, dtype):
+        return super().fprop(x, w, dtype=dtype) * float("nan")
+
+
+@pytest.mark.parametrize("backend", [_Transposed(), _NotANumber()])
+def test_wrong_numbers_fail(monkeypatch, backend):
+    monkeypatch.setattr(selection, "select_backend", lambda name: Selection(backend, "under test"))
+    found = [check for check in hardware.check_backends() if check.name == "auto"]
+    assert found[0].status is Status.FAIL
+    assert "fp8, fp8_tensor, fp4" in found[0].advice

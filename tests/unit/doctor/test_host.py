@@ -1,0 +1,58 @@
+"""Ports, directories and the solver on this host."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from snip_megatron.doctor import host
+from snip_megatron.doctor.check import Status
+
+
+def test_a_taken_port_is_noticed():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        check = host._port(port)
+    assert (check.status, check.found) == (Status.NOTE, f"{port} is taken")
+    assert host._port(port).status is Status.OK
+
+
+def test_disk_looks_at_the_nearest_existing_folder(tmp_path):
+    assert str(tmp_path) in host._disk(tmp_path / "not" / "there").found
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_read_only_folder_fails(tmp_path):
+    tmp_path.chmod(0o500)
+    assert host._disk(tmp_path).status is Status.FAIL
+
+
+def test_little_disk_is_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "_LOW_DISK", 2**80)
+    assert host._disk(tmp_path).status is Status.NOTE
+
+
+def test_the_solver_is_run():
+    assert host._solver().status is Status.OK
+
+
+def test_a_solver_that_answers_wrongly_fails(monkeypatch):
+    from snip_megatron.solver import api
+
+    real = api.solve
+
+    def costliest(problem):
+        import dataclasses
+
+        solution = real(problem)
+        return dataclasses.replace(
+            solution,
+            choices=dict(reversed(list(zip(solution.choices, reversed(list(solution.choices.values())), strict=True)))),
+        )
+
+    monkeypatch.setattr(api, "solve", costliest)
+    assert host._solver().status is Status.FAIL
