@@ -20,7 +20,10 @@ EXIT_MAP_MISMATCH = 18
 
 _ATTEMPTS = 3
 _META_BYTES = 4096
-_META_FIELDS = ("version", "status", "objective", "bound", "target", "achieved", "achieved_per_stage", "solve_seconds")
+_META_FIELDS = (
+    "version", "status", "objective", "bound", "target", "achieved", "achieved_per_stage", "solve_seconds", "budget",
+    "loss", "speedup", "fp4_share",
+)  # fmt: skip
 
 
 class Verdict(IntEnum):

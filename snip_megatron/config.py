@@ -12,9 +12,11 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 
 GRANULARITIES = ("gemm", "layer")
-GEMM_BACKENDS = ("auto", "reference", "hopper")
+GEMM_BACKENDS = ("auto", "reference", "hopper", "blackwell")
 EVAL_MODES = ("map", "bf16", "both")
 FORMATS = ("fp8", "fp4", "nvfp4", "mxfp4", "mxfp8", "fp8_tensor")
+BUDGETS = ("fp4", "speedup", "loss")
+COSTS = ("auto", "time", "flops")
 FOUR_BIT = ("fp4", "nvfp4", "mxfp4")
 
 
@@ -28,8 +30,20 @@ class SnipConfig:
     """Everything a run needs to know about SNIP. Field ``x_y`` is the argument ``--snip-x-y``."""
 
     enabled: bool = False
-    budget: str = _option("fp4=0.75", "what is wanted: fp4=SHARE of the decoder linears' FLOPs in fp4")
-    formats: tuple[str, ...] = _option(("fp8", "fp4"), "candidate formats, comma separated")
+    budget: str = _option(
+        "fp4=0.75",
+        "what is wanted: fp4=SHARE of the decoder linears' FLOPs in fp4, speedup=FACTOR of the decoder linears'"
+        " predicted time over bf16, or loss=NATS, the fastest map whose predicted loss stays within it",
+    )
+    formats: tuple[str, ...] = _option(
+        ("fp8", "fp4"), "candidate formats, comma separated; bf16 only under speedup= and loss="
+    )
+    cost: str = _option(
+        "auto", "what a choice saves: auto is flops under fp4=, time under speedup= and loss=", choices=COSTS
+    )
+    timings: str | None = _option(
+        None, "measured times for --snip-cost time, instead of the table of this GPU", metavar="FILE"
+    )
     granularity: str = _option("gemm", "one choice per GEMM, or per linear (the paper's)", choices=GRANULARITIES)
     update_interval: int = _option(1000, "steps between two updates of the map; 0: no updates", type=int, metavar="N")
     first_update: int = _option(100, "step of the first update", type=int, metavar="N")
@@ -44,7 +58,10 @@ class SnipConfig:
         512, "tokens a microbatch of which noise probes compare activations", type=int, metavar="N"
     )
     probe_noise: float = _option(0.03, "relative size of the probes' noise", type=float)
-    stage_tolerance: str = _option("0.02", "how far a pipeline stage may stay under the budget; none: no constraint")
+    stage_tolerance: str = _option("0.02", "how far a pipeline stage may stay under fp4=; none: no constraint")
+    change_penalty: float = _option(
+        0.0, "loss that a choice unlike the map in force costs, in mean losses of an option's worst format", type=float
+    )
     pin: tuple[str, ...] = _option((), "GLOB=FORMAT: a fixed choice for the linears that match; repeatable")
     map: str | None = _option(None, "a snip.map/1 file to run under, without updates", metavar="MAP.json")
     replay: str | None = _option(None, "repeat the recorded adoptions of another run's directory", metavar="RUN")
@@ -63,12 +80,33 @@ class SnipConfig:
 
     # -- derived -----------------------------------------------------------------------------------------------
     @property
-    def target(self) -> float:
-        """The wanted fp4 share in [0, 1]."""
-        kind, _, value = self.budget.partition("=")
-        if kind != "fp4":
-            raise SnipError(f"--snip-budget {self.budget}: expected fp4=SHARE, for example fp4=0.75")
-        return _share("--snip-budget", self.budget, value)
+    def wanted(self) -> tuple[str, float]:
+        """The budget: one of BUDGETS and its figure, an fp4 share in [0, 1], a factor of 1 or more, or nats."""
+        kind, _, text = self.budget.partition("=")
+        if kind not in BUDGETS:
+            raise SnipError(
+                f"--snip-budget {self.budget}: expected fp4=SHARE, speedup=FACTOR or loss=NATS, for example fp4=0.75"
+            )
+        if kind == "fp4":
+            return kind, _share("--snip-budget", self.budget, text)
+        try:
+            figure = float(text)
+        except ValueError:
+            figure = math.nan
+        least, most, what = (1.0, 1e6, "a factor of 1 or more") if kind == "speedup" else (0.0, 1e100, "0 or more nats")
+        if not least <= figure <= most:
+            raise SnipError(f"--snip-budget {self.budget}: must be {what}")
+        return kind, figure
+
+    @property
+    def measured_formats(self) -> tuple[str, ...]:
+        """The candidates that a probe measures: bf16 is what they are compared with."""
+        return tuple(f for f in self.formats if f != Format.BF16.value)
+
+    @property
+    def timed(self) -> bool:
+        """Whether costs are predicted times (or FLOPs in their place) rather than shares of FLOPs in fp4."""
+        return self.wanted[0] != "fp4"
 
     @property
     def tolerance(self) -> float | None:
@@ -104,7 +142,7 @@ class SnipConfig:
         from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
         from snip_megatron.sensitivity.quality import Q_RULES
 
-        _ = self.target, self.tolerance, self.pins
+        _ = self.wanted, self.tolerance, self.pins
         for name, value, known in (
             ("policy", self.policy, POLICIES),
             ("estimator", self.estimator, ESTIMATORS),
@@ -112,17 +150,12 @@ class SnipConfig:
             ("granularity", self.granularity, GRANULARITIES),
             ("gemm", self.gemm, GEMM_BACKENDS),
             ("eval", self.eval, EVAL_MODES),
+            ("cost", self.cost, COSTS),
         ):
             if value not in known:
                 raise SnipError(f"--snip-{name} {value}: unknown; choose one of {', '.join(known)}")
-        unknown = [f for f in self.formats if f not in FORMATS]
-        if unknown or not self.formats or len(set(self.formats)) != len(self.formats):
-            raise SnipError(f"--snip-formats {','.join(self.formats)}: expected distinct names of {', '.join(FORMATS)}")
-        if self.updates and self.target > 0 and not set(self.formats) & set(FOUR_BIT):
-            raise SnipError(
-                f"--snip-formats {','.join(self.formats)}: none has four bits, so --snip-budget {self.budget}"
-                " cannot be reached; add fp4"
-            )
+        self._validate_formats()
+        self._validate_cost()
         for name, least in (("update_interval", 0), ("first_update", 0), ("lag", 1), ("probe_microbatches", 1)):
             if getattr(self, name) < least:
                 raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be at least {least}")
@@ -133,8 +166,9 @@ class SnipConfig:
                 f"--snip-lag {self.lag}: must be smaller than --snip-update-interval {self.update_interval},"
                 " so that an update is adopted before the next begins"
             )
-        if not (math.isfinite(self.wait) and self.wait >= 0):
-            raise SnipError(f"--snip-wait {self.wait}: must be 0 or more seconds")
+        for name in ("wait", "change_penalty"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be a finite number, 0 or more")
         for name in ("probe_noise", "solver_time", "deadline"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be positive")
@@ -143,6 +177,40 @@ class SnipConfig:
         fixed = "map" if self.map is not None else "replay" if self.replay is not None else None
         if fixed is not None and self.pin:
             raise SnipError(f"--snip-pin cannot be combined with --snip-{fixed}: its maps are used as they are")
+
+    def _validate_formats(self) -> None:
+        kind, figure = self.wanted
+        names = ",".join(self.formats)
+        known = (*FORMATS, Format.BF16.value)
+        if set(self.formats) - set(known) or not self.formats or len(set(self.formats)) != len(self.formats):
+            raise SnipError(f"--snip-formats {names}: expected distinct names of {', '.join(known)}")
+        if Format.BF16.value in self.formats and kind == "fp4":
+            raise SnipError(
+                f"--snip-formats {names}: bf16 is no candidate under --snip-budget {self.budget}, where it costs"
+                " nothing; use --snip-pin GLOB=bf16, or --snip-budget speedup= or loss="
+            )
+        if not self.measured_formats:
+            raise SnipError(f"--snip-formats {names}: leaves nothing to choose; add fp8, fp8_tensor or fp4")
+        if self.updates and kind == "fp4" and figure > 0 and not set(self.formats) & set(FOUR_BIT):
+            raise SnipError(
+                f"--snip-formats {names}: none has four bits, so --snip-budget {self.budget} cannot be reached; add fp4"
+            )
+
+    def _validate_cost(self) -> None:
+        kind, _ = self.wanted
+        if kind == "fp4" and (self.cost == "time" or self.timings is not None):
+            argument = "--snip-cost time" if self.cost == "time" else f"--snip-timings {self.timings}"
+            raise SnipError(
+                f"{argument} cannot be combined with --snip-budget {self.budget}, which is a share of FLOPs;"
+                " use --snip-budget speedup= or loss="
+            )
+        if self.cost == "flops" and self.timings is not None:
+            raise SnipError(f"--snip-timings {self.timings} cannot be combined with --snip-cost flops: leave one out")
+        if kind == "loss" and self.updates and not _in_nats(self.policy, self.q):
+            raise SnipError(
+                f"--snip-budget {self.budget} bounds a loss, and the scores of --snip-policy {self.policy} with --snip-q"
+                f" {self.q} are none; use --snip-policy snip with --snip-q split or noise, or --snip-policy fisher"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready fields: what config.json of the run directory holds."""
@@ -164,6 +232,11 @@ class SnipConfig:
                 raise SnipError(f"{_flag(f.name)} has no effect without --snip: add --snip, or leave it out")
             values[f.name] = _tuple(f.name, value) if isinstance(f.default, tuple) else value
         return cls(enabled=enabled, **values)
+
+
+def _in_nats(policy: str, q: str) -> bool:
+    """Whether a policy's scores are predicted losses in nats (sensitivity/README.md, units)."""
+    return policy == "fisher" or (policy == "snip" and q in ("split", "noise"))
 
 
 def _share(argument: str, text: str, value: str) -> float:

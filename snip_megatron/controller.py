@@ -17,7 +17,7 @@ from snip_megatron.adoption import Decision, MapChannel, Verdict
 from snip_megatron.config import SnipConfig
 from snip_megatron.controller_state import ControllerState, Pending
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import Format, Gemm, PrecisionMap
+from snip_megatron.precision import PrecisionMap, fp4_fraction
 from snip_megatron.reporting.wandb_sink import WandbSink
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.step_report import StepFigures, StepReport
@@ -203,6 +203,7 @@ class Controller:
             achieved=new.achieved,
             achieved_per_stage=dict(new.achieved_per_stage),
             fp4_fraction=fraction,
+            **new.prediction(),
             changed=changed,
             wait_s=_since(started),
         )
@@ -254,14 +255,6 @@ class Controller:
         self._sink.event(step, kind, **fields)
         if self._coordinator is not None:
             self._coordinator.event(step, kind, **fields)
-
-
-def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float]) -> float:
-    """FLOPs of four-bit GEMMs over all; ``flops``: linear's name → FLOPs of one GEMM (its three are equal)."""
-    four_bit = {Format.FP4, Format.NVFP4, Format.MXFP4}
-    total = 3.0 * sum(flops.values())
-    low = sum(flops[name] for name in flops for gemm in Gemm if precision_map.format_of(name, gemm) in four_bit)
-    return low / total if total else 0.0
 
 
 def _since(started: float) -> float:

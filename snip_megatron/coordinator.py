@@ -11,7 +11,7 @@ from typing import Any
 from snip_megatron.adoption import Decision, Verdict
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction, option_id
 from snip_megatron.reporting.readers import read_events
 from snip_megatron.reporting.run_directory import RunDirectory
 from snip_megatron.sensitivity.policies import fixed_map
@@ -63,11 +63,14 @@ class RankZeroCoordinator:
         self._config = config
         self._request = request
         self._linears = linears
+        self._flops = {row.name: 2.0 * row.n * row.k for row in linears}
         self._static_map = static_map
         self._run = run
         self._replay = dict(replay_schedule(config.replay)) if config.replay is not None else {}
         self._decisions: dict[int, Decision] = {}
         self._submitted: dict[int, int] = {}
+        self._in_force: PrecisionMap | None = None
+        self._speedups: list[tuple[int, float | None]] = []  # (step from which, predicted speedup), ascending
         self._sidecar: SidecarClient | None = None
         self._restarts = 0
         if config.updates:
@@ -81,7 +84,19 @@ class RankZeroCoordinator:
         self._submitted[version] = step
         if self._run is not None:
             self._run.write_statistics(step, table)
-        self._sidecar.submit(SolveJob(table=table, request=dataclasses.replace(self._request, version=version)))
+        request = dataclasses.replace(self._request, version=version)
+        self._sidecar.submit(SolveJob(table=table, request=request, hint=self._hint()))
+
+    def _hint(self) -> dict[str, Format] | None:
+        """The choices in force under the ids of this run's options, wherever the map came from."""
+        if self._in_force is None:
+            return None
+        gemms = tuple(Gemm) if self._request.granularity == "gemm" else (None,)
+        return {
+            option_id(row.name, gemm): self._in_force.format_of(row.name, gemm or Gemm.FPROP)
+            for row in self._linears
+            for gemm in gemms
+        }
 
     def pump(self, step: int) -> None:
         """Take in what the sidecar has to say, without blocking."""
@@ -116,6 +131,8 @@ class RankZeroCoordinator:
             return
         precision_map = result.precision_map
         assert precision_map is not None
+        if precision_map.budget is not None:
+            precision_map = precision_map.with_fields(fp4_share=fp4_fraction(precision_map, self._flops))
         self._decisions[version] = Decision(Verdict.MAP, precision_map)
         self.event(
             step,
@@ -126,6 +143,7 @@ class RankZeroCoordinator:
             bound=precision_map.bound,
             achieved=precision_map.achieved,
             achieved_per_stage=dict(precision_map.achieved_per_stage),
+            **precision_map.prediction(),
             solve_seconds=precision_map.solve_seconds,
             latency_s=result.latency_s,
         )
@@ -166,11 +184,18 @@ class RankZeroCoordinator:
 
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
         """One line of metrics.jsonl."""
-        if self._run is not None:
-            self._run.metric(figures.step, figures.loss, figures.grad_norm, fp4_fraction)
+        if self._run is None:
+            return
+        fields = {}
+        if self._request.timed:
+            past = [speedup for step, speedup in self._speedups if step <= figures.step]
+            fields["predicted_speedup"] = past[-1] if past else None
+        self._run.metric(figures.step, figures.loss, figures.grad_norm, fp4_fraction, **fields)
 
     def adopted(self, step: int, precision_map: PrecisionMap) -> None:
-        """Keep the adopted map."""
+        """Keep the adopted map; the next update starts from it."""
+        self._in_force = precision_map
+        self._speedups.append((step, precision_map.speedup))
         if self._run is not None:
             self._run.write_map(step, precision_map)
 

@@ -23,6 +23,7 @@ from snip_megatron.errors import SnipError
 
 MAP_SCHEMA = "snip.map/1"
 STATUSES = ("optimal", "feasible", "infeasible", "static")
+_FIGURES = ("objective", "bound", "target", "achieved", "solve_seconds", "loss", "speedup", "fp4_share")
 
 
 class Format(str, Enum):
@@ -110,6 +111,12 @@ class PrecisionMap:
     """Which format each GEMM of each linear runs in. Immutable; equality of ``digest()`` is equality of formats.
 
     Linears that ``choices`` does not name run in bf16.
+
+    Attributes:
+        target, achieved, achieved_per_stage: what was asked, and Σ saving / Σ cost: the share of FLOPs in fp4.
+        budget: ``speedup`` or ``loss`` where ``target`` is such a figure and costs are times; None: a share. Then
+            ``achieved`` is the share of the bf16 time that is saved, and loss, speedup: predicted of the choices.
+        fp4_share: share of FLOPs in fp4, where ``achieved`` is not that.
     """
 
     choices: Mapping[str, Format]
@@ -121,6 +128,10 @@ class PrecisionMap:
     achieved: float | None = None
     achieved_per_stage: Mapping[str, float] = field(default_factory=dict)
     solve_seconds: float | None = None
+    budget: str | None = None
+    loss: float | None = None
+    speedup: float | None = None
+    fp4_share: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", MappingProxyType(dict(self.choices)))
@@ -129,6 +140,13 @@ class PrecisionMap:
     def __reduce__(self) -> tuple[Any, ...]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # a mapping proxy does not pickle, a dict does
         return _restore, ({k: dict(v) if isinstance(v, MappingProxyType) else v for k, v in values.items()},)
+
+    def prediction(self) -> dict[str, Any]:
+        """What events say of a map that was asked for by time or loss; nothing for one asked by a share of FLOPs."""
+        if self.budget is None or self.target is None:
+            return {}
+        asked = {"budget": f"{self.budget}={self.target:g}", "speedup": self.speedup, "loss": self.loss}
+        return asked | ({} if self.fp4_share is None else {"fp4_share": self.fp4_share})
 
     # -- lookup ------------------------------------------------------------------------------------------------
     def format_of(self, linear: str, gemm: Gemm) -> Format:
@@ -192,6 +210,8 @@ class PrecisionMap:
             "achieved_per_stage": dict(self.achieved_per_stage),
             "solve_seconds": self.solve_seconds,
         }
+        if self.budget is not None:
+            body |= {name: getattr(self, name) for name in ("budget", "loss", "speedup", "fp4_share")}
         return json.dumps(body, indent=1, allow_nan=False) + "\n"
 
     @classmethod
@@ -224,6 +244,9 @@ class PrecisionMap:
         per_stage = body.get("achieved_per_stage") or {}
         if not isinstance(per_stage, dict):
             raise SnipError(f"{where}: achieved_per_stage: must be an object")
+        budget = body.get("budget")
+        if budget not in (None, "speedup", "loss"):
+            raise SnipError(f"{where}: budget: {budget!r:.40} is not one of speedup, loss")
         version = body.get("version", 0)
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**31:
             raise SnipError(f"{where}: version: must be an integer in [0, 2^31)")
@@ -231,12 +254,18 @@ class PrecisionMap:
             choices=choices,
             version=version,
             status=status,
+            budget=budget,
             achieved_per_stage={str(k): _number(v, where, f"achieved_per_stage[{k!r}]") for k, v in per_stage.items()},
-            **{
-                name: None if body.get(name) is None else _number(body[name], where, name)
-                for name in ("objective", "bound", "target", "achieved", "solve_seconds")
-            },
+            **{name: None if body.get(name) is None else _number(body[name], where, name) for name in _FIGURES},
         )
+
+
+def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float]) -> float:
+    """FLOPs of four-bit GEMMs over all; ``flops``: linear's name → FLOPs of one GEMM (its three are equal)."""
+    four_bit = {Format.FP4, Format.NVFP4, Format.MXFP4}
+    total = 3.0 * sum(flops.values())
+    low = sum(flops[name] for name in flops for gemm in Gemm if precision_map.format_of(name, gemm) in four_bit)
+    return low / total if total else 0.0
 
 
 def _number(value: Any, where: str, path: str) -> float:

@@ -118,7 +118,7 @@ class ProbeRunner:
         self._rng: Any = None
         self._table_shape = TableShape(
             names=tuple(registry.names),
-            formats=snip.formats,
+            formats=snip.measured_formats,
             sinks=sink_rows(self._config, shape.padded_vocab_size),
         )
         self._drift = DriftProbe(
@@ -133,7 +133,9 @@ class ProbeRunner:
         per_step = call.num_microbatches * tokens // microbatches
         per_token = bool(self._config.calculate_per_token_loss)
         scale = StepScale(1.0 / (tokens if per_token else self._groups.dp_size), call.clip, tokens, per_step)
-        recorders = [LinearRecorder(handle, self._snip.formats, self._snip.probe_tokens) for handle in self._registry]
+        recorders = [
+            LinearRecorder(handle, self._snip.measured_formats, self._snip.probe_tokens) for handle in self._registry
+        ]
         stream = ResidualStream(
             self._model,
             self._registry.context,

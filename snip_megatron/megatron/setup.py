@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,13 @@ from snip_megatron.megatron.evaluation import Evaluation, check_evaluation
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, StepCall
 from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.megatron.step_costs import linear_shapes
 from snip_megatron.reporting.run_directory import RunDirectory
 from snip_megatron.reporting.wandb_sink import WandbSink
 from snip_megatron.sensitivity.policies import needs_forward_noise
+from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.statistics.table import LinearRow
 from snip_megatron.step_report import StepReport
 
 _GRAD_NORM = 5  # index in what train_step returns
@@ -215,7 +218,8 @@ class SnipRun:
         )
         if is_rank_zero():
             static_map = validate.load_map(config.map, registry.names) if config.map is not None else None
-            self._coordinator = RankZeroCoordinator(config, request, linears, static_map, self._run_directory(step))
+            run = self._run_directory(step, request, linears)
+            self._coordinator = RankZeroCoordinator(config, request, linears, static_map, run)
         self._controller = Controller(
             config,
             registry,
@@ -229,7 +233,7 @@ class SnipRun:
         )
         return self._controller
 
-    def _run_directory(self, step: int) -> RunDirectory | None:
+    def _run_directory(self, step: int, request: SolveRequest, linears: tuple[LinearRow, ...]) -> RunDirectory | None:
         """``--snip-dir``, else ``<save>/snip``; without either the run keeps no record."""
         config, args = self._config, self._args
         if config.dir is None and not args.save:
@@ -251,6 +255,8 @@ class SnipRun:
             "global_batch_size": args.global_batch_size,
             "micro_batch_size": args.micro_batch_size,
             "sequence_parallel": args.sequence_parallel,
+            "request": request.as_dict(),  # what `snip solve RUN` starts from
+            "linear_shapes": {name: asdict(s) for name, s in linear_shapes(args, linears).items()},
         }
         resume = step if args.load or step > 0 else None
         return RunDirectory(path, identity, overwrite=config.overwrite, resume_step=resume, facts=facts)

@@ -12,9 +12,10 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.coordinator import replay_schedule
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.registry import check_map_fits, decoder_linear_names
+from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.precision import LinearId, PrecisionMap
 from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
-from snip_megatron.sensitivity.problem import reachable_share
+from snip_megatron.sensitivity.problem import check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow
 
@@ -234,14 +235,20 @@ def gemm_flops(rows: Sequence[LinearRow]) -> dict[str, float]:
 
 
 def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0) -> SolveRequest:
-    """What every update of this run asks."""
+    """What every update of this run asks. Raises SnipError where predicted times are needed and there are none."""
+    kind, wanted = config.wanted
+    timed = config.timed and config.updates
     return SolveRequest(
         policy=config.policy,
         estimator=config.estimator,
         q=config.q,
         formats=config.formats,
         granularity=config.granularity,
-        target=config.target,
+        target=wanted if kind == "fp4" else 0.0,
+        speedup=wanted if kind == "speedup" else None,
+        loss=wanted if kind == "loss" else None,
+        times=option_times(config, args, model_linears(args)) if timed else None,
+        change_penalty=config.change_penalty,
         stage_tolerance=config.tolerance,
         pins=pins(config, args),
         seed=config.seed,
@@ -255,8 +262,12 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
     """A budget that pins make unreachable is refused now, with what could be reached."""
     if not config.updates:
         return
-    share = reachable_share(model_linears(args), solve_request(config, args))
-    if share < config.target - 1e-9:
+    request = solve_request(config, args)
+    if config.timed:
+        check_reachable(model_linears(args), request)
+        return
+    share = reachable_share(model_linears(args), request)
+    if share < request.target - 1e-9:
         raise SnipError(
             f"--snip-budget {config.budget} is out of reach with --snip-pin: at most fp4={share:.4f} of the FLOPs can"
             " be four-bit; lower the budget or pin less"

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format, Gemm, option_id
+from snip_megatron.precision import Format, Gemm, option_id, split_option_id
 from snip_megatron.sensitivity.loss_divergence import FloatArray
 from snip_megatron.sensitivity.policies import divergences, pinned_formats, policy_scores
 from snip_megatron.sensitivity.quality import monotone, rounded
 from snip_megatron.sensitivity.request import SolveRequest, is_four_bit
-from snip_megatron.solver.problem import Budget, Choice, Item, Problem
+from snip_megatron.solver.infeasible import why_infeasible
+from snip_megatron.solver.problem import Choice, Item, Problem
+from snip_megatron.solver.table import ChoiceTable
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 
 Scores = dict[str, dict[str, dict[str, float]]]
@@ -105,7 +107,13 @@ def _reachable_limit(options: Sequence[Option], request: SolveRequest) -> tuple[
 
 
 def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> None:
-    """Raise SnipError, naming the highest reachable budget, if ``request.target`` is out of reach."""
+    """Raise SnipError, naming the highest reachable budget, if ``request`` asks for more.
+
+    A bound on the loss is never refused here: what is reachable depends on scores.
+    """
+    if request.timed:
+        _check_reachable_speedup(list_options(linears, request, tokens_per_step), request)
+        return
     share, stage = _reachable_limit(list_options(linears, request, tokens_per_step), request)
     if request.target * (1.0 - 1e-9) > share:
         where = "" if stage is None else f" (stage {stage} limits it)"
@@ -113,6 +121,20 @@ def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, toke
         raise SnipError(
             f"--snip-budget fp4={request.target:g} is unreachable: formats, pins and linears outside SNIP's choice"
             f" leave at most fp4={shown:.4f}{where}; lower the budget or remove a pin"
+        )
+
+
+def _check_reachable_speedup(options: Sequence[Option], request: SolveRequest) -> None:
+    items = tuple(_item(option, request, {}) for option in options)
+    problem = Problem(items=items, budget=request.budget)  # also finds formats without a predicted time
+    if request.speedup is None:
+        return
+    choices = ChoiceTable.build(problem)
+    if not choices.feasible(choices.most_saving()):
+        raise SnipError(
+            f"--snip-budget speedup={request.speedup:g} is unreachable with --snip-formats"
+            f" {','.join(request.formats)} and the pins: by the times of {request.times and request.times.model},"
+            f" {why_infeasible(choices, problem.budget).why} (seconds a step in the decoder's linears)"
         )
 
 
@@ -149,7 +171,13 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
         for i, option in enumerate(options)
     }
     items = tuple(_item(option, request, scores[option.id]) for option in options)
-    return Problem(items=items, budget=Budget(request.target, request.stage_tolerance)), scores
+    return Problem(items=items, budget=request.budget), scores
+
+
+def change_penalty(problem: Problem, request: SolveRequest) -> float:
+    """Loss a changed choice costs: ``request.change_penalty`` means of the options' largest losses."""
+    worst = math.fsum(max(c.loss for c in item.choices) for item in problem.items) / len(problem.items)
+    return request.change_penalty * max(worst, 0.0)
 
 
 def _per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
@@ -180,12 +208,20 @@ def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray
 
 def _item(option: Option, request: SolveRequest, scores: dict[str, dict[str, float]]) -> Item:
     formats = request.formats if option.pinned is None else (option.pinned,)
+    cost, savings = option.cost, {fmt: option.flops if is_four_bit(fmt) else 0.0 for fmt in formats}
+    if request.timed:
+        cost, savings = _times(option.id, formats, request)
     choices = tuple(
-        Choice(
-            format=Format(fmt),
-            loss=scores[fmt]["q"] if fmt in scores else 0.0,
-            saving=option.flops if is_four_bit(fmt) else 0.0,
-        )
+        Choice(format=Format(fmt), loss=scores[fmt]["q"] if fmt in scores else 0.0, saving=savings[fmt])
         for fmt in formats
     )
-    return Item(id=option.id, stage=option.stage, cost=option.cost, choices=choices)
+    return Item(id=option.id, stage=option.stage, cost=cost, choices=choices)
+
+
+def _times(option: str, formats: Sequence[str], request: SolveRequest) -> tuple[float, dict[str, float]]:
+    """An option's seconds in bf16, and what each format takes less (negative: more)."""
+    if request.times is None:
+        raise SnipError("speedup= and loss= need predicted times")
+    linear, gemm = split_option_id(option)
+    cost = request.times.of(str(linear), gemm, Format.BF16.value)
+    return cost, {fmt: cost - request.times.of(str(linear), gemm, fmt) for fmt in formats}

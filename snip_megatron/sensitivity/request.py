@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.solver.problem import Budget
 
 GRANULARITIES = ("gemm", "layer")
 
@@ -41,10 +45,16 @@ class SolveRequest:
 
     Attributes:
         policy, estimator, q: names of ``policies.POLICIES``, ``policies.ESTIMATORS``, ``quality.Q_RULES``.
-        formats: candidate formats of every option that is not pinned.
+        formats: candidate formats of every option that is not pinned; bf16 among them costs its time and no loss.
         granularity: ``gemm`` (one choice a GEMM) or ``layer`` (one a linear, the paper's).
         target: wanted fp4 share in [0, 1] of the FLOPs of *all* decoder linears (DESIGN, definitions).
         stage_tolerance: how far a pipeline stage may stay below ``target``; None: no stage constraint.
+        speedup: instead of ``target``: wanted time of the decoder linears in bf16 over theirs under the map, on the
+            slowest pipeline stage; 1 or more.
+        loss: instead of ``target``: Σ of the scores that the fastest map may have, in the policy's unit (nats).
+        times: predicted seconds of every GEMM; needed by ``speedup`` and ``loss``.
+        change_penalty: added to the loss for every choice unlike the hint's, in means over the options of the loss of
+            an option's worst format; 0: none.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``; the last match wins.
         seed: of the ``random`` policy and of the one order that breaks ties.
         version: version of the map that this update makes.
@@ -64,6 +74,10 @@ class SolveRequest:
     granularity: str = "gemm"
     target: float = 0.75
     stage_tolerance: float | None = 0.02
+    speedup: float | None = None
+    loss: float | None = None
+    times: OptionTimes | None = None
+    change_penalty: float = 0.0
     pins: tuple[tuple[str, str], ...] = ()
     seed: int = 1234
     version: int = 0
@@ -78,6 +92,47 @@ class SolveRequest:
     def __post_init__(self) -> None:
         _check_formats(self)
         _check_numbers(self)
+
+    @property
+    def budget(self) -> Budget:
+        """What the solver is asked for."""
+        if self.speedup is not None or self.loss is not None:
+            return Budget(speedup=self.speedup, loss=self.loss)
+        return Budget(self.target, self.stage_tolerance)
+
+    @property
+    def timed(self) -> bool:
+        """Whether an option costs seconds rather than FLOPs."""
+        return self.speedup is not None or self.loss is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready: what a run's config.json keeps, to solve its statistics again."""
+        body = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        body["formats"], body["protected_kinds"] = list(self.formats), list(self.protected_kinds)
+        body["pins"] = [list(pin) for pin in self.pins]
+        body["times"] = None if self.times is None else self.times.as_dict()
+        if self.unquantised_stage_flops is not None:
+            body["unquantised_stage_flops"] = {str(k): v for k, v in self.unquantised_stage_flops.items()}
+        return body
+
+    @classmethod
+    def from_dict(cls, body: Any, where: str) -> SolveRequest:
+        """Inverse of :meth:`as_dict`. Raises SnipError naming ``where`` on anything else."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        if not isinstance(body, dict) or not set(body) <= known:
+            raise SnipError(f"{where}: not a request that this version knows")
+        values = dict(body)
+        try:
+            for name in ("formats", "protected_kinds"):
+                values[name] = tuple(str(x) for x in body.get(name, getattr(cls, name)))
+            values["pins"] = tuple((str(glob), str(fmt)) for glob, fmt in body.get("pins", ()))
+            stages = body.get("unquantised_stage_flops")
+            values["unquantised_stage_flops"] = stages and {int(k): float(v) for k, v in stages.items()}
+            times = body.get("times")
+            values["times"] = None if times is None else OptionTimes.from_dict(times, f"{where}.times")
+            return cls(**values)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise SnipError(f"{where}: not a request ({error})") from None
 
     @property
     def lowest(self) -> int:
@@ -96,6 +151,12 @@ def _check_formats(request: SolveRequest) -> None:
 
 
 def _check_numbers(request: SolveRequest) -> None:
+    if request.speedup is not None and request.loss is not None:
+        raise SnipError("speedup and loss are two budgets: give one")
+    if request.speedup is not None and not 1.0 <= request.speedup <= 1e6:
+        raise SnipError(f"speedup {request.speedup}: must be a factor of 1 or more")
+    if request.loss is not None and not math.isfinite(request.loss):
+        raise SnipError(f"loss {request.loss}: must be a finite number")
     if not 0.0 <= request.target <= 1.0:
         raise SnipError(f"target {request.target}: the fp4 share must lie between 0 and 1")
     if request.stage_tolerance is not None and not 0.0 <= request.stage_tolerance <= 1.0:
@@ -105,6 +166,7 @@ def _check_numbers(request: SolveRequest) -> None:
         ("unquantised_flops", request.unquantised_flops),
         ("backward_share", request.backward_share),
         ("noise_nats", request.noise_nats),
+        ("change_penalty", request.change_penalty),
         *((f"unquantised_stage_flops of stage {stage}", value) for stage, value in stage_flops.items()),
     ):
         if not (math.isfinite(value) and value >= 0.0):

@@ -57,6 +57,7 @@ def _answer(payload: bytes, build_path: str) -> Answer:
 
 
 def _solve(job: SolveJob, build_path: str) -> Answer:
+    from snip_megatron.sensitivity.problem import change_penalty
     from snip_megatron.solver import solve
 
     started = time.perf_counter()
@@ -65,7 +66,11 @@ def _solve(job: SolveJob, build_path: str) -> Answer:
     problem, scores = built if isinstance(built, tuple) else (built, {})
     between = time.perf_counter()
     solution = solve(
-        problem, deterministic_time=job.request.deterministic_time, seed=job.request.seed % 2**31, hint=job.hint
+        problem,
+        deterministic_time=job.request.deterministic_time,
+        seed=job.request.seed % 2**31,
+        hint=job.hint,
+        change_penalty=change_penalty(problem, job.request),
     )
     timings = {"build": between - started, "solve": time.perf_counter() - between}
     text = problem.to_json()

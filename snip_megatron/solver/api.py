@@ -67,6 +67,7 @@ def solve(
             choices={},
             status="infeasible",
             target=problem.budget.wanted,
+            kind=problem.budget.kind,
             solve_seconds=time.perf_counter() - started,
             fault=why_infeasible(table, problem.budget),
         )
@@ -152,6 +153,7 @@ def _solution(table: ChoiceTable, problem: Problem, outcome: Outcome, *, penalis
         choices={item.id: chosen[item.id] for item in problem.items},
         status="optimal" if outcome.optimal else "feasible",
         target=budget.wanted,
+        kind=budget.kind,
         objective=objective,
         bound=min(objective, outcome.bound),
         achieved=_share(total, table.cost),

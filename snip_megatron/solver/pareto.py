@@ -78,7 +78,7 @@ def sweep_json(problem: Problem, solutions: Sequence[Solution]) -> str:
                 "bound": s.bound,
                 "loss": s.loss,
                 "achieved": s.achieved,
-                "speedup": s.speedup,
+                "speedup": s.finite_speedup,
                 "cost_share": _shares(s, cost),
                 "solve_seconds": s.solve_seconds,
             }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -34,6 +34,7 @@ class Solution:
         choices: format by item id, in the order of the problem's items; empty when infeasible.
         status: ``optimal`` (proven), ``feasible`` (meets the budget, ``bound`` says how good) or ``infeasible``.
         target: the figure that the budget asks for: a share, a speedup or a loss.
+        kind: the budget's kind: ``target``, ``speedup`` or ``loss``.
         objective: what was minimised, in float64 of the problem's own numbers: Σ loss (with the penalties of changed
             choices, if any), or the slowest stage's time for a budget of kind ``loss``. None when infeasible.
         bound: no feasible choices have a smaller objective; equals it when optimal, up to rounding.
@@ -57,6 +58,7 @@ class Solution:
     solve_seconds: float = 0.0
     deterministic_seconds: float = 0.0
     fault: Infeasibility | None = None
+    kind: str = "target"
 
     @property
     def gap(self) -> float | None:
@@ -66,8 +68,14 @@ class Solution:
         distance = max(0.0, self.objective - self.bound)
         return 0.0 if distance == 0.0 else distance / max(abs(self.objective), abs(self.bound))
 
+    @property
+    def finite_speedup(self) -> float | None:
+        """``speedup`` for a JSON file: None also where no time is left at all."""
+        return None if self.speedup is None or not math.isfinite(self.speedup) else self.speedup
+
     def to_precision_map(self, version: int = 0) -> PrecisionMap:
         """The choices as a map with these figures; names are checked where the map is loaded, not here."""
+        timed = self.kind != "target"
         return PrecisionMap(
             choices=self.choices,
             version=version,
@@ -78,12 +86,11 @@ class Solution:
             achieved=self.achieved,
             achieved_per_stage={str(stage): share for stage, share in self.achieved_per_stage.items()},
             solve_seconds=self.solve_seconds,
+            budget=self.kind if timed else None,
+            loss=self.loss if timed else None,
+            speedup=self.finite_speedup,
         )
 
     def to_map_json(self, version: int = 0) -> str:
-        """The text of a ``snip.map/1`` file; with ``loss`` and ``speedup`` where the budget was not a target."""
-        text = self.to_precision_map(version).to_json()
-        if self.speedup is None:
-            return text
-        extra = {"loss": self.loss, "speedup": self.speedup}
-        return json.dumps(json.loads(text) | extra, indent=1, allow_nan=False) + "\n"
+        """The text of a ``snip.map/1`` file; with ``budget``, ``loss`` and ``speedup`` where it was not a target."""
+        return self.to_precision_map(version).to_json()

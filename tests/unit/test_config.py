@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -57,6 +58,9 @@ def test_from_args_of_a_foreign_namespace() -> None:
 SAMPLES: dict[str, tuple[list[str], Any]] = {
     "budget": (["fp4=0.5"], "fp4=0.5"),
     "formats": (["nvfp4,mxfp8"], ("nvfp4", "mxfp8")),
+    "cost": (["flops"], "flops"),
+    "timings": (["t.json"], "t.json"),
+    "change_penalty": (["0.5"], 0.5),
     "granularity": (["layer"], "layer"),
     "update_interval": (["77"], 77),
     "first_update": (["5"], 5),
@@ -91,9 +95,10 @@ def test_samples_cover_every_field() -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_each_argument_reaches_its_field_and_no_other(name: str) -> None:
     values, expected = SAMPLES[name]
-    config = parse("--snip", flag(name), *values)
+    budget = ("--snip-budget", "speedup=1.2") if name == "timings" else ()  # it has no meaning beside a share of FLOPs
+    config = parse("--snip", flag(name), *values, *budget)
     assert getattr(config, name) == expected != FIELDS[name].default
-    assert config == dataclasses.replace(SnipConfig(enabled=True), **{name: expected})
+    assert config == dataclasses.replace(parse("--snip", *budget), **{name: expected})
 
 
 def test_repeatable_arguments_keep_their_order() -> None:
@@ -113,6 +118,16 @@ def test_as_dict_is_json_and_tells_configurations_apart() -> None:
     assert body != parse("--snip", "--snip-pin", "*=fp8", "--snip-seed", "4").as_dict()
 
 
+def test_budgets_by_kind() -> None:
+    assert parse("--snip").wanted == ("fp4", 0.75)
+    fast = parse("--snip", "--snip-budget", "speedup=1.3", "--snip-formats", "bf16,fp8,fp8_tensor")
+    assert fast.wanted == ("speedup", 1.3)
+    assert fast.timed
+    assert fast.measured_formats == ("fp8", "fp8_tensor")
+    assert parse("--snip", "--snip-budget", "loss=0.002", "--snip-policy", "fisher").wanted == ("loss", 0.002)
+    assert not parse("--snip", "--snip-formats", "nvfp4,fp8").timed
+
+
 # -- values that cannot work -----------------------------------------------------------------------------------
 BAD = [
     (("--snip-budget", "fp4=1.7"), ["--snip-budget", "fp4=1.7", "between 0 and 1"]),
@@ -121,6 +136,23 @@ BAD = [
     (("--snip-budget", "fp4="), ["--snip-budget", "between 0 and 1"]),
     (("--snip-budget", "0.75"), ["--snip-budget", "fp4=SHARE"]),
     (("--snip-budget", "fp5=0.5"), ["--snip-budget", "fp4=SHARE"]),
+    (("--snip-budget", "speedup=0.9"), ["--snip-budget speedup=0.9", "1 or more"]),
+    (("--snip-budget", "speedup=fast"), ["--snip-budget speedup=fast", "1 or more"]),
+    (("--snip-budget", "loss=-1"), ["--snip-budget loss=-1", "0 or more nats"]),
+    (("--snip-budget", "loss=nan"), ["--snip-budget loss=nan", "0 or more nats"]),
+    (("--snip-formats", "bf16,fp4"), ["--snip-formats bf16,fp4", "--snip-budget fp4=0.75", "--snip-pin"]),
+    (("--snip-formats", "bf16", "--snip-budget", "speedup=1"), ["--snip-formats bf16", "nothing to choose"]),
+    (("--snip-cost", "money"), ["--snip-cost money", "flops"]),
+    (("--snip-cost", "time"), ["--snip-cost time", "--snip-budget fp4=0.75", "share of FLOPs"]),
+    (("--snip-timings", "t.json"), ["--snip-timings t.json", "--snip-budget fp4=0.75"]),
+    (
+        ("--snip-timings", "t.json", "--snip-cost", "flops", "--snip-budget", "speedup=1.1"),
+        ["--snip-timings t.json", "--snip-cost flops"],
+    ),
+    (("--snip-budget", "loss=0.1", "--snip-policy", "random"), ["--snip-budget loss=0.1", "--snip-policy random"]),
+    (("--snip-budget", "loss=0.1", "--snip-q", "paper"), ["--snip-budget loss=0.1", "--snip-q paper"]),
+    (("--snip-change-penalty", "-1"), ["--snip-change-penalty -1", "0 or more"]),
+    (("--snip-wait", "inf"), ["--snip-wait inf", "0 or more"]),
     (("--snip-policy", "best"), ["--snip-policy best", "backward-first"]),
     (("--snip-estimator", "oracle"), ["--snip-estimator oracle", "fisher"]),
     (("--snip-q", "sum"), ["--snip-q sum", "split"]),
@@ -179,13 +211,13 @@ def test_a_number_that_is_none_is_argparse_s_error_with_the_argument_s_name(argv
 # -- derived values --------------------------------------------------------------------------------------------
 def test_target_and_tolerance() -> None:
     config = parse("--snip", "--snip-budget", "fp4=0.6", "--snip-stage-tolerance", "None")
-    assert config.target == 0.6
+    assert config.wanted == ("fp4", 0.6)
     assert config.tolerance is None
     assert SnipConfig().tolerance == 0.02
 
 
 def test_a_budget_of_zero_needs_no_four_bit_format() -> None:
-    assert parse("--snip", "--snip-budget", "fp4=0", "--snip-formats", "fp8").target == 0.0
+    assert parse("--snip", "--snip-budget", "fp4=0", "--snip-formats", "fp8").wanted == ("fp4", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -218,13 +250,17 @@ def outcome(**fields: Any) -> SnipConfig | str:
         return str(error)
 
 
-@given(st.text(max_size=20) | st.text(max_size=8).map("fp4=".__add__) | st.floats().map("fp4={}".format))
-def test_any_budget_is_a_share_or_a_snip_error(text: str) -> None:
+KINDS = st.sampled_from(["fp4=", "speedup=", "loss="])
+
+
+@given(st.text(max_size=20) | st.builds(str.__add__, KINDS, st.text(max_size=8) | st.floats().map(str)))
+def test_any_budget_is_in_range_or_a_snip_error(text: str) -> None:
     config = outcome(budget=text)
     if isinstance(config, str):
         assert config.startswith("--snip-budget")
     else:
-        assert 0.0 <= config.target <= 1.0
+        kind, figure = config.wanted
+        assert {"fp4": 0.0 <= figure <= 1.0, "speedup": figure >= 1.0, "loss": 0.0 <= figure < math.inf}[kind]
 
 
 @given(st.text(max_size=30) | st.text(min_size=1, max_size=10).map("{}=fp8".format))

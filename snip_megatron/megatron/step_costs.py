@@ -1,0 +1,73 @@
+"""Predicted times of a run's linears, from Megatron's arguments: what ``speedup=`` and ``loss=`` budgets weigh.
+
+A training step's seconds of the decoder linears' GEMMs and quantisation on one rank of every pipeline stage. What
+precision does not change (attention, norms, communication, optimizer) is not in it: the speedup asked for and reported
+is that of the linears, on the slowest stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.solver.costs import LinearShape, load_cost_model, local_shape
+from snip_megatron.statistics.table import LinearRow
+
+
+def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow]) -> OptionTimes:
+    """Times of every linear by the cost model of ``--snip-cost`` and ``--snip-timings``.
+
+    Raises:
+        SnipError: no table for this device, or one without figures for a candidate or pinned format.
+    """
+    wanted = "flops" if config.cost == "flops" else config.timings or "time"
+    try:
+        model = load_cost_model(wanted, None if wanted == "flops" else _device_name())
+        formats = [Format(f) for f in (*config.formats, *(f for _, f in config.pins))]
+        return OptionTimes.predict(model, linear_shapes(args, linears), formats)
+    except SnipError as error:
+        argument = f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-cost {config.cost}"
+        hint = "; give --snip-timings FILE, or --snip-cost flops" if config.timings is None else ""
+        raise SnipError(f"{argument} with --snip-budget {config.budget}: {error}{hint}") from None
+
+
+def linear_shapes(args: argparse.Namespace, linears: Sequence[LinearRow]) -> Mapping[str, LinearShape]:
+    """Every linear's shape on one rank in a step; by kind where nothing differs between layers."""
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    shapes = {
+        row.name: local_shape(
+            row.id.kind,
+            row.n,
+            row.k,
+            tokens=args.seq_length * args.micro_batch_size,
+            tensor_parallel=args.tensor_model_parallel_size,
+            microbatches=max(1, microbatches),
+            sequence_parallel=args.sequence_parallel,
+            recompute=_recomputed(args, row),
+        )
+        for row in linears
+    }
+    by_kind = {row.id.kind: shapes[row.name] for row in linears}
+    return by_kind if all(shapes[row.name] == by_kind[row.id.kind] for row in linears) else shapes
+
+
+def _recomputed(args: argparse.Namespace, row: LinearRow) -> bool:
+    """Whether activation recomputation runs the linear's forward again (for an even split of the layers)."""
+    if args.recompute_granularity == "selective":
+        return row.id.kind.startswith("mlp.") and "mlp" in (args.recompute_modules or ())
+    if args.recompute_granularity != "full" or args.recompute_method != "block":
+        return bool(args.recompute_granularity == "full")
+    chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+    per_chunk = max(1, -(-args.num_layers // chunks))
+    return bool(row.id.layer % per_chunk < args.recompute_num_layers)
+
+
+def _device_name() -> str | None:
+    """The GPU's name; None on a CPU, which has no table of its own."""
+    import torch
+
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
