@@ -1,0 +1,123 @@
+"""`snip compare` as a user runs it: a real experiment on the CPU, interrupted, gone on with, and made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NANO = REPOSITORY / "benchmarks" / "experiments" / "nano.json"
+TEXT = REPOSITORY / "snip_megatron"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "SNIP_COMMIT": "c0ffee"}
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "snip_megatron.cli", *map(str, arguments)]
+
+
+def snip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=300, env=ENVIRONMENT, cwd=REPOSITORY
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compare") / "data"
+    made = snip("prepare-data", TEXT, "--glob", "*.py", "--tokenizer", "bytes", "--holdout", "0.2", "--output", folder)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def results(out: Path) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((out / "nano.json").read_text())
+    return body
+
+
+def figures(out: Path) -> dict[str, Any]:
+    """What two machines must agree on."""
+    runs = sorted(results(out)["runs"], key=lambda run: run["id"])
+    timing = {"seconds", "update_seconds", "step_seconds"}
+    return {run["id"]: {k: v for k, v in run.items() if k not in timing} for run in runs}
+
+
+def until_one_run_is_done(out: Path, process: subprocess.Popen[str]) -> Iterator[None]:
+    while not ((out / "nano.json").exists() and results(out)["runs"]):
+        assert process.poll() is None
+        yield
+
+
+def test_an_interrupted_comparison_goes_on_and_agrees_with_one_that_was_not(data: Path, tmp_path: Path) -> None:
+    arguments = ("compare", NANO, "--data", data, "--gpus", "0", "--work", tmp_path / "work")
+    first = tmp_path / "first"
+    process = subprocess.Popen(
+        command(*arguments, "--out", first), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY
+    )
+    for _ in until_one_run_is_done(first, process):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "2 runs are left; the same command with --resume goes on" in err
+    assert [run["status"] for run in results(first)["runs"]] == ["done"]
+    kept = results(first)["runs"][0]
+
+    refused = snip(*arguments, "--out", first)
+    assert refused.returncode == 2
+    assert "add --resume to go on from it" in refused.stderr
+
+    resumed = snip(*arguments, "--out", first, "--resume", "--per-gpu", "2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert kept in results(first)["runs"]
+    assert "warm checkpoint" not in resumed.stderr  # it was there
+
+    whole = snip(*arguments, "--out", tmp_path / "second", "--per-gpu", "2")
+    assert whole.returncode == 0, whole.stderr
+    other = figures(tmp_path / "second")
+    for run in figures(first).values():
+        run["side_by_side"] = other[run["id"]]["side_by_side"]
+        assert run == other[run["id"]]
+    check_figures(figures(first), results(first))
+    assert "| 75 % | snip | 0.7" in (first / "nano.md").read_text()
+
+    nothing_to_do = snip(*arguments, "--out", first, "--resume")
+    assert nothing_to_do.returncode == 0
+    assert nothing_to_do.stdout.strip() == (first / "nano.md").read_text().strip()
+
+
+def check_figures(runs: dict[str, Any], body: dict[str, Any]) -> None:
+    by_label = {run["label"]: run for run in runs.values()}
+    assert set(by_label) == {"bf16", "uniform-fp4", "snip"}
+    (sha,) = body["warm"]
+    for run in by_label.values():
+        assert (run["warm_sha256"], run["commit"], run["last_step"]) == (sha, "c0ffee", 13)
+        assert set(run["validation"]) == {"map", "bf16"}
+    assert by_label["bf16"]["validation"]["map"] == by_label["bf16"]["validation"]["bf16"]
+    assert by_label["uniform-fp4"]["validation"]["map"] != by_label["uniform-fp4"]["validation"]["bf16"]
+    assert [by_label[label]["fp4_share"] for label in ("bf16", "uniform-fp4")] == [0.0, 1.0]
+    assert by_label["snip"]["fp4_share"] >= 0.75
+    assert [adopted["step"] for adopted in by_label["snip"]["adopted"]] == [10]
+
+
+def test_what_cannot_be_compared_is_one_line(data: Path, tmp_path: Path) -> None:
+    no_data = snip("compare", NANO, "--out", tmp_path)
+    assert (no_data.returncode, no_data.stderr.count("\n")) == (2, 1)
+    no_results = snip("compare", "--report", NANO)
+    assert (no_results.returncode, no_results.stderr.count("\n")) == (2, 1)
+    assert "is no result file of snip compare" in no_results.stderr
+
+
+def test_a_dry_run_prints_every_command(data: Path, tmp_path: Path) -> None:
+    shown = snip("compare", NANO, "--data", data, "--out", tmp_path / "out", "--dry-run")
+    assert shown.returncode == 0
+    assert shown.stdout.count("python -m snip_megatron.pretrain_gpt") == 4
+    assert not (tmp_path / "out").exists()

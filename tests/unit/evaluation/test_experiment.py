@@ -1,0 +1,164 @@
+"""Experiment files: the committed ones parse, faults are named by place, runs are what the file says."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.evaluation.data import Data, load_data
+from snip_megatron.evaluation.experiment import Experiment, load_experiment, parse_experiment
+from snip_megatron.evaluation.runs import experiment_runs, fill, warm_arguments, warm_identity
+from snip_megatron.pretrain_gpt import parse_snip_arguments
+
+FILES = sorted((Path(__file__).resolve().parents[3] / "benchmarks" / "experiments").glob("*.json"))
+NANO = next(json.loads(path.read_text()) for path in FILES if path.stem == "nano")
+
+
+def data(folder: str = "/data") -> Data:
+    return Data(Path(folder), "bytes", "d" * 64, 10**8, 10**6)
+
+
+def parse(body: Any) -> Experiment:
+    return parse_experiment(body, "e.json", "e")
+
+
+def changed(path: str, value: Any) -> Any:
+    body = copy.deepcopy(NANO)
+    *parents, last = path.split(".")
+    place = body
+    for name in parents:
+        place = place[name]
+    place[last] = value
+    return body
+
+
+def snip_config(arguments: tuple[str, ...]) -> SnipConfig:
+    return parse_snip_arguments(list(arguments))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_committed_experiments_give_runs_that_the_entry_accepts(path: Path) -> None:
+    experiment = load_experiment(path)
+    runs = experiment_runs(experiment, data())
+    assert len({run.identity(data(), "w") for run in runs}) == len(runs)
+    for run in runs:
+        config = snip_config(run.arguments)
+        assert (config.policy, config.seed, config.eval) == (run.policy, run.seed, "both")
+        assert config.updates == (run.budget is not None)
+        if run.budget is not None:
+            assert config.budget == f"fp4={run.budget:g}"
+            assert config.granularity == run.granularity
+            assert config.is_update_step(config.first_update)
+
+
+def test_experiments_of_26m_share_checkpoint_and_references() -> None:
+    gemm, layer = (load_experiment(path) for path in FILES if path.stem.startswith("26m"))
+    assert gemm.warm is not None
+    assert layer.warm is not None
+    assert warm_identity(gemm, data(), gemm.warm) == warm_identity(layer, data(), layer.warm)
+    fixed = [{r.identity(data(), "w") for r in experiment_runs(e, data()) if r.budget is None} for e in (gemm, layer)]
+    assert fixed[0] == fixed[1]
+    assert len(fixed[0]) == 9
+
+
+def test_runs_come_seed_by_seed_references_first() -> None:
+    runs = experiment_runs(parse(changed("from_warm.seeds", [5, 3])), data())
+    assert [(run.label, run.seed) for run in runs] == [
+        (label, seed) for seed in (5, 3) for label in ("bf16", "uniform-fp4", "snip")
+    ]
+
+
+def test_seeds_change_data_order_and_rounding_and_nothing_else() -> None:
+    first, second = (run.arguments for run in experiment_runs(parse(changed("from_warm.seeds", [5, 3])), data())[::3])
+    differing = [a for a, b in zip(first, second, strict=True) if a != b]
+    assert differing == ["5", "5"]
+    assert first[first.index("--seed") + 1] == first[first.index("--snip-seed") + 1] == "5"
+
+
+def test_identity_follows_text_and_weights_but_not_folders() -> None:
+    run = experiment_runs(parse(NANO), data())[0]
+    assert run.identity(data("/a"), "w") == run.identity(data("/b"), "w")
+    assert run.identity(data(), "w") != run.identity(data(), "v")
+    other = Data(Path("/data"), "bytes", "e" * 64, 10**8, 10**6)
+    assert run.identity(other, "w") != run.identity(data(), "w")
+    filled = fill(run.arguments, {"data": "/a b", "warm": "/w", "run": "/r"})
+    assert "/a b/train" in filled
+    assert not any("{" in argument for argument in filled)
+
+
+def test_branches_continue_the_warm_runs_schedule() -> None:
+    experiment = parse(NANO)
+    assert experiment.warm is not None
+    warm = warm_arguments(experiment, data(), experiment.warm)
+    branch = experiment_runs(experiment, data())[0].arguments
+    for name, value in (("--train-iters", "14"), ("--lr", "0.003")):
+        assert warm[warm.index(name) + 1] == branch[branch.index(name) + 1] == value
+    assert warm[warm.index("--exit-interval") + 1] == branch[branch.index("--ckpt-step") + 1] == "8"
+    assert warm[warm.index("--save-interval") + 1] == "4"  # a checkpoint after 4 steps, too
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("schema", "snip.experiment/9", 'e.json: "schema" must be "snip.experiment/1"'),
+        ("model", "27m", "model '27m': unknown"),
+        ("tokenizer", "words", "e.json: tokenizer: 'words' is unknown; choose one of bytes, bpe"),
+        ("speed", 1, "e.json: speed: unknown; known here are"),
+        ("training.lr", "fast", "e.json: training: lr: expected a number of at least 0, not 'fast'"),
+        ("training.micro_batch", 3, "e.json: training: global_batch: 4 is no multiple of micro_batch"),
+        ("warm", None, "e.json: from_warm needs warm"),
+        ("warm.save", [9], "e.json: warm: save: steps must lie between 0 and 8"),
+        ("from_warm", None, "e.json: has neither from_warm nor from_scratch"),
+        ("from_warm.seeds", [], "e.json: from_warm: seeds: give at least one"),
+        ("from_warm.seeds", [1, 1], "e.json: from_warm: seeds: expected a list of distinct whole numbers"),
+        ("from_warm.budgets", [75], "e.json: from_warm: budgets: expected a number between 0 and 1, not 75"),
+        ("from_warm.budgets", [], "e.json: from_warm: budgets: 'snip' needs at least one"),
+        ("from_warm.policies", ["best"], "e.json: from_warm: policies[0]: policy: 'best' is unknown"),
+        ("from_warm.policies", ["snip", {"policy": "snip"}], "e.json: from_warm: policies: 'snip' stands there twice"),
+        ("from_warm.policies", [{"policy": "snip", "q": "sum"}], "e.json: from_warm: policies[0]: q: 'sum' is unknown"),
+        ("from_warm.updates", {"interval": 1}, "e.json: from_warm: updates: interval: expected a whole number"),
+    ],
+)
+def test_faults_are_named_by_place(path: str, value: Any, message: str) -> None:
+    with pytest.raises(SnipError) as caught:
+        parse(changed(path, value))
+    assert str(caught.value).startswith(message)
+
+
+def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(
+        'schema = "snip.experiment/1"\nmodel = "nano"\n'
+        "training = {sequence = 64, global_batch = 4, micro_batch = 4, lr = 0.003}\n"
+        '[from_scratch]\nsteps = 3\nseeds = [1]\npolicies = ["bf16"]\n'
+    )
+    experiment = load_experiment(tmp_path / "e.toml")
+    assert (experiment.name, experiment.phases[0].kind, experiment.phases[0].steps) == ("e", "from_scratch", 3)
+    (tmp_path / "e.json").write_text("[")
+    with pytest.raises(SnipError, match=r"e\.json: not JSON"):
+        load_experiment(tmp_path / "e.json")
+
+
+def test_data_must_be_prepared_text_with_the_tokenizer_and_a_hold_out(tmp_path: Path) -> None:
+    with pytest.raises(SnipError, match="holds no prepared text; make it with: snip prepare-data --tokenizer bytes"):
+        load_data(tmp_path, "bytes")
+    manifest = {
+        "schema": "snip.data/1",
+        "files_sha256": {"train.bin": "1", "valid.bin": "2"},
+        "tokenizer": {"type": "bpe"},
+        "train": {"tokens": 5},
+        "valid": {"tokens": 2},
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(SnipError, match="its tokenizer is bpe, the experiment wants bytes"):
+        load_data(tmp_path, "bytes")
+    assert load_data(tmp_path, "bpe").tokens == 5
+    manifest["files_sha256"] = {"train.bin": "1"}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(SnipError, match=r"manifest\.json cannot be used"):
+        load_data(tmp_path, "bpe")

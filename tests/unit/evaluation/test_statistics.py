@@ -1,0 +1,121 @@
+"""Gap recovered and the paired test, against SciPy's own tests and against data made to order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from snip_megatron.evaluation.statistics import (
+    OTHERS,
+    differences,
+    holm,
+    mean_std,
+    paired,
+    recovered,
+    rows,
+)
+
+
+def entry(policy: str, loss: float, seed: int = 1, budget: float | None = None, **fields: Any) -> dict[str, Any]:
+    return {
+        "status": "done",
+        "kind": "from_warm",
+        "label": policy,
+        "policy": policy,
+        "budget": budget,
+        "seed": seed,
+        "warm_sha256": "w",
+        "fp4_share": 0.75,
+        "validation": {"map": loss, "bf16": loss - 0.001},
+    } | fields
+
+
+def references(seed: int = 1, **fields: Any) -> list[dict[str, Any]]:
+    return [entry("bf16", 2.0, seed, **fields), entry("uniform-fp4", 2.1, seed, **fields)]
+
+
+def test_recovered_is_a_share_of_the_gap() -> None:
+    assert recovered(2.0, 2.0, 2.1) == 1.0
+    assert recovered(2.1, 2.0, 2.1) == pytest.approx(0.0)
+    assert recovered(2.025, 2.0, 2.1) == pytest.approx(0.75)
+    assert math.isnan(recovered(2.0, 2.0, 2.0))
+
+
+def test_rows_take_references_of_their_own_block() -> None:
+    entries = references(1) + references(2, warm_sha256="other") + [entry("snip", 2.01, 1, 0.75)]
+    entries += [entry("snip", 2.02, 2, 0.75, warm_sha256="other"), entry("snip", 9.0, 3, 0.75)]  # seed 3: no reference
+    row = next(row for row in rows(entries) if row.label == "snip")
+    assert row.recovered["map"] == pytest.approx({("w", 1): 0.9, ("other", 2): 0.8})
+    assert row.gap["bf16"] == pytest.approx({("w", 1): 0.01, ("other", 2): 0.02})
+
+
+def test_failed_runs_count_for_nothing() -> None:
+    entries = [*references(), entry("snip", 2.01, 1, 0.75), {"status": "failed", "label": "snip", "budget": 0.75}]
+    assert len(rows(entries)) == 3
+
+
+def test_differences_are_paired_by_seed_and_adjusted_together() -> None:
+    """Seeds differ by far more than policies do: only pairing shows the difference."""
+    entries = []
+    for seed, shift in enumerate((0.0, 0.3, -0.2, 0.1), 1):
+        bf16 = 2.0 + shift
+        entries += [entry("bf16", bf16, seed), entry("uniform-fp4", bf16 + 0.1, seed)]
+        noise = 1e-4 * (-1) ** seed
+        ours = bf16 + 0.01 + noise
+        entries += [entry("snip", ours, seed, 0.75), entry("random", ours + 0.03, seed, 0.75)]
+        entries += [
+            entry("fisher", ours - 2 * noise, seed, 0.75),
+            entry("backward-first", ours + 0.01 + noise, seed, 0.75),
+        ]
+    found = {d.theirs: d for d in differences(rows(entries), "from_warm", "map")}
+    assert set(found) == {"random", "fisher", "backward-first", OTHERS}
+    assert found["random"].mean == pytest.approx(0.3)
+    assert found["random"].verdict == "better"
+    assert found["fisher"].verdict == "no difference shown"
+    assert found[OTHERS].mean == pytest.approx((0.3 + found["fisher"].mean) / 2)
+    raw = [d.p for d in found.values() if d.p is not None]
+    assert [d.adjusted for d in found.values()] == pytest.approx(holm(raw))
+
+
+def test_one_seed_has_no_interval() -> None:
+    entries = [*references(), entry("snip", 2.01, 1, 0.75), entry("random", 2.05, 1, 0.75)]
+    (difference,) = differences(rows(entries), "from_warm", "map")
+    assert difference.mean == pytest.approx(0.4)
+    assert (difference.low, difference.p, difference.adjusted) == (None, None, None)
+    assert difference.verdict == "no difference shown"
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=8).filter(lambda v: np.std(v) > 1e-6))
+def test_paired_is_students_t(values: list[float]) -> None:
+    mean, low, high, p = paired(values)
+    theirs = stats.ttest_1samp(values, 0.0)
+    interval = theirs.confidence_interval(0.95)
+    assert p == pytest.approx(float(theirs.pvalue), abs=1e-12)
+    assert (low, high) == pytest.approx((interval.low, interval.high))
+    assert mean == pytest.approx(float(np.mean(values)))
+
+
+def test_equal_differences_need_no_variance() -> None:
+    assert paired([0.5, 0.5]) == (0.5, 0.5, 0.5, 0.0)
+    assert paired([0.0, 0.0]) == (0.0, 0.0, 0.0, 1.0)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_holm_rejects_what_the_closed_test_rejects(p: list[float]) -> None:
+    """Holm is the closure of Bonferroni: a hypothesis's adjusted p is the largest over all sets that hold it."""
+    indices = range(len(p))
+    sets = [s for n in range(1, len(p) + 1) for s in itertools.combinations(indices, n)]
+    closed = [max(min(1.0, len(s) * min(p[j] for j in s)) for s in sets if i in s) for i in indices]
+    assert holm(p) == pytest.approx(closed)
+
+
+def test_mean_std_is_the_samples() -> None:
+    assert mean_std([1.0, 2.0, 3.0]) == (2.0, 1.0)
+    assert math.isnan(mean_std([1.0])[1])
