@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "snip_megatron.megatron.prepare_data",
         "turn local text into Megatron's .bin/.idx and a tokenizer",
     ),
+    "plan": ("snip_megatron.planner.command", "memory, time and speedup of a configuration before it is launched"),
     "calibrate": ("snip_megatron.calibration.command", "measure how long GEMMs take on this GPU, for time budgets"),
     "compare": ("snip_megatron.evaluation.command", "train the policies of experiment files and compare their losses"),
     "report": ("snip_megatron.reporting.command", "write the HTML report of a run directory"),

@@ -1,0 +1,196 @@
+"""The whole plan as JSON-ready data: what ``snip plan`` prints and writes (``snip.plan/1``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from snip_megatron.errors import SnipError
+from snip_megatron.planner import memory, overhead, step_time, synthetic
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.memory import FormatsOf, stage_memory
+from snip_megatron.planner.overhead import Probes
+from snip_megatron.planner.question import Question, pose
+from snip_megatron.planner.step_time import ALL_BF16, StepModel, StepTime
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.solver import Solution, solve
+from snip_megatron.solver.costs import BITS, Formats
+
+PLAN_SCHEMA = "snip.plan/1"
+INFEASIBLE_EXIT = 3
+_SOLVE_SECONDS = 30.0
+
+Body = dict[str, Any]
+
+
+def make_plan(step: StepModel, question: Question, probes: Probes) -> Body:
+    """Plan one layout under one budget.
+
+    Raises:
+        SnipError: statistics of another model; a budget that cannot be met (exit code 3, with what can).
+    """
+    layout = step.layout
+    problem = pose(question, step)
+    solution = solve(problem, time_limit_s=_SOLVE_SECONDS)
+    if solution.fault is not None:
+        unit = "" if question.kind == "fp4" else " (times in seconds a step)"
+        raise SnipError(f"--budget {question.text}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
+    variants = _variants(step, solution)
+    steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
+    candidates = sum(fmt is not Format.BF16 for fmt in question.formats)
+    costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"])
+    return {
+        "schema": PLAN_SCHEMA,
+        "model": dataclasses.asdict(layout.model) | {"parameters": layout.model.parameters},
+        "layout": _layout(layout),
+        "timings": step.model.name,
+        "linears": [_linear(step, kind) for kind in LINEAR_KINDS],
+        "stages": [_stage(step, stage, variants, steps, probes) for stage in range(layout.pp)],
+        "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
+        "budget": _budget(step, question, solution, variants["map"]),
+        "overhead": dataclasses.asdict(costs) | {"interval": probes.interval},
+        "assumptions": _assumptions(step, question),
+    }
+
+
+def _variants(step: StepModel, solution: Solution) -> dict[str, FormatsOf]:
+    """What is compared: bf16, fp8 everywhere where it was measured, the map."""
+    found: dict[str, FormatsOf] = {"bf16": lambda block, kind: ALL_BF16}
+    if Format.FP8 in step.model.formats:
+        found["fp8"] = lambda block, kind: (Format.FP8,) * 3
+    precision_map = solution.to_precision_map()
+    chosen: dict[tuple[int, str], Formats] = {}
+    for block in range(step.layout.model.blocks):
+        for kind in LINEAR_KINDS:
+            fprop, dgrad, wgrad = (_format(precision_map, block, kind, gemm) for gemm in Gemm)
+            chosen[block, kind] = (fprop, dgrad, wgrad)
+    found["map"] = lambda block, kind: chosen[block, kind]
+    return found
+
+
+def _format(precision_map: PrecisionMap, block: int, kind: str, gemm: Gemm) -> Format:
+    return precision_map.format_of(str(LinearId(block, kind)), gemm)
+
+
+# -- parts of the body ---------------------------------------------------------------------------------------------
+def _layout(layout: Layout) -> Body:
+    body = {f.name: getattr(layout, f.name) for f in dataclasses.fields(layout) if f.name != "model"}
+    return body | {"gpus": layout.ranks, "microbatches": layout.microbatches, "bubble": layout.bubble - 1.0}
+
+
+def _linear(step: StepModel, kind: str) -> Body:
+    """One kind of linear on one GPU: its shape and milliseconds of a microbatch in each format."""
+    shape = step.shapes[kind]
+    bf16 = step.linear(kind, ALL_BF16)
+    formats = [fmt for fmt in step.model.formats if fmt is not Format.BF16]
+    return {
+        "kind": kind,
+        "tokens": shape.tokens,
+        "n": shape.n,
+        "k": shape.k,
+        "flops": 3.0 * shape.flops,
+        "seconds": {fmt.value: step.linear(kind, (fmt,) * 3) / shape.microbatches for fmt in (Format.BF16, *formats)},
+        "speedup": {fmt.value: bf16 / step.linear(kind, (fmt,) * 3) for fmt in formats},
+        "extrapolated": step.model.extrapolated(shape),
+    }
+
+
+def _stage(
+    step: StepModel, stage: int, variants: Mapping[str, FormatsOf], steps: Mapping[str, StepTime], probes: Probes
+) -> Body:
+    layout = step.layout
+    blocks = layout.stages[stage]
+    shapes = step.shapes.values()
+    flops = 3.0 * len(blocks) * layout.microbatches * math.fsum(shape.flops for shape in shapes)
+    bytes_by_variant = {
+        name: _memory(
+            stage_memory(
+                layout,
+                stage,
+                formats_of,
+                probe_microbatches=overhead.probe_microbatches(layout, probes),
+                probe_tokens=probes.tokens,
+            )
+        )
+        for name, formats_of in variants.items()
+    }
+    return {
+        "stage": stage,
+        "chunks": [[chunk[0], chunk[-1]] if chunk else [] for chunk in layout.chunks[stage]],
+        "blocks": len(blocks),
+        "parameters": layout.stage_parameters(stage),
+        "flops": flops,
+        "bytes": bytes_by_variant,
+        "seconds": {
+            name: dataclasses.asdict(time.stages[stage]) | {"total": time.stages[stage].total}
+            for name, time in steps.items()
+        },
+        "busy": {name: time.stages[stage].total / time.slowest for name, time in steps.items()},
+    }
+
+
+def _memory(found: memory.StageMemory) -> Body:
+    return dataclasses.asdict(found) | {"training": found.training, "probing": found.probing, "peak": found.peak}
+
+
+def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:
+    tokens = layout.seq_length * layout.global_batch_size
+    linears = 6.0 * tokens * layout.model.blocks * layout.model.block_weights
+    return {
+        "seconds": time.total,
+        "tokens_per_second_per_gpu": tokens / time.total / layout.ranks,
+        "linear_flops_per_second_per_gpu": linears / time.total / layout.ranks,
+        "speedup": bf16.total / time.total,
+        "linears_speedup": _linears(bf16) / _linears(time),
+        "balance": time.balance,
+        "bubble": time.bubble - 1.0,
+        "data_parallel": time.data_parallel,
+        "optimizer": time.optimizer,
+        "host_bound": any(stage.host > stage.total for stage in time.stages),
+    }
+
+
+def _linears(time: StepTime) -> float:
+    return max(stage.linears for stage in time.stages)
+
+
+def _budget(step: StepModel, question: Question, solution: Solution, formats_of: FormatsOf) -> Body:
+    """What was asked, what came of it, and the same wish in the words of ``--snip-budget``."""
+    layout = step.layout
+    counts: Counter[str] = Counter()
+    four_bit = total = 0.0
+    for block in range(layout.model.blocks):
+        for kind in LINEAR_KINDS:
+            n, k = layout.model.linears[kind]
+            for fmt in formats_of(block, kind):
+                counts[fmt.value] += 1
+                total += n * k
+                four_bit += n * k if BITS[fmt] == 4 else 0.0
+    fast, slow = (_linears(step.step(f)) for f in (formats_of, lambda block, kind: ALL_BF16))
+    as_argument = question.text if question.kind in ("fp4", "speedup") else f"speedup={slow / fast:.4g}"
+    return {
+        "asked": question.text,
+        "formats": [fmt.value for fmt in question.formats],
+        "granularity": question.granularity,
+        "losses": "synthetic" if question.statistics is None else str(question.statistics),
+        "status": solution.status,
+        "loss": solution.loss,
+        "bound": solution.bound,
+        "solve_seconds": solution.solve_seconds,
+        "items": len(solution.choices),
+        "gemms": dict(counts),
+        "fp4_share": four_bit / total,
+        "snip_budget": as_argument,
+    }
+
+
+def _assumptions(step: StepModel, question: Question) -> list[str]:
+    outside = [kind for kind in LINEAR_KINDS if step.model.extrapolated(step.shapes[kind])]
+    found = [*step.model.assumptions, *step.rates.assumptions(step.links), *step_time.ASSUMPTIONS]
+    if outside:
+        found.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")
+    found += [*memory.ASSUMPTIONS, *overhead.ASSUMPTIONS]
+    return found if question.statistics is not None else [*found, *synthetic.ASSUMPTIONS]

@@ -1,0 +1,160 @@
+"""What a plan asks of the solver: a budget, candidate formats, and where the losses come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from snip_megatron.errors import SnipError
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.step_time import StepModel
+from snip_megatron.planner.synthetic import synthetic_losses
+from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, split_option_id
+from snip_megatron.solver.costs import BITS, with_times
+from snip_megatron.solver.problem import Budget, Choice, Item, Problem
+from snip_megatron.statistics.table import StatisticsTable
+
+KINDS = ("fp4", "speedup", "step", "loss")
+GRANULARITIES = ("gemm", "layer")
+_PAPER = (Format.FP8, Format.FP4)
+_TIMED = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A budget as ``--snip-budget`` gives it, and ``step``.
+
+    Attributes:
+        kind: ``fp4`` (share of FLOPs), ``speedup`` (of the linears, on the slowest stage), ``loss``, or ``step``
+            (speedup of the whole step).
+        wanted: its figure.
+        formats: candidates.
+        granularity, tolerance: as ``--snip-granularity`` and ``--snip-stage-tolerance`` (None: no stage constraint).
+        statistics: a run's ``stats/step_<N>.npz``; None: synthetic losses of ``seed``.
+    """
+
+    kind: str
+    wanted: float
+    formats: tuple[Format, ...]
+    granularity: str = "gemm"
+    tolerance: float | None = 0.02
+    statistics: Path | None = None
+    seed: int = 1
+
+    @property
+    def text(self) -> str:
+        """As the user wrote it."""
+        return f"{self.kind}={self.wanted:g}"
+
+
+def parse_question(
+    budget: str,
+    formats: str | None,
+    measured: tuple[Format, ...],
+    *,
+    granularity: str,
+    tolerance: float | None,
+    statistics: Path | None,
+    seed: int,
+) -> Question:
+    """A question from arguments; ``measured``: formats that the cost model knows. Raises SnipError."""
+    kind, _, figure = budget.partition("=")
+    try:
+        wanted = float(figure)
+    except ValueError:
+        wanted = math.nan
+    if kind not in KINDS or not math.isfinite(wanted):
+        raise SnipError(
+            f"--budget {budget}: must be fp4=SHARE, speedup=FACTOR (of the linears), step=FACTOR (of the whole step) or"
+            " loss=BOUND"
+        )
+    if kind == "fp4" and not 0 <= wanted <= 1:
+        raise SnipError(f"--budget {budget}: a share lies between 0 and 1")
+    if kind in ("speedup", "step") and wanted < 1:
+        raise SnipError(f"--budget {budget}: a speedup is 1 or more")
+    if formats is None:
+        chosen = _PAPER if kind == "fp4" else tuple(fmt for fmt in _TIMED if fmt in measured)
+    else:
+        names = formats.split(",")
+        unknown = [name for name in names if name not in Format._value2member_map_]
+        if unknown or len(set(names)) != len(names):
+            known = ", ".join(fmt.value for fmt in Format)
+            raise SnipError(f"--formats {formats}: give distinct names among {known}")
+        chosen = tuple(Format(name) for name in names)
+    missing = [fmt.value for fmt in chosen if fmt not in measured]
+    if missing:
+        raise SnipError(f"--formats: the timings have no {missing[0]} (they have {', '.join(measured)})")
+    return Question(kind, wanted, chosen, granularity, tolerance, statistics, seed)
+
+
+def pose(question: Question, step: StepModel) -> Problem:
+    """The Problem of the question. Raises SnipError on statistics of another model or without the formats."""
+    layout = step.layout
+    budget = Budget(target=question.wanted, stage_tolerance=question.tolerance)
+    if question.kind != "fp4":
+        budget = Budget(target=0.0)
+    base = Problem(budget, tuple(_items(question, layout)))
+    if question.kind == "fp4":
+        return base
+    if question.kind == "loss":
+        budget = Budget(loss=question.wanted)
+    elif question.kind == "step":
+        budget = Budget(speedup=question.wanted, fixed_cost=tuple(step.fixed_seconds().items()))
+    else:
+        budget = Budget(speedup=question.wanted)
+    return with_times(base, step.shapes, step.model, budget)
+
+
+def _items(question: Question, layout: Layout) -> list[Item]:
+    """Items with costs in FLOPs a step, of which 4 bits save all."""
+    losses = _losses(question, layout)
+    stages = layout.stage_of()
+    items = []
+    for key, by_format in losses.items():
+        linear, gemm = split_option_id(key)
+        n, k = layout.model.linears[linear.kind]
+        cost = 2.0 * layout.seq_length * layout.global_batch_size * n * k * (1 if gemm is not None else 3)
+        choices = tuple(Choice(fmt, loss, cost if BITS[fmt] == 4 else 0.0) for fmt, loss in by_format.items())
+        items.append(Item(key, stages[linear.layer], cost, choices))
+    return items
+
+
+def _losses(question: Question, layout: Layout) -> Mapping[str, Mapping[Format, float]]:
+    if question.statistics is None:
+        blocks, granularity = layout.model.blocks, question.granularity
+        return synthetic_losses(blocks, question.formats, question.seed, granularity=granularity)
+    from snip_megatron.sensitivity.problem import build_problem
+    from snip_megatron.sensitivity.request import SolveRequest
+
+    table = _restaged(StatisticsTable.load(question.statistics), layout, question.statistics)
+    quantised = tuple(fmt for fmt in question.formats if fmt is not Format.BF16)
+    missing = [fmt.value for fmt in quantised if fmt.value not in table.formats]
+    if missing:
+        recorded = ", ".join(table.formats)
+        raise SnipError(f"--statistics {question.statistics}: recorded without {missing[0]} (it has {recorded})")
+    request = SolveRequest(formats=tuple(fmt.value for fmt in quantised), granularity=question.granularity, target=0.0)
+    problem, _ = build_problem(table, request)
+    losses = {item.id: {choice.format: choice.loss for choice in item.choices} for item in problem.items}
+    if Format.BF16 in question.formats:
+        return {key: {Format.BF16: 0.0, **by_format} for key, by_format in losses.items()}
+    return losses
+
+
+def _restaged(table: StatisticsTable, layout: Layout, path: Path) -> StatisticsTable:
+    """The table with this layout's stages; its linears must be this model's."""
+    wanted = {
+        str(LinearId(layer, kind)): layout.model.linears[kind]
+        for layer in range(layout.model.blocks)
+        for kind in LINEAR_KINDS
+    }
+    found = {row.name: (row.n, row.k) for row in table.linears}
+    if found != wanted:
+        differing = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
+        raise SnipError(
+            f"--statistics {path}: of another model than {layout.model.name}: {differing[0]} is"
+            f" {found.get(differing[0], 'absent')}, expected {wanted.get(differing[0], 'none')}"
+        )
+    stages = layout.stage_of()
+    return replace(table, linears=tuple(replace(row, stage=stages[row.id.layer]) for row in table.linears))

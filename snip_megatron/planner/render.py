@@ -1,0 +1,135 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Body = dict[str, Any]
+_GIB = 2.0**30
+
+
+def render(plan: Body) -> str:
+    """Tables for a terminal: everything but the details that only the JSON has."""
+    sections = (_head(plan), _linears(plan), _stages(plan), _steps(plan), _budget(plan), _overhead(plan))
+    assumptions = "\n".join(["assumptions", *(f"  - {line}" for line in plan["assumptions"])])
+    return "\n\n".join([*sections, assumptions]) + "\n"
+
+
+def _head(plan: Body) -> str:
+    model, layout = plan["model"], plan["layout"]
+    virtual = f" × VPP {layout['vpp']}" if layout["vpp"] > 1 else ""
+    extras = [name for name in ("sequence_parallel", "distributed_optimizer") if layout[name]]
+    extras += [f"recompute {layout['recompute']}"] if layout["recompute"] != "none" else []
+    noted = f"; {', '.join(extras).replace('_', ' ')}" if extras else ""
+    return (
+        f"{model['name']}: {model['parameters'] / 1e9:.2f} B parameters, {model['blocks']} blocks\n"
+        f"TP {layout['tp']} × PP {layout['pp']}{virtual} × DP {layout['dp']} = {layout['gpus']} GPUs; sequences of"
+        f" {layout['seq_length']}, {layout['micro_batch_size']} a microbatch, {layout['global_batch_size']} a step"
+        f" = {layout['microbatches']} microbatches{noted}\n"
+        f"times: {plan['timings']}"
+    )
+
+
+def _linears(plan: Body) -> str:
+    formats = list(plan["linears"][0]["speedup"])
+    rows = [
+        [
+            row["kind"],
+            f"{row['tokens']}×{row['n']}×{row['k']}",
+            f"{1e3 * row['seconds']['bf16']:.3f}",
+            *(f"{row['speedup'][fmt]:.2f}" for fmt in formats),
+            "extrapolated" if row["extrapolated"] else "",
+        ]
+        for row in plan["linears"]
+    ]
+    head = ["linear, a GPU", "tokens×n×k", "bf16 ms", *(f"{fmt} ×" for fmt in formats), ""]
+    return _table(head, rows)
+
+
+def _stages(plan: Body) -> str:
+    variants = list(plan["steps"])
+    rows = []
+    for stage in plan["stages"]:
+        chunks = " ".join(f"{c[0]}–{c[1]}" if c else "–" for c in stage["chunks"])
+        memory = stage["bytes"]
+        fixed = sum(memory["bf16"][part] for part in ("parameters", "gradients", "optimizer"))
+        rows.append(
+            [
+                str(stage["stage"]),
+                chunks if len(chunks) < 40 else f"{stage['blocks']} blocks",
+                f"{stage['parameters'] / 1e9:.3f}",
+                f"{stage['flops'] / 1e15:.2f}",
+                f"{fixed / _GIB:.1f}",
+                *(f"{memory[name]['activations'] / _GIB:.1f}" for name in variants),
+                f"{memory['bf16']['probing'] / _GIB:.1f}",
+                *(f"{memory[name]['peak'] / _GIB:.1f}" for name in variants),
+                *(f"{stage['seconds'][name]['total']:.3f}" for name in variants),
+                f"{stage['busy']['map']:.0%}",
+            ]
+        )
+    head = ["stage", "blocks", "B params", "PFLOP", "fixed"]
+    head += [f"acts {name}" for name in variants] + ["probe peak"] + [f"peak {name}" for name in variants]
+    head += [f"s {name}" for name in variants] + ["busy (map)"]
+    return "a GPU of each stage: PFLOP of linears a step; memory in GiB; seconds of work a step\n" + _table(head, rows)
+
+
+def _steps(plan: Body) -> str:
+    rows = [
+        [
+            name,
+            f"{step['seconds']:.3f}",
+            f"{step['speedup']:.3f}",
+            f"{step['linears_speedup']:.3f}",
+            f"{step['tokens_per_second_per_gpu']:.0f}",
+            f"{step['linear_flops_per_second_per_gpu'] / 1e12:.0f}",
+            f"{step['balance']:.1%}",
+            f"{step['bubble']:.1%}",
+            "host-bound" if step["host_bound"] else "",
+        ]
+        for name, step in plan["steps"].items()
+    ]
+    head = ["step", "seconds", "speedup", "of linears", "tokens/s/GPU", "TFLOP/s/GPU", "balance", "bubble", ""]
+    return _table(head, rows)
+
+
+def _budget(plan: Body) -> str:
+    budget = plan["budget"]
+    gemms = ", ".join(f"{count} {fmt}" for fmt, count in sorted(budget["gemms"].items()))
+    return (
+        f"budget {budget['asked']} over {','.join(budget['formats'])} by {budget['granularity']}, losses"
+        f" {budget['losses']}: {budget['status']} in {budget['solve_seconds']:.2f} s, Σ loss {budget['loss']:.4g}\n"
+        f"  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training: --snip-budget {budget['snip_budget']}"
+        f" --snip-formats {','.join(budget['formats'])}"
+    )
+
+
+def _overhead(plan: Body) -> str:
+    costs = plan["overhead"]
+    return (
+        f"an update of SNIP: {costs['passes']} probe passes, {costs['microbatches']} microbatches a GPU, {costs['steps']:.2f}"
+        f" bf16 steps ({costs['seconds']:.2f} s); every {costs['interval']} steps {costs['share']:.2%} of training\n"
+        f"  moved: table {_size(costs['gathered'])}, column norms {_size(costs['column_bytes'])}, probe gradients"
+        f" {_size(costs['gradient_bytes'])} a GPU; map {_size(costs['broadcast'])}; {costs['per_step']} bytes each step"
+    )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.4g} {unit}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    left = {0, 1}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

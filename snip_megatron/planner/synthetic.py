@@ -1,0 +1,57 @@
+"""Losses of a model that nobody has trained yet: seeded and heavy-tailed, as measured ones are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, option_id
+
+ASSUMPTIONS = (
+    "losses are synthetic (log-normal over four decades, larger for fprop, linear_fc2, the first and the last blocks):"
+    " they show what a budget costs in time and memory, not which options are good; --statistics uses a run's own",
+)
+
+FORMAT_LOSS: Mapping[Format, float] = {
+    Format.BF16: 0.0,
+    Format.FP8: 0.02,
+    Format.MXFP8: 0.03,
+    Format.FP8_TENSOR: 0.05,
+    Format.NVFP4: 0.5,
+    Format.MXFP4: 0.8,
+    Format.FP4: 1.0,
+}
+"""Loss of a format over fp4's."""
+
+_UNIT = 1e-5  # of a median fp4 option, in nats or thereabouts
+_KIND = (1.0, 0.6, 1.5, 2.5)  # qkv, proj, fc1, fc2
+_GEMM = (10.0, 3.0, 1.0)  # fprop, dgrad, wgrad
+_SPREAD, _FORMAT_SPREAD = 1.5, 0.3
+
+
+def synthetic_losses(
+    blocks: int, formats: Sequence[Format], seed: int, *, granularity: str = "gemm"
+) -> dict[str, dict[Format, float]]:
+    """Option id → format → loss, to four digits, the same for equal seeds."""
+    rng = np.random.default_rng(seed)
+    block = np.arange(blocks)[:, None, None]
+    depth = 1 + 0.8 * np.exp(-block / 4) + 0.5 * np.exp((block + 1 - blocks) / 4)
+    weight = depth * np.array(_KIND)[:, None] * np.array(_GEMM)
+    loss = _UNIT * weight * np.exp(rng.normal(0, _SPREAD, weight.shape))
+    spread = np.exp(rng.normal(0, _FORMAT_SPREAD, (*weight.shape, len(Format))))
+    columns = [list(Format).index(fmt) for fmt in formats]
+    losses = loss[..., None] * (np.array([FORMAT_LOSS[fmt] for fmt in Format]) * spread)[..., columns]
+    found: dict[str, dict[Format, float]] = {}
+    for layer in range(blocks):
+        for i, kind in enumerate(LINEAR_KINDS):
+            name, rows = str(LinearId(layer, kind)), losses[layer, i]
+            if granularity == "layer":
+                found[name] = _row(formats, rows.sum(axis=0))
+            else:
+                found |= {option_id(name, gemm): _row(formats, rows[g]) for g, gemm in enumerate(Gemm)}
+    return found
+
+
+def _row(formats: Sequence[Format], values: np.ndarray) -> dict[Format, float]:
+    return {fmt: float(f"{value:.4g}") for fmt, value in zip(formats, values.tolist(), strict=True)}
