@@ -208,8 +208,8 @@ class SnipConfig:
             raise SnipError(f"--snip-timings {self.timings} cannot be combined with --snip-cost flops: leave one out")
         if kind == "loss" and self.updates and not _in_nats(self.policy, self.q):
             raise SnipError(
-                f"--snip-budget {self.budget} bounds a loss, and the scores of --snip-policy {self.policy} with --snip-q"
-                f" {self.q} are none; use --snip-policy snip with --snip-q split or noise, or --snip-policy fisher"
+                f"--snip-budget {self.budget} bounds a loss, and the scores of --snip-policy {self.policy} with"
+                f" --snip-q {self.q} are none; use --snip-policy snip with --snip-q split or noise, or fisher"
             )
 
     def as_dict(self) -> dict[str, Any]:

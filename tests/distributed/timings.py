@@ -21,7 +21,7 @@ def write_timings(path: Path, device: str = "Test GPU") -> Path:
         for m, n, k in shapes
     }
     quantised = [f for f in RATES if f is not Format.BF16]
-    read = {f: (128 * _READ * 64, 128 * _READ * 64, 128 * _READ * 80) for f in quantised}
+    read = dict.fromkeys(quantised, (128 * _READ * 64, 128 * _READ * 64, 128 * _READ * 80))
     table = TimingTable(
         device=device,
         backend="hopper",

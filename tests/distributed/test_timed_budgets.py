@@ -1,0 +1,138 @@
+"""Runs whose budget is a predicted speedup or a loss: maps keep it on every stage, and the record says so."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+from launch import error_lines, tiny_llama_args
+from timings import write_timings
+from warm_ranks import WarmRanks
+
+from snip_megatron.precision import Format, Gemm, PrecisionMap
+from snip_megatron.reporting.readers import read_config, read_events, read_maps, read_metrics
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.solver import Problem
+from snip_megatron.statistics.table import StatisticsTable
+
+FORMATS = "bf16,fp8,fp8_tensor"
+# Due decisions wait for the solver, so that every run adopts two maps: before step 6 and before step 12.
+SNIP = shlex.split(
+    "--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 4 --snip-wait 120 --snip-probe-tokens 64"
+)
+
+
+def arguments(tmp: Path, budget: str, *extra: str) -> list[str]:
+    timings = ("--snip-timings", str(write_timings(tmp / "timings.json")))
+    wanted = ("--snip-formats", FORMATS, "--snip-budget", budget)
+    return tiny_llama_args(*SNIP, "--snip-dir", str(tmp / "run"), *wanted, *timings, *extra, iters=14)
+
+
+def slowest(request: SolveRequest, table: StatisticsTable, precision_map: PrecisionMap | None) -> float:
+    """Seconds of the slowest stage's linears; without a map in bf16."""
+    assert request.times is not None
+    totals: dict[int, list[float]] = {}
+    for row in table.linears:
+        for gemm in Gemm:
+            fmt = Format.BF16 if precision_map is None else precision_map.format_of(row.name, gemm)
+            totals.setdefault(row.stage, []).append(request.times.of(row.name, gemm, fmt.value))
+    return max(map(math.fsum, totals.values()))
+
+
+def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> None:
+    pin = ("--snip-pin", "decoder.layers.3.*=bf16")
+    done = warm.run(
+        2, arguments(tmp_path, "speedup=1.25", "--pipeline-model-parallel-size", "2", *pin), tmp=tmp_path, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    run = tmp_path / "run"
+    table = StatisticsTable.load(run / "stats" / "step_2.npz")
+    assert table.formats == ("fp8", "fp8_tensor")  # bf16 is not measured
+    request = SolveRequest.from_dict(read_config(run)["facts"]["request"], "config.json")
+    assert (request.speedup, request.pins) == (1.25, (("decoder.layers.3.*", "bf16"),))
+    maps = read_maps(run)
+    assert sorted(maps) == [6, 12]
+    for step, precision_map in maps.items():
+        assert precision_map.status == "optimal"
+        assert (precision_map.budget, precision_map.target) == ("speedup", 1.25)
+        predicted = slowest(request, table, None) / slowest(request, table, precision_map)
+        assert precision_map.speedup == pytest.approx(predicted, rel=1e-9)
+        assert predicted >= 1.25 * (1 - 1e-8)
+        assert precision_map.fp4_share == 0.0
+        assert precision_map.loss == precision_map.objective
+        adopted = next(e for e in read_events(run) if e["event"] == "adopt" and e["step"] == step)
+        assert adopted["budget"] == "speedup=1.25"
+        assert (adopted["speedup"], adopted["loss"]) == (precision_map.speedup, precision_map.loss)
+    solved = [e for e in read_events(run) if e["event"] == "solved"]
+    assert [e["speedup"] for e in solved] == [m.speedup for m in maps.values()]
+    problem = Problem.from_json((run / "problems" / "step_2.json").read_text())
+    assert problem.budget.speedup == 1.25
+    # Layer 3 stays in bf16: its stage needs faster formats elsewhere, the other stage does not.
+    chosen = [maps[6].format_of(f"decoder.layers.{layer}.mlp.linear_fc1", Gemm.FPROP) for layer in (2, 3)]
+    assert chosen == [Format.FP8_TENSOR, Format.BF16]
+    metrics = {m["step"]: m for m in read_metrics(run)}
+    assert metrics[5]["predicted_speedup"] is None
+    assert metrics[6]["predicted_speedup"] == maps[6].speedup
+    assert metrics[13]["predicted_speedup"] == maps[12].speedup
+    assert {m["fp4_fraction"] for m in metrics.values()} == {0.0}
+
+
+def test_the_fastest_map_within_a_loss(warm: WarmRanks, tmp_path: Path) -> None:
+    done = warm.run(1, arguments(tmp_path, "loss=2e-5", "--snip-q", "noise"), tmp=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    maps = read_maps(tmp_path / "run")
+    assert sorted(maps) == [6, 12]
+    for precision_map in maps.values():
+        assert precision_map.status == "optimal"
+        assert precision_map.budget == "loss"
+        assert precision_map.loss is not None
+        assert precision_map.loss <= 2e-5
+        assert precision_map.speedup is not None
+        assert precision_map.speedup > 1.05
+        assert len(set(precision_map.choices.values())) > 1  # the bound leaves something in bf16 or fp8
+
+
+def test_a_share_of_flops_with_the_map_in_force_held(warm: WarmRanks, tmp_path: Path) -> None:
+    """The penalty makes the second update keep the first one's choices; a share's map file is as ever."""
+    run = tmp_path / "run"
+    extra = ("--snip-dir", str(run), "--snip-change-penalty", "1e6")
+    done = warm.run(1, tiny_llama_args(*SNIP, *extra, iters=14), tmp=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    adopted = [e for e in read_events(run) if e["event"] == "adopt"]
+    assert [e["step"] for e in adopted] == [6, 12]
+    assert adopted[0]["changed"] > 0
+    assert adopted[1]["changed"] == 0
+    assert "budget" not in adopted[0]
+    body = json.loads((run / "maps" / "step_6.json").read_text())
+    assert not {"budget", "loss", "speedup", "fp4_share"} & set(body)
+    assert "predicted_speedup" not in read_metrics(run)[-1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "extra", "words"),
+    [
+        ("speedup=2.5", (), ["speedup=2.5 is unreachable", "the highest reachable speedup is 1.7"]),
+        ("speedup=1.2", ("--snip-pin", "*.linear_fc1=mxfp8"), ["--snip-timings", "no mxfp8"]),
+        ("speedup=1.2", ("--snip-timings", "none.json"), ["--snip-timings none.json"]),
+    ],
+)
+def test_what_cannot_be_reached_is_refused_at_start(
+    warm: WarmRanks, tmp_path: Path, budget: str, extra: tuple[str, ...], words: list[str]
+) -> None:
+    done = warm.run(1, arguments(tmp_path, budget, *extra), tmp=tmp_path, timeout=120)
+    assert done.returncode == 2
+    (line,) = error_lines(done)
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_cpu_has_no_times_of_its_own(warm: WarmRanks, tmp_path: Path) -> None:
+    wanted = ("--snip-budget", "speedup=1.2", "--snip-formats", FORMATS)
+    done = warm.run(1, tiny_llama_args(*SNIP, *wanted, iters=2), tmp=tmp_path)
+    (line,) = error_lines(done)
+    assert done.returncode == 2
+    assert "--snip-timings FILE" in line
+    assert "--snip-cost flops" in line

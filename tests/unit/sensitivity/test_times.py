@@ -1,0 +1,192 @@
+"""Problems in predicted seconds: costs, savings, what is reachable, and requests that survive JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, split_option_id
+from snip_megatron.sensitivity import SolveRequest, build_problem, check_reachable
+from snip_megatron.sensitivity.problem import change_penalty
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.solver import Budget, solve
+from snip_megatron.solver.costs import load_cost_model, local_shape, option_seconds, with_times
+
+from .synthetic import SHAPES, linear_rows, make_table
+
+FORMATS = ("bf16", "fp8", "fp8_tensor")
+LLAMA = {
+    "self_attention.linear_qkv": (10240, 8192),
+    "self_attention.linear_proj": (8192, 8192),
+    "mlp.linear_fc1": (57344, 8192),
+    "mlp.linear_fc2": (8192, 28672),
+}
+
+
+def times(model: str = "h200", formats: tuple[str, ...] = FORMATS) -> OptionTimes:
+    """The linears of a 70B model on 8 ranks, 4 microbatches of 8,192 tokens; by kind."""
+    shapes = {k: local_shape(k, *LLAMA[k], tokens=8192, tensor_parallel=8, microbatches=4) for k in LINEAR_KINDS}
+    return OptionTimes.predict(load_cost_model(model), shapes, [Format(f) for f in formats])
+
+
+def request(**fields: object) -> SolveRequest:
+    return SolveRequest(**{"formats": FORMATS, "speedup": 1.3, "times": times(), **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("granularity", ["gemm", "layer"])
+def test_costs_and_savings_are_those_of_the_cost_model(granularity: str) -> None:
+    table = make_table(layers=3, formats=("fp8", "fp8_tensor"))
+    problem, scores = build_problem(table, request(granularity=granularity))
+    assert problem.budget == Budget(speedup=1.3)
+    model = load_cost_model("h200")
+    # The cost model's own way from a problem of FLOPs to one of seconds.
+    shapes = {k: local_shape(k, *LLAMA[k], tokens=8192, tensor_parallel=8, microbatches=4) for k in LINEAR_KINDS}
+    in_flops, _ = build_problem(table, replace(request(granularity=granularity), speedup=None, target=0.0))
+    expected = with_times(in_flops, shapes, model, problem.budget)
+    assert problem == expected
+    for item in problem.items:
+        linear, gemm = split_option_id(item.id)
+        assert item.cost == option_seconds(model, shapes[linear.kind], gemm, Format.BF16)
+        assert [c.format.value for c in item.choices] == list(FORMATS)
+        assert item.choices[0].saving == item.choices[0].loss == 0.0
+        assert [c.loss for c in item.choices] == [scores[item.id][f]["q"] for f in FORMATS]
+        assert item.choices[1].loss > 0
+
+
+def test_the_map_reaches_the_speedup_on_every_stage_and_keeps_bf16_where_it_may() -> None:
+    table = make_table(layers=4, stages=2, formats=("fp8", "fp8_tensor"))
+    problem, _ = build_problem(table, request())
+    solution = solve(problem)
+    assert solution.status == "optimal"
+    assert solution.speedup is not None
+    assert solution.speedup >= 1.3 * (1 - 1e-9)
+    seconds = dict.fromkeys((0, 1), 0.0)
+    reference = dict.fromkeys((0, 1), 0.0)
+    for item in problem.items:
+        linear, gemm = split_option_id(item.id)
+        seconds[item.stage] += times().of(str(linear), gemm, solution.choices[item.id].value)
+        reference[item.stage] += times().of(str(linear), gemm, "bf16")
+    assert solution.speedup == pytest.approx(max(reference.values()) / max(seconds.values()))
+    assert Format.BF16 in solution.choices.values()
+    by_loss = solve(replace(problem, budget=Budget(loss=solution.loss)))
+    assert by_loss.speedup is not None
+    assert by_loss.speedup >= solution.speedup * (1 - 1e-9)
+
+
+def test_pins_and_times_of_single_linears() -> None:
+    """A name goes before its kind; a pinned format takes its own time and no loss it was never scored for."""
+    slow = LinearId(0, "mlp.linear_fc1")
+    table = make_table(layers=2, formats=("fp8", "fp8_tensor"))
+    known = dict(times(formats=(*FORMATS, "fp4")).seconds)
+    known[str(slow)] = {g: {f: 2 * s for f, s in row.items()} for g, row in known[slow.kind].items()}
+    pins = (("decoder.layers.1.mlp.linear_fc1:wgrad", "fp4"),)
+    problem, _ = build_problem(table, request(times=OptionTimes("x", known), pins=pins))
+    cost = {item.id: item.cost for item in problem.items}
+    assert cost[f"{slow}:fprop"] == 2 * cost["decoder.layers.1.mlp.linear_fc1:fprop"]
+    (pinned,) = (item for item in problem.items if item.id == "decoder.layers.1.mlp.linear_fc1:wgrad")
+    assert [c.format for c in pinned.choices] == [Format.FP4]
+    fp4 = known["mlp.linear_fc1"]["wgrad"]["fp4"]
+    assert pinned.choices[0].saving == pinned.cost - fp4
+
+
+# -- reachable -------------------------------------------------------------------------------------------------
+def test_what_is_reachable_is_named_and_is_reachable() -> None:
+    rows = linear_rows(4, stages=2)
+    pins = (("decoder.layers.0.*", "bf16"),)
+    with pytest.raises(SnipError) as caught:
+        check_reachable(rows, request(speedup=3.0, pins=pins))
+    message = str(caught.value)
+    assert message.startswith("--snip-budget speedup=3 is unreachable with --snip-formats bf16,fp8,fp8_tensor")
+    assert "stage 0 costs at least" in message  # the pinned layer's
+    reached = float(message.split("the highest reachable speedup is ")[1].split()[0])
+    check_reachable(rows, request(speedup=reached, pins=pins))
+    with pytest.raises(SnipError):
+        check_reachable(rows, request(speedup=reached * 1.0001, pins=pins))
+    # Half of stage 0 stays in bf16.
+    whole = {f: math.fsum(times().of(r.name, g, f) for r in rows[4:8] for g in Gemm) for f in ("bf16", "fp8_tensor")}
+    best = math.fsum(
+        min(times().of(r.name, g, f) for f in FORMATS) for r in rows[4:8] for g in Gemm
+    )  # fmt: skip
+    assert reached == pytest.approx(2 * whole["bf16"] / (whole["bf16"] + best), rel=1e-6)
+
+
+def test_formats_without_figures_are_refused() -> None:
+    with pytest.raises(SnipError, match="nvfp4"):
+        times(formats=("nvfp4",))
+    bare = request(formats=("fp8", "mxfp8"))
+    with pytest.raises(SnipError, match="hold none in mxfp8"):
+        check_reachable(linear_rows(2), bare)
+    with pytest.raises(SnipError, match="need predicted times"):
+        check_reachable(linear_rows(2), request(times=None))
+    check_reachable(linear_rows(2), request(speedup=None, loss=1e-9))  # what loss is reachable depends on scores
+
+
+def test_flops_as_times() -> None:
+    """8 bits twice as fast, 4 bits four times: 1/(1 − x/2) with a share x in fp8."""
+    table = make_table(layers=2, formats=("fp8",))
+    shapes = {k: local_shape(k, *SHAPES[k], tokens=128) for k in LINEAR_KINDS}
+    flops = OptionTimes.predict(load_cost_model("flops"), shapes, [Format.FP8])
+    problem, _ = build_problem(table, SolveRequest(formats=("bf16", "fp8"), speedup=1.6, times=flops))
+    solution = solve(problem)
+    size = {item.id: item.cost for item in problem.items}
+    low = math.fsum(size[i] for i, f in solution.choices.items() if f is Format.FP8) / math.fsum(size.values())
+    assert solution.speedup == pytest.approx(1 / (1 - low / 2))
+    assert solution.speedup >= 1.6
+
+
+# -- stability -------------------------------------------------------------------------------------------------
+def test_the_penalty_is_in_means_of_the_worst_losses() -> None:
+    table = make_table(layers=2)
+    problem, _ = build_problem(table, SolveRequest())
+    worst = np.mean([max(c.loss for c in item.choices) for item in problem.items])
+    assert change_penalty(problem, SolveRequest()) == 0.0
+    assert change_penalty(problem, SolveRequest(change_penalty=0.25)) == pytest.approx(0.25 * worst)
+    before = solve(problem)
+    other, _ = build_problem(make_table(layers=2, seed=1), SolveRequest())
+    held = solve(other, hint=before.choices, change_penalty=change_penalty(other, SolveRequest(change_penalty=1e3)))
+    assert dict(held.choices) == dict(before.choices)
+    assert dict(solve(other, hint=before.choices).choices) != dict(before.choices)
+
+
+# -- records ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "made",
+    [
+        SolveRequest(),
+        SolveRequest(pins=(("*.0.*", "bf16"),), unquantised_flops=3.0, unquantised_stage_flops={0: 1.0, 1: 2.0}),
+        request(granularity="layer", change_penalty=0.5),
+        request(speedup=None, loss=0.002, q="noise"),
+    ],
+)
+def test_a_request_survives_json(made: SolveRequest) -> None:
+    assert SolveRequest.from_dict(json.loads(json.dumps(made.as_dict())), "config.json") == made
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"unknown": 1},
+        {"formats": 3},
+        {"pins": [["a"]]},
+        {"times": {"model": "x"}},
+        {"times": {"model": "x", "seconds": {"mlp.linear_fc1": {"fprop": {"bf16": -1.0}}}}},
+        {"times": {"model": "x", "seconds": {"mlp.linear_fc1": {"sideways": {}}}}},
+        {"target": "much"},
+        {"granularity": "block"},
+        {"speedup": 1.2, "loss": 0.1},
+        {"speedup": 0.5},
+        {"unquantised_stage_flops": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_a_damaged_request_is_one_line(damage: dict) -> None:
+    with pytest.raises(SnipError) as caught:
+        SolveRequest.from_dict(SolveRequest().as_dict() | damage, "config.json")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(SnipError):
+        SolveRequest.from_dict([], "config.json")
