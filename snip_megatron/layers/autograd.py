@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.operands import GradientKeys, Plain, Side, disassemble
-from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
+from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHandle
+from snip_megatron.layers.forcing import nudged, output_error, report_error
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import derive_seed
 
@@ -32,6 +33,7 @@ class LinearCall:
         allreduce_dgrad: the input is replicated: all-reduce its gradient.
         tp_group: the tensor parallel group, needed for either.
         has_backward: whether a backward may follow, which X is quantised and kept for.
+        forced: what a measuring pass asks; None outside of one.
     """
 
     handle: LinearHandle
@@ -40,6 +42,14 @@ class LinearCall:
     allreduce_dgrad: bool
     tp_group: dist.ProcessGroup | None
     has_backward: bool = True
+    forced: Forced | None = None
+
+    @property
+    def formats(self) -> tuple[Format, Format, Format]:
+        """(fprop, dgrad, wgrad) of this microbatch."""
+        if self.forced is not None:
+            return self.forced.formats
+        return ALL_BF16 if self.handle.context.probing else self.handle.formats
 
 
 class QuantizedLinear(torch.autograd.Function):
@@ -57,7 +67,7 @@ class QuantizedLinear(torch.autograd.Function):
         handle, backend = call.handle, call.backend
         # The parameter itself: what checkpointing's hooks make of a saved tensor has no main_grad.
         ctx.weight, ctx.x_shape, ctx.has_bias, ctx.call = weight, x.shape, bias is not None, call
-        ctx.formats = (Format.BF16,) * 3 if handle.context.probing else handle.formats
+        ctx.formats, ctx.error = call.formats, None
         ctx.recorder = handle.recorder if handle.context.probing else None
         handle.to(weight.device)
         fprop, dgrad, wgrad = ctx.formats
@@ -69,6 +79,10 @@ class QuantizedLinear(torch.autograd.Function):
         tensors, ctx.assemble = disassemble(Plain(x, wgrad) if kept is None else kept)
         ctx.save_for_backward(*tensors)
         y = backend.fprop(x_side, w_side, dtype=x.dtype)
+        if call.forced is not None:
+            y = nudged(call.forced, Gemm.FPROP, _matrix(total), weight.t(), y)
+            if call.has_backward:
+                ctx.error = output_error(call.forced, handle, backend, _matrix(total), weight, y)
         y = y.view(*total.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -84,10 +98,13 @@ class QuantizedLinear(torch.autograd.Function):
         amax = handle.shared_amax("g", g, (dgrad, wgrad))
         if call.sequence_parallel:
             gathered, gather = _gather_async(kept.tensor, call.tp_group)
-        g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, _keys(handle), amax=amax)
+        g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, _keys(call), amax=amax)
         handle.backwards += 1
         _, w_side = _weight(call, weight, fprop, dgrad)
         d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
+        if call.forced is not None:
+            d_local = nudged(call.forced, Gemm.DGRAD, g, weight, d_local)
+            report_error(call.forced, g, ctx.error)
         if gather is not None:
             gather.wait()
 
@@ -114,10 +131,12 @@ def _weight(call: LinearCall, weight: torch.Tensor, fprop: Format, dgrad: Format
     return handle.weights.get(call.backend, weight, fprop, dgrad, partial(handle.shared_amax, "w"))
 
 
-def _keys(handle: LinearHandle) -> GradientKeys:
+def _keys(call: LinearCall) -> GradientKeys:
     """Keys of stochastic rounding of G in the linear's next backward."""
+    handle = call.handle
     context = handle.context
-    global_microbatch = handle.backwards * context.dp_size + context.dp_rank
+    microbatch = handle.backwards if call.forced is None else call.forced.microbatch
+    global_microbatch = microbatch * context.dp_size + context.dp_rank
     dgrad, wgrad = (
         derive_seed(context.seed, context.step, global_microbatch, handle.index, GEMM_INDEX[gemm])
         for gemm in (Gemm.DGRAD, Gemm.WGRAD)

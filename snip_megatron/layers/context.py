@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +28,26 @@ class BackwardRecorder(Protocol):
         parallel ranks, d_reduced after it (a token shard under sequence parallelism)."""
 
 
+@dataclass(frozen=True)
+class Forced:
+    """What a measuring pass asks of one linear in one microbatch, instead of the map in force.
+
+    Attributes:
+        formats: (fprop, dgrad, wgrad).
+        microbatch: number of the microbatch among those of the step, for the keys of stochastic rounding: a microbatch
+            that is repeated draws the same bits.
+        nudge: the GEMM whose result is changed by less than its rounding step: what rounding alone makes of it.
+        compare: in the backward, report ⟨G, E⟩ with E the error fprop would have in this format.
+        report: takes that figure, float64 scalar, this tensor parallel rank's share, of G as autograd gives it.
+    """
+
+    formats: tuple[Format, Format, Format] = ALL_BF16
+    microbatch: int = 0
+    nudge: Gemm | None = None
+    compare: Format | None = None
+    report: Callable[[torch.Tensor], None] | None = None
+
+
 @dataclass
 class StepContext:
     """State of the current step, shared by all linears of a rank; the step hook writes it, linears read it.
@@ -39,6 +59,8 @@ class StepContext:
             i·dp_size + dp_rank.
         backend: runs the GEMMs.
         probing: a probe runs: every GEMM in bf16, backwards are recorded.
+        forcing: a measuring pass runs: what it asks of a linear in the microbatch at hand. No linear is stock then:
+            wgrad, forced or not, accumulates in FP32.
         bf16_eval: forwards without gradients run in bf16 whatever the map says.
     """
 
@@ -48,6 +70,7 @@ class StepContext:
     dp_size: int = 1
     backend: GemmBackend = REFERENCE
     probing: bool = False
+    forcing: Callable[[LinearHandle], Forced] | None = None
     bf16_eval: bool = False
 
 
@@ -121,6 +144,8 @@ class LinearHandle:
     @property
     def is_stock(self) -> bool:
         """Whether the next forward is Megatron's own: nothing quantised, nothing recorded."""
+        if self.context.forcing is not None:
+            return False
         if self.context.probing:
             return self.recorder is None
         if self.context.bf16_eval and not torch.is_grad_enabled():

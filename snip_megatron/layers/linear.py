@@ -41,6 +41,7 @@ def quantized_forward(
             raise SnipError(
                 f"{handle.name}: Megatron asks for {name}={value!r}, which quantised linears do not support"
             )
+    forcing = handle.context.forcing
     call = LinearCall(
         handle=handle,
         backend=handle.context.backend,
@@ -48,6 +49,7 @@ def quantized_forward(
         allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
         tp_group=kwargs.get("tp_group"),
         has_backward=torch.is_grad_enabled(),
+        forced=None if forcing is None else forcing(handle),
     )
     return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call)  # type: ignore[no-untyped-call,no-any-return]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 MEASURED_COLUMNS = (
     "loss",  # mean token loss with the option on less that without it, nats; fprop only, 0 elsewhere
     "first_order",  # ⟨G, E⟩ on the same tokens, which ``loss`` contains and which vanishes on average; fprop only
-    "loss_floor",  # |change of the loss| by a nudge of 1e-6 at the same place: rounding noise; fprop only
+    "loss_floor",  # |change of the loss| by a nudge in the same layer: rounding noise; fprop only
     "drift",  # Σ_j ‖u(g_j + δ_j) − u(g_j)‖/‖W_j‖ over linears and sinks, the floor of each taken off in quadrature
     "raw_drift",  # the same as it was read
     "floor",  # the same of a nudge: rounding noise of the training dtype; 0 for wgrad, which has none

@@ -1,0 +1,94 @@
+"""What a measuring pass forces on a linear: a format for one microbatch, the keys of another, a nudge, ⟨G, E⟩."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from linears import convert, one_rank, operands, reference, stock_linear
+
+from snip_megatron.layers.context import ALL_BF16, Forced, LinearHandle, StepContext
+from snip_megatron.precision import Format, Gemm
+
+N, K, S, B = 192, 160, 40, 2
+FP4 = (Format.FP4, Format.FP4, Format.FP4)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    with one_rank() as group:
+        yield group
+
+
+def linear(group: dist.ProcessGroup, dtype: torch.dtype, context: StepContext) -> LinearHandle:
+    handle = convert(stock_linear(group, N, K, dtype=dtype), context, ALL_BF16)
+    handle.weight.main_grad = torch.zeros(N, K)  # type: ignore[attr-defined]
+    return handle
+
+
+def passed(handle: LinearHandle, forced: Forced | None, x: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+    """Y, ∂L/∂X and ∇W of one pass under ``forced``."""
+    handle.context.forcing = None if forced is None else lambda _: forced
+    handle.weight.main_grad.zero_()  # type: ignore[attr-defined]
+    x = x.detach().requires_grad_()
+    y, _ = handle.module(x)
+    handle.context.forcing = None  # a backward keeps what its forward was told
+    y.backward(g)
+    assert x.grad is not None
+    return [y.detach(), x.grad, handle.weight.main_grad.clone()]  # type: ignore[operator]
+
+
+def test_a_forced_format_is_the_map_s_and_draws_the_bits_of_its_microbatch(group: dist.ProcessGroup) -> None:
+    context = StepContext(step=3, seed=5, dp_rank=1, dp_size=2)
+    handle = linear(group, torch.float32, context)
+    x, g = operands(S, B, N, K, torch.float32)
+    for microbatch in (0, 2):
+        found = passed(handle, Forced(FP4, microbatch), x, g)
+        expected = reference(x, handle.weight, g, FP4, context, microbatch * 2 + 1)
+        for name, a, b in zip(("y", "d", "gw"), found, expected, strict=True):
+            torch.testing.assert_close(a.reshape(b.shape).double(), b, rtol=2e-5, atol=2e-6, msg=name)
+    draws = [passed(handle, Forced(FP4, m), x, g)[2] for m in (0, 2)]
+    assert not torch.equal(*draws)
+
+
+def test_nothing_forced_is_the_plain_linear_with_wgrad_in_fp32(group: dist.ProcessGroup) -> None:
+    """A bf16 weight gradient would drown what is measured."""
+    handle = linear(group, torch.bfloat16, StepContext())
+    x, g = operands(S, B, N, K, torch.bfloat16)
+    y, d, gw = passed(handle, Forced(), x, g)
+    flat_x, flat_g = x.detach().reshape(-1, K), g.reshape(-1, N)
+    assert torch.equal(y.view(-1, N), flat_x @ handle.weight.t())
+    assert torch.equal(d.view(-1, K), flat_g @ handle.weight)
+    exact = flat_g.double().t() @ flat_x.double()
+    assert float((gw - exact).norm() / exact.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("gemm", [Gemm.FPROP, Gemm.DGRAD])
+def test_a_nudge_moves_few_elements_by_one_rounding_step(group: dist.ProcessGroup, gemm: Gemm) -> None:
+    handle = linear(group, torch.bfloat16, StepContext())
+    x, g = operands(S, B, N, K, torch.bfloat16)
+    plain, moved = passed(handle, Forced(), x, g), passed(handle, Forced(nudge=gemm), x, g)
+    index = 0 if gemm is Gemm.FPROP else 1
+    changed = moved[index] != plain[index]
+    assert 0 < int(changed.sum()) < 0.05 * changed.numel()
+    off = (moved[index] - plain[index]).float().abs()[changed] / plain[index].float().abs()[changed]
+    assert float(off.max()) < 2**-6
+    assert torch.equal(moved[1 - index], plain[1 - index])
+    assert torch.equal(moved[2], plain[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_order_term_is_that_of_the_forced_output(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    handle = linear(group, dtype, StepContext())
+    x, g = operands(S, B, N, K, dtype)
+    found: list[torch.Tensor] = []
+    plain = passed(handle, Forced(compare=Format.FP4, report=found.append), x, g)
+    for a, b in zip(plain, passed(handle, Forced(), x, g), strict=True):
+        assert torch.equal(a, b)  # comparing changes nothing
+    forced = passed(handle, replace(Forced(), formats=(Format.FP4, Format.BF16, Format.BF16)), x, g)
+    expected = (g.double() * (forced[0].double() - plain[0].double())).sum()
+    assert len(found) == 1
+    torch.testing.assert_close(found[0], expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=1e-12)
