@@ -24,7 +24,11 @@ REQUIREMENTS = [
     "tqdm>=4.66",
 ]
 
+# Lion and Muon of Megatron's --optimizer.
+OPTIMIZERS = ["emerging-optimizers>=0.2"]
+
 DEVELOPMENT = [
+    *OPTIMIZERS,
     "hypothesis>=6.100",
     "ml_dtypes>=0.5",
     "mypy>=2",
@@ -56,7 +60,7 @@ setup(
     package_data={"snip_megatron": ["**/*.md", "gemm/shapes.json", "solver/timings/*.json", "reporting/templates/*"]},
     python_requires=">=3.12",
     install_requires=REQUIREMENTS,
-    extras_require={"dev": DEVELOPMENT},
+    extras_require={"dev": DEVELOPMENT, "optimizers": OPTIMIZERS},
     entry_points={"console_scripts": ["snip = snip_megatron.cli:main"]},
     classifiers=[
         "Intended Audience :: Science/Research",

@@ -96,10 +96,9 @@ class DriftProbe:
         scale: StepScale,
     ) -> None:
         handle = recorder.handle
-        own = sum_squares(handle.weight.main_grad)  # type: ignore[attr-defined]
         gradient = self._reduced_gradient(handle.weight)
         total = sum_squares(gradient)
-        noise = gradient_noise(own, recorder.first_gw2, total, self._groups, recorder.microbatches)
+        noise = gradient_noise(recorder.each_gw2, total, self._groups, recorder.microbatches)
         drift.add_linear(handle.name, "gv2", noise * scale.gradient**2)
         if self._groups.dp_rank == 0:
             drift.add_linear(handle.name, "gw2", total * scale.gradient**2)

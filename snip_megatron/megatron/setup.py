@@ -210,7 +210,8 @@ class SnipRun:
                 micro_batch_size=args.micro_batch_size,
                 padded_vocab_size=args.padded_vocab_size,
                 virtual_stages=args.virtual_pipeline_model_parallel_size,
-                optimizer_sharded=bool(args.use_distributed_optimizer),
+                optimizer_sharded=bool(args.use_distributed_optimizer)
+                or bool(getattr(args, "use_layer_wise_distributed_optimizer", False)),
             ),
             groups,
             model,

@@ -12,6 +12,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.coordinator import replay_schedule
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.registry import check_map_fits, decoder_linear_names
+from snip_megatron.megatron import compat
 from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.precision import LinearId, PrecisionMap
 from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
@@ -149,17 +150,20 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
 
 
 def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
+    if args.optimizer in compat.NEEDS_PACKAGE and not compat.has_package():
+        raise SnipError(f"--optimizer {args.optimizer} needs a package that is not here: pip install {compat.PACKAGE}")
     if not config.updates or not needs_forward_noise(solve_request(config, args)):
         return
-    if args.optimizer != "adam":
+    if args.optimizer not in compat.SUPPORTED_OPTIMIZERS:
         raise SnipError(
             f"--optimizer {args.optimizer} cannot be combined with --snip-estimator {config.estimator}: weight"
-            " divergence needs the first and second moment of adam; use --optimizer adam, or --snip-estimator fisher"
+            f" divergence knows the updates of {', '.join(compat.SUPPORTED_OPTIMIZERS)}; use one of these, or"
+            " --snip-estimator fisher"
         )
     if config.first_update == 0 and not args.load:
         raise SnipError(
-            f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: adam has no moments"
-            " before its first step; use --snip-first-update 1 or later"
+            f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: {args.optimizer}"
+            " has no moments before its first step; use --snip-first-update 1 or later"
         )
 
 

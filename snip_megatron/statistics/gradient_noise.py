@@ -1,12 +1,11 @@
 """Natural noise of a gradient: its variance over microbatches, from norms that a probe has anyway.
 
-The probe's gradient G is the sum of B equally distributed microbatch gradients. A part A of it, of n of them, has
-E‖A‖² = n²‖μ‖² + n·v, the whole E‖G‖² = B²‖μ‖² + B·v. So with q = B/n
+The probe's gradient G is the sum of B equally distributed microbatch gradients g_b of mean μ and variance v, so
+E‖g_b‖² = ‖μ‖² + v and E‖G‖² = B²‖μ‖² + B·v. Hence, unbiased and without keeping a second gradient,
 
-    Var(G) = B·v = (q²·E‖A‖² − E‖G‖²) / (q − 1),
+    Var(G) = B·v = (B·Σ_b‖g_b‖² − ‖G‖²) / (B − 1).
 
-unbiased, without keeping a second gradient. METHOD, "Putting ΔL and ΔW together": Var(∇W) is free from data parallel
-ranks and microbatches.
+METHOD, "Putting ΔL and ΔW together": Var(∇W) is free from data parallel ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -17,24 +16,20 @@ from snip_megatron.statistics.reduction import ProbeGroups
 
 
 def gradient_noise(
-    own: torch.Tensor, first: torch.Tensor | None, total: torch.Tensor, groups: ProbeGroups, microbatches: int
+    each: torch.Tensor | None, total: torch.Tensor, groups: ProbeGroups, microbatches: int
 ) -> torch.Tensor:
     """This rank's additive share of Var(G), float64 scalar in the squared unit of its arguments.
 
-    With several data parallel ranks the parts are what each rank has; with one, the part is its first microbatch. One
-    microbatch on one rank has no variance to see: 0.
+    One microbatch in all has no variance to see: 0. The sum of all shares may come out below 0 where there is little.
 
     Args:
-        own: ‖this rank's gradient‖² before the reduction over data parallel ranks, of the local weight shard.
-        first: ‖gradient of this rank's first microbatch‖²; None where it was not noted.
-        total: ‖G‖² of the local weight shard, after the reduction.
+        each: Σ_b‖g_b‖² of this rank's microbatches, of the local weight shard; None where it was not noted.
+        total: ‖G‖² of the local weight shard, after the reduction over data parallel ranks.
         groups: who else holds a part.
         microbatches: of this rank.
     """
-    ranks = groups.dp_size
-    if ranks > 1:
-        share = ranks * own - (total if groups.dp_rank == 0 else 0.0)
-        return share / (ranks - 1)
-    if microbatches > 1 and first is not None:
-        return (microbatches**2 * first - total) / (microbatches - 1)
-    return torch.zeros_like(total)
+    count = microbatches * groups.dp_size
+    if count < 2 or each is None:
+        return torch.zeros_like(total)
+    whole = total if groups.dp_rank == 0 else torch.zeros_like(total)
+    return (count * each - whole) / (count - 1)

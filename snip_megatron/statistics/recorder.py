@@ -48,8 +48,8 @@ class LinearRecorder:
         by_format: column name → float64 [formats].
         x_cols, g_cols: Σ_t X_tk² [K local], Σ_t G_tn² [N local].
         dx_cols, dg_cols: the same of the wgrad errors, [formats, K local], [formats, N local].
-        dots: per microbatch G_t·E_t of each format, [formats, T], still to be summed over tensor parallel ranks.
-        first_gw2: ‖∇W‖² of the first microbatch alone, as recorded.
+        dots: per microbatch.
+        each_gw2: Σ over microbatches of ‖∇W‖² of one alone, as recorded.
         microbatches: seen in the statistics pass.
     """
 
@@ -63,8 +63,8 @@ class LinearRecorder:
     g_cols: torch.Tensor | None = None
     dx_cols: torch.Tensor | None = None
     dg_cols: torch.Tensor | None = None
-    dots: list[torch.Tensor] = field(default_factory=list)
-    first_gw2: torch.Tensor | None = None
+    dots: list[Dots] = field(default_factory=list)
+    each_gw2: torch.Tensor | None = None
     microbatches: int = 0
     _samples: list[_Samples] = field(default_factory=list)
     _compared: int = 0
@@ -84,17 +84,19 @@ class LinearRecorder:
     ) -> None:
         """See :class:`snip_megatron.layers.context.BackwardRecorder`."""
         if self.phase is Pass.STATISTICS:
-            self._note_gradient()
-            self._record(x, w, g, d_local, d_reduced)
+            self._note_gradient(x, g)
+            self._record(x, w, g, d_reduced)
         else:
             self._compare(x, g)
 
-    def _note_gradient(self) -> None:
-        """wgrad has been accumulated by now: after the first microbatch ``main_grad`` is that microbatch's gradient."""
+    def _note_gradient(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """wgrad has been accumulated by now: after the first microbatch ``main_grad`` is that microbatch's gradient,
+        the others' are multiplied out once more."""
         self.microbatches += 1
-        main_grad = getattr(getattr(self.handle.module, "weight", None), "main_grad", None)
-        if self.microbatches == 1 and main_grad is not None:
-            self.first_gw2 = sum_squares(main_grad)
+        gradient = getattr(getattr(self.handle.module, "weight", None), "main_grad", None)
+        if self.microbatches > 1 or gradient is None:
+            gradient = g.t() @ x
+        self.each_gw2 = _plus(self.each_gw2, sum_squares(gradient))
 
     # -- statistics pass ---------------------------------------------------------------------------------------
     def _record(

@@ -16,8 +16,9 @@ import torch
 
 from snip_megatron.statistics.sums import sum_squares
 
-MUON_SAMPLES = 8
-"""How many of a list of error sizes Muon's drift is evaluated at; a Newton-Schulz iteration each."""
+MUON_SAMPLES = (0.0, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Where in a sorted list of error sizes Muon's drift is evaluated, an orthogonalisation each: drift is proportional to
+small errors and bends where it saturates."""
 
 
 class Update(Protocol):
@@ -181,12 +182,12 @@ class MuonState:
     def squared_drift(
         self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See :class:`Update`. At most MUON_SAMPLES of ``scales`` are evaluated; between them log drift is linear in
-        log ρ, which holds within a few percent: drift is proportional to small ρ and bounded for large."""
+        """See :class:`Update`. At most len(MUON_SAMPLES) of ``scales`` are evaluated, the others interpolated linearly
+        in logarithms."""
         base = self.direction(g) if base is None else base
         every = np.asarray(scales, dtype=np.float64)
         order = np.argsort(every)
-        chosen = order[np.unique(np.linspace(0, len(order) - 1, MUON_SAMPLES).round().astype(int))]
+        chosen = order[np.unique(np.rint((len(order) - 1) * np.array(MUON_SAMPLES)).astype(int))]
         seen = torch.stack([sum_squares(self.direction(g + every[i] * unit) - base) for i in chosen])
         known, values = every[chosen], seen.cpu().numpy()
         if len(every) > len(known) and (known > 0.0).all() and (values > 0.0).all():

@@ -153,7 +153,7 @@ def _shard(held: HeldState) -> OptimizerShard:
     if "betas" not in group:
         raise SnipError("the optimizer keeps no second moment (no betas); SNIP's weight divergence needs Adam or AdamW")
     moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
-    exp_avg, exp_avg_sq = (None if m is None else m.detach().reshape(-1).float() for m in moments)
+    exp_avg, exp_avg_sq = (None if m is None else flat(m) for m in moments)
     # torch counts steps beside the moments, Apex and Transformer Engine in the group.
     step = state.get("step", group.get("step", 0)) if exp_avg is not None else 0
     return OptimizerShard(
@@ -169,3 +169,8 @@ def _shard(held: HeldState) -> OptimizerShard:
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
     )
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Flattened, in float32 or what is more precise."""
+    return tensor.detach().reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32))

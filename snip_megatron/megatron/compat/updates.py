@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat.optimizer_state import HeldState, adamw_state, held_state
+from snip_megatron.megatron.compat.optimizer_state import HeldState, adamw_state, flat, held_state
 from snip_megatron.statistics.updates import LionState, MuonState, SgdState, Update
 
 NEEDS_PACKAGE = ("lion", "muon")
@@ -117,7 +117,7 @@ def _orthogonalize(owner: Any, inner: torch.Tensor, group: Mapping[str, Any]) ->
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().reshape(-1).float()
+    return None if tensor is None else flat(tensor)
 
 
 _Maker = Callable[[Any, torch.nn.Parameter, HeldState, int], Update | None]

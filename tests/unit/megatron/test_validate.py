@@ -111,11 +111,26 @@ def test_bf16_gradients() -> None:
     )
 
 
-def test_optimizers_without_moments() -> None:
-    message = refused(config(), arguments(optimizer="sgd"))
-    assert message.startswith("--optimizer sgd cannot be combined with --snip-estimator noise")
-    validate.check(config(estimator="fisher"), arguments(optimizer="sgd"))
-    validate.check(config(policy="backward-first"), arguments(optimizer="sgd"))
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon"])
+def test_optimizers_whose_update_is_known(optimizer: str) -> None:
+    validate.check(config(), arguments(optimizer=optimizer))
+
+
+@pytest.mark.parametrize("optimizer", ["soap", "adaptive_muon"])
+def test_optimizers_whose_update_is_not_known(optimizer: str) -> None:
+    message = refused(config(), arguments(optimizer=optimizer))
+    assert message.startswith(f"--optimizer {optimizer} cannot be combined with --snip-estimator noise")
+    assert "knows the updates of adam, sgd, lion, muon" in message
+    validate.check(config(estimator="fisher"), arguments(optimizer=optimizer))
+    validate.check(config(policy="backward-first"), arguments(optimizer=optimizer))
+
+
+def test_optimizers_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate.compat, "has_package", lambda: False)
+    for optimizer in ("lion", "muon"):
+        message = refused(config(estimator="fisher"), arguments(optimizer=optimizer))
+        assert message == (f"--optimizer {optimizer} needs a package that is not here: pip install emerging-optimizers")
+    validate.check(config(), arguments(optimizer="sgd"))
 
 
 def test_a_probe_before_the_first_optimizer_step() -> None:
