@@ -85,12 +85,12 @@ def load_model(name: str) -> ModelShape:
     if known is not None:
         return known
     path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.exists():
-        names = ", ".join(model.removeprefix("llama-") for model in MODELS)
-        raise SnipError(f"model {name}: unknown; choose one of {names}, or give a Hugging Face config.json of a Llama")
     try:
+        if path.is_dir():
+            path = path / "config.json"
+        if not path.exists():
+            names = ", ".join(model.removeprefix("llama-") for model in MODELS)
+            raise SnipError(f"model {name}: unknown; choose one of {names}, or give a Llama's Hugging Face config.json")
         if path.stat().st_size > _MAX_BYTES:
             raise SnipError(f"{path}: not a model's config.json: larger than {_MAX_BYTES >> 20} MiB")
         text = path.read_text(encoding="utf-8")

@@ -170,7 +170,8 @@ def _budget(step: StepModel, question: Question, solution: Solution, formats_of:
                 total += n * k
                 four_bit += n * k if BITS[fmt] == 4 else 0.0
     fast, slow = (_linears(step.step(f)) for f in (formats_of, lambda block, kind: ALL_BF16))
-    as_argument = question.text if question.kind in ("fp4", "speedup") else f"speedup={slow / fast:.4g}"
+    own_unit = question.kind in ("fp4", "speedup") or (question.kind == "loss" and question.statistics is not None)
+    as_argument = question.text if own_unit else f"speedup={slow / fast:.4g}"
     return {
         "asked": question.text,
         "formats": [fmt.value for fmt in question.formats],

@@ -62,14 +62,14 @@ def _stages(plan: Body) -> str:
                 f"{stage['flops'] / 1e15:.2f}",
                 f"{fixed / _GIB:.1f}",
                 *(f"{memory[name]['activations'] / _GIB:.1f}" for name in variants),
-                f"{memory['bf16']['probing'] / _GIB:.1f}",
-                *(f"{memory[name]['peak'] / _GIB:.1f}" for name in variants),
+                *(f"{memory[name]['training'] / _GIB:.1f}" for name in variants),
+                f"{memory['map']['probing'] / _GIB:.1f}",
                 *(f"{stage['seconds'][name]['total']:.3f}" for name in variants),
                 f"{stage['busy']['map']:.0%}",
             ]
         )
     head = ["stage", "blocks", "B params", "PFLOP", "fixed"]
-    head += [f"acts {name}" for name in variants] + ["probe peak"] + [f"peak {name}" for name in variants]
+    head += [f"acts {name}" for name in variants] + [f"peak {name}" for name in variants] + ["probe"]
     head += [f"s {name}" for name in variants] + ["busy (map)"]
     return "a GPU of each stage: PFLOP of linears a step; memory in GiB; seconds of work a step\n" + _table(head, rows)
 
@@ -107,8 +107,9 @@ def _budget(plan: Body) -> str:
 def _overhead(plan: Body) -> str:
     costs = plan["overhead"]
     return (
-        f"an update of SNIP: {costs['passes']} probe passes, {costs['microbatches']} microbatches a GPU, {costs['steps']:.2f}"
-        f" bf16 steps ({costs['seconds']:.2f} s); every {costs['interval']} steps {costs['share']:.2%} of training\n"
+        f"an update of SNIP: {costs['passes']} probe passes, {costs['microbatches']} microbatches a GPU,"
+        f" {costs['steps']:.2f} bf16 steps ({costs['seconds']:.2f} s); every {costs['interval']} steps"
+        f" {costs['share']:.2%} of training\n"
         f"  moved: table {_size(costs['gathered'])}, column norms {_size(costs['column_bytes'])}, probe gradients"
         f" {_size(costs['gradient_bytes'])} a GPU; map {_size(costs['broadcast'])}; {costs['per_step']} bytes each step"
     )
