@@ -13,17 +13,27 @@ import torch
 import torch.distributed as dist
 
 
+_LOSS, _RANKS, _BROKEN, _SUM = 0, 1, 2, 3  # places of what is summed over ranks; how many there are
+
+
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one training step; None where no rank had them."""
+    """Figures of one training step, equal on all ranks; None where no rank had them, or where they are not finite.
+
+    ``broken``: on some rank the loss or the gradient norm was NaN or infinite.
+    """
 
     step: int
     loss: float | None
     grad_norm: float | None
+    broken: bool = False
 
 
 class StepReport:
     """Sums (loss, ranks that have it) over all ranks while the next step runs.
+
+    On a GPU the sum comes to the host by itself, on a stream of its own: reading it a step later waits for nothing that
+    the training step has not waited for, and the launching thread stays ahead.
 
     Args:
         device: where collectives of the group need their tensors.
@@ -33,26 +43,56 @@ class StepReport:
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self._device = device
         self._group = group
-        self._flight: tuple[int, torch.Tensor, float | None, Any] | None = None
+        self._flight: _Flight | None = None
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def exchange(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> StepFigures | None:
         """Send this step's figures on their way; returns those of the step before. Collective."""
         arrived = self.drain()
-        values = torch.zeros(2, dtype=torch.float64, device=self._device)
+        values = torch.zeros(_SUM, dtype=torch.float64, device=self._device)
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            values[_BROKEN] = 1.0
         if loss is not None:
-            values[0] = loss.detach().double().reshape(())
-            values[1] = 1.0
+            own = loss.detach().double().reshape(())
+            values[_LOSS], values[_RANKS] = own, 1.0
+            values[_BROKEN] += ~own.isfinite()
         handle = dist.all_reduce(values, group=self._group, async_op=True)
-        self._flight = (step, values, grad_norm, handle)
+        host, landed = (values, handle) if self._stream is None else self._to_host(values, handle, self._stream)
+        self._flight = _Flight(step, values, host, landed, grad_norm)
         return arrived
+
+    def _to_host(self, values: torch.Tensor, handle: Any, stream: Any) -> tuple[torch.Tensor, Any]:
+        """Queue the copy behind the collective, beside the training stream."""
+        host = torch.empty(_SUM, dtype=torch.float64, pin_memory=True)
+        landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            handle.wait()
+            host.copy_(values, non_blocking=True)
+            landed.record()
+        return host, landed
 
     def drain(self) -> StepFigures | None:
         """The figures in flight, if any."""
         if self._flight is None:
             return None
-        step, values, grad_norm, handle = self._flight
-        self._flight = None
-        handle.wait()
-        total, count = (float(value) for value in values.cpu())
-        loss = total / count if count > 0 else None
-        return StepFigures(step, loss, None if grad_norm is None or math.isnan(grad_norm) else float(grad_norm))
+        flight, self._flight = self._flight, None
+        if self._stream is None:
+            flight.landed.wait()
+        else:
+            flight.landed.synchronize()
+        sums = flight.host.tolist()
+        loss = sums[_LOSS] / sums[_RANKS] if sums[_RANKS] > 0 and math.isfinite(sums[_LOSS]) else None
+        norm = flight.grad_norm
+        finite = norm is not None and math.isfinite(norm)
+        return StepFigures(flight.step, loss, norm if finite else None, broken=sums[_BROKEN] > 0)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """One step's figures on their way: ``values`` must live until the copy to ``host`` has ``landed``."""
+
+    step: int
+    values: torch.Tensor
+    host: torch.Tensor
+    landed: Any
+    grad_norm: float | None

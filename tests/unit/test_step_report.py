@@ -1,0 +1,37 @@
+"""Figures of a step, one step later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from snip_megatron.step_report import StepFigures, StepReport
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_figures_arrive_one_step_later() -> None:
+    report = StepReport(torch.device("cpu"))
+    loss = torch.tensor(2.5)
+    assert report.exchange(7, loss, 0.25) is None
+    loss.fill_(9.0)  # what was sent does not change any more
+    assert report.exchange(8, torch.tensor([3.0]), float("nan")) == StepFigures(7, 2.5, 0.25)
+    assert report.exchange(9, None, None) == StepFigures(8, 3.0, None, broken=True)
+    assert report.drain() == StepFigures(9, None, None)
+    assert report.drain() is None
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_no_figure_but_a_sign(number: float) -> None:
+    report = StepReport(torch.device("cpu"))
+    report.exchange(0, torch.tensor(number), 1.0)
+    assert report.exchange(1, torch.tensor(1.0), number) == StepFigures(0, None, 1.0, broken=True)
+    assert report.drain() == StepFigures(1, 1.0, None, broken=True)
