@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("snip_megatron.planner.command", "memory, time and speedup of a configuration before it is launched"),
     "calibrate": ("snip_megatron.calibration.command", "measure how long GEMMs take on this GPU, for time budgets"),
     "compare": ("snip_megatron.evaluation.command", "train the policies of experiment files and compare their losses"),
+    "validate-proxy": ("snip_megatron.evaluation.proxy_command", "estimators against measured truth; age of scores"),
     "report": ("snip_megatron.reporting.command", "write the HTML report of a run directory"),
     "export": ("snip_megatron.export.command", "write a map for other tools, such as Megatron's own precision file"),
 }

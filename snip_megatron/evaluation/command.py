@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,13 @@ from snip_megatron.evaluation.data import Data, load_data
 from snip_megatron.evaluation.experiment import Experiment, load_experiment
 from snip_megatron.evaluation.machine import visible_gpus
 from snip_megatron.evaluation.mps import multi_process_service
+from snip_megatron.evaluation.pages import write_page
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runner import Pool
-from snip_megatron.evaluation.runs import MODULE, experiment_runs
+from snip_megatron.evaluation.runs import MODULE, experiment_runs, warm_arguments
+from snip_megatron.evaluation.statistics import VALIDATIONS, Row, rows
+from snip_megatron.evaluation.tables import FORMATS, TITLES, markdown
+from snip_megatron.reporting.storage import write_atomically
 
 INCOMPLETE, SOME_FAILED = 4, 1
 ENVIRONMENT = {
@@ -95,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[Data]) -> int:
     started = time.monotonic()
-    gpus = _gpus(args.gpus)
+    gpus = select_gpus(args.gpus)
     per_device = args.per_gpu if args.per_gpu is not None else (8 if gpus else 1)
     if per_device < 1:
         raise SnipError(f"--per-gpu {per_device}: must be at least 1")
@@ -147,7 +153,8 @@ def _results(args: argparse.Namespace, experiment: Experiment, data: Data) -> Re
     return results
 
 
-def _gpus(wanted: str) -> list[str]:
+def select_gpus(wanted: str) -> list[str]:
+    """Devices of ``--gpus``; none: the CPU. Raises SnipError."""
     if wanted == "0":
         return []
     found = visible_gpus()
@@ -174,8 +181,6 @@ def _stop_on_signals(pool: Pool) -> list[int]:
 
 
 def _dry_run(experiments: list[Experiment], datas: list[Data]) -> int:
-    from snip_megatron.evaluation.runs import warm_arguments
-
     shared = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
     print(f"# environment of every run: {shared}")
     for experiment, data in zip(experiments, datas, strict=True):
@@ -192,9 +197,24 @@ def _dry_run(experiments: list[Experiment], datas: list[Data]) -> int:
 
 def _report(results: Results, out: Path) -> None:
     """NAME.md beside the results, its text on standard output, and NAME.html where plotly is there."""
-    from snip_megatron.evaluation.tables import markdown
-    from snip_megatron.reporting.storage import write_atomically
-
+    table = rows(list(results.runs.values()))
     text = markdown(results)
-    write_atomically(out / f"{results.path.stem}.md", text.encode())
+    name = results.path.stem
+    try:
+        write_atomically(out / f"{name}.md", text.encode())
+        if importlib.util.find_spec("plotly") is not None:
+            write_page(out / f"{name}.html", name, text, _figures(table))
+    except OSError as error:
+        raise SnipError(f"{out}: cannot be written ({error})") from None
     print(text)
+
+
+def _figures(table: Sequence[Row]) -> list[tuple[str, Any]]:
+    from snip_megatron.evaluation.plots import recovered_figure
+
+    figures = []
+    for kind, title in TITLES.items():
+        own = [row for row in table if row.kind == kind and row.budget is not None]
+        drawn = [formats for formats in VALIDATIONS if any(row.recovered[formats] for row in own)]
+        figures += [(f"{title}, {FORMATS[formats]}", recovered_figure(own, formats)) for formats in drawn]
+    return figures

@@ -35,7 +35,7 @@ class Model:
         }
         arguments = [text for pair in shape.items() for text in (pair[0], str(pair[1]))]
         arguments += ["--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--bf16"]
-        # Many short runs side by side: compiling a few fused pointwise kernels in each would take longer than they save.
+        # Many short runs side by side: compiling a few fused kernels in each would take longer than they save.
         arguments.append("--disable-jit-fuser")
         if self.groups != self.heads:
             arguments += ["--group-query-attention", "--num-query-groups", str(self.groups)]

@@ -58,7 +58,7 @@ def warm_arguments(experiment: Experiment, data: Data, warm: Warm) -> list[str]:
     """The run that makes the warm checkpoint in ``{warm}``: bf16, ended after ``warm.steps`` of the whole schedule."""
     interval = math.gcd(warm.steps, *warm.save)
     return [
-        *_common(experiment, data, _schedule(experiment, "from_warm"), warm.seed),
+        *training_arguments(experiment, data, warm.seed),
         *("--eval-interval", NEVER, "--eval-iters", "0", "--exit-interval", str(warm.steps)),
         *("--save", "{warm}", "--save-interval", str(interval), "--ckpt-format", "torch_dist"),
     ]
@@ -67,6 +67,11 @@ def warm_arguments(experiment: Experiment, data: Data, warm: Warm) -> list[str]:
 def warm_identity(experiment: Experiment, data: Data, warm: Warm) -> str:
     """Hash of what makes the warm checkpoint."""
     return _sha256([warm_arguments(experiment, data, warm), data.sha256])[:20]
+
+
+def training_arguments(experiment: Experiment, data: Data, seed: int) -> list[str]:
+    """Model, text and training as the warm run and its branches have them, without SNIP's arguments."""
+    return _common(experiment, data, _schedule(experiment, "from_warm"), seed)
 
 
 def fill(arguments: tuple[str, ...] | list[str], folders: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,87 @@
+"""Statistics with measured truth out of an experiment's warm checkpoints, through the training entry."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from snip_megatron.errors import SnipError
+from snip_megatron.evaluation.data import Data
+from snip_megatron.evaluation.experiment import Experiment
+from snip_megatron.evaluation.runner import Job, Outcome, Pool
+from snip_megatron.evaluation.runs import MODULE, fill, training_arguments
+from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What to record. ``microbatches``: of each of the two disjoint batches; ``formats``: forced alone, one by one."""
+
+    microbatches: int
+    formats: tuple[str, ...]
+    steps: tuple[int, ...]
+
+
+def record_truth(
+    experiment: Experiment, data: Data, work: Path, recording: Recording, pool: Pool
+) -> list[tuple[int, Path]]:
+    """(step, run directory) of each checkpoint in ``recording.steps``; the checkpoints are made where they are missing.
+
+    Raises SnipError where a step has no checkpoint, or a process fails twice.
+    """
+    warm = warm_checkpoint(experiment, data, work)
+    known = (*warm.warm.save, warm.warm.steps)
+    for step in recording.steps:
+        if step not in known:
+            raise SnipError(f"--steps {step}: the warm run keeps checkpoints of {', '.join(map(str, known))} steps")
+    if warm.sha256 is None:
+        _run(pool, [warm.job(work / "logs")])
+    folders = [(step, work / "proxy" / f"{warm.folder.name}_{step}") for step in recording.steps]
+    _run(pool, [_job(warm, step, folder, recording, work / "logs") for step, folder in folders])
+    return folders
+
+
+def _run(pool: Pool, jobs: Sequence[Job]) -> None:
+    failed: list[Outcome] = []
+
+    def ended(outcome: Outcome) -> None:
+        print(f"snip validate-proxy: {outcome.job.name}: {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+        if outcome.error is not None:
+            failed.append(outcome)
+
+    pool.add(jobs)
+    left = pool.run(ended)
+    if failed:
+        raise SnipError(f"{failed[0].job.name} failed twice: {failed[0].error} (log: {failed[0].job.log})", exit_code=1)
+    if left:
+        raise SnipError(f"{left} recordings did not end in time; raise --time-limit", exit_code=1)
+
+
+def _job(warm: WarmCheckpoint, step: int, folder: Path, recording: Recording, logs: Path) -> Job:
+    """Two steps after the checkpoint: the first shows the gradient norm that clipping goes by, the second measures."""
+    arguments = [
+        *training_arguments(warm.experiment, warm.data, warm.warm.seed),
+        *("--eval-interval", "1000000000", "--eval-iters", "0", "--exit-interval", str(step + 2)),
+        *("--load", "{warm}", "--ckpt-step", str(step), "--ckpt-format", "torch_dist"),
+        *("--snip", "--snip-estimator", "measured", "--snip-measured-share", "1", "--snip-measured-twice"),
+        *("--snip-backward-noise", "--snip-probe-microbatches", str(recording.microbatches)),
+        *("--snip-formats", ",".join(recording.formats), "--snip-first-update", str(step + 1)),
+        *("--snip-update-interval", "1000000", "--snip-lag", "1", "--snip-dir", "{run}"),
+        *("--data-cache-path", "{run}/cache"),
+    ]
+    folders = {"data": str(warm.data.folder), "warm": str(warm.folder), "run": str(folder)}
+
+    def check() -> None:
+        if not (folder / "stats" / f"step_{step + 1}.npz").is_file():
+            raise ValueError("no statistics were written")
+
+    return Job(
+        name=f"truth after {step} steps",
+        command=[sys.executable, "-m", MODULE, *fill(arguments, folders)],
+        log=logs / f"{folder.name}.txt",
+        before=lambda: shutil.rmtree(folder, ignore_errors=True),
+        check=check,
+    )
