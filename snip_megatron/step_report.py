@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 _LOSS, _RANKS, _BROKEN, _SUM = 0, 1, 2, 3  # places of what is summed over ranks; how many there are
 
 

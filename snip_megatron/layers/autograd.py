@@ -108,8 +108,9 @@ class QuantizedLinear(torch.autograd.Function):
         if gather is not None:
             gather.wait()
 
-        # A recorder needs the partial input gradient as well: the reduction then works on a copy.
-        d, reduction = _reduce_async(d_local.clone() if ctx.recorder else d_local, ctx.x_shape, call)
+        # A recorder needs the partial input gradient as well: an all-reduce in place then works on a copy.
+        copied = ctx.recorder is not None and call.allreduce_dgrad
+        d, reduction = _reduce_async(d_local.clone() if copied else d_local, ctx.x_shape, call)
         if call.sequence_parallel:
             _, kept = backend.quantize_input(_matrix(gathered), None, wgrad)
         grad_weight = _accumulate(backend, weight, g_col, kept)

@@ -51,15 +51,17 @@ class LinearRegistry:
         self.current = PrecisionMap(choices={})
         self.frozen: list[str] = []
         self._handles: dict[str, LinearHandle] = {}
+        self._ordered: list[LinearHandle] = []
 
     def add(self, handle: LinearHandle) -> None:
         """Register a linear. Raises SnipError when its name is taken or unknown."""
         if handle.name in self._handles or handle.name not in self.names:
             raise SnipError(f"{handle.name}: registered twice or not a linear of this model")
         self._handles[handle.name] = handle
+        self._ordered = sorted(self._handles.values(), key=lambda handle: handle.id)
 
     def __iter__(self) -> Iterator[LinearHandle]:
-        return iter(sorted(self._handles.values(), key=lambda handle: handle.id))
+        return iter(self._ordered)
 
     def __len__(self) -> int:
         return len(self._handles)
