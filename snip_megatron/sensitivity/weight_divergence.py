@@ -148,11 +148,12 @@ def dgrad_reach(table: StatisticsTable, fmt: str, *, backward_noise: bool = Fals
 def drift(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
     """F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the tabulated drift (recipe, step 6).
 
-    Linear in ρ below RHO_GRID, constant above it (u is bounded). ``drift2`` is [owners, grid], ``w2`` [owners], ``rho``
-    [options, owners]; the result has the shape of ``rho``. A parameter without norm has no relative drift: 0.
+    Linear in ρ below RHO_GRID and below the smallest error that moved anything (Lion's update moves in steps), constant
+    above the grid (u is bounded, or the error absurd). ``drift2`` is [owners, grid], ``w2`` [owners], ``rho`` [options,
+    owners]; the result has the shape of ``rho``. A parameter without norm has no relative drift: 0.
     """
     log_grid = np.log(RHO_GRID)
-    log_drift = 0.5 * np.log(np.maximum(drift2, _TINY))
+    log_drift = 0.5 * np.log(np.maximum(_without_zeros(drift2), _TINY))
     log_rho = np.log(np.maximum(rho, _TINY))
     position = np.clip(np.searchsorted(log_grid, log_rho, side="right") - 1, 0, len(log_grid) - 2)
     owner = np.broadcast_to(np.arange(rho.shape[1])[None, :], rho.shape)
@@ -162,6 +163,17 @@ def drift(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
     moved = (w2 > 0.0) & np.any(drift2 > 0.0, axis=1)
     result: FloatArray = np.where(moved[None, :], value / np.sqrt(np.where(w2 > 0.0, w2, 1.0))[None, :], 0.0)
     return result
+
+
+def _without_zeros(drift2: FloatArray) -> FloatArray:
+    """Leading zeros of every row replaced by the first other value, brought down in proportion to ρ²."""
+    moved = drift2 > 0.0
+    first = moved.argmax(axis=1)
+    rows = np.arange(len(drift2))
+    extended = drift2[rows, first][:, None] * (RHO_GRID[None, :] / RHO_GRID[first][:, None]) ** 2
+    leading = np.arange(drift2.shape[1])[None, :] < first[:, None]
+    filled: FloatArray = np.where(leading, extended, drift2)
+    return filled
 
 
 def _total_drift(table: StatisticsTable, reach: Reach) -> FloatArray:
@@ -179,7 +191,7 @@ def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backwar
     """
     if not np.any(table.drift2 > 0.0):
         raise SnipError(
-            f"the statistics of step {table.step} hold no drift of the optimizer's update (no AdamW state before the"
+            f"the statistics of step {table.step} hold no drift of the optimizer's update (no moments before the"
             " first step); use the estimator 'fisher' or a later first update"
         )
     scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
@@ -191,22 +203,37 @@ def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backwar
     return scores
 
 
+def natural_noise2(table: StatisticsTable) -> FloatArray:
+    """Var(∇W) of the probe's gradient, float64 [linears], in the unit of ``s2``.
+
+    Over microbatches and data parallel ranks where the probe had two or more (``gv2``); else, and for a linear whose
+    microbatches agree exactly, ‖s‖²: the variance if tokens were independent.
+    """
+    measured = table.linear["gv2"]
+    return np.where(measured > 0.0, measured, table.linear["s2"])
+
+
 def added_variance(table: StatisticsTable, formats: Sequence[str], *, backward_noise: bool = False) -> FloatArray:
     """Gradient variance an option adds, as a share of the gradient's own, float64 [linears, 3, formats].
 
-    Σ over parameters of (ρ² + ξ²), weighted by their number of elements; for wgrad ‖σ‖² over ‖s‖² of one step. 1 means:
-    as much noise again as the step's own token noise (METHOD, putting ΔL and ΔW together).
+    Σ over parameters of ‖δ∇W‖²/Var(∇W), weighted by their number of elements; ‖δ∇W‖² = (ρ² + ξ²)·‖s‖², for wgrad ‖σ‖²
+    of one step; Var(∇W) is :func:`natural_noise2`. 1 means: as much noise again as the gradient has anyway (METHOD,
+    putting ΔL and ΔW together). Sinks, whose own variance is not measured, count with the linears' overall ratio.
     """
     n, k = linear_shape(table)
     weights = np.concatenate([n * k, np.array([row.numel for row in table.sinks], dtype=np.float64)])
     weights /= weights.sum()
+    natural, tokens = natural_noise2(table), table.linear["s2"]
+    overall = float(tokens.sum() / natural.sum()) if natural.sum() > 0.0 else 1.0
+    by_linear = tokens / np.where(natural > 0.0, natural, 1.0)
+    relative = np.concatenate([by_linear, np.full(len(table.sinks), overall)])
     scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
     for column, fmt in enumerate(formats):
         forward = fprop_reach(table, fmt)
         backward = dgrad_reach(table, fmt, backward_noise=backward_noise)
         for gemm, reach in ((FPROP, forward), (DGRAD, backward)):
-            scores[:, gemm, column] = np.hstack([reach.linears, reach.sinks]) ** 2 @ weights
-    step_s2 = table.linear["s2"] * table.tokens / table.tokens_per_step
-    sigma = _ratio(format_column(table, "wsigma2", formats), step_s2[:, None])
+            scores[:, gemm, column] = np.hstack([reach.linears, reach.sinks]) ** 2 @ (weights * relative)
+    of_a_step = natural * table.tokens / table.tokens_per_step
+    sigma = _ratio(format_column(table, "wsigma2", formats), of_a_step[:, None])
     scores[:, WGRAD] = sigma**2 * weights[: len(table.linears), None]
     return scores

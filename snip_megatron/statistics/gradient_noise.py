@@ -3,7 +3,7 @@
 The probe's gradient G is the sum of B equally distributed microbatch gradients g_b of mean μ and variance v, so
 E‖g_b‖² = ‖μ‖² + v and E‖G‖² = B²‖μ‖² + B·v. Hence, unbiased and without keeping a second gradient,
 
-    Var(G) = B·v = (B·Σ_b‖g_b‖² − ‖G‖²) / (B − 1).
+    Var(G) = B·v = (B·Σ_b‖g_b‖² − ‖G‖²) / (B − 1) = Σ_{a<b} ‖g_a − g_b‖² / (B − 1) ≥ 0.
 
 METHOD, "Putting ΔL and ΔW together": Var(∇W) is free from data parallel ranks and microbatches.
 """
@@ -20,7 +20,7 @@ def gradient_noise(
 ) -> torch.Tensor:
     """This rank's additive share of Var(G), float64 scalar in the squared unit of its arguments.
 
-    One microbatch in all has no variance to see: 0. The sum of all shares may come out below 0 where there is little.
+    One microbatch in all has no variance to see: 0. Single shares may be negative.
 
     Args:
         each: Σ_b‖g_b‖² of this rank's microbatches, of the local weight shard; None where it was not noted.

@@ -16,6 +16,7 @@ from snip_megatron.sensitivity.weight_divergence import (
     dgrad_reach,
     drift,
     fprop_reach,
+    natural_noise2,
     weight_divergence,
 )
 from snip_megatron.statistics.table import RHO_GRID
@@ -130,6 +131,14 @@ def test_drift_grows_with_the_error(rhos: list[float]) -> None:
     assert np.all(np.diff(values, axis=0) >= -1e-12 * values[:-1])
 
 
+def test_an_update_that_moves_in_steps_has_a_drift_below_the_first() -> None:
+    """Lion's smallest errors flip no sign: what they do is taken as proportional, not as nothing."""
+    smooth = 4.0 * RHO_GRID[None, :] ** 2
+    stepped = np.where(RHO_GRID[None, :] < 1e-2, 0.0, smooth)
+    rho = np.array([[1e-6], [1e-3], [3e-2], [2.0]])
+    np.testing.assert_allclose(drift(stepped, np.array([1.0]), rho), drift(smooth, np.array([1.0]), rho), rtol=1e-9)
+
+
 def test_a_parameter_that_cannot_move_has_no_drift() -> None:
     zero = np.zeros((1, len(RHO_GRID)))
     assert drift(zero, np.array([1.0]), np.array([[0.5]])).tolist() == [[0.0]]
@@ -170,13 +179,32 @@ def test_a_cross_layer_gain_beats_an_own_error() -> None:
 
 
 def test_added_variance_is_a_share_of_the_gradient_noise() -> None:
-    table = quiet_table(c2=0.01, e2=0.0, fx2=0.0, fr2=1.0, s2=8.0, wsigma2=0.5)
+    """Of one microbatch alone: of what independent tokens would have."""
+    table = quiet_table(c2=0.01, e2=0.0, fx2=0.0, fr2=1.0, s2=8.0, gv2=0.0, wsigma2=0.5)
     variance = added_variance(table, ("fp4",))[:, :, 0]
     np.testing.assert_allclose(variance[:, 0], 0.01)  # ρ = .1 on every parameter, sinks included
     # wgrad: of one step ‖s‖² = 8 · 1024/4096 = 2, so 1/4 of the noise on its share of all parameters.
     numel = np.array([row.n * row.k for row in table.linears])
     total = numel.sum() + sum(row.numel for row in table.sinks)
     np.testing.assert_allclose(variance[:, 2], 0.25 * numel / total)
+
+
+def test_added_variance_goes_by_the_variance_over_microbatches() -> None:
+    """Twice as noisy gradients make the same error count half, on their linear; sinks follow the sum of all linears."""
+    tokens = quiet_table(c2=0.01, e2=0.0, fx2=0.0, fr2=1.0, s2=8.0, gv2=0.0, wsigma2=0.5)
+    natural = np.full(8, 8.0)
+    natural[FC1] = 16.0
+    expected, actual = (
+        added_variance(table, ("fp4",))[:, :, 0] for table in (tokens, with_columns(tokens, "linear", gv2=natural))
+    )
+    halved = np.where(np.arange(8) == FC1, 0.5, 1.0)
+    np.testing.assert_allclose(actual[:, 2], expected[:, 2] * halved)
+    numel = np.array([row.n * row.k for row in tokens.linears])
+    sinks = sum(row.numel for row in tokens.sinks)
+    share = (numel @ halved + sinks * 64.0 / 72.0) / (numel.sum() + sinks)
+    np.testing.assert_allclose(actual[:, 0], expected[:, 0] * share)
+    # Where microbatches agree to the last bit there is nothing to compare with but the tokens.
+    assert np.array_equal(natural_noise2(with_columns(tokens, "linear", gv2=0.0)), np.full(8, 8.0))
 
 
 def test_tokens_of_a_step_do_not_change_relative_errors() -> None:
