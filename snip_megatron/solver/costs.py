@@ -144,11 +144,13 @@ def load_cost_model(name_or_path: str | Path, device_name: str | None = None) ->
 
 
 def _table_path(name: str, device_name: str | None) -> Path:
+    from snip_megatron.solver.timing_table import TimingTable
+
     if name == "time":
         if device_name is None:
             raise SnipError("timings of which device? Name a table (such as h200), a file, or flops")
         for path in sorted(TIMINGS.glob("*.json")):
-            if device_name.lower().split()[-1:] == [path.stem]:
+            if TimingTable.load(path).device == device_name:
                 return path
         raise SnipError(
             f"there is no table of timings of {device_name}: measure one with snip calibrate --out FILE.json"
