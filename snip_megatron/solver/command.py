@@ -1,4 +1,4 @@
-"""``snip solve``: a problem file in, a map out."""
+"""``snip solve``: a problem file, or what a run stored, in; a map out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 
 if TYPE_CHECKING:
-    from snip_megatron.solver import Budget
+    from snip_megatron.replay import Change, Stored
+    from snip_megatron.solver import Budget, Problem
 
 INFEASIBLE_EXIT = 3
 
@@ -24,24 +25,36 @@ INFEASIBLE_EXIT = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``snip solve``."""
     add = parser.add_argument
-    add("problem", type=Path, metavar="PROBLEM.json", help="a snip.problem/1 file")
+    add(
+        "problem",
+        type=Path,
+        metavar="PROBLEM.json",
+        help="a snip.problem/1 file; or a run directory (its latest update), or a step's file of its stats/",
+    )
     add("--out", type=Path, metavar="MAP.json", help="where to write the map (default: standard output)")
     add("--solver", choices=("cpsat", "greedy"), default="cpsat", help="default: %(default)s")
     add("--time-limit", type=_seconds, metavar="S", help="wall seconds of a solve (default: 60)")
     add("--budget", metavar="KIND=X", help="instead of the problem's: fp4=SHARE, speedup=FACTOR or loss=BOUND")
     add("--previous", type=Path, metavar="MAP.json", help="a map to start from")
     add("--change-penalty", type=float, default=0.0, metavar="X", help="loss added for a choice unlike --previous")
+    stored = parser.add_argument_group("another question over a run's statistics")
+    add_stored = stored.add_argument
+    add_stored("--step", type=int, metavar="N", help="an earlier update of the run")
+    for name in ("policy", "estimator", "q", "granularity"):
+        add_stored(f"--{name}", metavar="NAME", help=f"instead of the run's --snip-{name}")
+    add_stored("--formats", metavar="A,B", help="instead of the run's; among those measured, and bf16")
+    add_stored("--stage-tolerance", metavar="X", help="instead of the run's; none: no constraint")
+    add_stored("--pin", action="append", metavar="GLOB=FORMAT", help="instead of the run's pins; repeatable")
+    add_stored("--cost", metavar="NAME", help="times of a device, such as h200, of a file, or flops")
     add("--sweep", type=int, nargs="?", const=41, metavar="POINTS", help="solve all budgets: writes snip.sweep/1")
 
 
 def run(args: argparse.Namespace) -> int:
     """Solve and write the map; 0 for a map, 3 for infeasible. Raises SnipError on bad input."""
-    from snip_megatron.solver import Problem, solve, sweep
+    from snip_megatron.solver import solve, sweep
     from snip_megatron.solver.pareto import sweep_json
 
-    problem = Problem.from_json(_read(args.problem), where=str(args.problem))
-    if args.budget is not None:
-        problem = replace(problem, budget=_other_budget(args.budget, problem.budget))
+    problem, stored = _problem(args)
     options: dict[str, Any] = {"time_limit_s": args.time_limit, "solver": args.solver, "hint": _previous(args)}
     options["change_penalty"] = args.change_penalty
     if args.sweep is not None:
@@ -50,8 +63,54 @@ def run(args: argparse.Namespace) -> int:
     solution = solve(problem, **options)
     if solution.fault is not None:
         raise SnipError(f"{args.problem}: {solution.fault}", exit_code=INFEASIBLE_EXIT)
-    _deliver(args.out, solution.to_map_json())
+    precision_map = solution.to_precision_map()
+    _deliver(args.out, (precision_map if stored is None else stored.with_fp4_share(precision_map)).to_json())
     return 0
+
+
+def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
+    """The Problem that is asked for, and the run's update that it came from."""
+    from snip_megatron.replay import find_stored, is_statistics, rebuild
+    from snip_megatron.solver import Problem
+
+    change = _change(args)
+    stored = find_stored(args.problem, args.step)
+    if stored is None:
+        if change or is_statistics(args.problem):
+            what = "--policy and the like" if change else "statistics"
+            raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {what} need")
+        problem = Problem.from_json(_read(args.problem), where=str(args.problem))
+    elif change or not stored.path("problems").exists() or is_statistics(args.problem):
+        return rebuild(stored, change, _asked(args, stored.request().budget)), stored
+    else:
+        problem = stored.problem()
+        budget = _asked(args, problem.budget)
+        if (budget.kind == "target") != (problem.budget.kind == "target"):  # its costs are in the other unit
+            return rebuild(stored, change, budget), stored
+    return replace(problem, budget=_asked(args, problem.budget)), stored
+
+
+def _asked(args: argparse.Namespace, old: Budget) -> Budget:
+    return old if args.budget is None else _other_budget(args.budget, old)
+
+
+def _change(args: argparse.Namespace) -> Change:
+    """What differs from the run's own request."""
+    from snip_megatron.config import SnipConfig
+    from snip_megatron.replay import Change
+
+    fields: dict[str, Any] = {
+        name: getattr(args, name)
+        for name in ("policy", "estimator", "q", "granularity")
+        if getattr(args, name) is not None
+    }
+    if args.formats is not None:
+        fields["formats"] = tuple(args.formats.split(","))
+    if args.pin is not None:
+        fields["pins"] = SnipConfig(pin=tuple(args.pin)).pins
+    if args.stage_tolerance is not None:
+        fields["stage_tolerance"] = SnipConfig(stage_tolerance=args.stage_tolerance).tolerance
+    return Change(fields, args.cost)
 
 
 def _other_budget(text: str, old: Budget) -> Budget:

@@ -12,7 +12,9 @@ from launch import error_lines, tiny_llama_args
 from timings import write_timings
 from warm_ranks import WarmRanks
 
+from snip_megatron.cli import main
 from snip_megatron.precision import Format, Gemm, PrecisionMap
+from snip_megatron.replay import Change, find_stored, rebuild
 from snip_megatron.reporting.readers import read_config, read_events, read_maps, read_metrics
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver import Problem
@@ -78,6 +80,27 @@ def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> No
     assert metrics[6]["predicted_speedup"] == maps[6].speedup
     assert metrics[13]["predicted_speedup"] == maps[12].speedup
     assert {m["fp4_fraction"] for m in metrics.values()} == {0.0}
+    solve_again(run, tmp_path, maps[12])
+
+
+def solve_again(run: Path, tmp: Path, latest: PrecisionMap) -> None:
+    """Other budgets and policies over what the run stored, without training."""
+    for step in (2, 8):
+        stored = find_stored(run, step)
+        assert stored is not None
+        assert rebuild(stored, Change(), None) == stored.problem()
+
+    def solved(*options: str) -> PrecisionMap:
+        assert main(["solve", *options, "--out", str(tmp / "again.json")]) == 0
+        return PrecisionMap.from_json((tmp / "again.json").read_text())
+
+    again = solved(str(run))
+    assert (again.objective, again.target, again.fp4_share) == (latest.objective, 1.25, 0.0)
+    assert solved(str(run), "--budget", "speedup=1.2").loss < again.loss
+    assert solved(str(run / "problems" / "step_2.json"), "--budget", "loss=0").speedup == 1.0
+    other = solved(str(run / "stats" / "step_8.npz"), "--policy", "random")
+    assert other.speedup >= 1.25 * (1 - 1e-8)
+    assert other.choices != again.choices
 
 
 def test_the_fastest_map_within_a_loss(warm: WarmRanks, tmp_path: Path) -> None:

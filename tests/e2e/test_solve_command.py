@@ -169,7 +169,7 @@ def test_a_hundred_megabytes_of_garbage(tmp_path: Path, start: bytes) -> None:
 def test_mistakes_on_the_command_line(written: Path, tmp_path: Path) -> None:
     for arguments, words in [
         (["solve", tmp_path / "none.json"], "cannot be read"),
-        (["solve", tmp_path], "cannot be read"),
+        (["solve", tmp_path], "not a run directory"),
         (["solve", written, "--time-limit", "0"], "--time-limit"),
         (["solve", written, "--solver", "magic"], "magic"),
         (["solve", written, "--out", tmp_path / "none" / "map.json"], "cannot be written"),

@@ -1,0 +1,108 @@
+"""``snip solve`` over a run directory as a user runs it: no new statistics, one line for every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_solve_command import one_line, snip
+
+from snip_megatron.precision import LINEAR_KINDS, LinearId
+from snip_megatron.reporting.run_directory import RunDirectory
+from snip_megatron.sensitivity import SolveRequest, build_problem
+from snip_megatron.solver.costs import local_shape
+from snip_megatron.statistics.table import (
+    BOUNDARY_COLUMNS,
+    FORMAT_COLUMNS,
+    LINEAR_COLUMNS,
+    RHO_GRID,
+    LinearRow,
+    StatisticsTable,
+)
+
+LAYERS = 4
+SHAPES = {
+    kind: local_shape(kind, n, k, tokens=8192)
+    for kind, (n, k) in zip(LINEAR_KINDS, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), strict=True)
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One update at step 10 of a run that asked for half of the FLOPs in fp4."""
+    rng = np.random.default_rng(3)
+    rows = tuple(
+        LinearRow(str(LinearId(i, kind)), i // 2, SHAPES[kind].n, SHAPES[kind].k)
+        for i in range(LAYERS)
+        for kind in LINEAR_KINDS
+    )
+    n = len(rows)
+    table = StatisticsTable(
+        step=10, tokens=512, tokens_per_step=8192, formats=("fp8", "fp4"), linears=rows, sinks=(),
+        linear={c: rng.uniform(0.5, 2, n) for c in LINEAR_COLUMNS},
+        by_format={c: rng.uniform(1, 2, (n, 1)) * [[1e-4, 1e-2]] for c in FORMAT_COLUMNS},
+        boundary={c: rng.uniform(0.5, 2, 2 * LAYERS + 1) for c in BOUNDARY_COLUMNS},
+        drift2=rng.uniform(0.5, 2, (n, 1)) * np.minimum(RHO_GRID, 1)[None, :] ** 2,
+        sink_drift2=np.zeros((0, len(RHO_GRID))), sink_w2=np.zeros(0),
+    )  # fmt: skip
+    request = SolveRequest(target=0.5)
+    path = tmp_path_factory.mktemp("runs") / "run"
+    facts = {"request": request.as_dict(), "linear_shapes": {k: dataclasses.asdict(s) for k, s in SHAPES.items()}}
+    with RunDirectory(path, {}, overwrite=False, resume_step=None, facts=facts) as run:
+        run.write_statistics(10, table)
+        run.write_problem(10, build_problem(table, request)[0].to_json())
+    return path
+
+
+def solved(done: subprocess.CompletedProcess[str]) -> dict:
+    assert (done.returncode, done.stderr) == (0, "")
+    body: dict = json.loads(done.stdout)
+    assert len(body["choices"]) == 12 * LAYERS
+    return body
+
+
+def test_another_budget_of_a_run(recorded: Path) -> None:
+    own = solved(snip("solve", recorded))
+    more = solved(snip("solve", recorded, "--budget", "fp4=0.8"))
+    assert 0.5 <= own["achieved"] < 0.8 <= more["achieved"]
+    assert own["objective"] < more["objective"]
+    stored = solved(snip("solve", recorded / "problems" / "step_10.json", "--budget", "fp4=0.8"))
+    assert stored["choices"] == more["choices"]
+
+
+def test_another_policy_over_the_statistics(recorded: Path) -> None:
+    statistics = recorded / "stats" / "step_10.npz"
+    first = solved(snip("solve", statistics, "--policy", "backward-first"))
+    # 50 % in fp4 is within the two thirds of dgrad and wgrad: no fprop.
+    assert {k.split(":")[1] for k, f in first["choices"].items() if f == "fp4"} <= {"dgrad", "wgrad"}
+    paper = solved(snip("solve", recorded, "--q", "paper", "--step", "10"))
+    assert paper["choices"] != first["choices"]
+
+
+def test_a_speedup_from_a_run_that_asked_for_a_share(recorded: Path) -> None:
+    line = one_line(snip("solve", recorded, "--budget", "speedup=1.2"), 2)
+    assert "--cost" in line
+    fast = solved(snip("solve", recorded, "--budget", "speedup=1.2", "--cost", "h200", "--formats", "bf16,fp8"))
+    assert fast["speedup"] >= 1.2 * (1 - 1e-8)
+    assert fast["fp4_share"] == 0.0
+    assert fast["budget"] == "speedup"
+    assert set(fast["choices"].values()) == {"bf16", "fp8"}
+
+
+def test_mistakes(recorded: Path, tmp_path: Path) -> None:
+    for arguments, words in [
+        ([recorded, "--step", "11"], "has an update at 10"),
+        ([recorded, "--policy", "best"], "best"),
+        ([recorded, "--policy", "bf16"], "nothing to solve"),
+        ([recorded, "--formats", "fp8,nvfp4"], "hold no nvfp4"),
+        ([recorded, "--pin", "*.linear_fc9=fp8"], "linear_fc9"),
+        ([tmp_path], "not a run directory"),
+    ]:
+        assert words in one_line(snip("solve", *arguments), 2)
+    alone = tmp_path / "step_10.npz"
+    alone.write_bytes((recorded / "stats" / "step_10.npz").read_bytes())
+    assert "lies in no run directory" in one_line(snip("solve", alone), 2)
