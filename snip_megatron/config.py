@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.errors import SnipError
+from snip_megatron.guard import GuardSettings
 from snip_megatron.precision import Format
 
 GRANULARITIES = ("gemm", "layer")
@@ -69,6 +70,15 @@ class SnipConfig:
     eval: str = _option("map", "formats of validation: the map's, bf16, or both", choices=EVAL_MODES)
     solver_time: float = _option(10.0, "deterministic seconds CP-SAT may take for an update", type=float)
     deadline: float = _option(600.0, "seconds after which a silent sidecar is killed", type=float)
+    guard_steps: int = _option(
+        100, "steps after an adoption during which a loss spike takes the map back; 0: no guard", type=int, metavar="N"
+    )
+    guard_sigma: float = _option(6.0, "standard deviations above the mean that make a loss a spike", type=float)
+    guard_patience: int = _option(3, "spikes in a row that take a map back", type=int, metavar="N")
+    guard_window: int = _option(50, "losses before the adoption that a spike is held against", type=int, metavar="N")
+    guard_bar: float = _option(
+        0.9, "after that, the share of the failed map's predicted loss that the next may have", type=float
+    )
     seed: int = _option(1234, "seed of stochastic rounding, probes and tie-breaking", type=int)
     dir: str | None = _option(None, "run directory: events, statistics, maps, report", metavar="DIR")
     overwrite: bool = _option(False, "write into a run directory of another configuration")
@@ -128,6 +138,11 @@ class SnipConfig:
         return tuple(pairs)
 
     @property
+    def guard(self) -> GuardSettings:
+        """The ``--snip-guard-*`` arguments. Raises SnipError naming the one out of range."""
+        return GuardSettings(self.guard_steps, self.guard_sigma, self.guard_patience, self.guard_window, self.guard_bar)
+
+    @property
     def updates(self) -> bool:
         """Whether the run solves for maps of its own."""
         fixed = self.policy in ("bf16", "uniform-fp8", "uniform-fp4")
@@ -142,7 +157,7 @@ class SnipConfig:
         from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
         from snip_megatron.sensitivity.quality import Q_RULES
 
-        _ = self.wanted, self.tolerance, self.pins
+        _ = self.wanted, self.tolerance, self.pins, self.guard
         for name, value, known in (
             ("policy", self.policy, POLICIES),
             ("estimator", self.estimator, ESTIMATORS),

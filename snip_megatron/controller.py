@@ -16,8 +16,9 @@ import torch
 from snip_megatron.adoption import Decision, MapChannel, Verdict
 from snip_megatron.config import SnipConfig
 from snip_megatron.controller_state import ControllerState, Pending
+from snip_megatron.guard import Guard
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import PrecisionMap, fp4_fraction
+from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
 from snip_megatron.reporting.wandb_sink import WandbSink
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.step_report import StepFigures, StepReport
@@ -102,6 +103,12 @@ class Controller:
         self._replay_steps: list[int] = []
         self._restored = restored
         self.state = ControllerState() if restored is None else restored
+        self._guard = Guard(config.guard) if config.updates else None  # fixed maps are the user's
+        if self._guard is not None:
+            if self.state.guard is not None:
+                self._guard.restore(self.state.guard, "SNIP state in the checkpoint")
+            else:
+                self._guard.good = self.state.precision_map
 
     # -- step boundary -----------------------------------------------------------------------------------------
     def before_step(self, step: int, probe: Callable[[float], Probe]) -> None:
@@ -119,6 +126,7 @@ class Controller:
         while self._replay_steps and self._replay_steps[0] <= step:
             due = self._replay_steps.pop(0)
             self._adopt(step, self._channel.agree(self._coordinator.replayed_map(due) if self._coordinator else None))
+        self._take_back(step)
         pending = self.state.pending
         if pending is not None and step >= pending.due:
             self._decide(step, pending)
@@ -133,7 +141,15 @@ class Controller:
         self.state.grad_norm = grad_norm
         self._fractions[step] = self._fraction
         figures = self._report.exchange(step, loss, grad_norm)
+        if figures is not None and self._guard is not None:
+            self.state.alarm = self._guard.observe(figures, self._registry.current) or self.state.alarm
         self._metric(figures)
+
+    def state_to_save(self) -> bytes:
+        """What a checkpoint keeps, on every rank; call it between two steps."""
+        self.state.in_flight = self._report.in_flight()
+        self.state.guard = None if self._guard is None else self._guard.as_dict()
+        return self.state.to_bytes()
 
     def validated(self, losses: Mapping[str, float]) -> None:
         """Note validation losses, by the formats they were measured in (``map``, ``bf16``)."""
@@ -181,8 +197,41 @@ class Controller:
             self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=_since(started))
             return
         self.state.pending = None
-        if decision.verdict is Verdict.MAP:
-            self._adopt(step, decision, started)
+        if decision.precision_map is None:
+            return
+        refusal = self._guard.refuses(decision.precision_map) if self._guard is not None else None
+        if refusal is not None:
+            self._event(
+                step, "guard", action="refused", version=pending.version, reason=refusal, wait_s=_since(started)
+            )
+            return
+        self._adopt(step, decision, started)
+        if self._guard is not None:
+            self._guard.adopted(step)
+
+    def _take_back(self, step: int) -> None:
+        """Act on the guard's verdict, which every rank reached from the same figures: the last good map again."""
+        alarm, self.state.alarm = self.state.alarm, None
+        if alarm is None or self._guard is None:
+            return
+        started = time.perf_counter()
+        failed = self._registry.current
+        good = self._guard.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
+        decision = self._channel.agree(Decision(Verdict.MAP, good) if self._coordinator is not None else None)
+        self._guard.taken_back(failed)
+        self._event(
+            step,
+            "guard",
+            action="taken_back",
+            version=failed.version,
+            back_to=good.version,
+            reason=alarm.reason,
+            alarm_step=alarm.step,
+            loss=alarm.loss,
+            limit=alarm.limit,
+            wait_s=_since(started),
+        )
+        self._adopt(step, decision, started)
 
     def _adopt(self, step: int, decision: Decision, started: float | None = None) -> None:
         new = decision.precision_map
@@ -244,7 +293,7 @@ class Controller:
 
     # -- figures -----------------------------------------------------------------------------------------------
     def _metric(self, figures: StepFigures | None) -> None:
-        if figures is None:
+        if figures is None or figures.step not in self._fractions:  # a step of the process before this one
             return
         fraction = self._fractions.pop(figures.step)
         self._sink.metric(figures.step, fp4_fraction=fraction)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from dataclasses import dataclass, field
+import math
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from snip_megatron.errors import SnipError
+from snip_megatron.guard import Alarm, Guard, GuardSettings
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.step_report import StepFigures
 
 STATE_SCHEMA = "snip.state/1"
 _WHERE = "SNIP state in the checkpoint"
@@ -35,12 +38,18 @@ class ControllerState:
         version: of the latest map asked for.
         pending: the update on its way.
         grad_norm: of the last step, before clipping.
+        guard: the guard's memory (:meth:`Guard.as_dict`); None in a checkpoint from before there was one.
+        alarm: a verdict of the guard that the next step acts on.
+        in_flight: figures of a step that had not arrived when the checkpoint was written.
     """
 
     precision_map: PrecisionMap | None = None
     version: int = 0
     pending: Pending | None = field(default=None)
     grad_norm: float | None = None
+    guard: dict[str, Any] | None = None
+    alarm: Alarm | None = None
+    in_flight: StepFigures | None = None
 
     def to_bytes(self) -> bytes:
         """UTF-8 JSON."""
@@ -58,6 +67,9 @@ class ControllerState:
             "version": self.version,
             "pending": pending,
             "grad_norm": self.grad_norm,
+            "guard": self.guard,
+            "alarm": None if self.alarm is None else asdict(self.alarm),
+            "in_flight": None if self.in_flight is None else asdict(self.in_flight),
         }
         return json.dumps(body).encode()
 
@@ -80,7 +92,32 @@ class ControllerState:
             version=_count(body, "version"),
             pending=_pending(body.get("pending")),
             grad_norm=norm,
+            guard=_guard(body.get("guard")),
+            alarm=None if body.get("alarm") is None else Alarm.from_dict(body["alarm"], _WHERE),
+            in_flight=_figures(body.get("in_flight")),
         )
+
+
+def _guard(body: Any) -> dict[str, Any] | None:
+    if body is None:
+        return None
+    if not isinstance(body, dict):
+        raise SnipError(f"{_WHERE}: guard: must be an object")
+    Guard(GuardSettings()).restore(body, _WHERE)  # says what is wrong with it
+    return body
+
+
+def _figures(body: Any) -> StepFigures | None:
+    if body is None:
+        return None
+    if not isinstance(body, dict) or not isinstance(body.get("broken"), bool):
+        raise SnipError(f"{_WHERE}: in_flight: must hold step, loss, grad_norm and broken")
+    for name in ("loss", "grad_norm"):
+        value = body.get(name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not None and not number:
+            raise SnipError(f"{_WHERE}: in_flight.{name}: must be a finite number")
+    return StepFigures(_count(body, "step"), body.get("loss"), body.get("grad_norm"), body["broken"])
 
 
 def _pending(body: Any) -> Pending | None:

@@ -37,11 +37,15 @@ class StepReport:
     Args:
         device: where collectives of the group need their tensors.
         group: all training ranks; None for the default group.
+        arrived: figures that were on their way when a checkpoint was written: the first to be returned.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup | None = None, arrived: StepFigures | None = None
+    ) -> None:
         self._device = device
         self._group = group
+        self._arrived = arrived
         self._flight: _Flight | None = None
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -70,10 +74,16 @@ class StepReport:
             landed.record()
         return host, landed
 
+    def in_flight(self) -> StepFigures | None:
+        """The figures on their way, which stay to be returned: what a checkpoint keeps. Waits for them."""
+        self._arrived = self.drain()
+        return self._arrived
+
     def drain(self) -> StepFigures | None:
-        """The figures in flight, if any."""
+        """The figures on their way, if any."""
         if self._flight is None:
-            return None
+            arrived, self._arrived = self._arrived, None
+            return arrived
         flight, self._flight = self._flight, None
         if self._stream is None:
             flight.landed.wait()

@@ -116,7 +116,7 @@ class SnipRun:
 
     # -- checkpoint --------------------------------------------------------------------------------------------
     def _state_to_save(self) -> bytes | None:
-        return None if self._controller is None else self._controller.state.to_bytes()
+        return None if self._controller is None else self._controller.state_to_save()
 
     def _checkpoint_has_state(self) -> bool:
         """Asked while a checkpoint is loaded. One that SNIP did not write trains on in bf16 until the next update."""
@@ -221,16 +221,17 @@ class SnipRun:
             static_map = validate.load_map(config.map, registry.names) if config.map is not None else None
             run = self._run_directory(step, request, linears)
             self._coordinator = RankZeroCoordinator(config, request, linears, static_map, run)
+        restored = self._restored_state()
         self._controller = Controller(
             config,
             registry,
             MapChannel(registry.names, device),
-            StepReport(device),
+            StepReport(device, arrived=None if restored is None else restored.in_flight),
             validate.gemm_flops(linears),
             self._coordinator,
             WandbSink(get_wandb_writer()),
             clip_grad=args.clip_grad,
-            restored=self._restored_state(),
+            restored=restored,
         )
         return self._controller
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +134,8 @@ class Run:
         module = torch.nn.Linear(4, 4)
         self.handle = LinearHandle(LINEAR, "column", 4, 4, 0, 0, 1, features, features, self.registry.context, module)
         self.registry.add(self.handle)
-        channel, report = MapChannel(NAMES, CPU), StepReport(CPU)
+        arrived = None if restored is None else restored.in_flight
+        channel, report = MapChannel(NAMES, CPU), StepReport(CPU, arrived=arrived)
         self.controller = Controller(
             config, self.registry, channel, report, FLOPS, script, WandbSink(None), clip_grad=1.0, restored=restored
         )
@@ -142,7 +143,13 @@ class Run:
         self.value = 1.0
         self.formats: dict[int, Format] = {}
 
-    def steps(self, start: int, end: int, grad_norm: float | None = 0.5) -> None:
+    def steps(
+        self,
+        start: int,
+        end: int,
+        grad_norm: float | None = 0.5,
+        loss: Callable[[int], float] = lambda step: 10.0 - step,
+    ) -> None:
         for step in range(start, end):
 
             def probe(clip: float, step: int = step) -> Measured:
@@ -151,7 +158,7 @@ class Run:
 
             self.controller.before_step(step, probe)
             self.formats[step] = self.handle.formats[0]
-            self.controller.after_step(step, torch.tensor(10.0 - step), grad_norm)
+            self.controller.after_step(step, torch.tensor(loss(step)), grad_norm)
 
 
 def test_an_update_is_adopted_after_its_lag() -> None:
@@ -253,6 +260,72 @@ def test_a_resumed_run_goes_on_where_it_stopped() -> None:
     assert resumed.script.of("adopt") == [9, 10]  # the map in force, then the decision
     assert [resumed.formats[s] for s in (9, 10)] == [Format.FP4, Format.FP8]
     assert resumed.clips == []
+
+
+# -- guard -----------------------------------------------------------------------------------------------------
+def spike(step: int) -> float:
+    return 9.0 if step >= 22 else 3.0 + 0.01 * (step % 3)
+
+
+def guarded(script: Script, restored: ControllerState | None = None) -> Run:
+    return Run(script, restored, first_update=18, update_interval=6, guard_window=10, guard_steps=5)
+
+
+def objective(decision: Decision, value: float) -> Decision:
+    assert decision.precision_map is not None
+    return Decision(decision.verdict, decision.precision_map.with_fields(objective=value))
+
+
+def spiky_answers() -> dict[int, list[Decision]]:
+    """The first map spikes; the second promises no less loss, the third does."""
+    losses = {1: 1.0, 2: 0.95, 3: 0.5}
+    return {version: [objective(ready(version), value)] for version, value in losses.items()}
+
+
+def test_a_spike_takes_the_map_back_two_steps_later_and_raises_the_bar() -> None:
+    run = guarded(Script(spiky_answers()))
+    run.steps(0, 30, loss=lambda step: spike(step) if step < 26 else 3.0)
+    run.steps(30, 34, loss=lambda _: 3.0)
+    # Spikes at 22, 23 and 24; the figures of 24 arrive after 25.
+    assert run.script.of("adopt") == [20, 26, 32]
+    assert [run.formats[s] for s in (19, 20, 25, 26, 31, 32)] == [
+        Format.BF16, Format.FP4, Format.FP4, Format.BF16, Format.BF16, Format.FP4,
+    ]  # fmt: skip
+    guards = [(step, fields["action"]) for step, kind, fields in run.script.events if kind == "guard"]
+    assert guards == [(26, "taken_back"), (26, "refused")]
+    taken = next(fields for _, kind, fields in run.script.events if kind == "guard")
+    assert (taken["version"], taken["alarm_step"], taken["loss"]) == (1, 24, 9.0)
+
+
+def test_a_gradient_norm_that_is_not_finite_takes_the_map_back_at_once() -> None:
+    run = guarded(Script(spiky_answers()))
+    run.steps(0, 21, loss=lambda _: 3.0)
+    run.steps(21, 22, loss=lambda _: 3.0, grad_norm=float("inf"))
+    run.steps(22, 24, loss=lambda _: 3.0)
+    assert run.script.of("adopt") == [20, 23]
+
+
+def test_what_passed_its_probation_is_what_a_later_map_goes_back_to() -> None:
+    run = guarded(Script({1: [ready(1, Format.FP8)], 2: [ready(2)], 3: [ready(3, Format.FP8)]}))
+    run.steps(0, 27, loss=lambda _: 3.0)
+    run.steps(27, 28, loss=lambda _: 3.0, grad_norm=float("nan"))
+    run.steps(28, 31, loss=lambda _: 3.0)
+    assert [run.formats[s] for s in (25, 26, 28, 29)] == [Format.FP8, Format.FP4, Format.FP4, Format.FP8]
+
+
+@pytest.mark.parametrize("stop", [19, 21, 23, 24, 25, 26, 28])
+def test_a_resumed_run_takes_the_map_back_at_the_same_step(stop: int) -> None:
+    """Whenever the checkpoint was written, also while figures or a verdict were on their way."""
+    first = guarded(Script(spiky_answers()))
+    first.steps(0, stop, loss=spike)
+    state = ControllerState.from_bytes(first.controller.state_to_save())
+    answers = {version: answer for version, answer in spiky_answers().items() if version > 1 or stop <= 20}
+    second = guarded(Script(answers), state)
+    second.steps(stop, 30, loss=spike)
+    whole = guarded(Script(spiky_answers()))
+    whole.steps(0, 30, loss=spike)
+    assert {step: fmt for step, fmt in whole.formats.items() if step >= stop} == second.formats
+    assert [e for e in whole.script.of("guard") if e >= stop] == second.script.of("guard")
 
 
 # -- the share -------------------------------------------------------------------------------------------------

@@ -35,3 +35,14 @@ def test_what_is_not_finite_is_no_figure_but_a_sign(number: float) -> None:
     report.exchange(0, torch.tensor(number), 1.0)
     assert report.exchange(1, torch.tensor(1.0), number) == StepFigures(0, None, 1.0, broken=True)
     assert report.drain() == StepFigures(1, 1.0, None, broken=True)
+
+
+def test_a_checkpoint_keeps_what_is_on_its_way_and_the_next_run_begins_with_it() -> None:
+    report = StepReport(torch.device("cpu"))
+    report.exchange(4, torch.tensor(2.0), 1.0)
+    kept = report.in_flight()
+    assert kept == report.in_flight() == StepFigures(4, 2.0, 1.0)
+    assert report.exchange(5, torch.tensor(1.0), 1.0) == kept
+    resumed = StepReport(torch.device("cpu"), arrived=kept)
+    assert resumed.exchange(5, torch.tensor(1.0), 1.0) == kept
+    assert resumed.drain() == StepFigures(5, 1.0, 1.0)
