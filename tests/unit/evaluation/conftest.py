@@ -1,0 +1,8 @@
+"""Synthetic statistics tables are those of the sensitivity tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
