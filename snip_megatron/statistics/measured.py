@@ -5,6 +5,9 @@ NumPy only: the sidecar and ``snip validate-proxy`` read it without torch.
 
 from __future__ import annotations
 
+import io
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,19 +31,36 @@ SIGNED = ("loss", "first_order", "step")
 
 NEVER = -1.0
 
+# All that NumPy, zipfile and the conversions of a header raise on bytes that are no such file: RuntimeError for
+# encryption and unknown compression, MemoryError and OverflowError for impossible sizes.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+    OverflowError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured columns of one table. ``columns`` holds every name of :data:`MEASURED_COLUMNS`."""
+    """The measured columns of one table, by every name of :data:`MEASURED_COLUMNS`; ``formats`` is their last axis."""
 
     columns: Mapping[str, NDArray[np.float64]]
+    formats: tuple[str, ...]
 
     @classmethod
-    def nothing(cls, linears: int, formats: int) -> Measured:
+    def nothing(cls, linears: int, formats: tuple[str, ...]) -> Measured:
         """No option measured yet."""
-        columns = {name: np.zeros((linears, 3, formats)) for name in MEASURED_COLUMNS}
+        columns = {name: np.zeros((linears, 3, len(formats))) for name in MEASURED_COLUMNS}
         columns["step"][:] = NEVER
-        return cls(columns)
+        return cls(columns, formats)
 
     def __getitem__(self, column: str) -> NDArray[np.float64]:
         return self.columns[column]
@@ -51,13 +71,35 @@ class Measured:
         return np.asarray(self.columns["step"] > NEVER)
 
     def renewed(self, newer: Measured) -> Measured:
-        """This, with what ``newer`` measured in its place."""
+        """This, with what ``newer``, of the same formats, measured in its place."""
         known = newer.known
-        return Measured({name: np.where(known, newer[name], self[name]) for name in MEASURED_COLUMNS})
+        columns = {name: np.where(known, newer[name], self[name]) for name in MEASURED_COLUMNS}
+        return Measured(columns, self.formats)
 
-    def check(self, linears: int, formats: int) -> None:
-        """Raises ValueError on a missing column or a wrong shape or dtype."""
+    def check(self, linears: int, formats: tuple[str, ...]) -> None:
+        """Raises ValueError unless this is of so many linears and these formats."""
+        if self.formats != formats:
+            raise ValueError(f"measured in {', '.join(self.formats)}, expected {', '.join(formats)}")
+        shape = (linears, 3, len(formats))
         for name in MEASURED_COLUMNS:
             array = self.columns[name]
-            if array.shape != (linears, 3, formats) or array.dtype != np.float64:
-                raise ValueError(f"measured {name}: {array.dtype}{array.shape}, expected ({linears}, 3, {formats})")
+            if array.shape != shape or array.dtype != np.float64:
+                raise ValueError(f"measured {name}: {array.dtype}{array.shape}, expected float64{shape}")
+
+    def to_bytes(self) -> bytes:
+        """The contents of a .npz file, without pickles."""
+        buffer = io.BytesIO()
+        names = np.array(self.formats, dtype=np.str_)
+        np.savez(buffer, formats=names, **self.columns)  # type: ignore[arg-type]
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, linears: int) -> Measured:
+        """Inverse of :meth:`to_bytes`. Raises ValueError on anything else; never unpickles."""
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as data:
+                found = cls({c: data[c] for c in MEASURED_COLUMNS}, tuple(str(f) for f in data["formats"]))
+        except UNREADABLE as error:
+            raise ValueError(f"not measured columns ({error})") from None
+        found.check(linears, found.formats)
+        return found

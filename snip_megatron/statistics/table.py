@@ -9,36 +9,19 @@ from __future__ import annotations
 import io
 import json
 import os
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import LinearId
-from snip_megatron.statistics.measured import MEASURED_COLUMNS, SIGNED, Measured
+from snip_megatron.statistics.measured import MEASURED_COLUMNS, SIGNED, UNREADABLE, Measured
 
 STATS_SCHEMA = "snip.stats/1"
 _MEASURED_GROUPS = ("measured", "measured_again")
-
-# All that NumPy, zipfile and the conversions of the header raise on bytes that are no such file: RuntimeError for
-# encryption and unknown compression, MemoryError and OverflowError for impossible sizes.
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    RuntimeError,
-    MemoryError,
-    OverflowError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 RHO_GRID = np.logspace(-4.0, 1.0, 24)
 """Relative gradient errors ρ at which F_j(ρ) is tabulated (METHOD, recipe step 6)."""
@@ -165,7 +148,7 @@ class StatisticsTable:
                 raise ValueError(f"statistics {name}: {array.dtype}{array.shape}, expected float64{shape}")
         for measured in (self.measured, self.measured_again):
             if measured is not None:
-                measured.check(n, f)
+                measured.check(n, self.formats)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by dotted name, in a fixed order."""
@@ -249,15 +232,15 @@ class StatisticsTable:
                     sink_drift2=data["sink_drift2"],
                     sink_w2=data["sink_w2"],
                     meta={str(k): float(v) for k, v in header["meta"].items()},
-                    measured=_measured(data, "measured"),
-                    measured_again=_measured(data, "measured_again"),
+                    measured=_measured(data, "measured", header),
+                    measured_again=_measured(data, "measured_again", header),
                 )
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise SnipError(f"{where}: not a statistics file ({error})") from None
 
 
-def _measured(data: Mapping[str, np.ndarray], group: str) -> Measured | None:
+def _measured(data: Mapping[str, np.ndarray], group: str, header: Mapping[str, Any]) -> Measured | None:
     """Files of other estimators and of older releases have no such group; it is there whole or not at all."""
     if f"{group}.{MEASURED_COLUMNS[0]}" not in data:
         return None
-    return Measured({c: data[f"{group}.{c}"] for c in MEASURED_COLUMNS})
+    return Measured({c: data[f"{group}.{c}"] for c in MEASURED_COLUMNS}, tuple(header["formats"]))

@@ -1,0 +1,138 @@
+"""From the readings of a measurement to the measured columns of the statistics table. NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from snip_megatron.precision import Gemm, LinearId
+from snip_megatron.statistics.measured import Measured
+from snip_megatron.statistics.measured_schedule import Trial, Unit, all_units
+from snip_megatron.statistics.table import StatisticsTable
+
+FloatArray = NDArray[np.float64]
+_GEMM = {gemm: index for index, gemm in enumerate(Gemm)}
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Reduced readings, the same on all ranks; float64 (see :class:`measured_reader.MeasuredReader`).
+
+    Attributes:
+        trials: what was forced.
+        drift2: [sizes of δ, trials, owners]; size 1, then, where a step has more tokens, √(T / tokens of a step).
+        norm2, noise2: [trials, owners].
+        loss, first_order: [trials].
+        repeated: whether there were several microbatches, so that ``noise2`` says something.
+    """
+
+    trials: tuple[Trial, ...]
+    drift2: FloatArray
+    norm2: FloatArray
+    noise2: FloatArray
+    loss: FloatArray
+    first_order: FloatArray
+    repeated: bool
+
+
+def step_share(readings: Readings, variance: float) -> FloatArray:
+    """E‖δ of a step‖² over ‖δ of the probe‖², [trials, owners], between ``variance`` (nothing of δ repeats in other
+    microbatches: it averages out) and 1 (all of it does). METHOD, weight divergence: bias and noise.
+
+    ``variance``: tokens of the probe over tokens of a step. From one microbatch alone: nothing repeats.
+    """
+    norm2 = readings.norm2
+    noise = np.clip(readings.noise2, 0.0, norm2) if readings.repeated else norm2
+    share: FloatArray = 1.0 - (1.0 - variance) * noise / np.where(norm2 > 0.0, norm2, 1.0)
+    return share
+
+
+def step_drift2(readings: Readings, variance: float) -> FloatArray:
+    """‖u(g + δ) − u(g)‖² of a training step, [trials, owners]: between the sizes of δ, linear in its logarithm."""
+    if len(readings.drift2) == 1 or variance >= 1.0:
+        drift2: FloatArray = readings.drift2[0]
+        return drift2
+    whole, averaged = readings.drift2
+    towards = np.log(step_share(readings, variance)) / np.log(variance)
+    positive = (whole > 0.0) & (averaged > 0.0)
+    logs = [np.log(np.where(positive, values, 1.0)) for values in (whole, averaged)]
+    drift2 = np.where(positive, np.exp(logs[0] + towards * (logs[1] - logs[0])), 0.0)
+    return drift2
+
+
+def measured_columns(readings: Readings, table: StatisticsTable) -> Measured:
+    """The columns of all options that ``readings`` has trials of; the others are unknown.
+
+    Args:
+        readings: of one measurement.
+        table: of the same update: norms of the weights and of the gradients' noise.
+    """
+    measured = Measured.nothing(len(table.linears), table.formats)
+    sums = _Sums(readings, table)
+    nudges = {Unit(t.layer, t.gemm): i for i, t in enumerate(readings.trials) if t.format is None}
+    row_of = {row.name: i for i, row in enumerate(table.linears)}
+    for i, trial in enumerate(readings.trials):
+        if trial.format is None:
+            continue
+        for name in trial.linears:
+            at = (row_of[name], _GEMM[trial.gemm], table.formats.index(trial.format.value))
+            if trial.gemm is Gemm.WGRAD:
+                values = sums.own(i, row_of[name])
+            else:
+                nudge = nudges[Unit(trial.layer, trial.gemm)]
+                values = sums.all(i, nudge)
+                if trial.gemm is Gemm.FPROP:
+                    values |= {
+                        "loss": readings.loss[i],
+                        "first_order": readings.first_order[i],
+                        "loss_floor": abs(readings.loss[nudge]),
+                    }
+            for column, value in (values | {"step": table.step}).items():
+                measured[column][at] = value
+    return measured
+
+
+class _Sums:
+    """Sums over owners of what trials did to them, relative to the owners' own sizes."""
+
+    def __init__(self, readings: Readings, table: StatisticsTable) -> None:
+        variance = min(1.0, table.tokens / table.tokens_per_step)
+        linears = len(table.linears)
+        w2 = np.concatenate([table.linear["w2"], table.sink_w2])
+        self._drift2 = step_drift2(readings, variance) / np.where(w2 > 0.0, w2, np.inf)
+        numbers = np.array([float(row.n * row.k) for row in table.linears] + [float(row.numel) for row in table.sinks])
+        # Shares of all parameters; the gradient's own noise is known of the linears only.
+        own = table.linear["s2"] * variance
+        weights = (numbers / numbers.sum())[:linears] / np.where(own > 0.0, own, np.inf)
+        self._variance = (readings.norm2 * step_share(readings, variance))[:, :linears] * weights
+
+    def all(self, trial: int, nudge: int) -> dict[str, float]:
+        """Over all owners, what a nudge does to them taken off in quadrature: it is none of the option's doing."""
+        raw = self._drift2[trial]
+        floor = np.minimum(self._drift2[nudge], raw)
+        variance = np.maximum(self._variance[trial] - self._variance[nudge], 0.0)
+        return {
+            "drift": float(np.sqrt(raw - floor).sum()),
+            "raw_drift": float(np.sqrt(raw).sum()),
+            "floor": float(np.sqrt(floor).sum()),
+            "variance": float(variance.sum()),
+        }
+
+    def own(self, trial: int, row: int) -> dict[str, float]:
+        """Of one linear: its wgrad accumulates in FP32 and reaches nothing else."""
+        drift = float(np.sqrt(self._drift2[trial, row]))
+        return {"drift": drift, "raw_drift": drift, "variance": float(self._variance[trial, row])}
+
+
+def measured_at(names: Sequence[str], measured: Measured | None) -> dict[Unit, float]:
+    """Unit → the step at which it was measured, −1 for never: what decides which units are renewed next."""
+    steps = dict.fromkeys(all_units(names), -1.0)
+    if measured is not None:
+        for i, name in enumerate(names):
+            for gemm in (Gemm.FPROP, Gemm.DGRAD):
+                unit = Unit(LinearId.parse(name).layer, gemm)
+                steps[unit] = max(steps[unit], float(measured["step"][i, _GEMM[gemm]].max()))
+    return steps
