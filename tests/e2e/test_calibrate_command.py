@@ -1,0 +1,76 @@
+"""``snip calibrate`` as a user runs it, on a CPU: a table that cost models read, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.solver.costs import LinearShape, load_cost_model
+
+
+def snip(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "snip_megatron.cli", "calibrate", "--device", "cpu", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_a_table_of_this_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "cpu.json"
+    done = snip("--out", out, "--formats", "fp8,fp4", "--commit", "abc")
+    assert done.returncode == 0, done.stderr
+    assert "cpu, reference, 8 shapes" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu.json"]
+    body = json.loads(out.read_text())
+    assert (body["device"], body["backend"], body["commit"], body["complete"]) == ("cpu", "reference", "abc", True)
+    assert body["command"].startswith("snip calibrate --device cpu")
+    model = load_cost_model(out)
+    assert model.formats == (Format.BF16, Format.FP8, Format.FP4)
+    assert model.seconds(LinearShape(64, 128, 128), Gemm.WGRAD, Format.FP4) > 0
+
+
+def test_a_models_own_shapes_on_standard_output(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "vocab_size": 64,
+            }
+        )
+    )
+    done = snip("--shapes", config, "--tp", 2, "--tokens", "16,32", "--formats", "fp8")
+    assert done.returncode == 0, done.stderr
+    rows = [(row["tokens"], row["n"], row["k"]) for row in json.loads(done.stdout)["gemms"]]
+    weights = ((96, 64), (64, 32), (64, 48))  # linear_qkv and linear_fc1 are alike
+    assert sorted(rows) == sorted((m, *weight) for m in (16, 32) for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--formats", "fp9"], "--formats fp9: give distinct names among fp8, fp4"),
+        (["--formats", ""], "--formats : give distinct names"),
+        (["--shapes", "900b"], "model 900b: unknown"),
+        (["--shapes", "8b", "--tokens", "many"], "--tokens many: give whole numbers"),
+        (["--time", "0"], "--time 0.0: must be a number of seconds above 0"),
+        (["--time", "soon"], "argument --time: invalid float value: 'soon'"),
+        (["--out", "/nowhere/t.json"], "--out /nowhere/t.json: there is no folder /nowhere"),
+        (["--gemm", "hopper"], "--snip-gemm hopper: needs a Hopper GPU"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str) -> None:
+    done = snip(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"snip calibrate: {message}")

@@ -1,0 +1,39 @@
+"""``snip calibrate`` on a GPU: the product's kernels under its clock give a table that cost models read."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from snip_megatron.calibration.clock import clock_for
+from snip_megatron.calibration.command import calibrate
+from snip_megatron.calibration.measure import Measurer
+from snip_megatron.calibration.workload import Workload
+from snip_megatron.gemm.selection import select_backend
+from snip_megatron.precision import Format
+from snip_megatron.solver.costs import LinearShape
+from snip_megatron.solver.timing_model import TimingModel
+from snip_megatron.solver.timing_table import TimingTable
+
+FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
+WORKLOAD = Workload(
+    gemms=((512, 512, 512), (2048, 4096, 1024)),
+    activations=((512, 512), (2048, 4096)),
+    weights=((512, 512), (4096, 1024)),
+    attention=((1024, 8, 128), (512, 8, 64)),
+)
+
+
+def test_a_table_of_this_gpu() -> None:
+    clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
+    measurer = Measurer(select_backend("auto").backend, clock, FORMATS)
+    table = calibrate(measurer, WORKLOAD, time.monotonic() + 120, {})
+    assert table.about["complete"], table.about["notes"]
+    assert table.device == torch.cuda.get_device_name()
+    assert (set(table.gemms), set(table.attention)) == (set(WORKLOAD.gemms), set(WORKLOAD.attention))
+    assert TimingTable.from_json(table.to_json()) == table
+    model = TimingModel(table)
+    shape = LinearShape(2048, 4096, 1024)
+    assert not model.extrapolated(shape)
+    assert all(model.linear_seconds(shape, (fmt, fmt, fmt)) > 0 for fmt in model.formats)
