@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
+from snip_megatron.gemm.blackwell_engine import NativeOperand
 from snip_megatron.precision import Format
 from snip_megatron.quantization.packed import Operand
 
@@ -44,7 +45,7 @@ class Plain:
     amax: Tensor | None = None
 
 
-Side = Plain | Operand
+Side = Plain | Operand | NativeOperand
 """One of a GEMM's two operands. Both of a GEMM are of the same kind."""
 
 
@@ -52,9 +53,15 @@ def disassemble(side: Side) -> tuple[tuple[Tensor, ...], Callable[..., Side]]:
     """The tensors of an operand of X or W, for autograd to save, and what makes the operand of them again."""
     if isinstance(side, Operand):
         return (side.values, side.scale), partial(Operand, scaling=side.scaling, depth=side.depth)
+    if isinstance(side, NativeOperand):
+        return side.tensors, partial(_native, replace(side, tensors=()))
     if side.amax is None:
         return (side.tensor,), partial(Plain, format=side.format)
     return (side.tensor, side.amax), partial(_plain_shard, side.format)
+
+
+def _native(side: NativeOperand, *tensors: Tensor) -> NativeOperand:
+    return replace(side, tensors=tensors)
 
 
 def _plain_shard(format: Format, tensor: Tensor, amax: Tensor) -> Plain:

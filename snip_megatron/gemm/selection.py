@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 from snip_megatron.config import GEMM_BACKENDS
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.blackwell_support import availability, is_blackwell, wrong_numbers
+from snip_megatron.precision import Format
 
 _HOPPER = (9, 0)
 _MEASURED = Path(__file__).with_name("shapes.json")
@@ -32,8 +35,12 @@ class Selection:
     reason: str
 
 
-def select_backend(name: str) -> Selection:
+def select_backend(name: str, formats: Collection[Format] | None = None, *, tensor_parallel: bool = False) -> Selection:
     """The backend of ``--snip-gemm``. ``auto`` is the fastest that gives the map's numbers on this machine.
+
+    Args:
+        formats: that GEMMs will be asked for; None: unknown.
+        tensor_parallel: whether weights are sharded.
 
     Raises:
         SnipError: an unknown name, or a backend that this machine cannot run.
@@ -42,12 +49,36 @@ def select_backend(name: str) -> Selection:
         raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(GEMM_BACKENDS)}")
     if name == "reference":
         return Selection(REFERENCE, "as asked")
+    if name == "blackwell" or (name == "auto" and is_blackwell()):
+        return _select_blackwell(name, formats, tensor_parallel)
     missing = _why_not_hopper()
     if missing is None:
         return Selection(_hopper(), f"{torch.cuda.get_device_name()}, sm_90")
     if name == "hopper":
         raise SnipError(f"--snip-gemm hopper: {missing}; use --snip-gemm auto or reference")
     return Selection(REFERENCE, f"{missing}: emulation, slower than bf16")
+
+
+def _select_blackwell(name: str, formats: Collection[Format] | None, tensor_parallel: bool) -> Selection:
+    missing = availability(formats, sharded=tensor_parallel)
+    if missing is None:
+        missing = wrong_numbers(_blackwell(), torch.device("cuda", torch.cuda.current_device()))
+    if missing is None:
+        capability = torch.cuda.get_device_capability()
+        return Selection(_blackwell(), f"{torch.cuda.get_device_name()}, sm_{capability[0]}{capability[1]}")
+    if name == "auto":
+        return Selection(REFERENCE, f"blackwell: {missing}: emulation, slower than bf16")
+    raise SnipError(f"--snip-gemm blackwell: {missing}; use --snip-gemm auto or reference")
+
+
+@functools.cache
+def _blackwell() -> GemmBackend:
+    from snip_megatron.gemm.blackwell import BlackwellBackend
+    from snip_megatron.gemm.blackwell_engine import transformer_engine
+    from snip_megatron.gemm.cublaslt import cublaslt
+    from snip_megatron.gemm.scaled import ScaledProducts
+
+    return BlackwellBackend(transformer_engine(), ScaledProducts(library=cublaslt()))
 
 
 def _why_not_hopper() -> str | None:

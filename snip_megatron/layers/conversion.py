@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
-from snip_megatron.precision import LINEAR_KINDS, LinearId
+from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
+from snip_megatron.sensitivity.policies import FIXED
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     if not layers:
         raise SnipError("no decoder layer found in the model: SNIP supports Megatron's GPT models")
     model_config = layers[0].config
-    selection = select_backend(config.gemm)
+    tensor_parallel = model_config.tensor_model_parallel_size > 1
+    selection = select_backend(config.gemm, formats_in_use(config), tensor_parallel=tensor_parallel)
     context = StepContext(seed=config.seed, backend=selection.backend)
     registry = LinearRegistry(decoder_linear_names(model_config.num_layers), context)
     for layer in layers:
@@ -57,6 +60,18 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     if int(os.environ.get("RANK", "0")) == 0:
         _announce(selection, registry)
     return registry
+
+
+def formats_in_use(config: SnipConfig) -> frozenset[Format] | None:
+    """Formats that the run's GEMMs may be asked for; None where only a recorded run knows."""
+    if config.policy in FIXED:
+        return frozenset({FIXED[config.policy]})
+    if config.replay is not None:
+        return None
+    if config.map is not None:
+        text = Path(config.map).read_text(encoding="utf-8")
+        return frozenset(PrecisionMap.from_json(text, where=config.map).choices.values())
+    return frozenset(map(Format, (*config.formats, *(fmt for _, fmt in config.pins))))
 
 
 def _announce(selection: Selection, registry: LinearRegistry) -> None:

@@ -1,0 +1,176 @@
+"""The GEMMs of a linear in NVFP4 and MXFP8 on a Blackwell GPU, quantised and multiplied by Transformer Engine.
+
+Each operand is quantised for the GEMM that reads it, so the three GEMMs may have three formats: NVFP4 forward with
+MXFP8 backward, bf16 in between. Formats without a GEMM there fall to the reference, GEMM by GEMM. See blackwell.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from snip_megatron.gemm import reference
+from snip_megatron.gemm.backend import Sides
+from snip_megatron.gemm.blackwell_engine import (
+    COLUMN,
+    NATIVE,
+    ROW,
+    NativeOperand,
+    QuantizerKey,
+    TransformerEngine,
+    one_usage,
+)
+from snip_megatron.gemm.operands import GradientKeys, Plain, Side
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.precision import Format
+
+EDGE = 32
+"""Rows and columns are padded with zeros to a multiple of this: MXFP8's tile, two of NVFP4's, 16 bytes of E2M1."""
+
+_OUTPUTS = (torch.bfloat16, torch.float32)
+
+
+class BlackwellBackend:
+    """See the module.
+
+    Args:
+        engine: Transformer Engine.
+        products: bf16 products into FP32 gradients.
+    """
+
+    name = "blackwell"
+
+    def __init__(self, engine: TransformerEngine, products: ScaledProducts) -> None:
+        self._engine = engine
+        self._products = products
+
+    # -- quantisation --------------------------------------------------------------------------------------------
+    def quantize_input(
+        self, x: Tensor, fprop: Format | None, wgrad: Format | None, *, amax: Tensor | None = None
+    ) -> Sides:
+        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        return self._quantize(x, (fprop, wgrad), amax)
+
+    def quantize_weight(
+        self, w: Tensor, fprop: Format | None, dgrad: Format | None, *, amax: Tensor | None = None
+    ) -> Sides:
+        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        return self._quantize(w, (fprop, dgrad), amax, square=True)
+
+    def quantize_gradient(
+        self,
+        g: Tensor,
+        dgrad: Format | None,
+        wgrad: Format | None,
+        keys: GradientKeys,
+        *,
+        amax: Tensor | None = None,
+    ) -> Sides:
+        """See :class:`snip_megatron.gemm.backend.GemmBackend`. One read for both GEMMs draws with dgrad's key."""
+        return self._quantize(g, (dgrad, wgrad), amax, seeds=(keys.dgrad, keys.wgrad), cols=keys.cols)
+
+    def _quantize(
+        self,
+        x: Tensor,
+        formats: tuple[Format | None, Format | None],
+        amax: Tensor | None,
+        *,
+        square: bool = False,
+        seeds: tuple[int | None, int | None] = (None, None),
+        cols: Tensor | None = None,
+    ) -> Sides:
+        """(row-wise, column-wise): in one call where both have the same format."""
+        row, col = formats
+        if row is not None and row is col and row in NATIVE:
+            both = self._native(x, row, (ROW, COLUMN), amax, square, seeds[0])
+            return both[0], both[1]
+        sides: list[Side | None] = []
+        for usage, fmt, seed in zip((ROW, COLUMN), formats, seeds, strict=True):
+            if fmt is None:
+                sides.append(None)
+            elif fmt in NATIVE:
+                sides += self._native(x, fmt, (usage,), amax, square, seed)
+            else:
+                sides.append(Plain(x, fmt, seed, cols, amax))
+        return sides[0], sides[1]
+
+    def _native(
+        self, x: Tensor, fmt: Format, usages: tuple[str, ...], amax: Tensor | None, square: bool, seed: int | None
+    ) -> tuple[NativeOperand, ...]:
+        x = x.detach()
+        rows, cols = x.shape
+        if x.numel() == 0:
+            return tuple(NativeOperand(fmt, (rows, cols), usage, None, {}, ("",), (x,)) for usage in usages)
+        nvfp4 = fmt is Format.NVFP4
+        key = QuantizerKey(fmt, ROW in usages, COLUMN in usages, square and nvfp4, seed is not None and nvfp4)
+        quantized = self._engine.quantize(padded(x), key, seed=seed, amax=amax)
+        return tuple(one_usage(quantized, usage, fmt, (rows, cols)) for usage in usages)
+
+    # -- products ------------------------------------------------------------------------------------------------
+    def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
+        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        if isinstance(x, NativeOperand) and isinstance(w, NativeOperand):
+            return self._multiply(w, x, "TN", (x.shape[0], w.shape[0]), dtype)
+        x, w = _plain(x), _plain(w)
+        return reference.fprop(x.tensor, w.tensor, x.format, amax=(x.amax, w.amax), out_dtype=dtype)
+
+    def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
+        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        if isinstance(g, NativeOperand) and isinstance(w, NativeOperand):
+            return self._multiply(w, g, "NN", (g.shape[0], w.shape[1]), dtype)
+        g, w = _plain(g), _plain(w)
+        return reference.dgrad(
+            g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, w.amax), out_dtype=dtype
+        )
+
+    def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
+        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        if isinstance(g, NativeOperand) and isinstance(x, NativeOperand):
+            return self._accumulate(g, x, out)
+        g, x = _plain(g), _plain(x)
+        if g.format is Format.BF16:
+            return self._products.accumulate_plain(g.tensor, x.tensor, out)
+        return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, x.amax), out=out)
+
+    def _accumulate(self, g: NativeOperand, x: NativeOperand, out: Tensor | None) -> Tensor:
+        shape = (g.shape[1], x.shape[1])
+        if out is None:
+            return self._multiply(x, g, "NT", shape, torch.float32)
+        if _empty(g, x):
+            return out
+        if _whole(shape) and out.dtype is torch.float32 and out.is_contiguous():
+            self._engine.gemm(x, g, "NT", torch.float32, out=out)
+        else:
+            out.add_(self._multiply(x, g, "NT", shape, torch.float32))
+        return out
+
+    def _multiply(
+        self, a: NativeOperand, b: NativeOperand, layout: str, shape: tuple[int, int], dtype: torch.dtype
+    ) -> Tensor:
+        """[shape] in ``dtype``, without the padding."""
+        assert a.format is b.format
+        if _empty(a, b):
+            return torch.zeros(shape, dtype=dtype, device=a.tensors[0].device)
+        product = self._engine.gemm(a, b, layout, dtype if dtype in _OUTPUTS else torch.float32)
+        return product[: shape[0], : shape[1]].contiguous().to(dtype)
+
+
+def padded(x: Tensor) -> Tensor:
+    """``x`` [rows, cols], contiguous, with zeros up to multiples of 32: zeros change no amax and add nothing."""
+    below, right = -x.shape[0] % EDGE, -x.shape[1] % EDGE
+    return functional.pad(x, (0, right, 0, below)) if below or right else x.contiguous()
+
+
+def _whole(shape: tuple[int, int]) -> bool:
+    return shape[0] % EDGE == 0 and shape[1] % EDGE == 0
+
+
+def _empty(a: NativeOperand, b: NativeOperand) -> bool:
+    return a.storage is None or b.storage is None
+
+
+def _plain(side: Side) -> Plain:
+    """Both operands of a GEMM are of one kind: that of its format."""
+    assert isinstance(side, Plain)
+    return side

@@ -1,0 +1,311 @@
+"""The Blackwell backend on a CPU: Transformer Engine emulated with its bytes, layouts and refusals.
+
+What a GPU computes is tested in tests/gpu; here, that every operand is quantised for the GEMM that reads it, how, and
+that the products are those of these operands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.blackwell import BlackwellBackend
+from snip_megatron.gemm.blackwell_engine import NATIVE, NativeOperand, QuantizerKey
+from snip_megatron.gemm.operands import GradientKeys, Plain, disassemble
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.precision import Format, LinearId
+from snip_megatron.quantization import quantize_dequantize
+
+from .emulated_transformer_engine import engine
+
+BF16, FP4, NVFP4, MXFP8 = Format.BF16, Format.FP4, Format.NVFP4, Format.MXFP8
+UNIFORM = [(fmt,) * 3 for fmt in NATIVE]
+MIXED = [(NVFP4, MXFP8, MXFP8), (MXFP8, NVFP4, BF16), (BF16, MXFP8, NVFP4), (MXFP8, MXFP8, NVFP4), (FP4, NVFP4, MXFP8)]
+EVEN = (256, 384, 512)  # T, N, K
+ODD = [(130, 144, 208), (1, 256, 128), (7, 136, 200), (48, 80, 16)]
+LEAST = {BF16: 40.0, MXFP8: 26.0, NVFP4: 12.0, FP4: 12.0}  # dB, of products of normal operands
+
+
+def backend() -> BlackwellBackend:
+    return BlackwellBackend(engine(), ScaledProducts())
+
+
+def operands(tokens: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens + n + k)
+    x, w, g = (torch.randn(shape, generator=generator) for shape in ((tokens, k), (n, k), (tokens, n)))
+    spread = torch.randn(tokens, 1, generator=generator).mul(0.5).exp()
+    return (x * spread).to(dtype), w.to(dtype), (g * 1e-3).to(dtype)
+
+
+def keys(n: int, seed: int = 17) -> GradientKeys:
+    return GradientKeys(2**63 + seed, 2**40 + seed, torch.arange(n))
+
+
+def sides(b: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any) -> list[Any]:
+    """X, W and G as fprop, dgrad and wgrad take them: x_row, x_col, w_row, w_col, g_row, g_col."""
+    fprop, dgrad, wgrad = formats
+    return [
+        *b.quantize_input(x, fprop, wgrad),
+        *b.quantize_weight(w, fprop, dgrad),
+        *b.quantize_gradient(g, dgrad, wgrad, keys(w.shape[0])),
+    ]
+
+
+def products(b: GemmBackend, made: list[Any], dtype: torch.dtype, out: Tensor | None = None) -> list[Tensor]:
+    """Y, ∂L/∂X and ∇W; X as autograd saves it."""
+    x_row, x_col, w_row, w_col, g_row, g_col = made
+    tensors, assemble = disassemble(x_col)
+    return [
+        b.fprop(x_row, w_row, dtype=dtype),
+        b.dgrad(g_row, w_col, dtype=dtype),
+        b.wgrad(g_col, assemble(*tensors), out=out),
+    ]
+
+
+def decoded(side: NativeOperand) -> Tensor:
+    """FP32 [rows, cols] of what a GEMM reads."""
+    return side.native().decode(side.usage)[: side.shape[0], : side.shape[1]]
+
+
+def decibel(exact: Tensor, found: Tensor) -> float:
+    exact, found = exact.detach().double(), found.detach().double()
+    return float(20 * torch.log10(exact.norm() / (found - exact).norm()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("formats", UNIFORM + MIXED, ids=lambda formats: "-".join(formats))
+def test_products_are_those_of_the_exact_operands_within_the_format(formats: Any, dtype: torch.dtype) -> None:
+    x, w, g = operands(*EVEN, dtype=dtype)
+    exact = [x.double() @ w.double().t(), g.double() @ w.double(), g.double().t() @ x.double()]
+    made = sides(backend(), x, w, g, formats)
+    for product, expected, fmt in zip(products(backend(), made, dtype), exact, formats, strict=True):
+        assert product.shape == expected.shape
+        assert decibel(expected, product) > LEAST[fmt]
+
+
+@pytest.mark.parametrize("shape", [EVEN, *ODD], ids=str)
+@pytest.mark.parametrize("fmt", NATIVE)
+def test_products_are_those_of_the_operands_as_decoded(fmt: Format, shape: tuple[int, int, int]) -> None:
+    """Whatever the padding: FP32 sums of the very numbers that the bytes stand for."""
+    made = sides(backend(), *operands(*shape), (fmt,) * 3)
+    x_row, x_col, w_row, w_col, g_row, g_col = map(decoded, made)
+    expected = [x_row @ w_row.t(), g_row @ w_col, g_col.t() @ x_col]
+    for product, exact in zip(products(backend(), made, torch.float32), expected, strict=True):
+        torch.testing.assert_close(product, exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+        assert product.is_contiguous()
+
+
+def test_nvfp4_operands_are_the_definition_s_numbers() -> None:
+    """1×16 tiles along the reduction for X, 16×16 for W: the reference's to the bit, nearest rounding."""
+    x, w, g = operands(*EVEN)
+    x_row, x_col, w_row, w_col, _, _ = map(decoded, sides(backend(), x, w, g, (NVFP4,) * 3))
+    assert torch.equal(x_row, quantize_dequantize(x, "nvfp4", "tile"))
+    assert torch.equal(x_col, quantize_dequantize(x.t().contiguous(), "nvfp4", "tile").t())
+    assert torch.equal(w_row, quantize_dequantize(w, "nvfp4", "block"))
+    assert torch.equal(w_col, w_row)
+
+
+def test_mxfp8_scales_are_powers_of_two_that_nothing_saturates_under() -> None:
+    """Transformer Engine rounds the scale up, the reference (OCP) down: at most half the step, and no saturation."""
+    x = torch.full((32, 32), 500.0)  # the reference's scale would be 1: it saturates to 448
+    row, _ = backend().quantize_input(x, MXFP8, None)
+    assert torch.equal(decoded(row), torch.full((32, 32), 512.0))
+    assert float(quantize_dequantize(x, "mxfp8").max()) == 448.0
+
+
+@pytest.mark.parametrize("formats", UNIFORM + MIXED, ids=lambda formats: "-".join(formats))
+@pytest.mark.parametrize("shape", [(0, 144, 208), (0, 256, 128)], ids=str)
+def test_no_tokens(shape: tuple[int, int, int], formats: Any) -> None:
+    tokens, n, k = shape
+    x, w, g = operands(*shape)
+    out = torch.ones(n, k)
+    y, d, gw = products(backend(), sides(backend(), x, w, g, formats), torch.bfloat16, out)
+    assert (y.shape, d.shape) == ((tokens, n), (tokens, k))
+    assert (y.dtype, d.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert gw is out
+    assert torch.equal(out, torch.ones(n, k))
+    assert torch.equal(products(backend(), sides(backend(), x, w, g, formats), torch.bfloat16)[2], torch.zeros(n, k))
+
+
+def test_output_in_fp16() -> None:
+    """FP4 GEMMs have none: FP32, then a cast."""
+    x, w, g = operands(*EVEN, dtype=torch.float16)
+    y, d, _ = products(backend(), sides(backend(), x, w, g, (NVFP4,) * 3), torch.float16)
+    assert (y.dtype, d.dtype) == (torch.float16, torch.float16)
+
+
+# -- accumulation --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", [EVEN, ODD[0]], ids=str)
+@pytest.mark.parametrize("fmt", [*NATIVE, BF16])
+def test_wgrad_accumulates_into_main_grad(fmt: Format, shape: tuple[int, int, int]) -> None:
+    made = sides(backend(), *operands(*shape), (fmt,) * 3)
+    alone = products(backend(), made, torch.bfloat16)[2]
+    assert alone.dtype is torch.float32
+    for out in (
+        torch.full(alone.shape, 0.5),
+        torch.full(alone.t().shape, 0.5).t(),
+        torch.full(alone.shape, 0.5).double(),
+    ):
+        assert backend().wgrad(made[5], made[1], out=out) is out
+        torch.testing.assert_close(out.float() - 0.5, alone, rtol=0, atol=1e-6)
+
+
+# -- operands ------------------------------------------------------------------------------------------------------
+def test_what_a_quantizer_is_asked_for() -> None:
+    """1×16 tiles for X and G, 16×16 for W; stochastic rounding for G alone; one usage a GEMM."""
+    assert QuantizerKey(NVFP4, True, False).arguments() == {
+        "rowwise": True,
+        "columnwise": False,
+        "with_2d_quantization": False,
+        "stochastic_rounding": False,
+        "with_rht": False,
+    }
+    weights = QuantizerKey(NVFP4, True, True, square=True).arguments()
+    assert (weights["with_2d_quantization"], weights["stochastic_rounding"]) == (True, False)
+    gradients = QuantizerKey(NVFP4, False, True, stochastic=True).arguments()
+    assert (gradients["with_2d_quantization"], gradients["stochastic_rounding"]) == (False, True)
+    assert QuantizerKey(MXFP8, False, True).arguments() == {"rowwise": False, "columnwise": True}
+
+
+class Recording:
+    """An engine that notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self._engine = engine()
+        self.asked: list[QuantizerKey] = []
+
+    def quantize(self, x: Tensor, key: QuantizerKey, **options: Any) -> Any:
+        self.asked.append(key)
+        return self._engine.quantize(x, key, **options)
+
+
+@pytest.mark.parametrize(
+    ("formats", "expected"),
+    [
+        ((NVFP4,) * 3, [("nvfp4", "rc", ""), ("nvfp4", "rc", "square"), ("nvfp4", "rc", "stochastic")]),
+        ((MXFP8,) * 3, [("mxfp8", "rc", "")] * 3),
+        (
+            (NVFP4, MXFP8, MXFP8),
+            [("nvfp4", "r", ""), ("mxfp8", "c", ""), ("nvfp4", "r", "square"), ("mxfp8", "c", ""), ("mxfp8", "rc", "")],
+        ),
+        ((BF16, BF16, NVFP4), [("nvfp4", "c", ""), ("nvfp4", "c", "stochastic")]),
+        ((FP4, MXFP8, BF16), [("mxfp8", "c", ""), ("mxfp8", "r", "")]),
+    ],
+)
+def test_operands_are_quantised_for_the_gemms_that_read_them(formats: Any, expected: list[Any]) -> None:
+    recording = Recording()
+    sides(BlackwellBackend(recording, ScaledProducts()), *operands(*EVEN), formats)  # type: ignore[arg-type]
+    found = [
+        (
+            key.format.value,
+            "r" * key.rowwise + "c" * key.columnwise,
+            "square" * key.square + "stochastic" * key.stochastic,
+        )
+        for key in recording.asked
+    ]
+    assert found == expected
+
+
+@pytest.mark.parametrize(("fmt", "share"), [(NVFP4, 0.5 + 1 / 16), (MXFP8, 1 + 1 / 32)])
+def test_x_is_kept_in_one_usage_only(fmt: Format, share: float) -> None:
+    """Bytes an element: elements and scales, of the usage that wgrad reads."""
+    x, _, _ = operands(512, 128, 1024)
+    row, col = backend().quantize_input(x, fmt, fmt)
+    tensors, assemble = disassemble(col)
+    saved = sum(t.numel() * t.element_size() for t in tensors)
+    assert saved == pytest.approx(share * x.numel(), abs=4)  # and nvfp4's amax
+    assert not {t.data_ptr() for t in row.tensors} & {t.data_ptr() for t in tensors}
+    assert not any(isinstance(value, Tensor) for value in col.fields.values())
+    assert torch.equal(decoded(assemble(*tensors)), decoded(col))
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(NATIVE))
+def test_padding_changes_no_number(rows: int, cols: int, fmt: Format) -> None:
+    x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * 71 + cols))
+    row, col = backend().quantize_input(x, fmt, fmt)
+    padded = torch.zeros(96, 96)
+    padded[:rows, :cols] = x
+    whole_row, whole_col = backend().quantize_input(padded, fmt, fmt)
+    assert row.shape == (rows, cols)
+    assert torch.equal(decoded(row), decoded(whole_row)[:rows, :cols])
+    assert torch.equal(decoded(col), decoded(whole_col)[:rows, :cols])
+
+
+def test_formats_without_a_gemm_here_are_the_reference_s() -> None:
+    x, w, g = operands(*EVEN)
+    made = sides(backend(), x, w, g, (FP4,) * 3)
+    assert all(isinstance(side, Plain) for side in made)
+    expected = products(REFERENCE, sides(REFERENCE, x, w, g, (FP4,) * 3), torch.bfloat16)
+    for found, exact in zip(products(backend(), made, torch.bfloat16), expected, strict=True):
+        assert torch.equal(found, exact)
+
+
+def test_shards_scale_by_the_amax_of_the_whole() -> None:
+    x, _, _ = operands(*EVEN)
+    x[0, -1] = 30.0
+    half, amax = x[:, :256].contiguous(), x.float().abs().amax()
+    row, _ = backend().quantize_input(half, NVFP4, None, amax=amax)
+    assert torch.equal(decoded(row), quantize_dequantize(x, "nvfp4")[:, :256])
+    assert not torch.equal(decoded(row), quantize_dequantize(half, "nvfp4"))
+    assert isinstance(backend().quantize_input(half, MXFP8, None, amax=amax)[0], NativeOperand)
+
+
+# -- stochastic rounding -------------------------------------------------------------------------------------------
+def test_draws_depend_on_the_keys_and_leave_the_generator_alone() -> None:
+    _, _, g = operands(*EVEN)
+    state = torch.random.get_rng_state()
+    first, again = (backend().quantize_gradient(g, NVFP4, NVFP4, keys(384)) for _ in range(2))
+    other = backend().quantize_gradient(g, NVFP4, NVFP4, keys(384, seed=18))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for side, same, different in zip(first, again, other, strict=True):
+        assert torch.equal(decoded(side), decoded(same))
+        assert not torch.equal(decoded(side), decoded(different))
+    alone, _ = backend().quantize_gradient(g, NVFP4, MXFP8, keys(384))
+    _, column = backend().quantize_gradient(g, MXFP8, NVFP4, keys(384))
+    assert not torch.equal(decoded(alone), decoded(column))
+
+
+def test_rounding_of_gradients_is_unbiased_and_of_the_rest_nearest() -> None:
+    x, _, g = operands(128, 128, 256)
+    draws = torch.stack([decoded(backend().quantize_gradient(g, NVFP4, None, keys(128, seed=i))[0]) for i in range(64)])
+    step = float((draws.amax(0) - draws.amin(0)).max())
+    assert float((draws.mean(0) - g).mean().abs()) < 4 * step / (64 * g.numel()) ** 0.5
+    assert decibel(g, draws.mean(0)) > decibel(g, draws[0]) + 12
+    for make in (backend().quantize_input, backend().quantize_weight):
+        assert torch.equal(decoded(make(x, NVFP4, None)[0]), decoded(make(x, NVFP4, None)[0]))
+
+
+# -- in a linear ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("formats", [*UNIFORM, *MIXED], ids=lambda formats: "-".join(formats))
+def test_a_linear(formats: Any) -> None:
+    """Through the autograd function: Y, ∂L/∂X, main_grad over two microbatches, and the weight quantised once."""
+    tokens, n, k = 64, 96, 128
+    module = torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
+    main_grad = module.weight.main_grad = torch.zeros(n, k)
+    module.weight.grad_added_to_main_grad = False
+    handle = LinearHandle(
+        id=LinearId(0, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
+        out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend(), seed=3),
+        module=module, formats=formats,
+    )  # fmt: skip
+    call = LinearCall(handle, handle.context.backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
+    expected = torch.zeros(n, k, dtype=torch.float64)
+    for microbatch in range(2):
+        x, _, g = operands(tokens + 32 * microbatch, n, k)
+        x = x.view(-1, 2, k).requires_grad_()
+        y = QuantizedLinear.apply(x, module.weight, None, call)
+        y.backward(g.view(-1, 2, n))
+        weight = module.weight.double()
+        assert decibel(x.double() @ weight.t(), y) > LEAST[formats[0]]
+        assert decibel(g.double() @ weight, x.grad.view(-1, k)) > LEAST[formats[1]]
+        expected += g.double().t() @ x.detach().double().view(-1, k)
+    assert decibel(expected, main_grad) > LEAST[formats[2]]
+    assert module.weight.grad_added_to_main_grad

@@ -1,0 +1,27 @@
+"""Which formats a run may ask a GEMM backend for: what a backend that lacks one refuses at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.layers.conversion import formats_in_use
+from snip_megatron.precision import Format, PrecisionMap
+
+NVFP4, MXFP8, BF16 = Format.NVFP4, Format.MXFP8, Format.BF16
+
+
+def test_formats_of_a_configuration(tmp_path: Path) -> None:
+    written = tmp_path / "map.json"
+    written.write_text(PrecisionMap(choices={"decoder.layers.0.mlp.linear_fc1": MXFP8}).to_json())
+    pinned = ("*.linear_fc1=bf16", "*.linear_fc2=fp8")
+    expected = {
+        SnipConfig(): {Format.FP8, Format.FP4},
+        SnipConfig(formats=("mxfp8", "nvfp4"), pin=pinned): {MXFP8, NVFP4, BF16, Format.FP8},
+        SnipConfig(map=str(written)): {MXFP8},
+        SnipConfig(policy="uniform-fp4"): {Format.FP4},
+        SnipConfig(policy="bf16"): {BF16},
+    }
+    for config, formats in expected.items():
+        assert formats_in_use(config) == formats
+    assert formats_in_use(SnipConfig(replay="a/run")) is None
