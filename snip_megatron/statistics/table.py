@@ -43,6 +43,7 @@ LINEAR_COLUMNS = (
     "fx2",  # ‖X' − X‖² over the sampled tokens, X' of the forward-noise pass
     "fg2",  # ‖G' − G‖² over the sampled tokens, forward-noise pass
     "bg2",  # the same of the backward-noise pass; 0 when that pass was not run
+    "htrace",  # Tr(∂²L/∂W²), nats per unit of W²; 0 where it is negative or was not probed
 )
 # One value a linear and candidate format.
 FORMAT_COLUMNS = (
@@ -216,7 +217,7 @@ class StatisticsTable:
                 if header.get("schema") != STATS_SCHEMA:
                     raise SnipError(f'{where}: "schema" must be "{STATS_SCHEMA}"')
                 groups = {
-                    "linear": {c: data[f"linear.{c}"] for c in LINEAR_COLUMNS},
+                    "linear": {c: _column(data, f"linear.{c}") for c in LINEAR_COLUMNS},
                     "by_format": {c: data[f"by_format.{c}"] for c in FORMAT_COLUMNS},
                     "boundary": {c: data[f"boundary.{c}"] for c in BOUNDARY_COLUMNS},
                 }
@@ -244,3 +245,9 @@ def _measured(data: Mapping[str, np.ndarray], group: str, header: Mapping[str, A
     if f"{group}.{MEASURED_COLUMNS[0]}" not in data:
         return None
     return Measured({c: data[f"{group}.{c}"] for c in MEASURED_COLUMNS}, tuple(header["formats"]))
+
+
+def _column(data: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """A column; one that older releases did not record is zero: not probed."""
+    later = name in ("linear.gv2", "linear.htrace") and name not in data
+    return np.zeros_like(data["linear.x2"]) if later else data[name]

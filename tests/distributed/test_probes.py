@@ -151,6 +151,8 @@ def test_every_column_is_measured(tables: dict[str, StatisticsTable]) -> None:
     assert table.tokens == table.tokens_per_step == 4 * 128
     assert [row.stage for row in tables["pipeline"].linears] == [0] * 4 + [1] * 4
     for name, array in table.arrays().items():
+        if name == "linear.htrace":  # of passes that only hawq asks for
+            continue
         # Nothing branches off above the last boundary.
         rows = array[:-1] if name in ("boundary.branch_h2", "boundary.branch_r2") else array
         assert (rows > 0).all(), name
