@@ -9,6 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from snip_megatron.precision import Format
+from snip_megatron.reporting.front import Front, Point
 from snip_megatron.reporting.run_data import RunData, Update, number
 
 MAX_POINTS = 2000
@@ -134,6 +135,51 @@ def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
     return _plain(figure)
 
 
+def front_figure(front: Front | None) -> dict[str, Any] | None:
+    """Σ loss over budgets of one Problem, the run's own budget and map marked; None without a front."""
+    if front is None or not front.points:
+        return None
+    figure = _figure("predicted loss (Σ of the choices' scores)", rangemode="tozero")
+    figure.update_layout(hovermode="closest")
+    share = front.kind == "target"
+    title = "share of FLOPs in fp4" if share else "predicted speedup of the decoder's linears"
+    figure.update_xaxes(title_text=title, tickformat=".0%" if share else ".2f")
+    figure.update_yaxes(exponentformat="e")
+    form = "{:.2%}" if share else "{:.3f}"
+    figure.add_scatter(
+        x=[p.x for p in front.points],
+        y=[p.loss for p in front.points],
+        text=[_point_text(p, form) for p in front.points],
+        name="least loss of any map",
+        mode="lines+markers",
+        line={"color": LINE, "width": 1.6},
+        marker={"size": 6, "symbol": ["circle" if p.proven else "circle-open" for p in front.points]},
+        hovertemplate="%{text}<extra></extra>",
+    )
+    kind, wanted = front.asked
+    line = {"color": FAULT, "width": 1.2, "dash": "dash"}
+    if kind == "loss":
+        figure.add_hline(y=wanted, line=line)
+    else:
+        figure.add_vline(x=wanted, line=line)
+    figure.add_scatter(x=[None], y=[None], name="asked", mode="lines", line=line)
+    if front.chosen is not None:
+        x, loss = front.chosen
+        text = f"the run's map: {form.format(x)}, loss {loss:.4g}"
+        marker = {"color": MARK, "size": 11, "symbol": "diamond"}
+        hover = "%{text}<extra></extra>"
+        figure.add_scatter(
+            x=[x], y=[loss], text=[text], name="the run's map", mode="markers", marker=marker, hovertemplate=hover
+        )
+    return _plain(figure)
+
+
+def _point_text(point: Point, form: str) -> str:
+    shares = ", ".join(f"{fmt.value} {share:.1%}" for fmt, share in point.shares.items())
+    proven = "" if point.proven else "<br>not proven optimal"
+    return f"{form.format(point.x)}, loss {point.loss:.4g}<br>{shares} of the cost{proven}"
+
+
 class _Curve:
     """Where on the loss curve a step lies: the finite loss at or after it, else the last one."""
 
@@ -146,6 +192,10 @@ class _Curve:
 
 def _adoption_text(adoption: Any) -> str:
     achieved = "" if adoption.achieved is None else f"<br>fp4 share {adoption.achieved:.2%}"
+    if adoption.asked is not None:
+        achieved += f"<br>asked {html.escape(adoption.asked)}"
+        achieved += "" if adoption.speedup is None else f", predicted speedup {adoption.speedup:.3f}"
+        achieved += "" if adoption.loss is None else f", predicted loss {adoption.loss:.3g}"
     changed = adoption.fields.get("changed")
     changes = "" if number(changed) is None else f"<br>{int(changed)} choices changed"
     version = "" if adoption.version is None else f" v{adoption.version}"

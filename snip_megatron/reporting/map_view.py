@@ -38,6 +38,7 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
                 "version": adoption.version,
                 "status": adoption.status,
                 "achieved": adoption.achieved,
+                "speedup": adoption.speedup,
                 "codes": codes,
                 "changed": _count_changes(maps[-1]["codes"], codes) if maps else None,
                 "scores": list(tables).index(id(adoption.scores)) if adoption.scores else None,

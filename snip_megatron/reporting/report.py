@@ -22,7 +22,8 @@ from plotly.offline import get_plotlyjs
 
 from snip_megatron import __version__
 from snip_megatron.errors import SnipError
-from snip_megatron.reporting.figures import loss_figure, share_figure, timing_figure
+from snip_megatron.reporting.figures import front_figure, loss_figure, share_figure, timing_figure
+from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.map_view import map_payload
 from snip_megatron.reporting.readers import REPORT
 from snip_megatron.reporting.run_data import RunData, fields_of, load_run, number
@@ -51,9 +52,12 @@ def write_report(run: Path | str, out: Path | str | None = None) -> Path:
 def render(run: RunData) -> str:
     """The page as text."""
     target = _target(run.config)
+    unreadable = list(run.unreadable)
+    front = latest_front(run.path, run.updates, unreadable)
     figures = {
         "loss": loss_figure(run),
         "share": share_figure(run, target),
+        "front": front_figure(front),
         "timing": timing_figure(run.updates),
     }
     plotly_js, page_js = _plotly_js(), _template_text("report.js")
@@ -67,12 +71,14 @@ def render(run: RunData) -> str:
             tiles=_tiles(run),
             figures=figures,
             maps=map_payload(run.adoptions),
+            front=front,
             updates=run.updates,
+            timed=any(update.speedup is not None for update in run.updates),
             faults=[_event_row(event) for event in run.faults],
             events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],
             events_left_out=max(0, len(run.events) - MAX_EVENT_ROWS),
-            tables=[("Facts", flatten(run.facts)), ("Configuration", flatten(run.config))],
-            unreadable=run.unreadable,
+            tables=[("Facts", flatten(_plain_facts(run.facts))), ("Configuration", flatten(run.config))],
+            unreadable=unreadable,
             style=Markup(_template_text("report.css")),
             scripts=[Markup(plotly_js), Markup(page_js)],
             script_hashes=[_csp_hash(plotly_js), _csp_hash(page_js)],
@@ -110,12 +116,24 @@ def _tiles(run: RunData) -> list[tuple[str, str]]:
     tiles.append(("maps adopted", f"{len(run.adoptions):,}"))
     if share is not None:
         tiles.append(("fp4 share now", f"{share:.1%}"))
+    timed = [adoption for adoption in run.adoptions if adoption.asked is not None]
+    if timed:
+        tiles.append(("asked", str(timed[-1].asked)))
+        if timed[-1].speedup is not None:
+            tiles.append(("predicted speedup of the linears now", f"{timed[-1].speedup:.3f}"))
+        if timed[-1].loss is not None:
+            tiles.append(("predicted loss now", f"{timed[-1].loss:.3g}"))
     if len(stages) > 1:
         tiles.append(("pipeline stages", str(len(stages))))
     if run.updates:
         tiles.append(("training blocked by updates", f"{blocked:.2f} s"))
     tiles.append(("faults", f"{len(run.faults):,}"))
     return tiles
+
+
+def _plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what `snip solve` needs and nobody reads: the request and the shapes behind it."""
+    return {name: value for name, value in facts.items() if name not in ("request", "linear_shapes")}
 
 
 def _policy_line(config: Mapping[str, Any]) -> str:

@@ -52,14 +52,35 @@ class Adoption:
         return str(self.fields.get("status", known))
 
     @property
+    def asked(self) -> str | None:
+        """The budget (``speedup=1.3``) where it is not a share of FLOPs in fp4."""
+        known = self.precision_map.prediction().get("budget") if self.precision_map else None
+        asked = self.fields.get("budget", known)
+        return asked if isinstance(asked, str) else None
+
+    @property
+    def speedup(self) -> float | None:
+        """Predicted, of the decoder's linears on the slowest stage; None under a share of FLOPs."""
+        return number(self.fields.get("speedup", self.precision_map.speedup if self.precision_map else None))
+
+    @property
+    def loss(self) -> float | None:
+        """Predicted Σ loss; None under a share of FLOPs."""
+        return number(self.fields.get("loss", self.precision_map.loss if self.precision_map else None))
+
+    @property
     def achieved(self) -> float | None:
         """fp4 share of the map, in [0, 1]."""
+        if self.asked is not None:  # its own ``achieved`` is of time
+            return number(self.fields.get("fp4_fraction", self.precision_map.fp4_share if self.precision_map else None))
         known = self.precision_map.achieved if self.precision_map else None
         return number(self.fields.get("achieved", known))
 
     @property
     def achieved_per_stage(self) -> dict[str, float]:
-        """fp4 share by pipeline stage."""
+        """fp4 share by pipeline stage; empty where it is not known."""
+        if self.asked is not None:
+            return {}
         known = self.precision_map.achieved_per_stage if self.precision_map else {}
         return shares(self.fields.get("achieved_per_stage", known))
 
@@ -79,6 +100,8 @@ class Update:
     objective: float | None = None
     bound: float | None = None
     achieved: float | None = None
+    speedup: float | None = None
+    loss: float | None = None
     adopted_step: int | None = None
     changed: int | None = None
     lag_s: float | None = None
@@ -232,7 +255,9 @@ def _add_outcome(update: Update, event: Mapping[str, Any]) -> None:
     if kind == "solved":
         update.solve_s, update.latency_s = number(event.get("solve_seconds")), number(event.get("latency_s"))
         update.objective, update.bound = number(event.get("objective")), number(event.get("bound"))
-        update.achieved, update.status = number(event.get("achieved")), str(event.get("status", ""))
+        share = event.get("fp4_share") if "budget" in event else event.get("achieved")
+        update.achieved, update.status = number(share), str(event.get("status", ""))
+        update.speedup, update.loss = number(event.get("speedup")), number(event.get("loss"))
     elif kind == "postpone":
         update.postponed += 1
     elif kind == "solve_failed":

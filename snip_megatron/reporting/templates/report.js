@@ -107,6 +107,7 @@
     const version = map.version === null ? "" : ` v${map.version}`;
     const parts = [`Map${version}, ${index + 1} of ${maps.maps.length}`, `in force from step ${map.step}`, map.status];
     if (map.achieved !== null) parts.push(`fp4 share ${(100 * map.achieved).toFixed(2)} %`);
+    if (map.speedup !== null) parts.push(`predicted speedup ${map.speedup.toFixed(3)}`);
     if (map.changed !== null) parts.push(`${map.changed} choices changed`);
     return parts.join(" · ");
   }

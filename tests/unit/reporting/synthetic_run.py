@@ -10,6 +10,7 @@ import numpy as np
 
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.reporting.run_directory import RunDirectory
+from snip_megatron.solver import Budget, Choice, Item, Problem
 from snip_megatron.statistics.table import (
     BOUNDARY_COLUMNS,
     FORMAT_COLUMNS,
@@ -50,6 +51,18 @@ def scores_of(rng: np.random.Generator) -> dict[str, dict[str, dict[str, float]]
                 for name, by in (("fp8", 50.0), ("fp4", 1.0))
             }
     return scores
+
+
+def problem_of(scores: dict[str, dict[str, dict[str, float]]]) -> Problem:
+    """The question whose answer is :func:`map_of`: GEMMs of equal size."""
+    items = tuple(
+        Item(
+            key, stage_of(key.partition(":")[0]), 1e12,
+            tuple(Choice(Format(f), s["q"], 1e12 if f == "fp4" else 0.0) for f, s in by_format.items()),
+        )
+        for key, by_format in scores.items()
+    )  # fmt: skip
+    return Problem(Budget(TARGET, 0.02), items)
 
 
 def map_of(version: int, scores: dict[str, dict[str, dict[str, float]]]) -> PrecisionMap:
@@ -112,6 +125,7 @@ def submit(run: RunDirectory, step: int, version: int, rng: np.random.Generator)
     run.write_statistics(step, table_of(step, rng))
     run.event(step, "submit", version=version, table_bytes=40_000, wait_s=0.002)
     run.write_scores(step, scores, version=version)
+    run.write_problem(step, problem_of(scores).to_json())
     run.event(
         step + 2, "solved", version=version, status="optimal", objective=precision_map.objective,
         bound=precision_map.bound, achieved=TARGET, achieved_per_stage=PER_STAGE,

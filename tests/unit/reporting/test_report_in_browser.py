@@ -44,7 +44,7 @@ def eventually(browser: Browser, expression: str):
 def test_it_draws_and_loads_nothing(browser, report):
     browser.requests.clear()
     browser.open(report)
-    for figure in ("loss", "map", "share", "timing"):
+    for figure in ("loss", "map", "share", "front", "timing"):
         assert browser.evaluate(f"document.querySelectorAll('#{figure} .main-svg').length") > 0
     assert browser.evaluate("document.querySelectorAll('#legend li').length") == 2
     assert all(url.startswith(("file:", "data:", "blob:")) for url in browser.requests)
