@@ -1,0 +1,104 @@
+"""Layouts: blocks as Megatron places them, sizes that it would refuse refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+
+from .formula import SMALL, layout, with_blocks
+
+
+@pytest.mark.parametrize(
+    ("blocks", "pp", "vpp", "embedding", "loss"),
+    [(8, 1, 1, 0, 0), (8, 4, 1, 0, 0), (24, 4, 3, 0, 0), (126, 16, 1, 1, 1), (126, 16, 8, 1, 1), (15, 4, 2, 1, 0)],
+)
+def test_stages_are_megatrons(blocks: int, pp: int, vpp: int, embedding: int, loss: int) -> None:
+    block = pytest.importorskip("megatron.core.transformer.transformer_block")
+    layer = pytest.importorskip("megatron.core.transformer.transformer_layer")
+    flags = {"embedding_as_layer": bool(embedding), "loss_as_layer": bool(loss)}
+    found = layout(with_blocks(SMALL, blocks), pp=pp, vpp=vpp, **flags)
+    config = SimpleNamespace(
+        num_layers=blocks,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        pipeline_model_parallel_layout=None,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        account_for_embedding_in_pipeline_split=bool(embedding),
+        account_for_loss_in_pipeline_split=bool(loss),
+    )
+    for stage in range(pp):
+        for chunk in range(vpp):
+            vp_stage = chunk if vpp > 1 else None
+            count = block.get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)
+            first = layer.get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
+            assert found.chunks[stage][chunk] == tuple(range(first, first + count))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
+def test_every_block_has_one_stage(pp: int, vpp: int, each: int) -> None:
+    if vpp > 1 and pp == 1:
+        return
+    found = layout(with_blocks(SMALL, pp * vpp * each), pp=pp, vpp=vpp)
+    assert sorted(found.stage_of()) == list(range(found.model.blocks))
+    assert {len(blocks) for blocks in found.stages} == {vpp * each}
+
+
+def test_parameters_of_the_stages_are_those_of_the_model() -> None:
+    found = layout("70b", tp=8, pp=8)
+    norms = 7 * (2 * 80 * 8192 + 8192)  # every tensor parallel rank has its own
+    padding = 2 * (129_024 - 128_256) * 8192
+    assert sum(found.stage_parameters(stage) for stage in range(8)) * 8 == found.model.parameters + norms + padding
+
+
+@pytest.mark.parametrize(("tp", "rows"), [(1, 32_000), (8, 32_768), (16, 32_768)])
+def test_the_vocabulary_is_padded(tp: int, rows: int) -> None:
+    assert layout("7b", tp=tp).vocabulary == rows
+
+
+def test_microbatches_in_flight() -> None:
+    flat = layout(with_blocks(SMALL, 16), pp=4, global_batch_size=16)
+    assert [flat.in_flight(stage) for stage in range(4)] == [4, 3, 2, 1]
+    short = layout(with_blocks(SMALL, 16), pp=4, global_batch_size=2)
+    assert [short.in_flight(stage) for stage in range(4)] == [2, 2, 2, 1]
+    virtual = layout(with_blocks(SMALL, 16), pp=4, vpp=2, global_batch_size=16)
+    assert [virtual.in_flight(stage) for stage in range(4)] == [11 / 2, 9 / 2, 7 / 2, 5 / 2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 3}, "--tp 3: small has 8 heads, which cannot be split over 3 ranks"),
+        ({"tp": 0}, "--tp 0: must be a whole number of 1 or more"),
+        ({"pp": 3}, "--pp 3 --vpp 1: small has 8 blocks, not divisible by 3;"),
+        ({"pp": 4, "vpp": 3}, "--pp 4 --vpp 3: small has 8 blocks, not divisible by 12;"),
+        ({"vpp": 2}, "--vpp 2: a virtual pipeline needs --pp of 2 or more"),
+        ({"pp": 3, "loss_as_layer": True, "vpp": 3}, None),
+        (
+            {"dp": 3, "global_batch_size": 8},
+            "--global-batch-size 8: must be a multiple of --micro-batch-size × --dp",
+        ),
+        ({"pp": 4, "vpp": 2, "global_batch_size": 6}, "--vpp 2: an interleaved schedule needs microbatches (6)"),
+        ({"seq_length": 100, "tp": 8, "sequence_parallel": True}, "--sequence-parallel: --seq-length 100 cannot be"),
+        ({"recompute": "some"}, "--recompute some: choose one of none, selective, full"),
+    ],
+)
+def test_refusals(sizes: dict[str, Any], message: str | None) -> None:
+    if message is None:  # 8 blocks and the loss are 9 layers
+        assert layout(**sizes).stages[2] == (2, 5)
+        return
+    with pytest.raises(SnipError) as error:
+        layout(**sizes)
+    assert str(error.value).startswith(message)
+
+
+def test_key_value_heads_and_tensor_parallelism() -> None:
+    assert layout("70b", tp=16).linear_shapes()["self_attention.linear_qkv"].n == 640
+    with pytest.raises(SnipError, match="must be a multiple or divisor of the 4 key-value heads"):
+        layout(SMALL.__class__("odd", 8, 768, 1536, 12, 4, 64, 1000, 256), tp=6)

@@ -1,0 +1,98 @@
+"""Step times: the rules that the output states, on times that follow a formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snip_megatron.planner.rates import ATTENTION_BACKWARD, ELEMENTWISE, STATED_COPY, Links
+from snip_megatron.planner.step_time import ALL_BF16, StepModel
+from snip_megatron.precision import LINEAR_KINDS, Format
+from snip_megatron.solver.costs import FLOPS_RATE, FlopsModel
+
+from .formula import SMALL, layout, step_model, with_blocks
+
+FP4 = (Format.FP4,) * 3
+
+
+def test_linears_are_the_models_flops() -> None:
+    chosen = layout("8b")
+    step = step_model(chosen).step(lambda block, kind: ALL_BF16)
+    flops = 6 * chosen.model.blocks * chosen.model.block_weights * chosen.tokens * chosen.microbatches
+    assert step.stages[0].linears == pytest.approx(flops / FLOPS_RATE)
+    quarter = step_model(chosen).step(lambda block, kind: FP4)
+    assert quarter.stages[0].linears == pytest.approx(flops / FLOPS_RATE / 4)
+    assert quarter.stages[0].other == step.stages[0].other
+
+
+def test_attention_is_its_flops_at_the_stated_rate() -> None:
+    chosen = layout("8b", tp=4, micro_batch_size=2)
+    stage = step_model(chosen).step(lambda block, kind: ALL_BF16).stages[0]
+    forward = 32 * chosen.microbatches * 2 * 2 * 8192**2 * 8 * 128
+    assert stage.attention == pytest.approx(forward * (1 + ATTENTION_BACKWARD) / (0.45 * FLOPS_RATE))
+
+
+def test_the_bubble_and_the_slowest_stage() -> None:
+    for vpp, ends in ((1, 3), (2, 3 / 2)):
+        chosen = layout(with_blocks(SMALL, 16), pp=4, vpp=vpp, global_batch_size=12)
+        step = step_model(chosen).step(lambda block, kind: ALL_BF16)
+        work = max(stage.total for stage in step.stages)
+        assert step.total == pytest.approx(work * (1 + ends / 12) + step.optimizer)
+        assert step.stages[-1].ends > step.stages[0].ends > step.stages[1].ends == 0
+        assert step.balance == pytest.approx(sum(s.total for s in step.stages) / 4 / work)
+
+
+def test_recomputation_runs_forwards_again() -> None:
+    plain, again = (
+        step_model(layout("8b", recompute=r)).step(lambda b, k: ALL_BF16).stages[0] for r in ("none", "full")
+    )
+    assert again.linears == pytest.approx(plain.linears * 4 / 3)
+    assert again.attention == pytest.approx(plain.attention * (2 + ATTENTION_BACKWARD) / (1 + ATTENTION_BACKWARD))
+    assert again.elementwise > plain.elementwise
+    selective = step_model(layout("8b", recompute="selective")).step(lambda b, k: ALL_BF16).stages[0]
+    assert (selective.linears, selective.attention) == (plain.linears, again.attention)
+
+
+def test_communication() -> None:
+    links = Links(node_size=8, within=1e11, between=1e10)
+    chosen = layout("8b", tp=4, pp=2, dp=2, global_batch_size=8)
+    step = StepModel(chosen, FlopsModel(), links).step(lambda block, kind: ALL_BF16)
+    stream = 2 * 8192 * 4096
+    assert step.stages[0].tensor_parallel == pytest.approx(16 * 4 * 2 * 2 * (3 / 4) * stream / 1e11)
+    assert step.stages[0].pipeline == pytest.approx(4 * stream / 1e10)  # 2·4·2 GPUs: beyond a node
+    parameters = max(chosen.stage_parameters(stage) for stage in (0, 1))
+    assert step.data_parallel == pytest.approx(6 * parameters / 2 / 1e11)
+    hidden = layout("8b", tp=4, pp=2, dp=2, global_batch_size=8, overlap_grad_reduce=True, overlap_param_gather=True)
+    assert StepModel(hidden, FlopsModel(), links).step(lambda block, kind: ALL_BF16).data_parallel == 0
+
+
+def test_the_optimizer_reads_and_writes_its_share() -> None:
+    one, four = (step_model(layout("8b", dp=dp)).step(lambda b, k: ALL_BF16).optimizer for dp in (1, 4))
+    parameters = layout("8b").stage_parameters(0)
+    assert one == pytest.approx(38 * parameters / (ELEMENTWISE * STATED_COPY))
+    assert four == pytest.approx((34 / 4 + 4) * parameters / (ELEMENTWISE * STATED_COPY))
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(((1, 1), (2, 1), (4, 1), (2, 2))),
+    st.sampled_from((1, 2)),
+    st.sampled_from((1, 4)),
+    st.integers(1, 3),
+    st.lists(st.sampled_from(tuple(Format)), min_size=3, max_size=3),
+)
+def test_fixed_seconds_and_linears_make_the_step(
+    pipeline: tuple[int, int], dp: int, tp: int, rounds: int, formats: list[Format]
+) -> None:
+    """What the solver minimises, times the bubble, is the predicted step, whatever the formats."""
+    pp, vpp = pipeline
+    chosen = layout(pp=pp, vpp=vpp, dp=dp, tp=tp, global_batch_size=rounds * pp * dp)
+    model = step_model(chosen)
+    fprop, dgrad, wgrad = formats
+    step = model.step(lambda block, kind: (fprop, dgrad, wgrad))
+    linears = sum(model.linear(kind, (fprop, dgrad, wgrad)) for kind in LINEAR_KINDS)
+    slowest = max(fixed + linears * len(chosen.stages[stage]) for stage, fixed in model.fixed_seconds().items())
+    assert math.isclose(step.total, chosen.bubble * slowest, rel_tol=1e-9)
