@@ -59,6 +59,12 @@ class SnipConfig:
         512, "tokens a microbatch of which noise probes compare activations", type=int, metavar="N"
     )
     probe_noise: float = _option(0.03, "relative size of the probes' noise", type=float)
+    measured_share: float = _option(
+        0.25,
+        "share of the options that estimator measured renews at an update; the others keep their score",
+        type=float,
+    )
+    measured_twice: bool = _option(False, "estimator measured also measures on microbatches of its own: its ceiling")
     stage_tolerance: str = _option("0.02", "how far a pipeline stage may stay under fp4=; none: no constraint")
     change_penalty: float = _option(
         0.0, "loss that a choice unlike the map in force costs, in mean losses of an option's worst format", type=float
@@ -181,6 +187,10 @@ class SnipConfig:
                 f"--snip-lag {self.lag}: must be smaller than --snip-update-interval {self.update_interval},"
                 " so that an update is adopted before the next begins"
             )
+        if not 0.0 < self.measured_share <= 1.0:
+            raise SnipError(f"--snip-measured-share {self.measured_share}: must be above 0, 1 at most")
+        if self.measured_twice and (self.policy, self.estimator) != ("snip", "measured"):
+            raise SnipError("--snip-measured-twice has no effect without --snip-estimator measured: leave it out")
         for name in ("wait", "change_penalty"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be a finite number, 0 or more")

@@ -36,6 +36,9 @@ class Probe(Protocol):
     @property
     def tokens(self) -> int: ...
 
+    @property
+    def passes(self) -> Mapping[str, int]: ...
+
 
 class Coordinator(Protocol):
     """Rank 0's side of an update: the sidecar and the run directory. Absent on other ranks."""
@@ -270,11 +273,13 @@ class Controller:
         seconds = _since(started)
         for kind, value in result.seconds.items():
             event = "collect" if kind == "reduction" else "probe"
-            self._event(step, event, kind=kind, seconds=value, tokens=result.tokens, wait_s=value)
+            passes = {"passes": result.passes[kind]} if kind in result.passes else {}
+            self._event(step, event, kind=kind, seconds=value, tokens=result.tokens, **passes, wait_s=value)
         broken = result.table.non_finite()  # the table is the same on all ranks: so is this verdict
         if broken:
             self._event(step, "dropped", reason=f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
             return
+        self.state.measured = result.table.measured
         version = self.state.version + 1
         self.state.version = version
         self.state.pending = Pending(step, step + self._config.lag, version, result.table)

@@ -12,6 +12,7 @@ from typing import Any
 from snip_megatron.errors import SnipError
 from snip_megatron.guard import Alarm, Guard, GuardSettings
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.statistics.measured import Measured
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.step_report import StepFigures
 
@@ -41,6 +42,7 @@ class ControllerState:
         guard: the guard's memory (:meth:`Guard.as_dict`); None in a checkpoint from before there was one.
         alarm: a verdict of the guard that the next step acts on.
         in_flight: figures of a step that had not arrived when the checkpoint was written.
+        measured: of options forced alone, by all updates so far; decides which the next update renews.
     """
 
     precision_map: PrecisionMap | None = None
@@ -50,6 +52,7 @@ class ControllerState:
     guard: dict[str, Any] | None = None
     alarm: Alarm | None = None
     in_flight: StepFigures | None = None
+    measured: Measured | None = None
 
     def to_bytes(self) -> bytes:
         """UTF-8 JSON."""
@@ -70,6 +73,7 @@ class ControllerState:
             "guard": self.guard,
             "alarm": None if self.alarm is None else asdict(self.alarm),
             "in_flight": None if self.in_flight is None else asdict(self.in_flight),
+            "measured": None if self.measured is None else base64.b64encode(self.measured.to_bytes()).decode(),
         }
         return json.dumps(body).encode()
 
@@ -95,6 +99,7 @@ class ControllerState:
             guard=_guard(body.get("guard")),
             alarm=None if body.get("alarm") is None else Alarm.from_dict(body["alarm"], _WHERE),
             in_flight=_figures(body.get("in_flight")),
+            measured=_measured(body.get("measured")),
         )
 
 
@@ -125,12 +130,26 @@ def _pending(body: Any) -> Pending | None:
         return None
     if not isinstance(body, dict) or not isinstance(body.get("table"), str):
         raise SnipError(f"{_WHERE}: pending: must hold step, due, version and table")
-    try:
-        content = base64.b64decode(body["table"], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise SnipError(f"{_WHERE}: pending.table: {error}") from None
-    table = StatisticsTable.from_bytes(content, where=_WHERE)
+    table = StatisticsTable.from_bytes(_bytes(body["table"], "pending.table"), where=_WHERE)
     return Pending(_count(body, "step"), _count(body, "due"), _count(body, "version"), table)
+
+
+def _measured(text: Any) -> Measured | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise SnipError(f"{_WHERE}: measured: must be a text")
+    try:
+        return Measured.from_bytes(_bytes(text, "measured"))
+    except ValueError as error:
+        raise SnipError(f"{_WHERE}: measured: {error}") from None
+
+
+def _bytes(text: str, name: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise SnipError(f"{_WHERE}: {name}: {error}") from None
 
 
 def _count(body: dict[str, Any], name: str) -> int:

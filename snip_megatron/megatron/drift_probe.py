@@ -44,6 +44,9 @@ class DriftProbe:
         groups: process groups.
         seed: ``--snip-seed``.
         optimizer_sharded: data parallel ranks hold shards of the optimizer's state, not all the same.
+
+    Attributes:
+        reports: whether this rank's optimizer state counts: no other holds the same.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class DriftProbe:
         self._groups = groups
         self._seed = seed
         self._tp_rank = dist.get_rank(groups.tp)
-        self._reports = optimizer_sharded or groups.dp_rank == 0
+        self.reports = optimizer_sharded or groups.dp_rank == 0
 
     def collect(
         self,
@@ -84,7 +87,7 @@ class DriftProbe:
         update_of = partial(compat.update_of, optimizer, steps=step)
         for recorder in recorders:
             self._add_linear(drift, table, recorder, update_of, scale)
-        for index, weight, replicated, first_row in self._local_sinks():
+        for index, weight, replicated, first_row in self.local_sinks():
             self._add_sink(drift, index, weight, replicated, first_row, update_of, scale)
 
     def _add_linear(
@@ -103,7 +106,7 @@ class DriftProbe:
         if self._groups.dp_rank == 0:
             drift.add_linear(handle.name, "gw2", total * scale.gradient**2)
         state = update_of(handle.weight)
-        if state is None or not self._reports:
+        if state is None or not self.reports:
             return
         name = handle.name
         result = linear_drift(
@@ -134,7 +137,7 @@ class DriftProbe:
     ) -> None:
         gradient = self._reduced_gradient(weight)
         state = update_of(weight)
-        if state is None or not self._reports or (replicated and self._tp_rank != 0):
+        if state is None or not self.reports or (replicated and self._tp_rank != 0):
             return
         seed = derive_seed(self._seed, _SIGNS, len(self._shape.names) + index)
         w2 = sum_squares(weight.detach().reshape(-1)[state.start : state.end])
@@ -149,7 +152,7 @@ class DriftProbe:
             dist.all_reduce(gradient, group=self._groups.dp)
         return gradient
 
-    def _local_sinks(self) -> list[tuple[int, torch.nn.Parameter, bool, int]]:
+    def local_sinks(self) -> list[tuple[int, torch.nn.Parameter, bool, int]]:
         """(index, weight, replicated over tensor parallel ranks, global first row) of this rank's sinks."""
         index = {sink.name: i for i, sink in enumerate(self._shape.sinks)}
         found = []

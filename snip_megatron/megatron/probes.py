@@ -7,9 +7,9 @@ buffers are zeroed again before training continues.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,15 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.drift_probe import DriftProbe, sink_rows
+from snip_megatron.megatron.measured_probe import MeasuredProbe
+from snip_megatron.megatron.probe_call import LoopShape, StepCall, run_schedule, undisturbed
 from snip_megatron.megatron.stream import ResidualStream
+from snip_megatron.precision import Gemm
 from snip_megatron.quantization import derive_seed
 from snip_megatron.statistics.boundaries import TokenShard
+from snip_megatron.statistics.measured import Measured
+from snip_megatron.statistics.measured_columns import measured_at, measured_columns
+from snip_megatron.statistics.measured_schedule import Trial, choose_units, plan_trials
 from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
 from snip_megatron.statistics.reduction import (
     PartialTable,
@@ -34,49 +40,19 @@ from snip_megatron.statistics.reduction import (
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.statistics.weight_drift import StepScale
 
-_NOISE = 2  # stream of random numbers under --snip-seed; 1 is the drift's signs
+_NOISE, _UNITS = 2, 3  # streams of random numbers under --snip-seed; 1 is the drift's signs
 
-
-@dataclass(frozen=True)
-class LoopShape:
-    """Sizes of the training loop that the schedule asks for.
-
-    Attributes:
-        seq_length, micro_batch_size: of one microbatch.
-        padded_vocab_size: rows of the word embedding over all tensor parallel ranks.
-        virtual_stages: model chunks a rank, under interleaved pipelining.
-        optimizer_sharded: whether optimizer states are sharded over data parallel ranks.
-    """
-
-    seq_length: int
-    micro_batch_size: int
-    padded_vocab_size: int
-    virtual_stages: int | None
-    optimizer_sharded: bool
-
-
-@dataclass(frozen=True)
-class StepCall:
-    """What ``train_step`` was called with, as far as a probe needs it."""
-
-    step: int
-    forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    model: list[Any]
-    optimizer: Any
-    config: Any
-    forward_backward_func: Callable[..., Any]
-    num_microbatches: int
-    clip: float
+__all__ = ["LoopShape", "ProbeResult", "ProbeRunner", "StepCall"]
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The table (the same on every rank) and the seconds of each pass."""
+    """The table (the same on every rank), the seconds of each kind of pass, and microbatch passes on each rank."""
 
     table: StatisticsTable
     seconds: dict[str, float]
     tokens: int
+    passes: dict[str, int]
 
 
 class ProbeRunner:
@@ -89,6 +65,8 @@ class ProbeRunner:
         groups: process groups.
         model: this rank's chunks, wrapped by DDP.
         with_drift: whether the policy uses weight divergence: without it there are no noise passes.
+        measures: whether options are forced alone (``--snip-estimator measured``).
+        pinned: (linear, GEMM) that need no measuring.
     """
 
     def __init__(
@@ -100,8 +78,12 @@ class ProbeRunner:
         model: Sequence[torch.nn.Module],
         *,
         with_drift: bool,
+        measures: bool = False,
+        pinned: Collection[tuple[str, Gemm]] = (),
     ) -> None:
         self._with_drift = with_drift
+        self._measures = measures
+        self._pinned = frozenset(pinned)
         self._registry = registry
         self._snip = snip
         self._shape = shape
@@ -124,6 +106,7 @@ class ProbeRunner:
         self._drift = DriftProbe(
             self._model, self._table_shape, groups, snip.seed, optimizer_sharded=shape.optimizer_sharded
         )
+        self._measured = MeasuredProbe(registry, shape, self._table_shape, groups, self._drift, self._pass_group())
 
     # -- the passes --------------------------------------------------------------------------------------------
     def run(self, call: StepCall) -> ProbeResult:
@@ -144,8 +127,10 @@ class ProbeRunner:
             derive_seed(self._snip.seed, _NOISE),
         )
         seconds: dict[str, float] = {}
-        with ExitStack() as stack:
-            self._enter_probe(stack, call, recorders, stream)
+        with undisturbed(call, self._registry.context) as self._rng, ExitStack() as stack:
+            stack.enter_context(attached(recorders))
+            stack.enter_context(stream.attached())
+            self._registry.context.probing = True
             seconds["statistics"] = self._run_pass(Pass.STATISTICS, call, microbatches, recorders, stream)
             started = time.perf_counter()
             stream.finish_statistics()
@@ -165,10 +150,42 @@ class ProbeRunner:
             late.reduce(self._groups.world, self._device)
             table.merge(late)
             seconds["reduction"] += time.perf_counter() - started
+        passes = {kind: microbatches for kind in seconds if kind != "reduction"}
         finished = table.to_table(
             step=call.step, tokens=tokens, tokens_per_step=per_step, meta={"clip": call.clip, **seconds}
         )
-        return ProbeResult(finished, seconds, tokens)
+        if self._measures:
+            started = time.perf_counter()
+            finished, passes["measured"] = self._measure(call, finished, microbatches, scale)
+            seconds["measured"] = time.perf_counter() - started
+        return ProbeResult(finished, seconds, tokens, passes)
+
+    # -- options forced alone ----------------------------------------------------------------------------------
+    def _measure(
+        self, call: StepCall, table: StatisticsTable, microbatches: int, scale: StepScale
+    ) -> tuple[StatisticsTable, int]:
+        """``table`` with what is measured of this update's share of the options, and the passes that took."""
+        known = call.measured
+        if known is None or not known.fits(len(table.linears), table.formats):
+            known = Measured.nothing(len(table.linears), table.formats)
+        trials = self._trials(known)
+        if not trials:
+            return replace(table, measured=known), 0
+        readings, passes = self._measured.measure(call, trials, range(microbatches), scale)
+        measured, again = known.renewed(measured_columns(readings, table)), None
+        if self._snip.measured_twice:
+            others = range(microbatches, 2 * microbatches)
+            readings, more = self._measured.measure(call, trials, others, scale)
+            again, passes = measured_columns(readings, table), passes + more
+        return replace(table, measured=measured, measured_again=again), passes
+
+    def _trials(self, known: Measured) -> tuple[Trial, ...]:
+        names, formats = self._table_shape.names, self._table_shape.formats
+        everything = plan_trials(names, formats, list(measured_at(names, None)), self._pinned)
+        worth = {(trial.layer, trial.gemm) for trial in everything}
+        ages = {unit: at for unit, at in measured_at(names, known).items() if (unit.layer, unit.gemm) in worth}
+        units = choose_units(ages, self._snip.measured_share, derive_seed(self._snip.seed, _UNITS))
+        return plan_trials(names, formats, units, self._pinned)
 
     def _noise_passes(self) -> list[Pass]:
         if not self._with_drift:
@@ -178,30 +195,14 @@ class ProbeRunner:
     def _microbatches(self, call: StepCall) -> int:
         """Microbatches a rank; an interleaved schedule needs whole groups of them."""
         wanted = min(self._snip.probe_microbatches, call.num_microbatches)
-        if self._shape.virtual_stages is None:
-            return wanted
-        group = int(self._config.microbatch_group_size_per_vp_stage or self._config.pipeline_model_parallel_size)
+        group = self._pass_group()
         return min(-(-wanted // group) * group, call.num_microbatches)
 
-    def _enter_probe(
-        self, stack: ExitStack, call: StepCall, recorders: list[LinearRecorder], stream: ResidualStream
-    ) -> None:
-        context = self._registry.context
-        self._rng = states = compat.rng_state()
-
-        def leave() -> None:
-            context.probing = False
-            for chunk in call.model:
-                chunk.zero_grad_buffer()
-            call.optimizer.zero_grad()
-            compat.set_rng_state(states)
-
-        stack.callback(leave)
-        stack.enter_context(compat.rerun_disabled())
-        stack.enter_context(compat.quiet_schedule(call.config))
-        stack.enter_context(attached(recorders))
-        stack.enter_context(stream.attached())
-        context.probing = True
+    def _pass_group(self) -> int:
+        """Microbatches that an interleaved schedule takes together; 1 for the others."""
+        if self._shape.virtual_stages is None:
+            return 1
+        return int(self._config.microbatch_group_size_per_vp_stage or self._config.pipeline_model_parallel_size)
 
     def _run_pass(
         self,
@@ -219,22 +220,7 @@ class ProbeRunner:
         stream.start(phase, sigma)
         self._registry.start_step(call.step)
         compat.set_rng_state(self._rng)  # dropout, if any, draws the same masks in every pass
-        with ExitStack() as stack:
-            for chunk in call.model:
-                chunk.zero_grad_buffer()  # zero first: no_sync must see fresh buckets
-            call.optimizer.zero_grad()  # an FP32 optimizer's step leaves p.grad an alias of main_grad
-            for chunk in call.model:
-                stack.enter_context(chunk.no_sync())
-            call.forward_backward_func(
-                forward_step_func=call.forward_step_func,
-                data_iterator=compat.peek(call.data_iterator, microbatches).iterator(),
-                model=call.model,
-                num_microbatches=microbatches,
-                seq_length=self._shape.seq_length,
-                micro_batch_size=self._shape.micro_batch_size,
-                decoder_seq_length=self._shape.seq_length,
-                forward_only=False,
-            )
+        run_schedule(call, self._shape, range(microbatches))
         return time.perf_counter() - started
 
     # -- reduction ---------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.step_costs import linear_shapes
 from snip_megatron.reporting.run_directory import RunDirectory
 from snip_megatron.reporting.wandb_sink import WandbSink
-from snip_megatron.sensitivity.policies import needs_forward_noise
+from snip_megatron.sensitivity.policies import needs_forward_noise, pinned_gemms
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups
 from snip_megatron.statistics.table import LinearRow
@@ -168,6 +168,7 @@ class SnipRun:
                         forward_backward_func=forward_backward_func,
                         num_microbatches=get_num_microbatches(),
                         clip=clip,
+                        measured=controller.state.measured,
                     )
                 )
 
@@ -216,6 +217,8 @@ class SnipRun:
             groups,
             model,
             with_drift=needs_forward_noise(request),
+            measures=needs_forward_noise(request) and request.estimator == "measured",
+            pinned=pinned_gemms(registry.names, request),
         )
         if is_rank_zero():
             static_map = validate.load_map(config.map, registry.names) if config.map is not None else None

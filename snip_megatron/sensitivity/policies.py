@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id, split_option_id
+from snip_megatron.sensitivity.groups import option_groups, spread_pins
 from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, FloatArray, format_column, second_order
 from snip_megatron.sensitivity.measured import measured_divergences, measured_variance
 from snip_megatron.sensitivity.quality import combine
@@ -37,6 +38,11 @@ _EIGHT_BIT_SHARE = 1e-3
 def needs_forward_noise(request: SolveRequest) -> bool:
     """Whether the policy uses the forward-noise pass: without it an update costs one probe pass."""
     return request.policy == "snip" and request.estimator in ("noise", "measured")
+
+
+def needs_hessian(request: SolveRequest) -> bool:
+    """Whether the policy uses Hessian traces: two passes a probe vector."""
+    return request.policy == "hawq"
 
 
 def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArray, FloatArray]:
@@ -64,6 +70,18 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
 def _fisher(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
     """(G·E)², ModelOpt AutoQuantize's score: nothing for dgrad and wgrad."""
     return loss
+
+
+def _hawq(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
+    """½·Tr(H)/NK·‖δW‖², in nats: HAWQ-V2's average trace times squared error, what a random δW of that size costs.
+
+    It knows weights as operands of the forward alone: nothing for dgrad and wgrad.
+    """
+    elements = np.array([float(row.n) * row.k for row in table.linears])
+    scores = np.zeros_like(loss)
+    average = table.linear["htrace"] / elements
+    scores[:, FPROP] = 0.5 * average[:, None] * format_column(table, "dw2", request.formats)
+    return scores
 
 
 def _errors(table: StatisticsTable, request: SolveRequest, relative: bool) -> FloatArray:
@@ -154,6 +172,7 @@ _SCORES: Mapping[str, _Score] = {
     "min-rel-err": _min_rel_err,
     "backward-first": _backward_first,
     "fisher": _fisher,
+    "hawq": _hawq,
     "layer-id": _layer_id,
     "layer-type": _layer_type,
     "tail": _tail,
@@ -207,14 +226,27 @@ def pinned_formats(
     return fixed
 
 
-def fixed_map(policy: str, linears: Iterable[str], pins: tuple[tuple[str, str], ...] = ()) -> PrecisionMap | None:
+def pinned_gemms(linears: Iterable[str], request: SolveRequest) -> set[tuple[str, Gemm]]:
+    """(linear, GEMM) of everything that the request's pins fix, at either granularity. Raises as pinned_formats."""
+    found = set()
+    for key in pinned_formats(linears, request.pins, request.granularity):
+        linear, gemm = split_option_id(key)
+        found |= {(str(linear), each) for each in (tuple(Gemm) if gemm is None else (gemm,))}
+    return found
+
+
+def fixed_map(
+    policy: str, linears: Iterable[str], pins: tuple[tuple[str, str], ...] = (), groups: tuple[str, ...] = ()
+) -> PrecisionMap | None:
     """The map of ``uniform-fp8``, ``uniform-fp4`` or ``bf16`` with pins applied; None for a policy that solves.
 
-    Raises SnipError on a pin that matches nothing.
+    A pin holds for the whole group (``--snip-group``) of what it matches. Raises SnipError on a pin or group that
+    matches nothing, and on pins that contradict inside a group.
     """
     if policy not in FIXED:
         return None
     names = list(linears)
     choices = dict(PrecisionMap.uniform(names, FIXED[policy]).choices)
-    choices |= {key: Format(fmt) for key, fmt in pinned_formats(names, pins).items()}
+    pinned = spread_pins(pinned_formats(names, pins), option_groups(names, groups))
+    choices |= {key: Format(fmt) for key, fmt in pinned.items()}
     return PrecisionMap(choices=choices)

@@ -76,6 +76,10 @@ class Measured:
         columns = {name: np.where(known, newer[name], self[name]) for name in MEASURED_COLUMNS}
         return Measured(columns, self.formats)
 
+    def fits(self, linears: int, formats: tuple[str, ...]) -> bool:
+        """Whether this is of so many linears and these formats."""
+        return self.formats == formats and len(self.columns["step"]) == linears
+
     def check(self, linears: int, formats: tuple[str, ...]) -> None:
         """Raises ValueError unless this is of so many linears and these formats."""
         if self.formats != formats:
@@ -94,12 +98,12 @@ class Measured:
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, content: bytes, linears: int) -> Measured:
+    def from_bytes(cls, content: bytes) -> Measured:
         """Inverse of :meth:`to_bytes`. Raises ValueError on anything else; never unpickles."""
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as data:
                 found = cls({c: data[c] for c in MEASURED_COLUMNS}, tuple(str(f) for f in data["formats"]))
         except UNREADABLE as error:
             raise ValueError(f"not measured columns ({error})") from None
-        found.check(linears, found.formats)
+        found.check(len(found.columns["step"]), found.formats)
         return found

@@ -59,8 +59,7 @@ def step_drift2(readings: Readings, variance: float) -> FloatArray:
     towards = np.log(step_share(readings, variance)) / np.log(variance)
     positive = (whole > 0.0) & (averaged > 0.0)
     logs = [np.log(np.where(positive, values, 1.0)) for values in (whole, averaged)]
-    drift2 = np.where(positive, np.exp(logs[0] + towards * (logs[1] - logs[0])), 0.0)
-    return drift2
+    return np.where(positive, np.exp(logs[0] + towards * (logs[1] - logs[0])), 0.0)
 
 
 def measured_columns(readings: Readings, table: StatisticsTable) -> Measured:

@@ -8,7 +8,7 @@ pipeline never drains.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ class Owner:
         chunk: the model chunk it lives in.
         weight: with an FP32 ``main_grad``.
         first_of_copies: whether this tensor parallel rank reports it (False on all but one where it is replicated).
-        update: the optimizer's next update of this rank's elements; None where another rank evaluates them.
+        update: gives the optimizer's next update of this rank's elements; None where another rank evaluates them.
         gradient: the elements' own gradient as a training step sees it, in the parameter's dtype.
     """
 
@@ -42,7 +42,7 @@ class Owner:
     chunk: int
     weight: torch.nn.Parameter
     first_of_copies: bool
-    update: Update | None = None
+    update: Callable[[], Update | None] | None = None
     gradient: torch.Tensor | None = None
 
     @property
@@ -85,10 +85,10 @@ class MeasuredReader:
         for owner in self._owners:
             self._sum_over_shares(owner)
             self._sum_over_data_parallel(owner)
-            if owner.update is not None:
-                own = self._elements(owner)
-                step = gradient_of_a_step(own, owner.update, self._scale.variance**0.5)
-                owner.gradient = step.to(owner.weight.dtype, copy=True)
+            update = None if owner.update is None else owner.update()
+            if update is not None:
+                step = gradient_of_a_step(self._elements(owner, update), update, self._scale.variance**0.5)
+                owner.gradient = step.to(owner.weight.dtype)  # a copy either way: it was scaled
             owner.main_grad.zero_()
 
     @torch.no_grad()
@@ -136,10 +136,10 @@ class MeasuredReader:
             self.noise2[trial, owner.row] += self._noise(own, self._first.get(owner.row), total) * unit
             if groups.dp_rank == 0:
                 self.norm2[trial, owner.row] += total * unit
-        if owner.update is not None and owner.gradient is not None:
-            drift2 = owner.update.squared_drift(owner.gradient.float(), self._elements(owner), self.scales)
-            if owner.first_of_copies:
-                self.drift2[:, trial, owner.row] += drift2
+        update = None if owner.update is None else owner.update()
+        if update is not None and owner.gradient is not None:
+            error = self._elements(owner, update)
+            self.drift2[:, trial, owner.row] += update.squared_drift(owner.gradient.float(), error, self.scales)
 
     def _noise(self, own: torch.Tensor, first: torch.Tensor | None, total: torch.Tensor) -> torch.Tensor:
         """This rank's share of Var(δ) of the sum over microbatches: parts of it that are larger than it is suggests do
@@ -154,10 +154,9 @@ class MeasuredReader:
             return torch.zeros_like(total)
         return (microbatches**2 * first - total) / (microbatches - 1)
 
-    def _elements(self, owner: Owner) -> torch.Tensor:
+    def _elements(self, owner: Owner, update: Update) -> torch.Tensor:
         """This rank's elements of the accumulator as an optimizer sees a gradient: flat, clipped, of the mean loss."""
-        assert owner.update is not None
-        flat = owner.main_grad.reshape(-1)[owner.update.start : owner.update.end]
+        flat = owner.main_grad.reshape(-1)[update.start : update.end]
         return flat * (self._scale.gradient * self._scale.clip)
 
     def _whole(self, owner: Owner) -> torch.Tensor:

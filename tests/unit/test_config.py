@@ -73,6 +73,8 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "probe_microbatches": (["4"], 4),
     "probe_tokens": (["64"], 64),
     "probe_noise": (["0.1"], 0.1),
+    "measured_share": (["0.1"], 0.1),
+    "measured_twice": ([], True),
     "stage_tolerance": (["none"], "none"),
     "pin": (["*.linear_fc2=fp8"], ("*.linear_fc2=fp8",)),
     "map": (["m.json"], "m.json"),
@@ -93,6 +95,13 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
 }
 
 
+# What an argument has no meaning without.
+NEEDS = {
+    "timings": ("--snip-budget", "speedup=1.2"),  # none beside a share of FLOPs
+    "measured_twice": ("--snip-estimator", "measured"),
+}
+
+
 def test_samples_cover_every_field() -> None:
     assert SAMPLES.keys() == FIELDS.keys()
 
@@ -100,10 +109,10 @@ def test_samples_cover_every_field() -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_each_argument_reaches_its_field_and_no_other(name: str) -> None:
     values, expected = SAMPLES[name]
-    budget = ("--snip-budget", "speedup=1.2") if name == "timings" else ()  # it has no meaning beside a share of FLOPs
-    config = parse("--snip", flag(name), *values, *budget)
+    others = NEEDS.get(name, ())
+    config = parse("--snip", flag(name), *values, *others)
     assert getattr(config, name) == expected != FIELDS[name].default
-    assert config == dataclasses.replace(parse("--snip", *budget), **{name: expected})
+    assert config == dataclasses.replace(parse("--snip", *others), **{name: expected})
 
 
 def test_repeatable_arguments_keep_their_order() -> None:
@@ -181,6 +190,9 @@ BAD = [
     (("--snip-probe-tokens", "0"), ["--snip-probe-tokens 0"]),
     (("--snip-probe-noise", "0"), ["--snip-probe-noise", "positive"]),
     (("--snip-probe-noise", "inf"), ["--snip-probe-noise", "positive"]),
+    (("--snip-measured-share", "0"), ["--snip-measured-share 0", "above 0"]),
+    (("--snip-measured-share", "1.5"), ["--snip-measured-share 1.5", "1 at most"]),
+    (("--snip-measured-twice",), ["--snip-measured-twice", "--snip-estimator measured"]),
     (("--snip-solver-time", "-1"), ["--snip-solver-time", "positive"]),
     (("--snip-deadline", "nan"), ["--snip-deadline", "positive"]),
     (("--snip-map", "a.json", "--snip-replay", "b"), ["--snip-map", "--snip-replay"]),

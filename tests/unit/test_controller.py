@@ -65,6 +65,7 @@ class Measured:
     table: StatisticsTable
     seconds: dict[str, float] = field(default_factory=lambda: {"statistics": 0.1, "reduction": 0.2})
     tokens: int = 8
+    passes: dict[str, int] = field(default_factory=lambda: {"statistics": 1})
 
 
 @dataclass

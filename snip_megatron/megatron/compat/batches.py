@@ -51,16 +51,25 @@ class PeekedBatches:
         self._batches = batches
         self._is_list = is_list
 
-    def iterator(self) -> Any:
-        """What a schedule takes as ``data_iterator``: an iterator, a list of them (one a model chunk), or None."""
-        iterators = [None if batches is None else _copies(batches) for batches in self._batches]
+    def iterator(self, order: Sequence[int] | None = None) -> Any:
+        """What a schedule takes as ``data_iterator``: an iterator, a list of them (one a model chunk), or None.
+
+        Args:
+            order: numbers of the microbatches to hand out; by default each once.
+
+        Raises:
+            SnipError: ``order`` asks for a microbatch that the data does not hold.
+        """
+        iterators = [None if batches is None else _copies(batches, order) for batches in self._batches]
         return iterators if self._is_list else iterators[0]
 
 
-def _copies(batches: list[Any]) -> Iterator[Any]:
+def _copies(batches: list[Any], order: Sequence[int] | None) -> Iterator[Any]:
     """Shallow copies: a forward step may replace entries of the dictionary it is handed."""
-    for batch in batches:
-        yield dict(batch) if isinstance(batch, dict) else batch
+    order = range(len(batches)) if order is None else order
+    if order and max(order) >= len(batches):
+        raise SnipError(f"a probe needs {max(order) + 1} microbatches, and the data holds {len(batches)} more")
+    return (dict(batches[i]) if isinstance(batches[i], dict) else batches[i] for i in order)
 
 
 def peek(data_iterator: Any, count: int) -> PeekedBatches:
