@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from snip_megatron.quantization import random_signs
-from snip_megatron.statistics.drift import gradient_of_a_step
+from snip_megatron.statistics.drift import AdamWState, gradient_of_a_step
 from snip_megatron.statistics.recorder import LinearRecorder
-from snip_megatron.statistics.sums import sum_squares
+from snip_megatron.statistics.signs import error_signs
+from snip_megatron.statistics.sums import has_kernels, sum_squares
 from snip_megatron.statistics.table import RHO_GRID
 from snip_megatron.statistics.updates import Update
 
@@ -74,19 +74,21 @@ def linear_drift(
         seed: of the random signs.
     """
     handle = recorder.handle
-    elements = slice(state.start, state.end)
-    z = random_signs(seed, handle.out_features, handle.in_features).view(-1)[elements]
-    g = _gradient(gradient, state, scale)
-    base = state.direction(g)
-
     assert recorder.x_cols is not None
     assert recorder.g_cols is not None
     assert recorder.dx_cols is not None
     assert recorder.dg_cols is not None
     power = scale.gradient**2 * scale.variance / scale.tokens
-    per_token = torch.outer(recorder.g_cols, recorder.x_cols).view(-1)[elements] * power
     # The outer product of column norms has the right shape; its norm is brought to Σ_t ‖G_t‖²‖X_t‖².
     rescale = s2 * scale.tokens / (g2 * x2) if g2 > 0 and x2 > 0 else 0.0
+    if isinstance(state, AdamWState) and _has_kernel(gradient):
+        return _linear_drift_by_kernel(recorder, gradient, state, scale, power, rescale, seed)
+
+    elements = slice(state.start, state.end)
+    z = error_signs(seed, handle.out_features, handle.in_features).view(-1)[elements]
+    g = _gradient(gradient, state, scale)
+    base = state.direction(g)
+    per_token = torch.outer(recorder.g_cols, recorder.x_cols).view(-1)[elements] * power
     unit = (per_token * rescale).sqrt().float() * (z * scale.clip)
     drift2 = state.squared_drift(g, unit, RHO_GRID.tolist(), base)
 
@@ -106,6 +108,44 @@ def linear_drift(
     )
 
 
+def _has_kernel(gradient: torch.Tensor) -> bool:
+    return has_kernels(gradient) and gradient.numel() < 2**31 - 2**16  # its indices have 32 bits
+
+
+def _linear_drift_by_kernel(
+    recorder: LinearRecorder,
+    gradient: torch.Tensor,
+    state: AdamWState,
+    scale: StepScale,
+    power: float,
+    rescale: float,
+    seed: int,
+) -> LinearDrift:
+    """:func:`linear_drift` with AdamW on a GPU: every error in one read of g, m and v."""
+    from snip_megatron.statistics.triton_drift import ErrorSizes, drift_sums
+
+    handle = recorder.handle
+    assert recorder.x_cols is not None
+    assert recorder.g_cols is not None
+    assert recorder.dx_cols is not None
+    assert recorder.dg_cols is not None
+    seen = power * scale.clip**2
+    sizes = ErrorSizes(
+        seed=seed,
+        rows=handle.out_features,
+        cols=handle.in_features,
+        unit_rows=(recorder.g_cols * (seen * rescale)).sqrt(),
+        unit_cols=recorder.x_cols.sqrt(),
+        var_rows=torch.cat([recorder.g_cols[None], recorder.dg_cols]) * seen,
+        var_cols=torch.cat([recorder.x_cols[None], recorder.dx_cols]),
+    )
+    own = gradient.reshape(-1)[state.start : state.end]
+    factor, noise = scale.gradient * scale.clip, scale.variance**0.5
+    sums = drift_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise)
+    m2, v2 = state.moments()
+    return LinearDrift(sums.by_rho, sums.by_format, sums.error2 / scale.clip**2, m2, v2)
+
+
 def sink_drift(gradient: torch.Tensor, state: Update, scale: StepScale, *, seed: int, first_row: int) -> torch.Tensor:
     """Squared drift over the ρ grid of a parameter that is no linear; float64 [len(RHO_GRID)].
 
@@ -122,7 +162,15 @@ def sink_drift(gradient: torch.Tensor, state: Update, scale: StepScale, *, seed:
     matrix = gradient.reshape(1, -1) if gradient.dim() < 2 else gradient.reshape(gradient.shape[0], -1)
     rms = (sum_squares(matrix, 1) / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
     rows = torch.arange(first_row, first_row + matrix.shape[0], device=gradient.device)
-    z = random_signs(seed, rows, torch.arange(matrix.shape[1], device=gradient.device))
+    cols = torch.arange(matrix.shape[1], device=gradient.device)
+    if isinstance(state, AdamWState) and _has_kernel(gradient):
+        from snip_megatron.statistics.triton_drift import ErrorSizes, drift_sums
+
+        sizes = ErrorSizes(seed, rows, cols, rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64))
+        own = gradient.reshape(-1)[state.start : state.end]
+        factor, noise = scale.gradient * scale.clip, scale.variance**0.5
+        return drift_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise).by_rho
+    z = error_signs(seed, rows, cols)
     elements = slice(state.start, state.end)
     unit = (rms[:, None] * z).view(-1)[elements] * scale.clip
     return state.squared_drift(_gradient(gradient, state, scale), unit, RHO_GRID.tolist())

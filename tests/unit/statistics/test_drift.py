@@ -10,9 +10,9 @@ import torch
 
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.precision import LinearId
-from snip_megatron.quantization import random_signs
 from snip_megatron.statistics.drift import AdamWState, adamw_direction, gradient_of_a_step, squared_drift
 from snip_megatron.statistics.recorder import LinearRecorder
+from snip_megatron.statistics.signs import error_signs
 from snip_megatron.statistics.table import RHO_GRID
 from snip_megatron.statistics.weight_drift import LinearDrift, StepScale, linear_drift, sink_drift
 
@@ -166,7 +166,7 @@ def test_linear_drift_is_adamw_s_answer_to_errors_of_the_predicted_size() -> Non
     assert recorder.dg_cols is not None
 
     of_a_step = gradient_of_a_step(g * 0.5 * 0.8, state, (64 / 256) ** 0.5)
-    signs = random_signs(33, torch.arange(N), torch.arange(K)).view(-1).double()
+    signs = error_signs(33, torch.arange(N), torch.arange(K)).view(-1).double()
     # ‖s‖² = s2 in all, brought from 64 tokens to 256: a mean over four times the tokens has a quarter of the variance.
     shape = torch.outer(recorder.g_cols, recorder.x_cols).view(-1)
     unit = (shape / shape.sum() * 1.7e-7 * 64 / 256).sqrt() * signs * 0.8
@@ -223,7 +223,7 @@ def test_sink_errors_belong_to_rows_that_got_a_gradient() -> None:
     drift = sink_drift(g, state, SCALE, seed=5, first_row=0)
     of_a_step = gradient_of_a_step(g.view(-1) * 0.5 * 0.8, state, 0.5)
     rms = g.double().square().mean(1, keepdim=True).sqrt()
-    signs = random_signs(5, torch.arange(N), torch.arange(K)).double()
+    signs = error_signs(5, torch.arange(N), torch.arange(K)).double()
     error = (rms * signs * 0.5 * 0.8 * (64 / 256) ** 0.5).view(-1) * RHO_GRID[16]
     assert float(drift[16]) == pytest.approx(moved(of_a_step, error, state), rel=1e-2)
 

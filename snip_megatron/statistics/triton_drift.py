@@ -1,0 +1,97 @@
+"""The drift of AdamW's update as a Triton kernel: what ``weight_drift.py`` finds by many passes, from one.
+
+Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snip_megatron.statistics.drift import AdamWState
+from snip_megatron.statistics.signs import words
+from snip_megatron.statistics.triton_drift_kernel import drift_kernel
+
+LAUNCH: dict[str, int] = {"BLOCK": 2048, "num_warps": 8}
+"""Elements a program, and its warps."""
+
+
+@dataclass(frozen=True)
+class ErrorSizes:
+    """Sizes of the errors of a gradient [N, K], element (n, k), in float64; signs belong to global rows and columns.
+
+    Attributes:
+        seed: of the signs.
+        rows, cols: global ids, integer [N], [K].
+        unit_rows, unit_cols: the error at ρ = 1 is unit_rows[n]·unit_cols[k].
+        var_rows, var_cols: [1 + F, N], [1 + F, K]: candidate f's error has the variance
+            var_rows[f]·var_cols[0] + var_rows[0]·var_cols[f]; None: no candidates.
+    """
+
+    seed: int
+    rows: Tensor
+    cols: Tensor
+    unit_rows: Tensor
+    unit_cols: Tensor
+    var_rows: Tensor | None = None
+    var_cols: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DriftSums:
+    """Float64: squared drift over the ρ grid, of each candidate, and the square of its error."""
+
+    by_rho: Tensor
+    by_format: Tensor
+    error2: Tensor
+
+
+def drift_sums(
+    gradient: Tensor, state: AdamWState, sizes: ErrorSizes, scales: Sequence[float], *, factor: float, noise: float
+) -> DriftSums:
+    """Σ (u(g + δ) − u(g))² over this rank's elements for every error δ.
+
+    Args:
+        gradient: as recorded, this rank's elements, flat; any floating dtype.
+        state: AdamW's state of the elements; ``start`` is their place in the flattened [N, K] parameter.
+        sizes: of the errors, in the unit of the gradient that a step's optimizer sees.
+        scales: values of ρ.
+        factor: brings the gradient to that unit.
+        noise: see :func:`snip_megatron.statistics.drift.gradient_of_a_step`.
+    """
+    size, formats = gradient.numel(), 0 if sizes.var_rows is None else sizes.var_rows.shape[0] - 1
+    blocks = -(-size // LAUNCH["BLOCK"])
+    device = gradient.device
+    sums = torch.zeros(len(scales) + 2 * formats, blocks, dtype=torch.float32, device=device)
+    rho = torch.tensor(scales, dtype=torch.float64).to(device, non_blocking=True)
+    if size:
+        settled = noise < 1.0 and state.step > 0
+        next_step = state.step + 1
+        drift_kernel[(blocks,)](
+            gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
+            rho.float(), *_vectors(sizes, device),
+            *words(sizes.seed, sizes.rows.to(device), sizes.cols.to(device)),
+            state.start, size, sizes.rows.numel(), sizes.cols.numel(),
+            float(factor), float(noise) if settled else 1.0,
+            1.0 / (1.0 - state.beta1**state.step) if settled else 0.0,
+            state.beta1, state.beta2, 1.0 / (1.0 - state.beta1**next_step), 1.0 / (1.0 - state.beta2**next_step),
+            state.eps, RHOS=len(scales), FORMATS=formats, HARDWARE=device.type == "cuda", **LAUNCH,
+        )  # fmt: skip
+    totals = sums.sum(1, dtype=torch.float64)
+    by_rho, by_format, error2 = torch.split(totals, [len(scales), formats, formats])
+    return DriftSums(by_rho * rho.float().double().square(), by_format, error2)
+
+
+def _vectors(sizes: ErrorSizes, device: torch.device) -> list[Tensor]:
+    """FP32 factors; the columns' are brought to at most 1, so that no product leaves FP32's range early."""
+    found = []
+    for rows, cols in ((sizes.unit_rows, sizes.unit_cols), (sizes.var_rows, sizes.var_cols)):
+        if rows is None or cols is None:
+            found += [torch.empty(0, dtype=torch.float32, device=device)] * 2
+            continue
+        largest = cols.amax().clamp(min=torch.finfo(torch.float64).tiny)
+        found += [(rows * largest).float().contiguous(), (cols / largest).float().contiguous()]
+    return found

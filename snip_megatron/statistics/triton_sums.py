@@ -1,0 +1,128 @@
+"""The sums of ``errors.py`` as Triton kernels: same names, arguments and results, one read of the tensor.
+
+Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
+Formats without a kernel (nvfp4, mxfp4, mxfp8) are summed by the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.precision import Format
+from snip_megatron.quantization.formats import TILE, resolve
+from snip_megatron.statistics import errors
+from snip_megatron.statistics.errors import TensorSums
+from snip_megatron.statistics.triton_kernels import output_kernel, squares_kernel, tensor_kernel, weight_kernel
+
+_PLACES = {Format.FP8: "PLACE_8", Format.FP4: "PLACE_4", Format.FP8_TENSOR: "PLACE_WHOLE"}
+_BLOCK = 8192
+_ROW_BLOCK = 4096
+LAUNCH: dict[str, int] = {"num_warps": 8}
+"""Launch options of the kernels over 128×128 parts."""
+
+
+def tensor_sums(
+    x: Tensor, formats: Sequence[str], *, stochastic: bool = False, amax: Tensor | None = None
+) -> TensorSums:
+    """See :func:`snip_megatron.statistics.errors.tensor_sums`."""
+    own, places = _own(formats)
+    M, K = x.shape
+    if len(own) < len(formats):
+        return _completed(x, formats, tensor_sums(x, own, stochastic=stochastic, amax=amax), stochastic, amax)
+    x = _row_major(x)
+    k_parts, m_parts = _parts(K), _parts(M)
+    rows = torch.empty(k_parts, M, dtype=torch.float32, device=x.device)
+    cols = torch.empty(1 + len(own), m_parts, K, dtype=torch.float32, device=x.device)
+    error = torch.empty(len(own), m_parts * k_parts, dtype=torch.float32, device=x.device)
+    if x.numel():
+        tensor_kernel[(k_parts, m_parts)](
+            x, rows, cols, error, _amax(x, places, amax), M, K, x.stride(0), **places, RANDOM=stochastic, **LAUNCH
+        )
+    totals = cols.sum(1, dtype=torch.float64)
+    return TensorSums(rows.sum(0, dtype=torch.float64), totals[0], error.sum(1, dtype=torch.float64), totals[1:])
+
+
+def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
+    """See :func:`snip_megatron.statistics.errors.weight_sums`."""
+    own, places = _own(formats)
+    w = _row_major(w)
+    N, K = w.shape
+    sums = torch.zeros(1 + len(own), _parts(N) * _parts(K), dtype=torch.float32, device=w.device)
+    if w.numel():
+        weight_kernel[(_parts(K), _parts(N))](w, sums, _amax(w, places, amax), N, K, w.stride(0), **places, **LAUNCH)
+    totals = sums.sum(1, dtype=torch.float64)
+    if len(own) == len(formats):
+        return totals
+    rest = [fmt for fmt in formats if fmt not in own]
+    return torch.cat([totals[:1], _ordered(formats, own, totals[1:], rest, errors.weight_sums(w, rest, amax=amax)[1:])])
+
+
+def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`snip_megatron.statistics.errors.output_sums`."""
+    R, N = quantised.shape
+    g = _row_major(g)
+    blocks = -(-N // _ROW_BLOCK)
+    sums = torch.zeros(2, blocks, R, dtype=torch.float32, device=g.device)
+    if quantised.numel():
+        output_kernel[(R, blocks)](
+            quantised.contiguous(), exact.contiguous(), g, sums, N, g.stride(0), BLOCK=_ROW_BLOCK, num_warps=8
+        )
+    return sums[0].sum(0, dtype=torch.float64), sums[1].sum(dtype=torch.float64)
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """Σ x² in one read, float64 0-dim: FP32 within blocks of 8192 elements, float64 over them."""
+    x = x.reshape(-1)
+    blocks = -(-x.numel() // _BLOCK)
+    sums = torch.zeros(blocks, dtype=torch.float32, device=x.device)
+    if blocks:
+        squares_kernel[(blocks,)](x, sums, x.numel(), BLOCK=_BLOCK, num_warps=8)
+    return sums.sum(dtype=torch.float64)
+
+
+def _own(formats: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+    """The formats that have kernels, and each kernel's place among them; −1: not wanted."""
+    own = [fmt for fmt in formats if resolve(fmt) in _PLACES]
+    return own, {name: next((i for i, f in enumerate(own) if resolve(f) is fmt), -1) for fmt, name in _PLACES.items()}
+
+
+def _completed(
+    x: Tensor, formats: Sequence[str], found: TensorSums, stochastic: bool, amax: Tensor | None
+) -> TensorSums:
+    """``found`` holds the formats with kernels; the reference sums the others."""
+    own = _own(formats)[0]
+    rest = [fmt for fmt in formats if fmt not in own]
+    other = errors.tensor_sums(x, rest, stochastic=stochastic, amax=amax)
+    merge: Callable[[Tensor, Tensor], Tensor] = lambda a, b: _ordered(formats, own, a, rest, b)  # noqa: E731
+    return TensorSums(
+        found.rows,
+        found.cols,
+        merge(found.row_errors, other.row_errors),
+        merge(found.col_errors, other.col_errors),
+    )
+
+
+def _ordered(formats: Sequence[str], own: Sequence[str], a: Tensor, rest: Sequence[str], b: Tensor) -> Tensor:
+    """Rows of a (one a format of ``own``) and of b (of ``rest``) in the order of ``formats``."""
+    by_name: dict[str, Any] = dict(zip(own, a, strict=True)) | dict(zip(rest, b, strict=True))
+    return torch.stack([by_name[fmt] for fmt in formats])
+
+
+def _amax(x: Tensor, places: dict[str, int], amax: Tensor | None) -> Tensor:
+    """What the whole tensor is scaled by, FP32 [1]; any pointer where no format asks."""
+    if places["PLACE_WHOLE"] < 0:
+        return x
+    return (torch.linalg.vector_norm(x, float("inf")) if amax is None else amax).to(torch.float32).reshape(1)
+
+
+def _row_major(x: Tensor) -> Tensor:
+    x = x.detach()
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _parts(size: int) -> int:
+    return -(-size // TILE)
