@@ -10,12 +10,14 @@ import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, option_id, split_option_id
+from snip_megatron.sensitivity.groups import option_groups, spread_pins
 from snip_megatron.sensitivity.loss_divergence import FloatArray
 from snip_megatron.sensitivity.policies import divergences, pinned_formats, policy_scores
 from snip_megatron.sensitivity.quality import monotone, rounded
 from snip_megatron.sensitivity.request import SolveRequest, is_four_bit
 from snip_megatron.solver.infeasible import why_infeasible
 from snip_megatron.solver.problem import Choice, Item, Problem
+from snip_megatron.solver.spanning import spanning_groups
 from snip_megatron.solver.table import ChoiceTable
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 
@@ -37,7 +39,8 @@ class Option:
         flops: of a training step; what 4 bits save of the budget.
         cost: ``flops`` and the option's part of the FLOPs of its stage that no choice covers, so that Σ cost is all of
             the decoder's linears: the denominator of the fp4 share, overall and on every stage.
-        pinned: the format a pin fixes, or None.
+        pinned: the format that a pin fixes, on it or on another of its group, or None.
+        group: name of the options that it shares a format with, or None.
     """
 
     id: str
@@ -45,19 +48,25 @@ class Option:
     flops: float
     cost: float
     pinned: str | None
+    group: str | None = None
 
 
 def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> list[Option]:
-    """The options of a model in the order of its linears and GEMMs. Raises SnipError on a pin that matches nothing."""
+    """The options of a model in the order of its linears and GEMMs.
+
+    Raises SnipError on a pin or group that matches nothing, and on pins that contradict inside a group.
+    """
     if not linears:
         raise SnipError("the model has no linear that SNIP can choose formats for")
     gemms = tuple(Gemm) if request.granularity == "gemm" else (None,)
     gemms_each = len(Gemm) // len(gemms)
-    pinned = pinned_formats([row.name for row in linears], request.pins, request.granularity)
+    names = [row.name for row in linears]
+    groups = option_groups(names, request.groups, request.granularity)
+    pinned = spread_pins(pinned_formats(names, request.pins, request.granularity), groups)
     flops = [2.0 * tokens_per_step * row.n * row.k * gemms_each for row in linears]
     factors = _cost_factors([(row.stage, f * len(gemms)) for row, f in zip(linears, flops, strict=True)], request)
     return [
-        Option(key, row.stage, f, f * factors[row.stage], pinned.get(key))
+        Option(key, row.stage, f, f * factors[row.stage], pinned.get(key), groups.get(key))
         for row, f in zip(linears, flops, strict=True)
         for key in (option_id(row.name, gemm) for gemm in gemms)
     ]
@@ -109,8 +118,10 @@ def _reachable_limit(options: Sequence[Option], request: SolveRequest) -> tuple[
 def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> None:
     """Raise SnipError, naming the highest reachable budget, if ``request`` asks for more.
 
-    A bound on the loss is never refused here: what is reachable depends on scores.
+    A bound on the loss is never refused here: what is reachable depends on scores. Groups that no solve could try all
+    formats of are refused as well.
     """
+    check_groups(linears, request)
     if request.timed:
         _check_reachable_speedup(list_options(linears, request, tokens_per_step), request)
         return
@@ -122,6 +133,17 @@ def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, toke
             f"--snip-budget fp4={request.target:g} is unreachable: formats, pins and linears outside SNIP's choice"
             f" leave at most fp4={shown:.4f}{where}; lower the budget or remove a pin"
         )
+
+
+def check_groups(linears: Sequence[LinearRow], request: SolveRequest) -> None:
+    """Raise SnipError on pins and groups (``--snip-pin``, ``--snip-group``) that no map can meet."""
+    if not request.groups:
+        return
+    items = tuple(_item(option, request, {}) for option in list_options(linears, request, 1))
+    try:
+        spanning_groups(Problem(items=items, budget=request.budget))
+    except SnipError as error:
+        raise SnipError(f"--snip-group {' '.join(request.groups)}: {error}") from None
 
 
 def _check_reachable_speedup(options: Sequence[Option], request: SolveRequest) -> None:
@@ -215,7 +237,7 @@ def _item(option: Option, request: SolveRequest, scores: dict[str, dict[str, flo
         Choice(format=Format(fmt), loss=scores[fmt]["q"] if fmt in scores else 0.0, saving=savings[fmt])
         for fmt in formats
     )
-    return Item(id=option.id, stage=option.stage, cost=cost, choices=choices)
+    return Item(id=option.id, stage=option.stage, cost=cost, choices=choices, group=option.group)
 
 
 def _times(option: str, formats: Sequence[str], request: SolveRequest) -> tuple[float, dict[str, float]]:

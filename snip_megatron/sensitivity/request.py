@@ -39,6 +39,9 @@ def is_four_bit(fmt: str) -> bool:
     return BITS[fmt] == 4
 
 
+_LISTS = ("formats", "groups", "protected_kinds")
+
+
 @dataclass(frozen=True)
 class SolveRequest:
     """One update's question, as plain data: it crosses to the sidecar process.
@@ -56,6 +59,7 @@ class SolveRequest:
         change_penalty: added to the loss for every choice unlike the hint's, in means over the options of the loss of
             an option's worst format; 0: none.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``; the last match wins.
+        groups: ``GLOB`` or ``block:GLOB``: options that share a format (``sensitivity.groups``).
         seed: of the ``random`` policy and of the one order that breaks ties.
         version: version of the map that this update makes.
         deterministic_time: CP-SAT's deterministic limit in seconds.
@@ -79,6 +83,7 @@ class SolveRequest:
     times: OptionTimes | None = None
     change_penalty: float = 0.0
     pins: tuple[tuple[str, str], ...] = ()
+    groups: tuple[str, ...] = ()
     seed: int = 1234
     version: int = 0
     deterministic_time: float = 10.0
@@ -108,7 +113,7 @@ class SolveRequest:
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: what a run's config.json keeps, to solve its statistics again."""
         body = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        body["formats"], body["protected_kinds"] = list(self.formats), list(self.protected_kinds)
+        body |= {name: list(getattr(self, name)) for name in _LISTS}
         body["pins"] = [list(pin) for pin in self.pins]
         body["times"] = None if self.times is None else self.times.as_dict()
         if self.unquantised_stage_flops is not None:
@@ -123,7 +128,7 @@ class SolveRequest:
             raise SnipError(f"{where}: not a request that this version knows")
         values = dict(body)
         try:
-            for name in ("formats", "protected_kinds"):
+            for name in _LISTS:
                 values[name] = tuple(str(x) for x in body.get(name, getattr(cls, name)))
             values["pins"] = tuple((str(glob), str(fmt)) for glob, fmt in body.get("pins", ()))
             stages = body.get("unquantised_stage_flops")

@@ -18,11 +18,13 @@ from snip_megatron.solver.infeasible import why_infeasible
 from snip_megatron.solver.limits import Limits, Outcome
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
+from snip_megatron.solver.spanning import solve_spanning, spanning_groups
 from snip_megatron.solver.table import ChoiceTable, Ints
 from snip_megatron.solver.units import decision_units
 
 SOLVERS = ("cpsat", "greedy")
 DEFAULT_SECONDS = 60.0
+_LEAST_SECONDS = 1e-3
 
 
 def solve(
@@ -53,6 +55,26 @@ def solve(
     settings = _Settings(time_limit_s, deterministic_time, seed, workers, solver, started)
     if not (math.isfinite(change_penalty) and change_penalty >= 0):
         raise SnipError(f"change_penalty must be 0 or more, got {change_penalty}")
+    spanning = spanning_groups(problem)
+    if spanning:
+
+        def part(within: Problem, by: str) -> Solution:
+            seconds, work = settings.left
+            solution = solve(
+                within,
+                time_limit_s=seconds,
+                deterministic_time=work,
+                seed=seed,
+                workers=workers,
+                hint=hint,
+                change_penalty=change_penalty,
+                solver=by,
+            )
+            settings.spent += solution.deterministic_seconds
+            return solution
+
+        best = solve_spanning(problem, spanning, solver, part)
+        return replace(best, solve_seconds=time.perf_counter() - started)
     with collector_paused():
         table = ChoiceTable.build(problem, hint, change_penalty)
     start = _hinted(table, hint)
@@ -98,6 +120,14 @@ class _Settings:
             self.time_limit_s = DEFAULT_SECONDS if self.deterministic_time is None else math.inf
         if self.deterministic_time is None:
             self.deterministic_time = math.inf
+
+    @property
+    def left(self) -> tuple[float, float]:
+        """Wall and deterministic seconds for what is still to be solved; a little even when all is spent."""
+        assert self.time_limit_s is not None
+        assert self.deterministic_time is not None
+        seconds = self.time_limit_s - (time.perf_counter() - self.started)
+        return max(seconds, _LEAST_SECONDS), max(self.deterministic_time - self.spent, _LEAST_SECONDS)
 
     def run(self, table: ChoiceTable, start: Ints | None) -> Outcome:
         """One solve of a feasible problem."""

@@ -40,7 +40,7 @@ class Item:
         stage: pipeline stage, all chunks of a virtual pipeline together.
         cost: FLOPs or seconds in the reference format, at most 1e18.
         choices: at least one, each format once.
-        group: items of one group take the same format; they lie on one stage. None: on its own.
+        group: items of one group take the same format, on whichever stages they lie. None: on its own.
         pin: the format it must take, one of its choices. None: free.
     """
 

@@ -23,7 +23,10 @@ class Unit:
 
 
 def decision_units(items: Sequence[Item]) -> list[Unit]:
-    """Units in the order of their first ids, ids sorted within a unit."""
+    """Units in the order of their first ids, ids sorted within a unit.
+
+    A unit lies on one stage: a group on several stages is a unit on each, which relaxes it (see ``spanning``).
+    """
     members: dict[str, list[Item]] = {}
     units = []
     for item in sorted(items, key=lambda item: item.id):
@@ -32,7 +35,7 @@ def decision_units(items: Sequence[Item]) -> list[Unit]:
         else:
             members.setdefault(item.group, []).append(item)
     if members:
-        units += [_together(group) for group in members.values()]
+        units += [unit for group in members.values() for unit in _together(group)]
         units.sort(key=lambda unit: unit.ids[0])
     return units
 
@@ -49,11 +52,19 @@ def _alone(item: Item) -> Unit:
     )
 
 
-def _together(items: list[Item]) -> Unit:
-    """Only formats that every item may take, only the pinned one if an item is pinned."""
-    by_format = [{c.format: c for c in item.choices} for item in items]
+def _together(items: list[Item]) -> list[Unit]:
+    """Only formats that every item may take, only the pinned one if an item is pinned; a unit a stage."""
+    shared = [c.format for c in items[0].choices]
     pins = {item.pin for item in items if item.pin is not None}
-    formats = tuple(f for f in by_format[0] if all(f in known for known in by_format) and (not pins or f in pins))
+    for item in items:
+        own = {c.format for c in item.choices}
+        shared = [f for f in shared if f in own and (not pins or f in pins)]
+    stages = dict.fromkeys(item.stage for item in items)
+    return [_unit([item for item in items if item.stage == stage], tuple(shared)) for stage in stages]
+
+
+def _unit(items: list[Item], formats: tuple[Format, ...]) -> Unit:
+    by_format = [{c.format: c for c in item.choices} for item in items]
     return Unit(
         tuple(item.id for item in items),
         items[0].stage,

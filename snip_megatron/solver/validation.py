@@ -33,9 +33,9 @@ def faults(problem: Problem) -> Iterator[tuple[str, str]]:
             yield f"items[{i}].cost", f"must be a finite number from 0 to {MAX_COST:g}, got {item.cost}"
         yield from _choice_faults(item, f"items[{i}].choices")
         if item.group is not None:
-            members = groups.setdefault(item.group, [])
-            members.append(item)
-            yield from _group_faults(item, members[0], f"items[{i}].group")
+            groups.setdefault(item.group, []).append(item)
+            if not item.group:
+                yield f"items[{i}].group", "must be a non-empty string or absent"
         if item.pin is not None and item.pin not in _formats(item):
             yield f"items[{i}].pin", f"{item.pin.value!r} is not among the item's choices"
     for name, members in groups.items():
@@ -78,13 +78,6 @@ def _choice_faults(item: Item, path: str) -> Iterator[tuple[str, str]]:
     if len(set(formats)) != len(formats):
         j = next(j for j, f in enumerate(formats) if f in formats[:j])
         yield f"{path}[{j}].format", f"{formats[j].value!r} stands twice in one item"
-
-
-def _group_faults(item: Item, first: Item, path: str) -> Iterator[tuple[str, str]]:
-    if not item.group:
-        yield path, "must be a non-empty string or absent"
-    if item.stage != first.stage:
-        yield path, f"{item.group!r} lies on stages {first.stage} and {item.stage}: a group must lie on one stage"
 
 
 def _unity_faults(name: str, members: list[Item]) -> Iterator[tuple[str, str]]:

@@ -187,7 +187,6 @@ def test_group_and_pin_survive_json() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ([{"group": "g"}, {"group": "g", "stage": 1}], "a group must lie on one stage"),
         ([{"group": "g", "pin": Format.BF16}, {"group": "g", "pin": Format.FP4}], "pinned to bf16 and fp4"),
         ([{"pin": Format.FP8}, {}], "items[0].pin: 'fp8' is not among"),
         ([{}, {"group": ""}], "items[1].group"),
