@@ -1,0 +1,95 @@
+"""``snip plan`` as a user runs it: tables, JSON, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from snip_megatron.cli import main
+from snip_megatron.planner.plan import PLAN_SCHEMA
+
+SEVENTY = ("--model", "llama-70b", "--tp", 8, "--pp", 8)
+
+
+def snip(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "snip_megatron.cli", "plan", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_70b(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    done = snip(*SEVENTY, "--sequence-parallel", "--budget", "fp4=0.75", "--json", out)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(out.read_text())
+    assert plan["schema"] == PLAN_SCHEMA
+    assert plan["layout"]["gpus"] == 64
+    assert len(plan["stages"]) == 8
+    assert [(row["n"], row["k"]) for row in plan["linears"]] == [(1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584)]
+    flops = sum(stage["flops"] for stage in plan["stages"]) * 8
+    assert flops == pytest.approx(6 * 80 * 855_638_016 * 8192 * 64)
+    assert plan["budget"]["fp4_share"] >= 0.75
+    assert plan["steps"]["bf16"]["seconds"] > plan["steps"]["map"]["seconds"]
+    assert "70.55 B parameters" in done.stdout
+    assert "NVIDIA H200" in done.stdout
+
+
+@pytest.mark.parametrize("model", ["1b", "3b", "7b", "llama-8b"])
+def test_models_on_one_gpu(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["plan", "--model", model, "--timings", "flops", "--budget", "step=1.2"]) == 0
+    assert "budget step=1.2 over bf16,fp8,fp8_tensor" in capsys.readouterr().out
+
+
+def test_405b_with_an_embedding_and_a_loss_as_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    split = ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
+    sizes = ["--tp", "8", "--pp", "16", "--vpp", "8", "--budget", "speedup=1.2"]
+    assert exit_code(["plan", "--model", "405b", *sizes, *split]) == 0
+    assert "TP 8 × PP 16 × VPP 8 × DP 1 = 128 GPUs" in capsys.readouterr().out
+
+
+def test_a_budget_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["plan", "--model", "8b", "--timings", "flops", "--budget", "speedup=3"]) == 3
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.startswith("snip plan: --budget speedup=3: infeasible: ")
+    assert "the highest reachable speedup is 2" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: --model"),
+        (("--model", "9b"), "model 9b: unknown; choose one of 1b, 3b, 7b, 8b, 70b, 405b"),
+        (("--model", "7b", "--tp", 3), "--tp 3: llama-7b has 32 heads, which cannot be split over 3 ranks"),
+        (("--model", "405b", "--pp", 16), "--pp 16 --vpp 1: llama-405b has 126 blocks, not divisible by 16"),
+        (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number of 1 or more"),
+        (("--model", "8b", "--dp", "0"), "argument --dp: '0' is not a whole number of 1 or more"),
+        (("--model", "8b", "--budget", "fast"), "--budget fast: must be fp4=SHARE"),
+        (("--model", "8b", "--formats", "fp8,nvfp4"), "--formats: the timings have no nvfp4"),
+        (("--model", "8b", "--timings", "b300"), "b300: neither a file of timings nor one of flops, time, h200"),
+        (("--model", "8b", "--statistics", "none.npz"), "none.npz: cannot be read"),
+        (("--model", "8b", "--json", "/nowhere/p.json"), "--json /nowhere/p.json: there is no folder /nowhere"),
+        (("--model", "8b", "--stage-tolerance", "2"), "--stage-tolerance 2: must be a share from 0 to 1, or none"),
+        (("--model", "8b", "--node-bandwidth", "-1"), "argument --node-bandwidth: '-1' is not a bandwidth above 0"),
+    ],
+)
+def test_refusals(arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["plan", *map(str, arguments)]) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.startswith(f"snip plan: {message}")
+    assert error.count("\n") == 1
+
+
+def exit_code(arguments: list[str]) -> object:
+    """Of the command, run in this process."""
+    try:
+        return main(arguments)
+    except SystemExit as end:  # argparse
+        return end.code

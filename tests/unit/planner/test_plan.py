@@ -1,0 +1,188 @@
+"""Questions and whole plans: budgets met, in the units they are asked in, and the same plan every time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from snip_megatron.errors import SnipError
+from snip_megatron.planner.overhead import Probes
+from snip_megatron.planner.plan import make_plan
+from snip_megatron.planner.question import parse_question, pose
+from snip_megatron.planner.render import render
+from snip_megatron.planner.synthetic import synthetic_losses
+from snip_megatron.precision import LINEAR_KINDS, Format, LinearId
+from snip_megatron.solver import Problem
+from snip_megatron.statistics.table import (
+    BOUNDARY_COLUMNS,
+    FORMAT_COLUMNS,
+    LINEAR_COLUMNS,
+    RHO_GRID,
+    LinearRow,
+    SinkRow,
+    StatisticsTable,
+)
+
+from .formula import SMALL, layout, step_model
+
+ALL = tuple(Format)
+PIPELINE: dict[str, Any] = {"pp": 4, "tp": 2, "global_batch_size": 16}
+
+
+def question(budget: str, formats: str | None = None, **fields: Any) -> Any:
+    given: dict[str, Any] = {"granularity": "gemm", "tolerance": 0.02, "statistics": None, "seed": 1} | fields
+    return parse_question(budget, formats, ALL, **given)
+
+
+def plan(budget: str, formats: str | None = None, **fields: Any) -> dict[str, Any]:
+    return make_plan(step_model(layout(**PIPELINE)), question(budget, formats, **fields), Probes())
+
+
+def test_a_share_of_flops_is_met_on_every_stage() -> None:
+    found = plan("fp4=0.6")
+    assert 0.6 <= found["budget"]["fp4_share"] < 0.62
+    assert sum(found["budget"]["gemms"].values()) == 8 * 4 * 3
+    assert found["budget"]["status"] == "optimal"
+    assert found["budget"]["snip_budget"] == "fp4=0.6"
+
+
+@pytest.mark.parametrize("granularity", ["gemm", "layer"])
+def test_a_speedup_of_the_linears(granularity: str) -> None:
+    found = plan("speedup=1.5", "bf16,fp8,fp4", granularity=granularity)
+    assert 1.5 <= found["steps"]["map"]["linears_speedup"] < 1.6
+    assert found["steps"]["map"]["speedup"] < 1.5
+
+
+def test_a_speedup_of_the_step_balances_the_stages() -> None:
+    found = plan("step=1.2", "bf16,fp8,fp4")
+    steps = found["steps"]
+    assert 1.2 * (1 - 1e-9) <= steps["map"]["speedup"] < 1.21
+    assert steps["map"]["balance"] > steps["bf16"]["balance"]
+    kind, _, figure = found["budget"]["snip_budget"].partition("=")
+    assert kind == "speedup"
+    assert float(figure) == pytest.approx(steps["map"]["linears_speedup"], rel=1e-3)
+
+
+def test_a_bound_on_the_loss() -> None:
+    loose, tight = plan("loss=0.01", "bf16,fp8,fp4"), plan("loss=0.0001", "bf16,fp8,fp4")
+    assert loose["budget"]["loss"] <= 0.01
+    assert tight["budget"]["loss"] <= 0.0001
+    assert loose["steps"]["map"]["seconds"] < tight["steps"]["map"]["seconds"]
+
+
+def test_equal_questions_have_equal_plans_and_seeds_matter() -> None:
+    def without_clock(found: dict[str, Any]) -> str:
+        found["budget"].pop("solve_seconds")
+        return json.dumps(found)
+
+    assert without_clock(plan("fp4=0.5")) == without_clock(plan("fp4=0.5"))
+    assert plan("fp4=0.5")["budget"]["loss"] != plan("fp4=0.5", seed=2)["budget"]["loss"]
+
+
+def test_out_of_reach() -> None:
+    with pytest.raises(SnipError, match="the highest reachable speedup") as error:
+        plan("speedup=5", "bf16,fp8")
+    assert error.value.exit_code == 3
+
+
+def test_flops_and_time_agree_on_what_a_problem_is() -> None:
+    model = step_model(layout(**PIPELINE))
+    flops = pose(question("fp4=0.5"), model)
+    times = pose(question("speedup=1.1", "fp8,fp4"), model)
+    assert [item.id for item in flops.items] == [item.id for item in times.items]
+    ratios = [a.cost / b.cost for a, b in zip(flops.items, times.items, strict=True)]
+    assert ratios == pytest.approx([2e15] * len(ratios))  # two tensor parallel ranks, at the stated rate
+    assert isinstance(times, Problem)
+
+
+def test_rendering_says_everything() -> None:
+    found = plan("step=1.2", "bf16,fp8,fp4")
+    text = render(found)
+    for part in ("self_attention.linear_qkv", "TP 2 × PP 4 × DP 1 = 8 GPUs", "budget step=1.2", "assumptions"):
+        assert part in text
+    assert all(f"  - {line}" in text for line in found["assumptions"])
+    assert not any(math.isnan(step["seconds"]) for step in found["steps"].values())
+
+
+@pytest.mark.parametrize(
+    ("budget", "formats", "message"),
+    [
+        ("fp4", None, "--budget fp4: must be fp4=SHARE"),
+        ("fp4=1.5", None, "--budget fp4=1.5: a share lies between 0 and 1"),
+        ("speedup=0.5", None, "--budget speedup=0.5: a speedup is 1 or more"),
+        ("loss=nan", None, "--budget loss=nan: must be"),
+        ("fp4=0.5", "fp8,fp8", "--formats fp8,fp8: give distinct names"),
+        ("fp4=0.5", "fp8,fp3", "--formats fp8,fp3: give distinct names"),
+    ],
+)
+def test_refusals(budget: str, formats: str | None, message: str) -> None:
+    with pytest.raises(SnipError) as error:
+        question(budget, formats)
+    assert str(error.value).startswith(message)
+
+
+def test_synthetic_losses_are_heavy_tailed_and_ordered() -> None:
+    losses = synthetic_losses(80, (Format.BF16, Format.FP8, Format.FP4), 3)
+    assert len(losses) == 80 * 12
+    four = np.array([row[Format.FP4] for row in losses.values()])
+    assert 30 < four.max() / np.median(four) < 1e5
+    assert all(row[Format.BF16] == 0 for row in losses.values())
+    assert np.median([row[Format.FP8] / row[Format.FP4] for row in losses.values()]) == pytest.approx(0.02, rel=0.2)
+    fewer = synthetic_losses(80, (Format.FP4,), 3)
+    assert {key: row[Format.FP4] for key, row in losses.items()} == {k: row[Format.FP4] for k, row in fewer.items()}
+
+
+# -- statistics of a run -------------------------------------------------------------------------------------------
+def statistics(path: Path, formats: tuple[str, ...] = ("fp8", "fp4"), blocks: int = SMALL.blocks) -> Path:
+    """A file of random statistics of SMALL, recorded on one pipeline stage."""
+    rng = np.random.default_rng(0)
+    rows = tuple(
+        LinearRow(str(LinearId(layer, kind)), 0, *SMALL.linears[kind])
+        for layer in range(blocks)
+        for kind in LINEAR_KINDS
+    )
+    sinks = tuple(SinkRow(f"sink{i}", min(i, 2 * blocks), 100) for i in range(2 * blocks + 2))
+    n, f, b = len(rows), len(formats), 2 * blocks + 1
+    StatisticsTable(
+        step=100,
+        tokens=256,
+        tokens_per_step=4096,
+        formats=formats,
+        linears=rows,
+        sinks=sinks,
+        linear={c: rng.lognormal(size=n) for c in LINEAR_COLUMNS},
+        by_format={c: rng.lognormal(size=(n, f)) * 1e-3 for c in FORMAT_COLUMNS},
+        boundary={c: rng.lognormal(size=b) for c in BOUNDARY_COLUMNS},
+        drift2=np.cumsum(rng.lognormal(size=(n, len(RHO_GRID))), axis=1),
+        sink_drift2=np.cumsum(rng.lognormal(size=(len(sinks), len(RHO_GRID))), axis=1),
+        sink_w2=rng.lognormal(size=len(sinks)),
+    ).save(path)
+    return path
+
+
+def test_statistics_of_a_run_are_asked_on_another_pipeline(tmp_path: Path) -> None:
+    path = statistics(tmp_path / "step_100.npz")
+    found = plan("loss=0.5", "bf16,fp8,fp4", statistics=path)
+    assert found["budget"]["losses"] == str(path)
+    assert found["budget"]["snip_budget"] == "loss=0.5"
+    assert not any("synthetic" in line for line in found["assumptions"])
+    problem = pose(question("fp4=0.5", statistics=path), step_model(layout(**PIPELINE)))
+    assert {item.stage for item in problem.items} == {0, 1, 2, 3}
+
+
+def test_statistics_of_another_model_or_without_the_format(tmp_path: Path) -> None:
+    model = step_model(layout(**PIPELINE))
+    shorter = statistics(tmp_path / "short.npz", blocks=4)
+    with pytest.raises(SnipError, match=r"of another model than small: decoder\.layers\.4\.\S+ is absent"):
+        pose(question("fp4=0.5", statistics=shorter), model)
+    without = statistics(tmp_path / "fp8.npz", ("fp8",))
+    with pytest.raises(SnipError, match=r"recorded without fp4 \(it has fp8\)"):
+        pose(question("fp4=0.5", statistics=without), model)
+    with pytest.raises(SnipError, match="cannot be read"):
+        pose(dataclasses.replace(question("fp4=0.5"), statistics=tmp_path / "none.npz"), model)
