@@ -10,13 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from types import ModuleType
 
 import torch
 
-from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
-from snip_megatron.precision import Gemm
-from snip_megatron.quantization import FOUR_BIT, derive_seed, fake_quantize
-from snip_megatron.statistics.sums import sample_rows, sum_squares
+from snip_megatron.layers.amax import WHOLE_TENSOR
+from snip_megatron.layers.context import LinearHandle
+from snip_megatron.quantization.formats import resolve
+from snip_megatron.statistics import errors
+from snip_megatron.statistics.sums import has_kernels, sample_rows, sum_squares
+
+OUTPUT_TOKENS = 1024
+"""Tokens a microbatch, evenly spread, of which Y and E are formed: all of a smaller one."""
 
 
 class Pass(Enum):
@@ -34,6 +39,28 @@ class _Samples:
     x: torch.Tensor
     g: torch.Tensor
     weight: float
+
+
+@dataclass(frozen=True)
+class Dots:
+    """G_t·E_t of the sampled tokens of one microbatch, float64; still to be summed over tensor parallel ranks.
+
+    Tokens differ in size far more than in direction: what the sample stands for is measured by ‖G_t‖²‖X_t‖².
+
+    Attributes:
+        values: [formats, sampled tokens].
+        share: ‖G_t‖²‖X_t‖² of the sampled tokens.
+        total: its sum over all tokens.
+    """
+
+    values: torch.Tensor
+    share: torch.Tensor
+    total: torch.Tensor
+
+    def squared(self) -> torch.Tensor:
+        """Σ_t (G_t·E_t)² over all tokens: exact where all are sampled. [formats]."""
+        sampled = self.share.sum()
+        return self.values.square().sum(1) * torch.where(sampled > 0, self.total / sampled, 1.0)
 
 
 @dataclass
@@ -99,91 +126,82 @@ class LinearRecorder:
         self.each_gw2 = _plus(self.each_gw2, sum_squares(gradient))
 
     # -- statistics pass ---------------------------------------------------------------------------------------
-    def _record(
-        self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_local: torch.Tensor, d_reduced: torch.Tensor
-    ) -> None:
-        first = not self.dots
+    def _record(self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_reduced: torch.Tensor) -> None:
         column = self.handle.parallel == "column"
         x_own = self._once if column else 1.0  # a column-parallel input is replicated, everything else is a shard
         g_own = 1.0 if column else self._once
         # The gradient of a replicated input is replicated after its all-reduce; reduce-scattered, it is a shard.
         d_own = self._once if column and d_reduced.shape[0] == x.shape[0] else 1.0
-        self._add("x2", sum_squares(x) * x_own)
-        self._add("g2", sum_squares(g) * g_own)
+        amax = {name: self._amax(name, tensor) for name, tensor in (("x", x), ("w", w), ("g", g))}
+        summed = _implementation(x)
+        of_x = summed.tensor_sums(x, self.formats, amax=amax["x"])
+        of_g = summed.tensor_sums(g, self.formats, stochastic=True, amax=amax["g"])
+        if not self.dots:
+            w2, *dw2 = summed.weight_sums(w, self.formats, amax=amax["w"])
+            self._add("w2", w2)
+            self._add_formats("dw2", torch.stack(dw2))
+        self._add("x2", of_x.cols.sum() * x_own)
+        self._add("g2", of_g.cols.sum() * g_own)
         self._add("d2", sum_squares(d_reduced) * d_own)
-        self._add("s2", (sum_squares(g, 1) * sum_squares(x, 1)).sum())
-        self.x_cols = _plus(self.x_cols, sum_squares(x, 0))
-        self.g_cols = _plus(self.g_cols, sum_squares(g, 0))
-        if first:
-            self._add("w2", sum_squares(w))
-        self._record_samples(x, w, g, x_own, g_own)
-        self._record_errors(x, w, g, d_local, x_own, g_own, first)
+        self._add_formats("dx_row2", of_x.row_errors * x_own)
+        self._add_formats("dx_col2", of_x.col_errors.sum(1) * x_own)
+        self._add_formats("dg_row2", of_g.row_errors * g_own)
+        self._add_formats("dg_col2", of_g.col_errors.sum(1) * g_own)
+        self.x_cols, self.g_cols = _plus(self.x_cols, of_x.cols), _plus(self.g_cols, of_g.cols)
+        self.dx_cols = _plus(self.dx_cols, of_x.col_errors)
+        self.dg_cols = _plus(self.dg_cols, of_g.col_errors)
+        # One operand is whole on every rank, so the shards' products add up to the whole token's.
+        share = of_x.rows * of_g.rows
+        self._add("s2", share.sum())
+        self._record_samples(x, g, x_own, g_own)
+        self._record_outputs(x, w, g, share, amax)
 
-    def _record_samples(self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, x_own: float, g_own: float) -> None:
+    def _record_samples(self, x: torch.Tensor, g: torch.Tensor, x_own: float, g_own: float) -> None:
         rows = sample_rows(x.shape[0], self.sample_tokens).to(x.device)
         weight = x.shape[0] / max(len(rows), 1)
-        sample = _Samples(x[rows].clone(), g[rows].clone(), weight)
+        sample = _Samples(x[rows], g[rows], weight)
         self._samples.append(sample)
         self._add("xs2", sum_squares(sample.x) * weight * x_own)
         self._add("gs2", sum_squares(sample.g) * weight * g_own)
-        if self.handle.parallel == "column":  # a row-parallel Y is partial here: reduction takes the branch's norm
-            self._add("y2", sum_squares(sample.x.float() @ w.float().t()) * weight)
 
-    def _record_errors(
+    def _record_outputs(
         self,
         x: torch.Tensor,
         w: torch.Tensor,
         g: torch.Tensor,
-        d_local: torch.Tensor,
-        x_own: float,
-        g_own: float,
-        first: bool,
+        share: torch.Tensor,
+        amax: dict[str, torch.Tensor | None],
     ) -> None:
-        dots, dx_cols, dg_cols = [], [], []
-        for index, fmt in enumerate(self.formats):
-            ax, aw, ag = (self.handle.shared_amax(name, t, (fmt,)) for name, t in (("x", x), ("w", w), ("g", g)))
-            qx, qw = fake_quantize(x, fmt, tensor_amax=ax), fake_quantize(w, fmt, block=True, tensor_amax=aw)
-            dx, dw = qx - x.float(), qw - w.float()
-            dx_wgrad = fake_quantize(x, fmt, axis=0, tensor_amax=ax) - x.float()
-            dg_dgrad = self._quantize_g(g, fmt, Gemm.DGRAD, -1, ag) - g.float()
-            dg_wgrad = self._quantize_g(g, fmt, Gemm.WGRAD, 0, ag) - g.float()
-            self._add_format("dx_row2", index, sum_squares(dx) * x_own)
-            self._add_format("dx_col2", index, sum_squares(dx_wgrad) * x_own)
-            self._add_format("dg_row2", index, sum_squares(dg_dgrad) * g_own)
-            self._add_format("dg_col2", index, sum_squares(dg_wgrad) * g_own)
-            if first:
-                self._add_format("dw2", index, sum_squares(dw))
-            # G_t·E_t with E = δX·Wᵀ + Q(X)·δWᵀ: through D and G·δW, so that nothing is the small difference of two
-            # large numbers and the output is never formed. Partial over tensor parallel ranks either way.
-            dots.append((d_local.float() * dx).sum(1) + ((g.float() @ dw) * qx).sum(1))
-            dx_cols.append(sum_squares(dx_wgrad, 0))
-            dg_cols.append(sum_squares(dg_wgrad, 0))
-            self._record_output_error(index, qx, qw, w)
-        self.dots.append(torch.stack(dots))
-        self.dx_cols = _plus(self.dx_cols, torch.stack(dx_cols))
-        self.dg_cols = _plus(self.dg_cols, torch.stack(dg_cols))
+        """Y and each format's E, the GEMM of training less the plain one, of OUTPUT_TOKENS evenly spread tokens."""
+        backend = self.handle.context.backend
+        rows = sample_rows(x.shape[0], OUTPUT_TOKENS).to(x.device)
+        xs, gs = (x, g) if len(rows) == x.shape[0] else (x[rows], g[rows])
+        weight = x.shape[0] / max(len(rows), 1)
+        y = _product(xs, w)
+        column = self.handle.parallel == "column"  # a row-parallel Y is partial: reduction takes the branch's norm
+        if column:
+            self._add("y2", sum_squares(y) * weight)
+        found = []
+        for fmt in map(resolve, self.formats):
+            x_side, _ = backend.quantize_input(xs, fmt, None, amax=amax["x"])
+            w_side, _ = backend.quantize_weight(w, fmt, None, amax=amax["w"])
+            quantised = backend.fprop(x_side, w_side, dtype=torch.float32)
+            found.append(_implementation(x).output_sums(quantised, y, gs))
+        dots, squares = zip(*found, strict=True)
+        if column:
+            self._add_formats("e2", torch.stack(squares) * weight)
+        share_of_rows = share if len(rows) == len(share) else share[rows]
+        self.dots.append(Dots(torch.stack(dots), share_of_rows, share.sum()))
 
-    def _record_output_error(self, index: int, qx: torch.Tensor, qw: torch.Tensor, w: torch.Tensor) -> None:
-        if self.handle.parallel != "column":
-            return
-        sample = self._samples[-1]
-        rows = sample_rows(qx.shape[0], self.sample_tokens).to(qx.device)
-        error = qx[rows] @ qw.t() - sample.x.float() @ w.float().t()
-        self._add_format("e2", index, sum_squares(error) * sample.weight)
-
-    def _quantize_g(self, g: torch.Tensor, fmt: str, gemm: Gemm, axis: int, amax: torch.Tensor | None) -> torch.Tensor:
-        """Q(G) with the very bits that training would draw for this microbatch."""
-        context = self.handle.context
-        microbatch = (self.handle.backwards - 1) * context.dp_size + context.dp_rank
-        return fake_quantize(
-            g,
-            fmt,
-            axis=axis,
-            rounding="stochastic" if fmt in FOUR_BIT else "nearest",
-            seed=derive_seed(context.seed, context.step, microbatch, self.handle.index, GEMM_INDEX[gemm]),
-            cols=self.handle.out_features,
-            tensor_amax=amax,
-        )
+    def _amax(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """max|·| of the whole operand for the formats that scale by it: a sample of its rows has a smaller one."""
+        if not WHOLE_TENSOR & {resolve(fmt) for fmt in self.formats}:
+            return None
+        shared = self.handle.shared_amax(name, tensor, self.formats)
+        if shared is not None or not tensor.numel():
+            return shared
+        amax: torch.Tensor = torch.linalg.vector_norm(tensor, float("inf")).float()
+        return amax
 
     # -- noise passes ------------------------------------------------------------------------------------------
     def _compare(self, x: torch.Tensor, g: torch.Tensor) -> None:
@@ -203,10 +221,24 @@ class LinearRecorder:
     def _add(self, name: str, value: torch.Tensor) -> None:
         self.sums[name] = _plus(self.sums.get(name), value)
 
-    def _add_format(self, name: str, index: int, value: torch.Tensor) -> None:
-        if name not in self.by_format:
-            self.by_format[name] = torch.zeros(len(self.formats), dtype=torch.float64, device=value.device)
-        self.by_format[name][index] += value
+    def _add_formats(self, name: str, values: torch.Tensor) -> None:
+        self.by_format[name] = _plus(self.by_format.get(name), values)
+
+
+def _implementation(x: torch.Tensor) -> ModuleType:
+    """What sums on x's device: the kernels, imported where they run only, or the reference."""
+    if not has_kernels(x):
+        return errors
+    from snip_megatron.statistics import triton_sums
+
+    return triton_sums
+
+
+def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x·wᵀ in FP32."""
+    if x.is_cuda and x.dtype is not torch.float32 and x.numel():
+        return torch.mm(x, w.t(), out_dtype=torch.float32)
+    return x.float() @ w.float().t()
 
 
 def _plus(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from snip_megatron.precision import LinearId
 from snip_megatron.statistics.boundaries import Boundary
-from snip_megatron.statistics.recorder import LinearRecorder
+from snip_megatron.statistics.recorder import Dots, LinearRecorder
 from snip_megatron.statistics.table import (
     BOUNDARY_COLUMNS,
     FORMAT_COLUMNS,
@@ -90,12 +90,24 @@ class PartialTable:
             "sink_w2": torch.zeros(s, dtype=torch.float64),
             "layout": torch.zeros(n, 3, dtype=torch.float64),
         }
+        self._on_device: list[tuple[str, int, torch.Tensor, float]] = []
 
     def _add(self, array: str, row: int, value: torch.Tensor | float, column: str) -> None:
         scale = self._scale2 if _GRADIENT_POWER.get(column) else 1.0
-        if isinstance(value, torch.Tensor):
-            value = value.detach().to("cpu", torch.float64)
-        self.arrays[array][row] += value * scale
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            self._on_device.append((array, row, value.detach().double(), scale))  # one copy for all, in _fetch
+            return
+        self.arrays[array][row] += (value.detach().double() if isinstance(value, torch.Tensor) else value) * scale
+
+    def _fetch(self) -> None:
+        """Add what is still on the device: one copy to the host instead of a wait a value."""
+        if not self._on_device:
+            return
+        values = torch.cat([value.reshape(-1) for _, _, value, _ in self._on_device]).cpu()
+        parts = torch.split(values, [value.numel() for _, _, value, _ in self._on_device])
+        for part, (array, row, value, scale) in zip(parts, self._on_device, strict=True):
+            self.arrays[array][row] += part.view(value.shape) * scale
+        self._on_device.clear()
 
     def add_recorder(self, recorder: LinearRecorder, dp_rank: int) -> None:
         """Add the sums a recorder holds, then forget them. Weights are the same on all data parallel ranks."""
@@ -138,6 +150,7 @@ class PartialTable:
 
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Sum over all ranks in one float64 all-reduce: afterwards every rank holds the global arrays."""
+        self._fetch()
         flat = torch.cat([array.reshape(-1) for array in self.arrays.values()]).to(device)
         dist.all_reduce(flat, group=group)
         flat = flat.cpu()
@@ -199,21 +212,15 @@ def _complete_row_parallel(
 
 def finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
     """Turn the recorders' partial G_t·E_t into ``c2``, with one all-reduce over the tensor parallel group."""
-    dots = [dot for recorder in recorders for dot in recorder.dots]
-    if not dots:
+    parts = [part for recorder in recorders for dots in recorder.dots for part in (dots.values, dots.share, dots.total)]
+    if not parts:
         return
-    flat = torch.cat([dot.reshape(-1) for dot in dots])
-    if dist.get_world_size(groups.tp) > 1:
-        dist.all_reduce(flat, group=groups.tp)
-    offset = 0
+    whole = iter(_summed(parts, groups.tp) if dist.get_world_size(groups.tp) > 1 else parts)
     for recorder in recorders:
-        total = torch.zeros(len(recorder.formats), dtype=torch.float64, device=flat.device)
-        for dot in recorder.dots:
-            total += flat[offset : offset + dot.numel()].view(dot.shape).double().square().sum(1)
-            offset += dot.numel()
+        squared = [Dots(next(whole), next(whole), next(whole)).squared() for _ in recorder.dots]
         recorder.dots.clear()
-        if recorder.handle.tp_rank == 0:
-            recorder.by_format["c2"] = total
+        if recorder.handle.tp_rank == 0 and squared:
+            recorder.by_format["c2"] = torch.stack(squared).sum(0)
 
 
 def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
@@ -221,12 +228,15 @@ def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> 
     if groups.dp_size == 1 or not recorders:
         return
     names = ("x_cols", "g_cols", "dx_cols", "dg_cols")
-    tensors = [getattr(recorder, name) for recorder in recorders for name in names]
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=groups.dp)
-    offset = 0
+    whole = iter(_summed([getattr(recorder, name) for recorder in recorders for name in names], groups.dp))
     for recorder in recorders:
         for name in names:
-            tensor = getattr(recorder, name)
-            setattr(recorder, name, flat[offset : offset + tensor.numel()].view(tensor.shape))
-            offset += tensor.numel()
+            setattr(recorder, name, next(whole))
+
+
+def _summed(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """The tensors summed over a group, in one all-reduce."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
