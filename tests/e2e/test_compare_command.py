@@ -38,6 +38,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the warm checkpoint is made once."""
+    return tmp_path_factory.mktemp("work")
+
+
 def results(out: Path) -> dict[str, Any]:
     body: dict[str, Any] = json.loads((out / "nano.json").read_text())
     return body
@@ -56,8 +62,10 @@ def until_one_run_is_done(out: Path, process: subprocess.Popen[str]) -> Iterator
         yield
 
 
-def test_an_interrupted_comparison_goes_on_and_agrees_with_one_that_was_not(data: Path, tmp_path: Path) -> None:
-    arguments = ("compare", NANO, "--data", data, "--gpus", "0", "--work", tmp_path / "work")
+def test_an_interrupted_comparison_goes_on_and_agrees_with_one_that_was_not(
+    data: Path, work: Path, tmp_path: Path
+) -> None:
+    arguments = ("compare", NANO, "--data", data, "--gpus", "0", "--work", work)
     first = tmp_path / "first"
     process = subprocess.Popen(
         command(*arguments, "--out", first), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY
@@ -106,6 +114,23 @@ def check_figures(runs: dict[str, Any], body: dict[str, Any]) -> None:
     assert [by_label[label]["fp4_share"] for label in ("bf16", "uniform-fp4")] == [0.0, 1.0]
     assert by_label["snip"]["fp4_share"] >= 0.75
     assert [adopted["step"] for adopted in by_label["snip"]["adopted"]] == [10]
+
+
+def test_a_warm_checkpoint_is_measured_and_its_estimators_compared(data: Path, work: Path, tmp_path: Path) -> None:
+    arguments = ("--data", data, "--work", work, "--out", tmp_path, "--steps", "8", "--probe-microbatches", "1")
+    done = snip("validate-proxy", NANO, *arguments, "--gpus", "0")
+    assert done.returncode == 0, done.stderr
+    (validation,) = json.loads((tmp_path / "proxy.json").read_text())["validations"]
+    assert (validation["step"], validation["tokens"], validation["format"]) == (9, 256, "fp4")
+    found = {(c["quantity"], c["estimator"]): c for c in validation["comparisons"]}
+    assert {found["loss", name]["options"] for name in ("noise", "fisher", "ceiling")} == {8}
+    assert {found["drift: all", name]["options"] for name in ("noise", "ceiling")} == {24}
+    assert found["drift: all", "noise"]["rho"] > 0.5
+    assert "nano, checkpoint of 8 steps, step 9, fp4" in done.stdout
+
+    unknown = snip("validate-proxy", NANO, *arguments[:-4], "--steps", "7", "--gpus", "0")
+    assert unknown.returncode == 2
+    assert unknown.stderr == "snip validate-proxy: --steps 7: the warm run keeps checkpoints of 4, 8 steps\n"
 
 
 def test_what_cannot_be_compared_is_one_line(data: Path, tmp_path: Path) -> None:

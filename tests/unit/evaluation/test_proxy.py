@@ -28,7 +28,7 @@ def measured_from(table: StatisticsTable, noise: float, seed: int) -> Measured:
     """What the recipe says, times a random factor: truth that the estimators know up to ``noise``."""
     rng = np.random.default_rng(seed)
     shape = (len(table.linears), 3, len(table.formats))
-    truth = Measured.nothing(len(table.linears), len(table.formats))
+    truth = Measured.nothing(len(table.linears), table.formats)
     factor = np.exp(noise * rng.standard_normal(shape))
     truth.columns["loss"][:] = second_order(table, FORMATS) * factor
     drift = weight_divergence(table, FORMATS) * factor
