@@ -57,7 +57,7 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["snip_megatron", "snip_megatron.*"]),
-    package_data={"snip_megatron": ["**/*.md", "gemm/shapes.json", "solver/timings/*.json", "reporting/templates/*"]},
+    package_data={"snip_megatron": ["**/*.md", "gemm/*.json", "solver/timings/*.json", "reporting/templates/*"]},
     python_requires=">=3.12",
     install_requires=REQUIREMENTS,
     extras_require={"dev": DEVELOPMENT, "optimizers": OPTIMIZERS},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -61,7 +62,8 @@ def write(path: Path | None, result: Mapping[str, Any]) -> None:
 def interleaved(
     calls: Mapping[str, Callable[[], object]], rounds: int, *, warmup: int = 2, head_start: bool = False
 ) -> dict[str, float]:
-    """Median GPU milliseconds of each call; the calls take turns, so that clocks and heat are the same for all.
+    """Median GPU milliseconds of each call; the calls take turns, in another order every round, so that clocks and heat
+    are the same for all: what runs after a call that heats the card would lose.
 
     Args:
         head_start: keep the GPU waiting at the start of a round until its launches are queued: for calls that are
@@ -72,10 +74,12 @@ def interleaved(
             call()
     torch.cuda.synchronize()
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    order, shuffler = list(calls.items()), random.Random(0)
     for _ in range(rounds):
+        shuffler.shuffle(order)
         if head_start:
             torch.cuda._sleep(_WAIT_CYCLES)
-        for name, call in calls.items():
+        for name, call in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             call()

@@ -147,7 +147,10 @@ class CublasLt:
         out: Tensor,
         add: bool,
     ) -> bool:
-        with torch.cuda.device(out.device), self._lock:
+        if out.is_cuda and out.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(out.device):
+                return self._run(problem, values, scales, out, add)
+        with self._lock:
             plan = self._plan(problem, scales)
             if plan is None:
                 return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from snip_megatron.gemm.cublaslt import CublasLt
+from snip_megatron.gemm.proposals import Choices
 from snip_megatron.quantization.packed import Operand
 
 _ROWS_OF_A, _ROWS_OF_B = 4, 16
@@ -33,13 +35,18 @@ class ScaledProducts:
     Args:
         scaled_mm: ``torch.nn.functional.scaled_mm``; tests on a CPU pass an emulation.
         library: for accumulation inside the GEMM; None: a product, then an addition.
+        choices: products that are faster by another of the library's proposals than the one ``scaled_mm`` takes.
     """
 
     def __init__(
-        self, scaled_mm: Callable[..., Tensor] = functional.scaled_mm, library: CublasLt | None = None
+        self,
+        scaled_mm: Callable[..., Tensor] = functional.scaled_mm,
+        library: CublasLt | None = None,
+        choices: Choices = MappingProxyType({}),
     ) -> None:
         self._scaled_mm = scaled_mm
         self._library = library
+        self._choices = choices
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = True) -> Tensor:
         """a·bᵀ [a.rows, b.rows] in ``dtype``.
@@ -50,6 +57,9 @@ class ScaledProducts:
         """
         if a.rows == 0 or not _runs(b):
             return (a.dequantize() @ b.dequantize().t()).to(dtype)
+        chosen = self._chosen(a, b) if fast and dtype is torch.bfloat16 and a.scaling == "tensor" else None
+        if chosen is not None:
+            return chosen
         padded = _padded(a)
         product = self._scaled_mm(
             padded.values,
@@ -62,6 +72,14 @@ class ScaledProducts:
             use_fast_accum=fast and a.scaling == "tensor",
         )
         return product[: a.rows].to(dtype)
+
+    def _chosen(self, a: Operand, b: Operand) -> Tensor | None:
+        """The bf16 product by a proposal that was measured to be faster; None where there is none."""
+        choice = self._choices.get((a.rows, b.rows, a.values.shape[1]), 0)
+        if self._library is None or choice == 0:
+            return None
+        out = torch.empty(a.rows, b.rows, dtype=torch.bfloat16, device=a.values.device)
+        return out if self._library.multiply(a, b, out, fast=True, choice=choice) else None
 
     def accumulate(self, a: Operand, b: Operand, out: Tensor | None) -> Tensor:
         """a·bᵀ [a.rows, b.rows] in FP32, exactly accumulated; added to ``out`` when given."""

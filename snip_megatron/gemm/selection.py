@@ -100,10 +100,13 @@ def _hopper() -> GemmBackend:
     # Triton is only there on machines with a GPU.
     from snip_megatron.gemm.cublaslt import cublaslt
     from snip_megatron.gemm.hopper import HopperBackend
+    from snip_megatron.gemm.proposals import measured_choices
     from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.quantization import triton_quantize
 
-    return HopperBackend(triton_quantize, ScaledProducts(library=cublaslt()))
+    library = cublaslt()
+    choices = {} if library is None else measured_choices(library.version, torch.cuda.get_device_name())
+    return HopperBackend(triton_quantize, ScaledProducts(library=library, choices=choices))
 
 
 # -- small linears -------------------------------------------------------------------------------------------------

@@ -101,10 +101,10 @@ def quantize_tiles(
     row = col = None
     if row_format is not None:
         rounding = _rounding(_stored(row_format), row_seed)
-        row = _tile_operand(quantize(x, row_format, **rounding, **where), x.shape[1])
+        row = _tile_operand(_quantized(x, row_format, **rounding, **where), x.shape[1])
     if col_format is not None:
         rounding = _rounding(_stored(col_format), col_seed)
-        q = quantize(x, col_format, axis=0, **rounding, **where)
+        q = _quantized(x, col_format, axis=0, **rounding, **where)
         col = _tile_operand(Quantized(q.values.t(), q.scale.t(), (1, TILE)), x.shape[0])
     return Operands(row, col, _error_sums(x, candidates, row_seed, col_seed, where) if candidates else None)
 
@@ -114,10 +114,10 @@ def quantize_blocks(w: Tensor, row_format: Format | str | None, col_format: Form
     row = col = None
     if row_format is not None:
         _stored(row_format)
-        row = _block_operand(quantize(w, row_format, block=True), w.shape[1])
+        row = _block_operand(_quantized(w, row_format, block=True), w.shape[1])
     if col_format is not None:
         _stored(col_format)
-        q = quantize(w, col_format, block=True)
+        q = _quantized(w, col_format, block=True)
         col = _block_operand(Quantized(q.values.t(), q.scale.t(), q.tile), w.shape[0])
     return Operands(row, col)
 
@@ -146,6 +146,15 @@ def _stored(format: Format | str) -> Format:
 
 def _rounding(format: Format, seed: int | None) -> dict[str, Any]:
     return {} if seed is None or format not in FOUR_BIT else {"rounding": "stochastic", "seed": seed}
+
+
+def _quantized(x: Tensor, format: Format | str, **options: Any) -> Quantized:
+    """As ``quantize``, but fp4 rounded to nearest has no negative zero: its sign would cost the kernels an instruction
+    an element and changes no product."""
+    q = quantize(x, format, **options)
+    if resolve(format) in FOUR_BIT and "rounding" not in options:
+        q.values.add_(0.0)
+    return q
 
 
 def _stored_values(values: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from snip_megatron.quantization.rounding import random_bits, round_to_element
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRANULARITIES = ("tile", "block")
 ROUNDINGS = ("nearest", "stochastic")
+_SMALLEST_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -188,9 +189,14 @@ def _encode(
 
 
 def _times_reciprocal(x: Tensor, divisor: Tensor) -> Tensor:
-    """x · (1 / divisor), the reciprocal to nearest, the product to zero: as much as stochastic rounding can tell."""
+    """x · (1 / divisor), the reciprocal to nearest, the product to zero: as much as stochastic rounding can tell.
+
+    A subnormal divisor has few bits, so that the largest x of its tile may exceed the format: its reciprocal is made
+    smaller by 2^-12.
+    """
     mantissa, exponent = torch.frexp(divisor)  # so that no reciprocal overflows
-    reciprocal = torch.ldexp((1.0 / mantissa).to(torch.float64), -exponent)
+    inverse = torch.where(divisor < _SMALLEST_NORMAL, (1.0 / mantissa) * (1.0 - 2.0**-12), 1.0 / mantissa)
+    reciprocal = torch.ldexp(inverse.to(torch.float64), -exponent)
     product = x.to(torch.float64).mul_(torch.where(divisor.isinf(), 0.0, reciprocal))  # exact
     nearest = product.to(torch.float32)
     above = nearest.abs().to(torch.float64) > product.abs_()

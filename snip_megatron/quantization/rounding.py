@@ -1,10 +1,10 @@
 """Rounding to small floats, and the counter-based random numbers behind stochastic rounding and probe noise.
 
 Every random number is a pure function of (seed, global row, global column): no state, so recompute, resharding and the
-Triton kernels agree. The hash is made of 32-bit multiplications, shifts and xors only; three words a row or column
-(:func:`row_keys`, :func:`column_keys`) are computed once. A row's columns 2i and 2i + 1 share the mixing and differ in
-the last of three multiplications: two draws for four.
-The mixing steps are the finaliser of MurmurHash3 (A. Appleby); seeds are derived with the one of SplitMix64.
+Triton kernels agree. The hash is made of unsigned 32-bit arithmetic only. A row has one word and a pair of columns
+(2i, 2i + 1) an odd factor (:func:`row_keys`, :func:`column_keys`), made once by the finaliser of MurmurHash3 (A.
+Appleby). Where they meet, row · factor, its halves exchanged, is multiplied once more and the factor added: the draw of
+the odd column; a last multiplication makes the even column's of it. Seeds are derived with SplitMix64's finaliser.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from snip_megatron.quantization.formats import Element
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
-# Written out again in triton_elements.py, whose device code can read no module.
+# Written out again in triton_stochastic.py, whose device code can read no module.
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35  # MurmurHash3's finaliser
-MIX_EVEN, MIX_ODD = 0x9E3779B1, 0x27D4EB2F  # last multiplications: (MIX_EVEN·h, MIX_ODD·h) mod 2^32 fill the square
-# evenly (the shortest vector (j, k) with j·MIX_EVEN + k·MIX_ODD = 0 has length 63217; 2^16 would be the best)
+MIX_LAST, MIX_EVEN = 0x9E3779B1, 0xADB4A92D  # (h, MIX_EVEN·h) mod 2^32 fill the square evenly: the shortest vector
+# (j, k) with j + k·MIX_EVEN = 0 has length 68,724, and none can have more than 70,422
 ROW_STEP, COLUMN_STEP = 0x9E3779B1, 0x85EBCA77
 _SIGN_STREAM, _NORMAL_STREAM = 0x7369676E, 0x6E6F726D
 _NORMAL_BITS = 16
@@ -53,22 +53,20 @@ def _mix32(h: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
-def key_words(seed: int) -> tuple[int, int, int]:
-    """Three unsigned 32-bit words of a 64-bit seed: what a kernel is launched with."""
-    first = _splitmix64(seed & _MASK64)
-    return first & _MASK32, first >> 32, _splitmix64(first) & _MASK32
+def key_words(seed: int) -> tuple[int, int]:
+    """Two unsigned 32-bit words of a 64-bit seed: what a kernel is launched with."""
+    mixed = _splitmix64(seed & _MASK64)
+    return mixed & _MASK32, mixed >> 32
 
 
-def row_keys(seed: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 words for each global row id: ``rows`` integer [R], ids in [0, 2^32)."""
-    word, other, _ = key_words(seed)
-    first = _mix32((rows.long() * ROW_STEP + word) & _MASK32)
-    return first.to(torch.int32), _mix32(first ^ other).to(torch.int32)
+def row_keys(seed: int, rows: Tensor) -> Tensor:
+    """One int32 word for each global row id, no two alike: ``rows`` integer [R], ids in [0, 2^32)."""
+    return _mix32((rows.long() * ROW_STEP + key_words(seed)[0]) & _MASK32).to(torch.int32)
 
 
 def column_keys(seed: int, cols: Tensor) -> Tensor:
-    """One int32 word for each global column id, the same for 2i and 2i + 1: ``cols`` integer [C], ids in [0, 2^32)."""
-    return _mix32(((cols.long() >> 1) * COLUMN_STEP + key_words(seed)[2]) & _MASK32).to(torch.int32)
+    """One odd int32 word for each global column id, the same for 2i and 2i + 1: ``cols`` integer [C] as above."""
+    return (_mix32(((cols.long() >> 1) * COLUMN_STEP + key_words(seed)[1]) & _MASK32) | 1).to(torch.int32)
 
 
 def random_bits(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
@@ -78,13 +76,13 @@ def random_bits(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
         seed: 64-bit, taken modulo 2^64.
         rows, cols: 1-D integer tensors of global ids in [0, 2^32); they need not be contiguous (a SwiGLU shard is not).
     """
-    first, second = row_keys(seed, rows)
-    last = torch.where(cols % 2 == 0, _signed(MIX_EVEN), _signed(MIX_ODD)).to(torch.int32)
-    bits = first.unsqueeze(1) ^ column_keys(seed, cols)  # int32 arithmetic wraps: the hash is defined modulo 2^32
-    for h, word in zip(_slabs(bits), _slabs(second.unsqueeze(1), like=bits), strict=True):
-        h.mul_(_signed(MIX_1))
-        _swap(h).mul_(_signed(MIX_2)).add_(word)
-        _swap(h).mul_(last)
+    words, factors = row_keys(seed, rows).unsqueeze(1), column_keys(seed, cols)
+    even = (cols % 2 == 0).to(words.device)
+    last = torch.where(even, _signed(MIX_EVEN), 1).to(torch.int32)
+    bits = torch.empty(len(rows), len(cols), dtype=torch.int32, device=words.device)
+    for h, word in zip(_slabs(bits), _slabs(words, like=bits), strict=True):
+        torch.mul(word, factors, out=h)  # int32 arithmetic wraps: the hash is defined modulo 2^32
+        _swap(h).mul_(_signed(MIX_LAST)).add_(factors).mul_(last)
     return bits
 
 

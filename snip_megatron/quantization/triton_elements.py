@@ -87,15 +87,20 @@ def quotient(x, scale, lift, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def nearest_e2m1(y, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """FP32 y to E2M1's grid, ties to even: adds and subtracts 1.5·2^23 of the local spacing. The sign stays."""
-    magnitude = tl.abs(y)
+    """FP32 y to E2M1's grid, ties to even, a zero without its sign: adds and subtracts 1.5·2^23 of the local spacing,
+    with y's sign."""
     if DTYPE == "fp32":  # 16-bit numbers never exceed 6 by as much as rounds up
-        magnitude = tl.minimum(magnitude, 6.0, propagate_nan=tl.PropagateNan.ALL)
-    power = (tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & _INFINITY_BITS).to(tl.float32, bitcast=True)
+        y = tl.minimum(tl.maximum(y, -6.0, propagate_nan=tl.PropagateNan.ALL), 6.0, propagate_nan=tl.PropagateNan.ALL)
+    if HARDWARE:
+        power = tl.inline_asm_elementwise(
+            "max.xorsign.abs.f32 $0, $1, 0f3F800000;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        ).to(tl.int32, bitcast=True)
+    else:
+        bits = y.to(tl.int32, bitcast=True)
+        power = tl.maximum(bits & 0x7FFFFFFF, 127 << 23) | (bits & _SIGN)
+    power = (power & (_SIGN | _INFINITY_BITS)).to(tl.float32, bitcast=True)
     magic = _constant(1.5 * 2.0**22, y)
-    rounded = _fma(power, _negated(magic), _fma(power, magic, magnitude, HARDWARE), HARDWARE)
-    sign = y.to(tl.int32, bitcast=True) & _SIGN
-    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return _fma(power, _negated(magic), _fma(power, magic, y, HARDWARE), HARDWARE)
 
 
 @triton.jit

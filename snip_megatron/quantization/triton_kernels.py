@@ -20,13 +20,14 @@ from snip_megatron.quantization.triton_pairs import (
     lifted,
     load_pairs,
     numbers,
+    over_rows,
     sign_words,
     store_columns,
     store_rows,
 )
 from snip_megatron.quantization.triton_stochastic import random_pairs, stochastic_bytes
 
-_RANDOM_ARGUMENTS = ["row_start", "col_start", *(f"{side}_word_{i}" for side in ("row", "col") for i in range(3))]
+_RANDOM_ARGUMENTS = ["row_start", "col_start", *(f"{side}_word_{i}" for side in ("row", "col") for i in range(2))]
 
 
 @triton.jit
@@ -68,13 +69,17 @@ def _encode(
 def _store_sums(ptr, lo, hi, lo_mask, hi_mask):
     """Column sums of squares of a part's even and odd columns."""
     j = 2 * tl.arange(0, PAIRS)
-    tl.store(ptr + j, tl.sum(lo * lo, axis=0), mask=lo_mask)
-    tl.store(ptr + j + 1, tl.sum(hi * hi, axis=0), mask=hi_mask)
+    lo, hi = lo * lo, hi * hi
+    if len(lo.shape) == 3:
+        lo, hi = tl.sum(lo, axis=2), tl.sum(hi, axis=2)
+    lo, hi = tl.sum(lo, axis=0), tl.sum(hi, axis=0)
+    tl.store(ptr + j, lo, mask=lo_mask)
+    tl.store(ptr + j + 1, hi, mask=hi_mask)
 
 
 @triton.jit
 def _side(
-    a, b, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, word_0, word_1, word_2, out_ptr, out_stride, scale_ptr, m, k,
+    a, b, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, word_0, word_1, out_ptr, out_stride, scale_ptr, m, k,
     row_mask, lo_mask, hi_mask, sum_ptr, sum_stride,
     AXIS: tl.constexpr, FORMAT: tl.constexpr, STORE: tl.constexpr, SUM: tl.constexpr, RANDOM: tl.constexpr,
     PAIRED: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
@@ -85,10 +90,12 @@ def _side(
     """
     lo_scale = tile_scale(lo_amax, FORMAT, HARDWARE, DTYPE == "fp32")
     hi_scale = tile_scale(hi_amax, FORMAT, HARDWARE, DTYPE == "fp32")
-    lo_wide, hi_wide = tl.expand_dims(lo_scale, AXIS), tl.expand_dims(hi_scale, AXIS)
+    lo_wide, hi_wide = lo_scale[:, None], hi_scale[:, None]
+    if AXIS == 0:
+        lo_wide, hi_wide = over_rows(lo_scale, True), over_rows(hi_scale, True)
     lo_bits, hi_bits = a, b
     if RANDOM:
-        lo_bits, hi_bits = random_pairs(row_ids, lo_ids, hi_ids, word_0, word_1, word_2, PAIRED, HARDWARE)
+        lo_bits, hi_bits = random_pairs(row_ids, lo_ids, hi_ids, word_0, word_1, AXIS == 0, PAIRED)
     codes, others = _encode(a, b, lo_wide, hi_wide, lo_bits, hi_bits, FORMAT, RANDOM, AXIS == 1, DTYPE, WORDS, HARDWARE)
     if STORE:
         if AXIS == 1:
@@ -109,8 +116,9 @@ def _side(
 @triton.jit(do_not_specialize=_RANDOM_ARGUMENTS)
 def tile_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sums_ptr, rows_ptr, cols_ptr,
-    M, K, width, x_stride, row_stride, col_stride, row_start, col_start,
-    row_word_0, row_word_1, row_word_2, col_word_0, col_word_1, col_word_2,
+    M, K, width, col_stride, row_start, col_start,
+    row_word_0, row_word_1, col_word_0, col_word_1,
+    x_stride: tl.constexpr, row_stride: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr,
     SUMS: tl.constexpr, SUM_8: tl.constexpr, SUM_4: tl.constexpr, GIVEN_ROWS: tl.constexpr, GIVEN_COLS: tl.constexpr,
     PAIRED: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
@@ -132,20 +140,20 @@ def tile_kernel(
     sum_ptr = sums_ptr + m.to(tl.int64) * K + k * EDGE
     if (ROW > 0) or SUMS:
         a, b = load_pairs(x_ptr, x_stride, M, width, m, k, False, WORDS)
-        lo_amax, hi_amax = amax_pairs(a, b, 1, DTYPE, WORDS, HARDWARE)
+        lo_amax, hi_amax = amax_pairs(a, b, False, DTYPE, WORDS, HARDWARE)
         amax = tl.maximum(lo_amax, hi_amax)
         scale_ptr = row_scale_ptr + k.to(tl.int64) * M + m * EDGE
         for FORMAT in tl.static_range(4, 9, 4):
             if (ROW == FORMAT) or ((SUM_8 if FORMAT == 8 else SUM_4) > 0):
                 _side(
-                    a, b, amax, amax, row_ids, lo_ids, hi_ids, row_word_0, row_word_1, row_word_2,
+                    a, b, amax, amax, row_ids, lo_ids, hi_ids, row_word_0, row_word_1,
                     row_ptr, row_stride, scale_ptr, m, k, row_mask, lo_mask, hi_mask, sum_ptr, place,
                     1, FORMAT, ROW == FORMAT, SUM_8 if FORMAT == 8 else SUM_4, ROW_RANDOM and (FORMAT == 4),
                     PAIRED, DTYPE, WORDS, HARDWARE,
                 )  # fmt: skip
     if (COL > 0) or SUMS:
         a, b = load_pairs(x_ptr, x_stride, M, width, m, k, True, WORDS)
-        lo_amax, hi_amax = amax_pairs(a, b, 0, DTYPE, WORDS, HARDWARE)
+        lo_amax, hi_amax = amax_pairs(a, b, True, DTYPE, WORDS, HARDWARE)
         scale_ptr = col_scale_ptr + m.to(tl.int64) * K + k * EDGE
         if SUMS:
             lo, hi = numbers(a, b, DTYPE, WORDS)
@@ -153,7 +161,7 @@ def tile_kernel(
         for FORMAT in tl.static_range(4, 9, 4):
             if (COL == FORMAT) or ((SUM_8 if FORMAT == 8 else SUM_4) > 0):
                 _side(
-                    a, b, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, col_word_0, col_word_1, col_word_2,
+                    a, b, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, col_word_0, col_word_1,
                     col_ptr, col_stride, scale_ptr, m, k, row_mask, lo_mask, hi_mask, sum_ptr, place,
                     0, FORMAT, COL == FORMAT, SUM_8 if FORMAT == 8 else SUM_4, COL_RANDOM and (FORMAT == 4),
                     PAIRED, DTYPE, WORDS, HARDWARE,
@@ -167,6 +175,8 @@ def _uniform_side(
 ):  # fmt: skip
     """One part over one scale [1, 1], stored as it lies or transposed (``DOWN``)."""
     a, b = load_pairs(x_ptr, x_stride, M, width, m, k, DOWN, WORDS)
+    if DOWN:
+        scale = scale[None, :, :]
     codes, others = _encode(a, b, scale, scale, a, b, FORMAT, False, not DOWN, DTYPE, WORDS, HARDWARE)
     if DOWN:
         cols = k * EDGE + 2 * tl.arange(0, PAIRS)
@@ -178,13 +188,13 @@ def _uniform_side(
 @triton.jit
 def block_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
-    M, K, width, x_stride, row_stride, col_stride, row_scale_stride, col_scale_stride,
+    M, K, width, col_stride, row_scale_stride, col_scale_stride, x_stride: tl.constexpr, row_stride: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """128×128 blocks in both orientations, each in its own format (0, 4 or 8)."""
     k, m = tl.program_id(0), tl.program_id(1)
     a, b = load_pairs(x_ptr, x_stride, M, width, m, k, False, WORDS)
-    lo_amax, hi_amax = amax_pairs(a, b, 1, DTYPE, WORDS, HARDWARE)
+    lo_amax, hi_amax = amax_pairs(a, b, False, DTYPE, WORDS, HARDWARE)
     corner = tl.zeros((1, 1), tl.int32)
     amax = corner + tl.max(tl.maximum(lo_amax, hi_amax), axis=0)
     if ROW:
@@ -200,7 +210,7 @@ def block_kernel(
 
 @triton.jit
 def amax_kernel(
-    x_ptr, amax_ptr, M, width, x_stride,
+    x_ptr, amax_ptr, M, width, x_stride: tl.constexpr,
     PARTS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Bits of max|x| into ``amax_ptr`` (int32, zero before); a program reads ``PARTS`` parts along K."""
@@ -208,15 +218,16 @@ def amax_kernel(
     largest = tl.zeros((EDGE,), tl.int32)
     for part in tl.static_range(PARTS):
         a, b = load_pairs(x_ptr, x_stride, M, width, m, tl.program_id(0) * PARTS + part, False, WORDS)
-        lo, hi = amax_pairs(a, b, 1, DTYPE, WORDS, HARDWARE)
+        lo, hi = amax_pairs(a, b, False, DTYPE, WORDS, HARDWARE)
         largest = tl.maximum(largest, tl.maximum(lo, hi))
     tl.atomic_max(amax_ptr, tl.max(largest, axis=0))
 
 
 @triton.jit
 def tensor_kernel(
-    x_ptr, amax_ptr, row_ptr, col_ptr, scale_ptr, M, K, width, x_stride, row_stride, col_stride,
-    ROW: tl.constexpr, COL: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
+    x_ptr, amax_ptr, row_ptr, col_ptr, scale_ptr, M, K, width, col_stride,
+    x_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """fp8_tensor: every program divides by the same scale; the first one stores it.
 

@@ -3,8 +3,11 @@
 """Device code that moves 128×128 parts of a matrix, as 64 pairs of columns, and finds their largest magnitudes.
 
 A part is read twice, the second time from cache: once with rows in threads (for tiles along a row, and row-major
-output), once with 16 rows of one pair of columns in each thread (for tiles along a column, and transposed output). So a
-tile never leaves its warp, and nothing is transposed through shared memory.
+output), once with rows of one pair of columns in each thread (for tiles along a column, and transposed output). So a
+tile never leaves its warp, and nothing is transposed through shared memory. The second time the part is [64, 64, 2],
+the halves of its rows last: the compiler then gives a thread 2·16 rows of one pair, and 4 lanes the other rows, so that
+8 lanes read 32 bytes side by side and a store writes 64. Strides are constants of a kernel: a model has few widths, and
+addresses then cost nothing.
 """
 
 import triton
@@ -12,26 +15,42 @@ import triton.language as tl
 
 EDGE = tl.constexpr(128)
 PAIRS = tl.constexpr(64)
+HALF = tl.constexpr(64)
+
+
+@triton.jit
+def _rows(DOWN: tl.constexpr):
+    """Local rows of a part, [128, 1], or [64, 1, 2] if ``DOWN``."""
+    if DOWN:
+        return tl.arange(0, HALF)[:, None, None] + HALF * tl.arange(0, 2)[None, None, :]
+    else:
+        return tl.arange(0, EDGE)[:, None]
+
+
+@triton.jit
+def over_rows(vector, DOWN: tl.constexpr):
+    """A vector of columns, to broadcast over rows."""
+    return vector[None, :, None] if DOWN else vector[None, :]
 
 
 @triton.jit
 def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr, WORDS: tl.constexpr):
-    """Part (m, k) [128, 64] twice: 32-bit words if ``WORDS`` (``x_stride`` and ``width`` count them), else even and odd
-    columns in x's own type. Zeros outside the matrix. ``DOWN``: threads hold rows of a column."""
-    i, j = tl.arange(0, EDGE), tl.arange(0, PAIRS)
+    """Part (m, k) [128, 64], or [64, 64, 2] if ``DOWN``, twice: 32-bit words if ``WORDS`` (``x_stride`` and ``width``
+    count them), else even and odd columns in x's own type. Zeros outside the matrix. ``DOWN``: threads hold rows."""
+    i, j = _rows(DOWN), over_rows(tl.arange(0, PAIRS), DOWN)
     base = x_ptr + m.to(tl.int64) * EDGE * x_stride
-    inside = (m * EDGE + i < M)[:, None]
+    inside = m * EDGE + i < M
     if WORDS:
-        pointers = base + k * PAIRS + i[:, None] * x_stride + j[None, :]
+        pointers = base + k * PAIRS + i * x_stride + j
         if DOWN:  # unaware of contiguity, the compiler gives this load the layout of the transposed store
-            pointers = tl.max_contiguous(pointers, [1, 1])
-        words = tl.load(pointers, mask=inside & (k * PAIRS + j < width)[None, :], other=0)
+            pointers = tl.max_contiguous(pointers, [1, 1, 1])
+        words = tl.load(pointers, mask=inside & (k * PAIRS + j < width), other=0)
         return words, words
     else:
         cols = 2 * (k * PAIRS + j)
-        pointers = base + i[:, None] * x_stride + cols[None, :]
-        lo = tl.load(pointers, mask=inside & (cols < width)[None, :], other=0.0)
-        return lo, tl.load(pointers + 1, mask=inside & (cols + 1 < width)[None, :], other=0.0)
+        pointers = base + i * x_stride + cols
+        lo = tl.load(pointers, mask=inside & (cols < width), other=0.0)
+        return lo, tl.load(pointers + 1, mask=inside & (cols + 1 < width), other=0.0)
 
 
 @triton.jit
@@ -106,15 +125,30 @@ def _magnitude(x):
 
 
 @triton.jit
-def amax_pairs(a, b, AXIS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr):
-    """FP32 bits of max|x| along ``AXIS``, of even and of odd columns."""
+def _largest(x, DOWN: tl.constexpr, DTYPE: tl.constexpr):
+    """Of each column (``DOWN``) or row: of integers (no ``DTYPE``), or of two numbers a word."""
+    last: tl.constexpr = 2 if DOWN else 1
+    if DTYPE == "bf16":
+        x = tl.reduce(x, last, _max_bf16)
+        return tl.reduce(x, 0, _max_bf16) if DOWN else x
+    elif DTYPE == "fp16":
+        x = tl.reduce(x, last, _max_fp16)
+        return tl.reduce(x, 0, _max_fp16) if DOWN else x
+    else:
+        x = tl.max(x, axis=last)
+        return tl.max(x, axis=0) if DOWN else x
+
+
+@triton.jit
+def amax_pairs(a, b, DOWN: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP32 bits of max|x| of each column (``DOWN``) or row, of even and of odd columns."""
     if WORDS and HARDWARE:
-        pairs = tl.reduce(a, AXIS, _max_bf16 if DTYPE == "bf16" else _max_fp16) & 0x7FFF7FFF
+        pairs = _largest(a, DOWN, DTYPE) & 0x7FFF7FFF
         lo, hi = _half_bits(pairs & 0xFFFF, DTYPE), _half_bits(pairs >> 16, DTYPE)
         return lo.to(tl.int32, bitcast=True), hi.to(tl.int32, bitcast=True)
     else:
         lo, hi = numbers(a, b, DTYPE, WORDS)
-        return tl.max(_magnitude(lo), axis=AXIS), tl.max(_magnitude(hi), axis=AXIS)
+        return _largest(_magnitude(lo), DOWN, ""), _largest(_magnitude(hi), DOWN, "")
 
 
 @triton.jit
@@ -127,9 +161,9 @@ def store_rows(ptr, words, m, k, stride, row_mask):
 
 @triton.jit
 def store_columns(ptr, lo, hi, m, k, stride, lo_mask, hi_mask):
-    """Bytes [128, 64] of even and odd columns of part (m, k) to rows of the transposed matrix."""
-    i, j = tl.arange(0, EDGE), tl.arange(0, PAIRS)
+    """Bytes [64, 64, 2] of even and odd columns of part (m, k) to rows of the transposed matrix."""
+    j = over_rows(tl.arange(0, PAIRS), True)
     base = ptr + k.to(tl.int64) * EDGE * stride + m * EDGE
-    base = base + (2 * j)[None, :] * stride + i[:, None]
-    tl.store(base, lo, mask=lo_mask[None, :])
-    tl.store(base + stride, hi, mask=hi_mask[None, :])
+    base = base + 2 * j * stride + _rows(True)
+    tl.store(base, lo, mask=over_rows(lo_mask, True))
+    tl.store(base + stride, hi, mask=over_rows(hi_mask, True))

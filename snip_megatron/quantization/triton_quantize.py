@@ -5,6 +5,7 @@ Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -19,11 +20,13 @@ from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.packed import Operand, Operands, stored_format
 from snip_megatron.quantization.rounding import key_words
 from snip_megatron.quantization.triton_kernels import amax_kernel, block_kernel, tensor_kernel, tile_kernel
+from snip_megatron.quantization.triton_launch import launch
 
 _AMAX_PARTS = 4
+_SCALE = 4  # place of the scale behind the amax: 16 bytes away, the alignment that cuBLASLt wants
 LAUNCH: dict[str, dict[str, int]] = {
     "tiles": {"num_warps": 8, "maxnreg": 64},
-    "stochastic": {"num_warps": 8, "maxnreg": 80},
+    "stochastic": {"num_warps": 8, "maxnreg": 72},
     "sums": {"num_warps": 8, "maxnreg": 128},
     "blocks": {"num_warps": 8, "maxnreg": 64},
     "tensor": {"num_warps": 8, "maxnreg": 64},
@@ -61,20 +64,23 @@ def quantize_tiles(
     col, col_width = _tile_output(x, col_format, K, M)
     places = {stored_format(candidate): 1 + 2 * i for i, candidate in enumerate(candidates)}
     row_random, col_random = row_seed is not None, col_seed is not None
-    partial = x.new_zeros((1 + 2 * len(places) if places else 0, _parts(M), K), dtype=torch.float32)
+    partial = x.new_zeros((1 + 2 * len(places), _parts(M), K), dtype=torch.float32) if places else x
     if x.numel():
         source, options = _source(x)
         random = 4 in (row_width * row_random, col_width * col_random)
-        tile_kernel[(_parts(K), _parts(M))](
-            source, *_row_pointers(row, x), *_pointers(col, x), partial,
-            x if rows is None else rows, x if cols is None else cols,
-            M, K, *source.shape[1:], source.stride(0), _stride(row) // 2, _stride(col),
-            *offset, *_words(row_seed), *_words(col_seed),
-            ROW=row_width, COL=col_width, ROW_RANDOM=row_random, COL_RANDOM=col_random,
-            SUMS=bool(places), SUM_8=places.get(Format.FP8, 0), SUM_4=places.get(Format.FP4, 0),
-            GIVEN_ROWS=rows is not None, GIVEN_COLS=cols is not None,
-            PAIRED=_paired(cols, offset[1]) if row_random or col_random else True,
-            **options, **LAUNCH["sums" if places else "stochastic" if random else "tiles"],
+        ids = (x if rows is None else rows, x if cols is None else cols)
+        launch(
+            tile_kernel, (_parts(K), _parts(M)),
+            (source, *_row_pointers(row, x), *_pointers(col, x), partial, *ids),
+            (M, K, *source.shape[1:], _stride(col)), (*offset, *_words(row_seed), *_words(col_seed)),
+            {
+                "x_stride": source.stride(0), "row_stride": _stride(row) // 2,
+                "ROW": row_width, "COL": col_width, "ROW_RANDOM": row_random, "COL_RANDOM": col_random,
+                "SUMS": bool(places), "SUM_8": places.get(Format.FP8, 0), "SUM_4": places.get(Format.FP4, 0),
+                "GIVEN_ROWS": rows is not None, "GIVEN_COLS": cols is not None,
+                "PAIRED": _paired(cols, offset[1]) if row_random or col_random else True, **options,
+            },
+            LAUNCH["sums" if places else "stochastic" if random else "tiles"],
         )  # fmt: skip
     return Operands(row, col, partial.sum(1, dtype=torch.float64) if places else None)
 
@@ -87,11 +93,14 @@ def quantize_blocks(w: Tensor, row_format: Format | str | None, col_format: Form
     col, col_width = _block_output(w, col_format, K, N)
     if w.numel():
         source, options = _source(w)
-        block_kernel[(_parts(K), _parts(N))](
-            source, *_row_pointers(row, w), *_pointers(col, w),
-            N, K, *source.shape[1:], source.stride(0), _stride(row) // 2, _stride(col),
-            _scale_stride(row), _scale_stride(col),
-            ROW=row_width, COL=col_width, **options, **LAUNCH["blocks"],
+        launch(
+            block_kernel, (_parts(K), _parts(N)), (source, *_row_pointers(row, w), *_pointers(col, w)),
+            (N, K, *source.shape[1:], _stride(col), _scale_stride(row), _scale_stride(col)), (),
+            {
+                "x_stride": source.stride(0), "row_stride": _stride(row) // 2, "ROW": row_width, "COL": col_width,
+                **options,
+            },
+            LAUNCH["blocks"],
         )  # fmt: skip
     return Operands(row, col)
 
@@ -100,30 +109,41 @@ def quantize_tensor(x: Tensor, *, row: bool = True, col: bool = False, amax: Ten
     """See :func:`snip_megatron.quantization.packed.quantize_tensor`; without ``amax`` the matrix is read twice."""
     x = _checked(x)
     M, K = x.shape
-    scale = torch.ones(1, dtype=torch.float32, device=x.device)
+    bits = _amax_bits(x, amax)
+    scale = torch.ones(1, device=x.device) if bits is None else bits[_SCALE:].view(torch.float32)
     row_side = Operand(_values(x, M, K), scale, "tensor", K) if row else None
     col_side = Operand(_values(x, K, M), scale, "tensor", M) if col else None
-    if x.numel():
-        bits = largest_magnitude(x) if amax is None else amax.detach().to(torch.float32).reshape(1).view(torch.int32)
+    if bits is not None:
         source, options = _source(x)
-        tensor_kernel[(_parts(K), _parts(M))](
-            source, bits, _row_pointers(row_side, x)[0], _pointers(col_side, x)[0], scale,
-            M, K, *source.shape[1:], source.stride(0), _stride(row_side) // 2, _stride(col_side),
-            ROW=row, COL=col, **options, **LAUNCH["tensor"],
+        launch(
+            tensor_kernel, (_parts(K), _parts(M)),
+            (source, bits, _row_pointers(row_side, x)[0], _pointers(col_side, x)[0], scale),
+            (M, K, *source.shape[1:], _stride(col_side)), (),
+            {"x_stride": source.stride(0), "row_stride": _stride(row_side) // 2, "ROW": row, "COL": col, **options},
+            LAUNCH["tensor"],
         )  # fmt: skip
     return Operands(row_side, col_side)
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """The FP32 bits of max|x| as int32 [1]; NaN if x holds one. ``x`` is [M, K], not empty."""
+    """int32 [5]: the FP32 bits of max|x| (NaN if x holds one), and last room for a scale. ``x`` [M, K], not empty."""
     M, K = x.shape
-    bits = torch.zeros(1, dtype=torch.int32, device=x.device)
-    grid = (-(-K // (TILE * _AMAX_PARTS)), _parts(M))
+    bits = torch.zeros(_SCALE + 1, dtype=torch.int32, device=x.device)  # one fill for both
     source, options = _source(x)
-    amax_kernel[grid](
-        source, bits, M, *source.shape[1:], source.stride(0), PARTS=_AMAX_PARTS, **options, **LAUNCH["amax"]
-    )
+    launch(
+        amax_kernel, (-(-K // (TILE * _AMAX_PARTS)), _parts(M)), (source, bits), (M, *source.shape[1:]), (),
+        {"x_stride": source.stride(0), "PARTS": _AMAX_PARTS, **options}, LAUNCH["amax"],
+    )  # fmt: skip
     return bits
+
+
+def _amax_bits(x: Tensor, amax: Tensor | None) -> Tensor | None:
+    """As :func:`largest_magnitude`; None for an empty matrix."""
+    if not x.numel():
+        return None
+    if amax is None:
+        return largest_magnitude(x)
+    return amax.detach().to(torch.float32).reshape(1).expand(_SCALE + 1).contiguous().view(torch.int32)
 
 
 def _checked(x: Tensor) -> Tensor:
@@ -210,6 +230,9 @@ def _wants_reference(x: Tensor, *, stochastic: bool, sums: bool) -> bool:
 
 def _hardware(x: Tensor) -> bool:
     """Whether the device has Hopper's instructions on pairs; Triton's interpreter and older GPUs build the bytes."""
-    if not x.is_cuda or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.is_cuda and not triton.knobs.runtime.interpret and _has_hopper_instructions(x.device)
+
+
+@functools.cache
+def _has_hopper_instructions(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)

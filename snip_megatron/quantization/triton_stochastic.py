@@ -5,7 +5,8 @@
 import triton
 import triton.language as tl
 
-from snip_megatron.quantization.triton_elements import joined, reciprocal
+from snip_megatron.quantization.triton_elements import bytes_of, joined, reciprocal
+from snip_megatron.quantization.triton_pairs import over_rows
 
 
 @triton.jit
@@ -27,31 +28,43 @@ def _swapped(h):
 
 
 @triton.jit
-def _mixed(rows, cols, word, other_word, column_word, HARDWARE: tl.constexpr):
-    """uint32 [len(rows), len(cols)]: the hash before its last multiplication, one for columns 2i and 2i + 1."""
-    first = _mix32(rows.to(tl.uint32) * 0x9E3779B1 + word.to(tl.uint32))
-    second = _once(_mix32(first ^ other_word.to(tl.uint32)))
-    first = _once(first)
-    column = _once(_mix32((cols.to(tl.uint32) >> 1) * 0x85EBCA77 + column_word.to(tl.uint32)))
-    h = (first[:, None] ^ column[None, :]) * 0x85EBCA6B
-    return _swapped(_swapped(h) * 0xC2B2AE35 + second[:, None])
+def _words(row_words, cols, word, HALVES: tl.constexpr):
+    """uint32 of rows by columns: one word for columns 2i and 2i + 1, itself the draw of the latter."""
+    factor = _mix32((cols.to(tl.uint32) >> 1) * 0x85EBCA77 + word.to(tl.uint32)) | 1
+    if not HALVES:  # a thread has many columns
+        factor = _once(factor)
+    factor = over_rows(factor, HALVES)
+    return _swapped(row_words * factor) * 0x9E3779B1 + factor
 
 
 @triton.jit
-def random_pairs(rows, lo_cols, hi_cols, word, other_word, column_word, PAIRED: tl.constexpr, HARDWARE: tl.constexpr):
-    """Two of uint32 [len(rows), len(cols)]; ids are vectors; words: ``rounding.key_words`` of the seed.
+def _even_draw(words):
+    return words * 0xADB4A92D
+
+
+@triton.jit
+def _drawn(words, cols, HALVES: tl.constexpr):
+    """The draws of columns that need not be pairs."""
+    return tl.where(over_rows((cols & 1) == 0, HALVES), _even_draw(words), words)
+
+
+@triton.jit
+def random_pairs(rows, lo_cols, hi_cols, row_word, col_word, HALVES: tl.constexpr, PAIRED: tl.constexpr):
+    """Two of uint32 [128, 64], or [64, 64, 2] with the rows' halves last if ``HALVES``; ids are vectors; words:
+    ``rounding.key_words`` of the seed.
 
     ``PAIRED``: each (lo_cols, hi_cols) is some (2i, 2i + 1), so that one hash serves both.
     """
-    lo = _mixed(rows, lo_cols, word, other_word, column_word, HARDWARE)
+    row_words = _mix32(rows.to(tl.uint32) * 0x9E3779B1 + row_word.to(tl.uint32))
+    if HALVES:  # a thread has many rows
+        row_words = tl.trans(tl.reshape(_once(row_words), (2, rows.shape[0] // 2)))
+    row_words = tl.expand_dims(row_words, 1)
+    lo = _words(row_words, lo_cols, col_word, HALVES)
     if PAIRED:
-        hi = lo * 0x27D4EB2F
-        lo = lo * 0x9E3779B1
+        return _even_draw(lo), lo
     else:
-        hi = _mixed(rows, hi_cols, word, other_word, column_word, HARDWARE)
-        hi = hi * tl.where((hi_cols & 1) == 0, 0x9E3779B1, 0x27D4EB2F).to(tl.uint32)[None, :]
-        lo = lo * tl.where((lo_cols & 1) == 0, 0x9E3779B1, 0x27D4EB2F).to(tl.uint32)[None, :]
-    return lo, hi
+        hi = _words(row_words, hi_cols, col_word, HALVES)
+        return _drawn(lo, lo_cols, HALVES), _drawn(hi, hi_cols, HALVES)
 
 
 @triton.jit
@@ -78,54 +91,28 @@ def _stochastic_byte(y, bits, sign_and_nan):
     return code | sign_and_nan
 
 
-# Instructions of one element: 2^-126·|x/scale| cut to 22 bits below the last one that stays (the shift drops its sign),
-# plus the draw; the count less one is left in the upper four bits of t.
-_COUNT = (
-    "mul.rz.f32 f, {x}, {inverse}; mov.b32 t, f; mad.lo.s32 t, t, 64, -268435456;"
-    " shr.u32 u, {bits}, 4; add.s32 t, t, u; "
-)
+@triton.jit
+def _rounded(x, inverse, bits, back, DTYPE: tl.constexpr):
+    """FP32 x · inverse · 2^126 rounded to E2M1 stochastically.
 
-
-def _four(x, inverse, bits, table, signs, out):
-    """Assembly: four elements (registers, last first) to four bytes. Their counts select bytes of the table; −1 (its
-    upper bit set) repeats the sign of the table's last byte instead: zero, or NaN in a table of those."""
-    text = _COUNT.format(x=x[0], inverse=inverse, bits=bits[0]) + "shr.u32 a, t, 28; "
-    for i in range(1, 4):
-        text += _COUNT.format(x=x[i], inverse=inverse, bits=bits[i]) + "shf.l.wrap.b32 a, t, a, 4; "
-    return text + f"prmt.b32 a, {table[0]}, {table[1]}, a; {signs} lop3.b32 {out}, s, 0x80808080, a, 0xEA; "
-
-
-_DECLARED = "{ .reg .b32 a, p, r, s, t, u; .reg .f32 f; "
-# Pairs of registers from 1: words, lo, hi, bits of lo, bits of hi, reciprocals, lower and upper half of the table.
-_JOINED = tl.constexpr(
-    _DECLARED
-    + _four(
-        ("$6", "$4", "$5", "$3"), "$11", ("$10", "$8", "$9", "$7"), ("$13", "$15"), "prmt.b32 s, $1, $2, 0x7531;", "$0"
+    FP32 numbers of 2^-126·|y| are counted by their bits, E2M1's by the upper ones of these, below 1 as above: the draw
+    is added to the 22 that follow. The product is cut to zero.
+    """
+    y = tl.inline_asm_elementwise(
+        "mul.rz.f32 $0, $1, $2;", "=f,f,f", [x, inverse + tl.zeros_like(x)], dtype=tl.float32, is_pure=True, pack=1
     )
-    + "}"
-)
-# Fours from 2: words, lo, hi, bits of lo and of hi, reciprocals for lo and for hi, table's halves for lo and for hi.
-_APART = tl.constexpr(
-    _DECLARED
-    + "prmt.b32 p, $2, $3, 0x7351; prmt.b32 r, $4, $5, 0x7351; "
-    + _four(
-        ("$9", "$8", "$7", "$6"), "$22", ("$17", "$16", "$15", "$14"), ("$30", "$34"), "prmt.b32 s, p, r, 0x5410;", "$0"
-    )
-    + _four(
-        ("$13", "$12", "$11", "$10"), "$26", ("$21", "$20", "$19", "$18"), ("$38", "$42"), "prmt.b32 s, p, r, 0x7632;",
-        "$1",
-    )
-    + "}"
-)  # fmt: skip
-_JOINED_REGISTERS = tl.constexpr("=r,r,r,f,f,f,f,r,r,r,r,f,f,r,r,r,r")
-_APART_REGISTERS = tl.constexpr("=&r,=&r" + ",r" * 4 + ",f" * 8 + ",r" * 8 + ",f" * 8 + ",r" * 16)
+    if DTYPE == "fp32":  # 16-bit numbers never exceed 6
+        y = tl.minimum(tl.maximum(y, -6.0 * 2.0**-126), 6.0 * 2.0**-126)
+    counted = y.to(tl.int32, bitcast=True) + (bits >> 10).to(tl.int32, bitcast=True)
+    return (counted & -4194304).to(tl.float32, bitcast=True) * back
 
 
 @triton.jit
-def _table(scale):
-    """Bytes of E2M1's numbers above zero and once more the last; all NaN for a scale that is."""
-    nan = tl.where(scale != scale, -1, 0)
-    return nan | 0x403C3830, nan | 0x4C4C4844
+def _reciprocal(scale, lift, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """1 / lifted scale; a little less for a subnormal scale, whose few bits would let the largest number exceed 6."""
+    scale = scale * lift
+    inverse = reciprocal(scale, DTYPE, HARDWARE)
+    return tl.where(scale < 0.5, inverse * 0.999755859375, inverse)  # 1 − 2^-12
 
 
 @triton.jit
@@ -137,24 +124,14 @@ def stochastic_bytes(
 
     Bits 15 and 31 of ``words`` hold the signs.
     """
-    lo_inverse = reciprocal(lo_scale * lo_lift, DTYPE, HARDWARE)
-    hi_inverse = reciprocal(hi_scale * hi_lift, DTYPE, HARDWARE)
+    lo_inverse = _reciprocal(lo_scale, lo_lift, DTYPE, HARDWARE)
+    hi_inverse = _reciprocal(hi_scale, hi_lift, DTYPE, HARDWARE)
     if HARDWARE:
-        lo_inverse, hi_inverse = lo_inverse * 1.1754943508222875e-38, hi_inverse * 1.1754943508222875e-38
-        lo_low, lo_high = _table(lo_scale)
-        hi_low, hi_high = _table(hi_scale)
-        if JOIN:
-            both = tl.inline_asm_elementwise(
-                _JOINED, _JOINED_REGISTERS, [words, lo, hi, lo_bits, hi_bits, lo_inverse, lo_low, lo_high],
-                dtype=tl.int16, is_pure=True, pack=2,
-            )  # fmt: skip
-            return both, both
-        else:
-            return tl.inline_asm_elementwise(
-                _APART, _APART_REGISTERS,
-                [words, lo, hi, lo_bits, hi_bits, lo_inverse, hi_inverse, lo_low, lo_high, hi_low, hi_high],
-                dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
-            )  # fmt: skip
+        lo_back = tl.where(lo_scale != lo_scale, float("nan"), 8.507059173023462e37)  # 2^126
+        hi_back = tl.where(hi_scale != hi_scale, float("nan"), 8.507059173023462e37)
+        lo = _rounded(lo, lo_inverse * 1.1754943508222875e-38, lo_bits, lo_back, DTYPE)
+        hi = _rounded(hi, hi_inverse * 1.1754943508222875e-38, hi_bits, hi_back, DTYPE)
+        return bytes_of(lo, hi, JOIN, HARDWARE)
     else:
         lo = _stochastic_byte(_truncated_product(lo, lo_inverse), lo_bits, 0)
         hi = _stochastic_byte(_truncated_product(hi, hi_inverse), hi_bits, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -88,12 +90,11 @@ def hash_oracle(seed: int, row: int, col: int) -> int:
         return value ^ (value >> 31)
 
     words = splitmix(seed)
-    first = mix((row * 0x9E3779B1 + words) & mask)
-    column = mix(((col >> 1) * 0x85EBCA77 + splitmix(words)) & mask)
-    h = ((first ^ column) * 0x85EBCA6B) & mask
-    h = ((h << 16 | h >> 16) * 0xC2B2AE35 + mix(first ^ (words >> 32))) & mask
-    h = (h << 16 | h >> 16) & mask
-    return (h * (0x27D4EB2F if col & 1 else 0x9E3779B1)) & mask
+    row_word = mix((row * 0x9E3779B1 + words) & mask)
+    factor = mix(((col >> 1) * 0x85EBCA77 + (words >> 32)) & mask) | 1
+    h = (row_word * factor) & mask
+    h = ((h << 16 | h >> 16) * 0x9E3779B1 + factor) & mask
+    return h if col & 1 else (h * 0xADB4A92D) & mask
 
 
 @given(
@@ -119,8 +120,16 @@ def uniforms(seed: int, rows: torch.Tensor = IDS, cols: torch.Tensor = IDS) -> t
     return random_bits(seed, rows, cols).double() / 2**32
 
 
-def test_draws_are_uniform_and_neighbours_uncorrelated() -> None:
-    u = uniforms(12345)
+def standardised(draws: torch.Tensor) -> torch.Tensor:
+    return (draws - draws.mean()) / draws.std()
+
+
+SEEDS = (12345, 2**63 + 7)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_draws_are_uniform_and_neighbours_uncorrelated(seed: int) -> None:
+    u = uniforms(seed)
     n = u.numel()
     limit = 4 / n**0.5  # four standard errors of a correlation
     assert abs(u.mean().item()) < limit / 12**0.5
@@ -128,17 +137,63 @@ def test_draws_are_uniform_and_neighbours_uncorrelated() -> None:
     chi_square = ((counts - n / 256) ** 2 / (n / 256)).sum().item()
     assert abs(chi_square - 255) < 4 * (2 * 255) ** 0.5
     others = {
-        "next row": uniforms(12345, IDS + 1),
-        "next column": uniforms(12345, IDS, IDS + 1),
-        "next seed": uniforms(12346),
-        "seed's upper word": uniforms(12345 + 2**32),
-        "transposed": uniforms(12345).t(),
+        "next row": uniforms(seed, IDS + 1),
+        "next column": uniforms(seed, IDS, IDS + 1),
+        "next pair": uniforms(seed, IDS, IDS + 2),
+        "next tile": uniforms(seed, IDS + 128, IDS + 128),
+        "next seed": uniforms(seed + 1),
+        "seed's upper word": uniforms(seed ^ 2**32),
+        "transposed": uniforms(seed).t(),
     }
     for name, other in others.items():
         mask = torch.ones_like(u, dtype=torch.bool)
         if name == "transposed":
             mask = ~torch.eye(u.shape[0], dtype=torch.bool)
         assert abs(torch.corrcoef(torch.stack([u[mask], other[mask]]))[0, 1].item()) < limit, name
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "function",
+    [lambda u: u, lambda u: u.square(), lambda u: (u > 0).double(), lambda u: (u > 0.4).double()],
+    ids=["draw", "square", "half", "tenth"],  # the last two: who rounds up at these probabilities
+)
+def test_no_two_rows_and_no_two_columns_are_correlated(seed: int, function: Callable[..., torch.Tensor]) -> None:
+    """All pairs, not only neighbours: correlations over 1,024 draws are spread as those of independent ones."""
+    found = standardised(function(uniforms(seed)))
+    for draws in (found, found.t()):
+        z = (draws @ draws.t()) / draws.shape[1] ** 0.5
+        z = z[torch.ones_like(z, dtype=torch.bool).triu(1)]
+        assert z.std().item() == pytest.approx(1, abs=0.01)
+        assert z.abs().max().item() < 7.5  # 2^19 pairs; 7.5 allows for the tail of rare events
+
+
+@pytest.mark.parametrize("shift", [16, 28])
+def test_the_two_columns_of_a_pair_are_independent(shift: int) -> None:
+    """Their four upper bits, and the lowest four of the upper sixteen, together."""
+    bits = random_bits(31, IDS, IDS)
+    even, odd = ((bits[:, side::2] >> shift) & 15 for side in (0, 1))
+    counts = torch.bincount((16 * even + odd).flatten(), minlength=256).double()
+    mean = counts.mean()
+    assert abs(((counts - mean) ** 2 / mean).sum().item() - 255) < 4 * (2 * 255) ** 0.5
+
+
+def test_sums_over_tiles_vary_as_those_of_independent_draws() -> None:
+    """What a GEMM's error is made of: 128 draws of a row, or of a column."""
+    u = standardised(uniforms(41))
+    for draws in (u, u.t()):
+        sums = draws.reshape(1024, 8, 128).sum(2) / 128**0.5
+        assert sums.std().item() == pytest.approx(1, abs=4 / (2 * sums.numel()) ** 0.5)
+        products = sums[1:] * sums[:-1]
+        assert abs(products.mean().item()) < 4 / products.numel() ** 0.5
+
+
+def test_products_of_four_corners_have_no_mean() -> None:
+    """A hash linear in rows and columns would have equal second differences."""
+    u = standardised(uniforms(43))
+    for down, right in ((1, 1), (1, 2), (2, 2), (8, 8)):
+        corners = u[down:, right:] * u[:-down, right:] * u[down:, :-right] * u[:-down, :-right]
+        assert abs(corners.mean().item()) < 4 / corners.numel() ** 0.5
 
 
 def test_each_used_bit_is_balanced_and_every_row_has_its_own_draws() -> None:
@@ -148,6 +203,7 @@ def test_each_used_bit_is_balanced_and_every_row_has_its_own_draws() -> None:
         assert abs(share - 0.5) < 4 * 0.5 / bits.numel() ** 0.5, position
     per_row = (bits.double() / 2**32).mean(1)
     assert per_row.std().item() == pytest.approx((1 / 12 / 1024) ** 0.5, rel=0.15)
+    assert len({tuple(row) for row in bits[:, :4].tolist()}) == 1024
 
 
 @given(parts=st.lists(st.integers(-(2**70), 2**70), max_size=5), at=st.integers(0, 4))

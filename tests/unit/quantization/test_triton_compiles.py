@@ -13,12 +13,13 @@ from snip_megatron.quantization import triton_kernels
 from snip_megatron.quantization.triton_quantize import LAUNCH
 
 HOPPER = GPUTarget("cuda", 90, 32)
-TILES = {
+STRIDES = {"x_stride": 2048, "row_stride": 2048}
+TILES = STRIDES | {
     "ROW": 8, "COL": 4, "ROW_RANDOM": False, "COL_RANDOM": True, "SUMS": True, "SUM_8": 1, "SUM_4": 3,
     "GIVEN_ROWS": True, "GIVEN_COLS": False, "PAIRED": True, "DTYPE": "bf16", "WORDS": True, "HARDWARE": True,
 }  # fmt: skip
 BF16 = {"DTYPE": "bf16", "WORDS": True, "HARDWARE": True}
-SIDES = {"ROW": 8, "COL": 4} | BF16
+SIDES = STRIDES | {"ROW": 8, "COL": 4} | BF16
 POINTERS = {
     "x_ptr": "*i32", "row_ptr": "*i16", "col_ptr": "*u8", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
     "sums_ptr": "*fp32", "rows_ptr": "*i64", "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
@@ -50,7 +51,7 @@ def assembled(name: str, constants: dict[str, object], launch: str, x: str = "*i
         ("tile_kernel", TILES | {"DTYPE": "bf16", "WORDS": False}, "sums", "*bf16"),
         ("tile_kernel", TILES | {"DTYPE": "fp16"}, "sums", "*i32"),
         ("block_kernel", SIDES, "blocks", "*i32"),
-        ("amax_kernel", {"PARTS": 4} | BF16, "amax", "*i32"),
+        ("amax_kernel", {"x_stride": 2048, "PARTS": 4} | BF16, "amax", "*i32"),
         ("tensor_kernel", SIDES | {"ROW": True, "COL": True}, "tensor", "*i32"),
     ],
 )
@@ -71,4 +72,4 @@ def test_tiles_are_transposed_in_registers(random: bool) -> None:
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
     assert "st.global.v4.b32" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 1024
-    assert "sizePerThread = [16, 1], threadsPerWarp = [8, 4]" in compiled.asm["ttgir"]
+    assert "sizePerThread = [16, 1, 1], threadsPerWarp = [4, 8, 1], warpsPerCTA = [1, 8, 1]" in compiled.asm["ttgir"]

@@ -1,0 +1,74 @@
+"""Measured choices of cuBLASLt's proposals: which products take them, and when a table does not hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from snip_megatron.gemm.proposals import measured_choices
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.quantization import packed
+from snip_megatron.quantization.packed import Operand
+
+from .emulated_scaled_mm import scaled_mm
+
+ROWS_A, ROWS_B, DEPTH = 64, 32, 256
+
+
+class Library:
+    """Takes proposal 3 for everything, or nothing."""
+
+    def __init__(self, runs: bool = True) -> None:
+        self.runs, self.calls = runs, []
+
+    def multiply(self, a: Operand, b: Operand, out: torch.Tensor, **options: Any) -> bool:
+        self.calls.append(options)
+        out.copy_(a.dequantize() @ b.dequantize().t())
+        return self.runs
+
+
+def products(library: Library) -> ScaledProducts:
+    return ScaledProducts(scaled_mm, library, {(ROWS_A, ROWS_B, DEPTH): 3})
+
+
+def operands(scaling: str) -> tuple[Operand, Operand]:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, DEPTH, generator=generator).bfloat16() for rows in (ROWS_A, ROWS_B))
+    if scaling == "tensor":
+        return packed.quantize_tensor(a).row, packed.quantize_tensor(b).row
+    return packed.quantize_tiles(a, "fp8", None).row, packed.quantize_blocks(b, "fp8", None).row
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_product_in_the_table_runs_by_its_proposal(runs: bool) -> None:
+    library = Library(runs)
+    a, b = operands("tensor")
+    found = products(library).multiply(a, b, torch.bfloat16)
+    assert library.calls == [{"fast": True, "choice": 3}]
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.float(), a.dequantize() @ b.dequantize().t(), rtol=1e-2, atol=1e-2)
+
+
+def test_other_products_do_not() -> None:
+    library = Library()
+    a, b = operands("tensor")
+    products(library).multiply(a, b, torch.float32)
+    products(library).multiply(a, b, torch.bfloat16, fast=False)
+    products(library).multiply(b, a, torch.bfloat16)
+    products(library).multiply(*operands("tile"), torch.bfloat16)
+    ScaledProducts(scaled_mm, library).multiply(a, b, torch.bfloat16)
+    assert library.calls == []
+
+
+def test_a_table_holds_for_its_library_and_device_only(tmp_path: Path) -> None:
+    path = tmp_path / "proposals.json"
+    assert measured_choices(130100, "NVIDIA H200", path) == {}
+    rows = [{"a_rows": 8192, "b_rows": 4096, "depth": 14336, "choice": 5, "gain": 1.1}]
+    path.write_text(json.dumps({"cublaslt": 130100, "device": "NVIDIA H200", "rows": rows}))
+    assert measured_choices(130100, "NVIDIA H200", path) == {(8192, 4096, 14336): 5}
+    assert measured_choices(130200, "NVIDIA H200", path) == {}
+    assert measured_choices(130100, "NVIDIA H100 80GB HBM3", path) == {}
