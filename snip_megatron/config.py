@@ -10,7 +10,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError
 from snip_megatron.guard import GuardSettings
-from snip_megatron.precision import Format
+from snip_megatron.precision import LINEAR_KINDS, Format
 
 GRANULARITIES = ("gemm", "layer")
 GEMM_BACKENDS = ("auto", "reference", "hopper", "blackwell")
@@ -19,6 +19,7 @@ FORMATS = ("fp8", "fp4", "nvfp4", "mxfp4", "mxfp8", "fp8_tensor")
 BUDGETS = ("fp4", "speedup", "loss")
 COSTS = ("auto", "time", "flops")
 FOUR_BIT = ("fp4", "nvfp4", "mxfp4")
+_LISTS = ("formats", "protect")  # comma separated; other tuples are repeatable arguments
 
 
 def _option(default: Any, text: str, **argument: Any) -> Any:
@@ -65,11 +66,18 @@ class SnipConfig:
         type=float,
     )
     measured_twice: bool = _option(False, "estimator measured also measures on microbatches of its own: its ceiling")
+    hessian_probes: int = _option(8, "probe vectors of policy hawq, two passes each", type=int, metavar="N")
+    protect: tuple[str, ...] = _option(
+        ("fc2", "proj"), "kinds of linears that policy layer-type protects, comma separated, the most protected first"
+    )
     stage_tolerance: str = _option("0.02", "how far a pipeline stage may stay under fp4=; none: no constraint")
     change_penalty: float = _option(
         0.0, "loss that a choice unlike the map in force costs, in mean losses of an option's worst format", type=float
     )
     pin: tuple[str, ...] = _option((), "GLOB=FORMAT: a fixed choice for the linears that match; repeatable")
+    group: tuple[str, ...] = _option(
+        (), "GLOB (or block:GLOB, in each block): linears that share a format per GEMM; repeatable", metavar="GLOB"
+    )
     map: str | None = _option(None, "a snip.map/1 file to run under, without updates", metavar="MAP.json")
     replay: str | None = _option(None, "repeat the recorded adoptions of another run's directory", metavar="RUN")
     gemm: str = _option("auto", "GEMM backend", choices=GEMM_BACKENDS)
@@ -88,7 +96,7 @@ class SnipConfig:
     seed: int = _option(1234, "seed of stochastic rounding, probes and tie-breaking", type=int)
     dir: str | None = _option(None, "run directory: events, statistics, maps, report", metavar="DIR")
     overwrite: bool = _option(False, "write into a run directory of another configuration")
-    no_compat: tuple[str, ...] = _option((), "switch one compatibility patch off by name; repeatable")
+    no_compat: tuple[str, ...] = _option((), "switch one compatibility patch off by name; repeatable", metavar="NAME")
 
     def __post_init__(self) -> None:
         if self.enabled:
@@ -144,6 +152,14 @@ class SnipConfig:
         return tuple(pairs)
 
     @property
+    def protected_kinds(self) -> tuple[str, ...]:
+        """Full names of the kinds of linears in ``protect``."""
+        kinds = {kind.rpartition("linear_")[2]: kind for kind in LINEAR_KINDS}
+        if unknown := [name for name in self.protect if name not in kinds]:
+            raise SnipError(f"--snip-protect {unknown[0]}: unknown kind of linear; choose among {', '.join(kinds)}")
+        return tuple(kinds[name] for name in self.protect)
+
+    @property
     def guard(self) -> GuardSettings:
         """The ``--snip-guard-*`` arguments. Raises SnipError naming the one out of range."""
         return GuardSettings(self.guard_steps, self.guard_sigma, self.guard_patience, self.guard_window, self.guard_bar)
@@ -163,7 +179,7 @@ class SnipConfig:
         from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
         from snip_megatron.sensitivity.quality import Q_RULES
 
-        _ = self.wanted, self.tolerance, self.pins, self.guard
+        _ = self.wanted, self.tolerance, self.pins, self.guard, self.protected_kinds
         for name, value, known in (
             ("policy", self.policy, POLICIES),
             ("estimator", self.estimator, ESTIMATORS),
@@ -177,7 +193,13 @@ class SnipConfig:
                 raise SnipError(f"--snip-{name} {value}: unknown; choose one of {', '.join(known)}")
         self._validate_formats()
         self._validate_cost()
-        for name, least in (("update_interval", 0), ("first_update", 0), ("lag", 1), ("probe_microbatches", 1)):
+        for name, least in (
+            ("update_interval", 0),
+            ("first_update", 0),
+            ("lag", 1),
+            ("probe_microbatches", 1),
+            ("hessian_probes", 1),
+        ):
             if getattr(self, name) < least:
                 raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be at least {least}")
         if self.probe_tokens < 1:
@@ -200,8 +222,9 @@ class SnipConfig:
         if self.map is not None and self.replay is not None:
             raise SnipError("--snip-map and --snip-replay cannot be combined: both fix the maps; give one")
         fixed = "map" if self.map is not None else "replay" if self.replay is not None else None
-        if fixed is not None and self.pin:
-            raise SnipError(f"--snip-pin cannot be combined with --snip-{fixed}: its maps are used as they are")
+        for name in ("pin", "group"):
+            if fixed is not None and getattr(self, name):
+                raise SnipError(f"--snip-{name} cannot be combined with --snip-{fixed}: its maps are used as they are")
 
     def _validate_formats(self) -> None:
         kind, figure = self.wanted
@@ -261,7 +284,7 @@ class SnipConfig:
 
 def _in_nats(policy: str, q: str) -> bool:
     """Whether a policy's scores are predicted losses in nats (sensitivity/README.md, units)."""
-    return policy == "fisher" or (policy == "snip" and q in ("split", "noise"))
+    return policy in ("fisher", "hawq") or (policy == "snip" and q in ("split", "noise"))
 
 
 def _share(argument: str, text: str, value: str) -> float:
@@ -275,7 +298,7 @@ def _share(argument: str, text: str, value: str) -> float:
 
 
 def _tuple(name: str, value: Any) -> tuple[str, ...]:
-    return tuple(part for part in value.split(",") if part) if name == "formats" else tuple(value)
+    return tuple(part for part in value.split(",") if part) if name in _LISTS else tuple(value)
 
 
 def _flag(name: str) -> str:
@@ -299,8 +322,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if isinstance(f.default, bool):
             kwargs["action"] = "store_true"
             kwargs["default"] = False
-        elif isinstance(f.default, tuple) and f.name != "formats":
-            kwargs |= {"action": "append", "metavar": "NAME" if f.name == "no_compat" else "GLOB=FORMAT"}
+        elif isinstance(f.default, tuple) and f.name not in _LISTS:
+            kwargs |= {"action": "append", "metavar": argument.get("metavar", "GLOB=FORMAT")}
         else:
             kwargs |= {"type": argument.get("type", str), "metavar": argument.get("metavar", "X")}
             kwargs["help"] += f"; default {','.join(f.default) if isinstance(f.default, tuple) else f.default}"

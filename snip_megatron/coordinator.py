@@ -157,7 +157,8 @@ class RankZeroCoordinator:
         """The map to start under: a static one, a uniform policy's, or none."""
         if self._static_map is not None:
             return Decision(Verdict.MAP, self._static_map)
-        fixed = fixed_map(self._config.policy, [row.name for row in self._linears], self._request.pins)
+        names, request = [row.name for row in self._linears], self._request
+        fixed = fixed_map(self._config.policy, names, request.pins, request.groups)
         if self._config.replay is None and fixed is not None:
             return Decision(Verdict.MAP, fixed)
         return Decision(Verdict.DROPPED)

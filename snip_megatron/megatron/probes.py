@@ -20,6 +20,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.drift_probe import DriftProbe, sink_rows
+from snip_megatron.megatron.hessian_probe import add_hessian_traces
 from snip_megatron.megatron.measured_probe import MeasuredProbe
 from snip_megatron.megatron.probe_call import LoopShape, StepCall, run_schedule, undisturbed
 from snip_megatron.megatron.stream import ResidualStream
@@ -65,6 +66,7 @@ class ProbeRunner:
         groups: process groups.
         model: this rank's chunks, wrapped by DDP.
         with_drift: whether the policy uses weight divergence: without it there are no noise passes.
+        with_hessian: whether the policy uses Hessian traces: two more passes a probe vector.
         measures: whether options are forced alone (``--snip-estimator measured``).
         pinned: (linear, GEMM) that need no measuring.
     """
@@ -78,10 +80,12 @@ class ProbeRunner:
         model: Sequence[torch.nn.Module],
         *,
         with_drift: bool,
+        with_hessian: bool = False,
         measures: bool = False,
         pinned: Collection[tuple[str, Gemm]] = (),
     ) -> None:
         self._with_drift = with_drift
+        self._with_hessian = with_hessian
         self._measures = measures
         self._pinned = frozenset(pinned)
         self._registry = registry
@@ -151,6 +155,9 @@ class ProbeRunner:
             table.merge(late)
             seconds["reduction"] += time.perf_counter() - started
         passes = {kind: microbatches for kind in seconds if kind != "reduction"}
+        if self._with_hessian:
+            seconds["hessian"] = self._run_hessian(call, table, microbatches, scale)
+            passes["hessian"] = 2 * self._snip.hessian_probes * microbatches
         finished = table.to_table(
             step=call.step, tokens=tokens, tokens_per_step=per_step, meta={"clip": call.clip, **seconds}
         )
@@ -159,6 +166,29 @@ class ProbeRunner:
             finished, passes["measured"] = self._measure(call, finished, microbatches, scale)
             seconds["measured"] = time.perf_counter() - started
         return ProbeResult(finished, seconds, tokens, passes)
+
+    def _run_hessian(self, call: StepCall, table: PartialTable, microbatches: int, scale: StepScale) -> float:
+        """Adds the linears' Hessian traces to ``table``; returns the seconds of their passes."""
+        started = time.perf_counter()
+        context = self._registry.context
+        with undisturbed(call, context) as states:
+            context.probing = True
+
+            def run_pass() -> None:
+                self._registry.start_step(call.step)
+                compat.set_rng_state(states)
+                run_schedule(call, self._shape, range(microbatches))
+
+            add_hessian_traces(
+                table,
+                list(self._registry),
+                run_pass,
+                self._groups,
+                seed=self._snip.seed,
+                probes=self._snip.hessian_probes,
+                gradient_scale=scale.gradient,
+            )
+        return time.perf_counter() - started
 
     # -- options forced alone ----------------------------------------------------------------------------------
     def _measure(

@@ -34,7 +34,7 @@ from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.step_costs import linear_shapes
 from snip_megatron.reporting.run_directory import RunDirectory
 from snip_megatron.reporting.wandb_sink import WandbSink
-from snip_megatron.sensitivity.policies import needs_forward_noise, pinned_gemms
+from snip_megatron.sensitivity.policies import needs_forward_noise, needs_hessian, pinned_gemms
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups
 from snip_megatron.statistics.table import LinearRow
@@ -217,6 +217,7 @@ class SnipRun:
             groups,
             model,
             with_drift=needs_forward_noise(request),
+            with_hessian=needs_hessian(request),
             measures=needs_forward_noise(request) and request.estimator == "measured",
             pinned=pinned_gemms(registry.names, request),
         )

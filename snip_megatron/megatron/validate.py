@@ -16,7 +16,7 @@ from snip_megatron.megatron import compat
 from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.precision import LinearId, PrecisionMap
 from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
-from snip_megatron.sensitivity.problem import check_reachable, reachable_share
+from snip_megatron.sensitivity.problem import check_groups, check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow
 
@@ -185,7 +185,7 @@ def _check_fixed_map(config: SnipConfig, args: argparse.Namespace) -> None:
         for _, path in replay_schedule(config.replay):
             load_map(str(path), names, argument="--snip-replay")
     else:
-        fixed_map(config.policy, names, pins(config, args))
+        fixed_map(config.policy, names, pins(config, args), config.group)
 
 
 def load_map(path: str, names: list[str], *, argument: str = "--snip-map") -> PrecisionMap:
@@ -255,6 +255,8 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0
         change_penalty=config.change_penalty,
         stage_tolerance=config.tolerance,
         pins=pins(config, args),
+        groups=config.group,
+        protected_kinds=config.protected_kinds,
         seed=config.seed,
         version=version,
         deterministic_time=config.solver_time,
@@ -270,6 +272,7 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
     if config.timed:
         check_reachable(model_linears(args), request)
         return
+    check_groups(model_linears(args), request)
     share = reachable_share(model_linears(args), request)
     if share < request.target - 1e-9:
         raise SnipError(

@@ -75,8 +75,11 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "probe_noise": (["0.1"], 0.1),
     "measured_share": (["0.1"], 0.1),
     "measured_twice": ([], True),
+    "hessian_probes": (["12"], 12),
+    "protect": (["qkv,fc1"], ("qkv", "fc1")),
     "stage_tolerance": (["none"], "none"),
     "pin": (["*.linear_fc2=fp8"], ("*.linear_fc2=fp8",)),
+    "group": (["block:*.mlp.*"], ("block:*.mlp.*",)),
     "map": (["m.json"], "m.json"),
     "replay": (["runs/a"], "runs/a"),
     "gemm": (["reference"], "reference"),
@@ -288,3 +291,17 @@ def test_any_pin_is_a_pair_or_a_snip_error(text: str) -> None:
     else:
         ((glob, fmt),) = config.pins
         assert f"{glob}={fmt}" == text
+
+
+def test_kinds_to_protect() -> None:
+    assert SnipConfig().protected_kinds == ("mlp.linear_fc2", "self_attention.linear_proj")
+    assert parse("--snip", "--snip-protect", "qkv").protected_kinds == ("self_attention.linear_qkv",)
+    assert parse("--snip", "--snip-protect", "").protected_kinds == ()
+    with pytest.raises(SnipError, match="--snip-protect fc3: unknown kind of linear; choose among qkv, proj, fc1, fc2"):
+        parse("--snip", "--snip-protect", "fc2,fc3")
+
+
+def test_groups_repeat_and_need_a_map_to_choose() -> None:
+    assert parse("--snip", "--snip-group", "a*", "--snip-group", "block:b").group == ("a*", "block:b")
+    with pytest.raises(SnipError, match="--snip-group cannot be combined with --snip-map"):
+        parse("--snip", "--snip-group", "a*", "--snip-map", "m.json")
