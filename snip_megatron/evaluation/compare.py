@@ -105,11 +105,10 @@ class Comparison:
         """Longest run of each family in the result files."""
         seen: dict[str, float] = {}
         for part in self.parts:
-            kinds = {run.kind: _family(part, run) for run in part.runs}
             for entry in part.results.runs.values():
-                if entry.get("status") == "done" and entry.get("kind") in kinds:
-                    family = kinds[entry["kind"]]
-                    seen[family] = max(seen.get(family, 0.0), float(entry["seconds"]))
+                if entry.get("status") == "done":
+                    for family in _families(part, entry["kind"], entry["steps"], entry["label"]):
+                        seen[family] = max(seen.get(family, 0.0), float(entry["seconds"]))
         return seen
 
     def _elsewhere(self, part: Part, run: Run, identity: str) -> bool:
@@ -137,7 +136,7 @@ class Comparison:
             name=identity,
             command=[sys.executable, "-m", MODULE, *fill(run.arguments, folders)],
             log=self.work / "logs" / f"{identity}.txt",
-            family=_family(part, run),
+            families=_families(part, run.kind, run.steps, run.label),
             before=clear,
             check=check,
         )
@@ -206,9 +205,10 @@ class Comparison:
         print(f"snip compare: {text}", file=sys.stderr, flush=True)
 
 
-def _family(part: Part, run: Run) -> str:
-    """Runs of one family take about equally long."""
-    return f"{part.experiment.model} {run.kind} {run.steps}"
+def _families(part: Part, kind: str, steps: int, label: str) -> tuple[str, str]:
+    """Runs of one policy take equally long, others of as many steps about so."""
+    common = f"{part.experiment.model} {kind} {steps}"
+    return f"{common} {label}", common
 
 
 def facts(gpus: list[str]) -> dict[str, Any]:

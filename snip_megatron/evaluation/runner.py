@@ -22,14 +22,14 @@ MARGIN = 1.1
 class Job:
     """One process: ``command`` with its output in ``log``.
 
-    ``family``: jobs that take about equally long; None: unlike any other. ``before`` is called before each start;
-    ``check`` after an end with exit code 0: it raises ValueError where the job did not do what it should.
+    ``families``: names that it shares with jobs that take about as long, the closest first. ``before`` is called before
+    each start; ``check`` after an end with exit code 0: it raises ValueError where the job did not do what it should.
     """
 
     name: str
     command: Sequence[str]
     log: Path
-    family: str | None = None
+    families: tuple[str, ...] = ()
     before: Callable[[], None] | None = None
     check: Callable[[], None] | None = None
 
@@ -122,9 +122,10 @@ class Pool:
         return min(free, key=lambda slot: (load.count(self.devices[slot]), slot))
 
     def _fits(self, job: Job) -> bool:
-        if self.deadline is None or job.family is None or job.family not in self.expected:
+        known = next((family for family in job.families if family in self.expected), None)
+        if self.deadline is None or known is None:
             return True
-        return time.monotonic() + MARGIN * self.expected[job.family] <= self.deadline
+        return time.monotonic() + MARGIN * self.expected[known] <= self.deadline
 
     def _late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
@@ -153,7 +154,7 @@ class Pool:
     def _ended(self, running: _Running, ended: Callable[[Outcome], None]) -> None:
         seconds = time.monotonic() - running.started
         error = _error(running.job, running.process.returncode)
-        if error is None and (family := running.job.family) is not None:
+        for family in running.job.families if error is None else ():
             self.expected[family] = max(self.expected.get(family, 0.0), seconds)
         if error is not None and running.attempt < ATTEMPTS:
             running.job.log.replace(running.job.log.with_name(running.job.log.name + ".1"))

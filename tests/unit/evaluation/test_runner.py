@@ -11,8 +11,14 @@ from pathlib import Path
 from snip_megatron.evaluation.runner import Job, Outcome, Pool, last_line
 
 
-def job(tmp: Path, name: str, code: str, *, family: str | None = None, **fields: object) -> Job:
-    return Job(name, [sys.executable, "-S", "-c", code], tmp / "logs" / f"{name}.txt", family=family, **fields)  # type: ignore[arg-type]
+def job(tmp: Path, name: str, code: str, *, family: str = "", **fields: object) -> Job:
+    return Job(
+        name,
+        [sys.executable, "-S", "-c", code],
+        tmp / "logs" / f"{name}.txt",
+        families=(family,) if family else (),
+        **fields,
+    )  # type: ignore[arg-type]
 
 
 def run(pool: Pool, jobs: list[Job]) -> tuple[dict[str, Outcome], int]:
