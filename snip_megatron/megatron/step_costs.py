@@ -25,14 +25,19 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
         SnipError: no table for this device, or one without figures for a candidate or pinned format.
     """
     wanted = "flops" if config.cost == "flops" else config.timings or "time"
+    device = None if wanted == "flops" else _device_name()
+    if wanted == "time" and device is None:
+        raise SnipError(
+            f"--snip-budget {config.budget} weighs measured times, and a CPU has no table of them:"
+            " give --snip-timings FILE, or --snip-cost flops"
+        )
     try:
-        model = load_cost_model(wanted, None if wanted == "flops" else _device_name())
+        model = load_cost_model(wanted, device)
         formats = [Format(f) for f in (*config.formats, *(f for _, f in config.pins))]
         return OptionTimes.predict(model, linear_shapes(args, linears), formats)
     except SnipError as error:
         argument = f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-cost {config.cost}"
-        hint = "; give --snip-timings FILE, or --snip-cost flops" if config.timings is None else ""
-        raise SnipError(f"{argument} with --snip-budget {config.budget}: {error}{hint}") from None
+        raise SnipError(f"{argument} with --snip-budget {config.budget}: {error}") from None
 
 
 def linear_shapes(args: argparse.Namespace, linears: Sequence[LinearRow]) -> Mapping[str, LinearShape]:

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stored("--formats", metavar="A,B", help="instead of the run's; among those measured, and bf16")
     add_stored("--stage-tolerance", metavar="X", help="instead of the run's; none: no constraint")
     add_stored("--pin", action="append", metavar="GLOB=FORMAT", help="instead of the run's pins; repeatable")
+    add_stored("--group", action="append", metavar="GLOB", help="instead of the run's groups; repeatable")
     add_stored("--cost", metavar="NAME", help="times of a device, such as h200, of a file, or flops")
     add("--sweep", type=int, nargs="?", const=41, metavar="POINTS", help="solve all budgets: writes snip.sweep/1")
 
@@ -108,6 +109,8 @@ def _change(args: argparse.Namespace) -> Change:
         fields["formats"] = tuple(args.formats.split(","))
     if args.pin is not None:
         fields["pins"] = SnipConfig(pin=tuple(args.pin)).pins
+    if args.group is not None:
+        fields["groups"] = tuple(args.group)
     if args.stage_tolerance is not None:
         fields["stage_tolerance"] = SnipConfig(stage_tolerance=args.stage_tolerance).tolerance
     return Change(fields, args.cost)

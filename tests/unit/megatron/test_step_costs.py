@@ -1,0 +1,100 @@
+"""Shapes and times of a run's linears, from Megatron's arguments."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron import validate
+from snip_megatron.megatron.step_costs import linear_shapes, option_times
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.solver.costs import LinearShape, load_cost_model
+
+QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
+# A Llama of 8 blocks on 2 × 2 × 2 ranks, 4 microbatches a rank.
+ARGUMENTS: dict[str, Any] = {
+    "num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "group_query_attention": True,
+    "num_query_groups": 4, "kv_channels": 64, "ffn_hidden_size": 4096, "swiglu": True, "seq_length": 2048,
+    "micro_batch_size": 2, "global_batch_size": 16, "data_parallel_size": 2, "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": True,
+    "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None, "recompute_modules": None,
+}  # fmt: skip
+WANTED = {"enabled": True, "budget": "speedup=1.2", "formats": ("bf16", "fp8", "fp8_tensor")}
+
+
+def arguments(**given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**ARGUMENTS, **given})
+
+
+def shapes(**given: Any) -> dict[str, LinearShape]:
+    args = arguments(**given)
+    return dict(linear_shapes(args, validate.model_linears(args)))
+
+
+def test_shapes_are_those_of_one_rank() -> None:
+    assert shapes() == {
+        QKV: LinearShape(4096, (16 + 2 * 4) * 64 // 2, 1024, microbatches=4, gathered=True),
+        "self_attention.linear_proj": LinearShape(4096, 1024, 512, microbatches=4),
+        FC1: LinearShape(4096, 4096, 1024, microbatches=4, gathered=True),
+        FC2: LinearShape(4096, 1024, 2048, microbatches=4),
+    }
+    assert not any(shape.gathered for shape in shapes(sequence_parallel=False).values())
+
+
+def test_recomputation_runs_forwards_twice() -> None:
+    full = shapes(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    assert {shape.forwards for shape in full.values()} == {2}
+    mlp = shapes(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
+    assert [mlp[kind].forwards for kind in (QKV, FC1, FC2)] == [1, 2, 2]
+    assert {
+        s.forwards for s in shapes(recompute_granularity="selective", recompute_modules=["core_attn"]).values()
+    } == {1}
+    # The first layer of each stage's four.
+    block = shapes(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+    assert [block[f"decoder.layers.{i}.{FC1}"].forwards for i in range(8)] == [2, 1, 1, 1, 2, 1, 1, 1]
+
+
+def test_times_of_a_table_and_of_flops() -> None:
+    args = arguments()
+    linears = validate.model_linears(args)
+    by_table = option_times(SnipConfig(**WANTED, timings="h200", pin=("*.0.*=fp4",)), args, linears)
+    assert by_table.model == "NVIDIA H200"
+    for fmt in ("bf16", "fp8", "fp8_tensor", "fp4"):
+        expected = load_cost_model("h200").seconds(shapes()[FC1], Gemm.DGRAD, Format(fmt))
+        assert by_table.of(f"decoder.layers.5.{FC1}", Gemm.DGRAD, fmt) == expected
+    by_flops = option_times(SnipConfig(**WANTED, cost="flops"), args, linears)
+    one = by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "bf16")
+    assert by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "fp8") == one / 2
+    assert by_flops.of(f"decoder.layers.0.{FC2}", None, "bf16") == pytest.approx(3 * one)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "a CPU has no table"),
+        ({"timings": "absent.json"}, "--snip-timings absent.json with --snip-budget speedup=1.2: absent.json"),
+        ({"timings": "h200", "pin": ("*=nvfp4",)}, "--snip-timings h200 with --snip-budget speedup=1.2: the timings"),
+    ],
+)
+def test_times_that_are_not_known_are_named(fields: dict[str, Any], words: str) -> None:
+    args = arguments()
+    with pytest.raises(SnipError) as caught:
+        option_times(SnipConfig(**WANTED, **fields), args, validate.model_linears(args))
+    assert words in str(caught.value)
+
+
+def test_the_request_carries_the_budget_and_its_times() -> None:
+    args = arguments()
+    request = validate.solve_request(SnipConfig(**WANTED, cost="flops", change_penalty=0.1), args)
+    assert (request.speedup, request.loss, request.change_penalty) == (1.2, None, 0.1)
+    assert request.times is not None
+    bounded = validate.solve_request(SnipConfig(**(WANTED | {"budget": "loss=0.01"}), cost="flops"), args)
+    assert (bounded.speedup, bounded.loss) == (None, 0.01)
+    # A run without updates needs no times: no table is looked for.
+    fixed = validate.solve_request(SnipConfig(**WANTED, policy="uniform-fp8"), args)
+    assert fixed.times is None
+    assert validate.solve_request(SnipConfig(enabled=True), args).times is None
