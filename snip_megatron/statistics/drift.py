@@ -61,8 +61,9 @@ def adamw_direction(g: torch.Tensor, state: AdamWState) -> torch.Tensor:
     """The next update of AdamW for gradient g, without learning rate and weight decay (which an error of g does not
     touch): m̂ / (√v̂ + ε)."""
     step = state.step + 1
-    m = torch.lerp(g, state.exp_avg, state.beta1)
-    v = torch.lerp(g.square(), state.exp_avg_sq, state.beta2)
+    # 1 − β is formed in float64, as the optimizer does: from β₂ in float32 it would be off by 1e-5.
+    m = torch.lerp(state.exp_avg, g, 1.0 - state.beta1)
+    v = (state.exp_avg_sq * state.beta2).addcmul_(g, g, value=1.0 - state.beta2)
     denominator = (v / (1.0 - state.beta2**step)).sqrt_().add_(state.eps)
     return m.div_(1.0 - state.beta1**step).div_(denominator)
 
