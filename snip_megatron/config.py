@@ -254,6 +254,11 @@ class SnipConfig:
             )
         if self.cost == "flops" and self.timings is not None:
             raise SnipError(f"--snip-timings {self.timings} cannot be combined with --snip-cost flops: leave one out")
+        if kind == "loss" and self.change_penalty:
+            raise SnipError(
+                f"--snip-change-penalty {self.change_penalty} cannot be combined with --snip-budget {self.budget}: the"
+                " penalty is a loss, and time is what is minimised there"
+            )
         if kind == "loss" and self.updates and not _in_nats(self.policy, self.q):
             raise SnipError(
                 f"--snip-budget {self.budget} bounds a loss, and the scores of --snip-policy {self.policy} with"

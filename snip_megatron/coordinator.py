@@ -143,7 +143,7 @@ class RankZeroCoordinator:
             bound=precision_map.bound,
             achieved=precision_map.achieved,
             achieved_per_stage=dict(precision_map.achieved_per_stage),
-            **precision_map.prediction(),
+            **(precision_map.prediction() | self._loss_without_penalty(result)),
             solve_seconds=precision_map.solve_seconds,
             latency_s=result.latency_s,
         )
@@ -151,6 +151,12 @@ class RankZeroCoordinator:
             submitted = self._submitted.pop(version, step)
             self._run.write_problem(submitted, result.problem_json or "")
             self._run.write_scores(submitted, _named_scores(result.scores), version=version)
+
+    def _loss_without_penalty(self, result: SidecarResult) -> dict[str, float | None]:
+        """Σ loss where the objective holds more than that."""
+        if not self._request.change_penalty or result.solution is None:
+            return {}
+        return {"loss": result.solution.loss}
 
     # -- fixed maps --------------------------------------------------------------------------------------------
     def initial_map(self, step: int) -> Decision:

@@ -116,6 +116,7 @@ def _chosen(problem: Problem, step: int, updates: Sequence[Update]) -> tuple[flo
         if update.step == step:
             share = problem.budget.kind == "target"
             x, loss = (update.achieved, update.objective) if share else (update.speedup, update.loss)
+            loss = loss if update.loss is None else update.loss  # a penalty of changes is in the objective only
             if x is not None and loss is not None:
                 return x, loss
     return None

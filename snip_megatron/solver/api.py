@@ -55,6 +55,8 @@ def solve(
     settings = _Settings(time_limit_s, deterministic_time, seed, workers, solver, started)
     if not (math.isfinite(change_penalty) and change_penalty >= 0):
         raise SnipError(f"change_penalty must be 0 or more, got {change_penalty}")
+    if change_penalty and problem.budget.kind == "loss":
+        raise SnipError("change_penalty has no meaning under a loss budget: time is what is minimised there")
     spanning = spanning_groups(problem)
     if spanning:
 

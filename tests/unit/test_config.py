@@ -169,6 +169,10 @@ BAD = [
     (("--snip-budget", "loss=0.1", "--snip-policy", "random"), ["--snip-budget loss=0.1", "--snip-policy random"]),
     (("--snip-budget", "loss=0.1", "--snip-q", "paper"), ["--snip-budget loss=0.1", "--snip-q paper"]),
     (("--snip-change-penalty", "-1"), ["--snip-change-penalty -1", "0 or more"]),
+    (
+        ("--snip-change-penalty", "1", "--snip-budget", "loss=0.1", "--snip-policy", "fisher"),
+        ["--snip-change-penalty 1.0", "--snip-budget loss=0.1"],
+    ),
     (("--snip-wait", "inf"), ["--snip-wait inf", "0 or more"]),
     (("--snip-policy", "best"), ["--snip-policy best", "backward-first"]),
     (("--snip-estimator", "oracle"), ["--snip-estimator oracle", "fisher"]),

@@ -240,6 +240,8 @@ def test_a_penalty_keeps_choices_that_hardly_matter() -> None:
     assert steady.status == "optimal"
     with pytest.raises(SnipError, match="change_penalty"):
         solve(problem, change_penalty=-1.0)
+    with pytest.raises(SnipError, match="no meaning under a loss budget"):
+        solve(Problem(Budget(loss=1.0), problem.items), hint=old.choices, change_penalty=0.1)
 
 
 # -- sweep ---------------------------------------------------------------------------------------------------------
