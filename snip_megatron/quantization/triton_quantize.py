@@ -26,10 +26,11 @@ _AMAX_PARTS = 4
 _SCALE = 4  # place of the scale behind the amax: 16 bytes away, the alignment that cuBLASLt wants
 LAUNCH: dict[str, dict[str, int]] = {
     "tiles": {"num_warps": 8, "maxnreg": 64},
+    "fp8 rows": {"num_warps": 8, "maxnreg": 72},  # fp8 along rows and either format along columns
     "stochastic": {"num_warps": 8, "maxnreg": 72},
     "sums": {"num_warps": 8, "maxnreg": 128},
     "blocks": {"num_warps": 8, "maxnreg": 64},
-    "tensor": {"num_warps": 8, "maxnreg": 64},
+    "tensor": {"num_warps": 16, "maxnreg": 40},
     "amax": {"num_warps": 8, "maxnreg": 64},
 }
 """Launch options of each kind of kernel (``benchmarks/quantize.py --sweep`` tries others): tiles do not cross warps, so
@@ -80,7 +81,7 @@ def quantize_tiles(
                 "GIVEN_ROWS": rows is not None, "GIVEN_COLS": cols is not None,
                 "PAIRED": _paired(cols, offset[1]) if row_random or col_random else True, **options,
             },
-            LAUNCH["sums" if places else "stochastic" if random else "tiles"],
+            LAUNCH["sums" if places else "stochastic" if random else "fp8 rows" if row_width == 8 and col else "tiles"],
         )  # fmt: skip
     return Operands(row, col, partial.sum(1, dtype=torch.float64) if places else None)
 
