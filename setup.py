@@ -21,6 +21,7 @@ REQUIREMENTS = [
     "jinja2>=3",
     "plotly>=6",
     "psutil>=6",  # Megatron's distributed checkpoint asserts it, without declaring it
+    "scipy>=1.14",
     "tqdm>=4.66",
 ]
 
@@ -35,7 +36,6 @@ DEVELOPMENT = [
     "pytest>=9",
     "pytest-xdist>=3.8",
     "ruff>=0.17",
-    "scipy>=1.14",
 ]
 
 

@@ -28,6 +28,7 @@ from snip_megatron.reporting.map_view import map_payload
 from snip_megatron.reporting.readers import REPORT
 from snip_megatron.reporting.run_data import RunData, fields_of, load_run, number
 from snip_megatron.reporting.storage import write_atomically
+from snip_megatron.reporting.truth_view import latest_truth
 
 MAX_EVENT_ROWS = 1000
 """Rows of the table of all events; a longer record shows its end."""
@@ -60,6 +61,9 @@ def render(run: RunData) -> str:
         "front": front_figure(front),
         "timing": timing_figure(run.updates),
     }
+    truth = latest_truth(run.path, unreadable)
+    if truth is not None:
+        figures["truth"] = dict(truth.figure)
     plotly_js, page_js = _plotly_js(), _template_text("report.js")
     return (
         _environment()
@@ -72,6 +76,7 @@ def render(run: RunData) -> str:
             figures=figures,
             maps=map_payload(run.adoptions),
             front=front,
+            truth=truth,
             updates=run.updates,
             timed=any(update.speedup is not None for update in run.updates),
             faults=[_event_row(event) for event in run.faults],
