@@ -95,6 +95,16 @@ def test_probes_leave_no_trace(runs: Runs, layout: str) -> None:
     assert all(event["changed"] == 0 for event in events if event["event"] == "adopt")
 
 
+@pytest.mark.parametrize("layout", ["tensor-and-sequence-bf16", "distributed-optimizer"])
+def test_moved_weights_leave_no_trace(runs: Runs, layout: str) -> None:
+    """Policy hawq: passes with weights that are not the model's."""
+    hawq = (*PROBES, "--snip-policy", "hawq", "--snip-hessian-probes", "2")
+    assert_same(runs, layout, hawq)
+    _, _, directory = runs.run(layout, *hawq)
+    kinds = [event["kind"] for event in read_events(directory) if event["event"] == "probe"]
+    assert kinds[:2] == ["statistics", "hessian"]
+
+
 def test_a_map_that_quantises_does_leave_one(runs: Runs) -> None:
     """What the comparisons above would say if a single linear were not bf16."""
     _, plain, _ = runs.run("world-1")
