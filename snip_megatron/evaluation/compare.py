@@ -16,7 +16,7 @@ from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import Experiment
 from snip_megatron.evaluation.results import Results, measure, record
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
-from snip_megatron.evaluation.runs import MODULE, Run, experiment_runs, fill
+from snip_megatron.evaluation.runs import MODULE, Run, experiment_runs, fill, primer_arguments
 from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
 
 PROGRESS_S = 15.0
@@ -61,7 +61,10 @@ class Comparison:
     def run(self) -> int:
         """Train; returns how many runs are still to be made. Raises SnipError if results cannot be written."""
         self.pool.expected |= self._seen()
-        self.pool.add([warm.job(self.work / "logs") for warm in self._missing_warms()])
+        warms = self._missing_warms()
+        self.pool.add([warm.job(self.work / "logs") for warm in warms])
+        if any(device is not None for device in self.pool.devices):
+            self.pool.add([self._primer(warm) for warm in warms])
         for part in self.parts:
             self._queue(part)
         self.pool.run(self._take, self._progress)
@@ -141,6 +144,17 @@ class Comparison:
             check=check,
         )
 
+    def _primer(self, warm: WarmCheckpoint) -> Job:
+        """Beside the warm run, while nothing else can start: kernels are compiled once, not by every first branch."""
+        directory = self.work / "primer" / warm.folder.name
+        folders = {"data": str(warm.data.folder), "run": str(directory)}
+        return Job(
+            name=f"primer {warm.folder.name}",
+            command=[sys.executable, "-m", MODULE, *fill(primer_arguments(warm.experiment, warm.data), folders)],
+            log=self.work / "logs" / f"primer_{warm.folder.name}.txt",
+            before=lambda: shutil.rmtree(directory, ignore_errors=True),
+        )
+
     # -- outcomes ----------------------------------------------------------------------------------------------
     def _take(self, outcome: Outcome) -> None:
         if outcome.job.name in self._queued:
@@ -151,7 +165,7 @@ class Comparison:
 
     def _take_warm(self, outcome: Outcome) -> None:
         if outcome.error is not None:
-            self.failed += 1
+            self.failed += not outcome.job.name.startswith("primer")
             self._say(f"{outcome.job.name} failed: {outcome.error} (log: {outcome.job.log})")
             return
         self._say(f"{outcome.job.name}: {outcome.seconds:.0f} s")

@@ -169,7 +169,7 @@ def _training(body: Any, where: str) -> Training:
 
 def _warm(body: Any, where: str) -> Warm:
     fields = Fields(body, where)
-    warm = Warm(fields.integer("steps", least=1), fields.integer("seed", 1234), fields.integers("save", ()))
+    warm = Warm(fields.integer("steps", least=1), fields.integer("seed", 1234, least=1), fields.integers("save", ()))
     fields.close()
     if any(not 0 < step < warm.steps for step in warm.save):
         raise SnipError(f"{fields.at('save')}: steps must lie between 0 and {warm.steps}")
@@ -196,8 +196,8 @@ def _phase(body: Any, where: str, kind: str) -> Phase:
         candidates=candidates,
     )
     fields.close()
-    if not phase.seeds:
-        raise SnipError(f"{fields.at('seeds')}: give at least one")
+    if not phase.seeds or 0 in phase.seeds:
+        raise SnipError(f"{fields.at('seeds')}: give at least one, all positive (Megatron takes no 0)")
     if phase.updates.first == 0 and kind == "from_scratch":
         raise SnipError(f"{fields.at('updates')}: first must be at least 1 from scratch: AdamW has no moments before")
     for candidate in candidates:

@@ -74,6 +74,16 @@ def training_arguments(experiment: Experiment, data: Data, seed: int) -> list[st
     return _common(experiment, data, _schedule(experiment, "from_warm"), seed)
 
 
+def primer_arguments(experiment: Experiment, data: Data) -> list[str]:
+    """Four steps from scratch with an update: they compile the kernels that all branches find in the cache."""
+    return [
+        *training_arguments(experiment, data, 1),
+        *("--train-iters", "4", "--lr-warmup-iters", "0", "--eval-interval", NEVER, "--eval-iters", "0"),
+        *("--snip", "--snip-first-update", "1", "--snip-update-interval", "100", "--snip-lag", "1"),
+        *("--snip-wait", "60", "--snip-dir", "{run}", "--data-cache-path", "{run}/cache"),
+    ]
+
+
 def fill(arguments: tuple[str, ...] | list[str], folders: Mapping[str, str]) -> list[str]:
     """Arguments with the folders' names in place of ``{data}``, ``{warm}``, ``{run}``."""
     filled = []

@@ -23,7 +23,10 @@ Block = tuple[str | None, int]
 
 @dataclass(frozen=True)
 class Row:
-    """One policy at one budget. ``gap`` and ``recovered``: by formats of validation, then by block."""
+    """One policy at one budget. ``gap`` and ``recovered``: by formats of validation, then by block.
+
+    ``update_steps``: median cost of an update in training steps of the same run; None without updates.
+    """
 
     kind: str
     label: str
@@ -32,6 +35,7 @@ class Row:
     share: float
     gap: Mapping[str, Mapping[Block, float]]
     recovered: Mapping[str, Mapping[Block, float]]
+    update_steps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,9 @@ def _row(
             if math.isfinite(value):
                 share[formats][block] = value
     mean_share = float(np.mean([entry["fp4_share"] for entry in members]))
-    return Row(kind, label, budget, str(members[0]["policy"]), mean_share, gap, share)
+    costs = [s / e["step_seconds"] for e in members if e.get("step_seconds") for s in e.get("update_seconds", ())]
+    update_steps = float(np.median(costs)) if costs else None
+    return Row(kind, label, budget, str(members[0]["policy"]), mean_share, gap, share, update_steps)
 
 
 def _paired(theirs: str, budget: float, a: Mapping[Block, float], b: Mapping[Block, float]) -> Difference:

@@ -116,6 +116,7 @@ def test_branches_continue_the_warm_runs_schedule() -> None:
         ("warm.save", [9], "e.json: warm: save: steps must lie between 0 and 8"),
         ("from_warm", None, "e.json: has neither from_warm nor from_scratch"),
         ("from_warm.seeds", [], "e.json: from_warm: seeds: give at least one"),
+        ("from_warm.seeds", [0, 1], "e.json: from_warm: seeds: give at least one, all positive"),
         ("from_warm.seeds", [1, 1], "e.json: from_warm: seeds: expected a list of distinct whole numbers"),
         ("from_warm.budgets", [75], "e.json: from_warm: budgets: expected a number between 0 and 1, not 75"),
         ("from_warm.budgets", [], "e.json: from_warm: budgets: 'snip' needs at least one"),
