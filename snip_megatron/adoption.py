@@ -22,7 +22,7 @@ _ATTEMPTS = 3
 _META_BYTES = 4096
 _META_FIELDS = (
     "version", "status", "objective", "bound", "target", "achieved", "achieved_per_stage", "solve_seconds", "budget",
-    "loss", "speedup", "fp4_share",
+    "loss", "speedup", "fp4_share", "step_speedup",
 )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ class RankZeroCoordinator:
         precision_map = result.precision_map
         assert precision_map is not None
         if precision_map.budget is not None:
-            precision_map = precision_map.with_fields(fp4_share=fp4_fraction(precision_map, self._flops))
+            precision_map = self._with_predictions(precision_map)
         self._decisions[version] = Decision(Verdict.MAP, precision_map)
         self.event(
             step,
@@ -151,6 +151,15 @@ class RankZeroCoordinator:
             submitted = self._submitted.pop(version, step)
             self._run.write_problem(submitted, result.problem_json or "")
             self._run.write_scores(submitted, _named_scores(result.scores), version=version)
+
+    def _with_predictions(self, precision_map: PrecisionMap) -> PrecisionMap:
+        """A map asked for by time or loss, with its share of FLOPs in fp4 and the whole step's speedup."""
+        assert self._request.times is not None
+        step = self._request.times.step_speedup(
+            {row.name: row.stage for row in self._linears},
+            {int(stage): share for stage, share in precision_map.achieved_per_stage.items()},
+        )
+        return precision_map.with_fields(fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
 
     def _loss_without_penalty(self, result: SidecarResult) -> dict[str, float | None]:
         """Σ loss where the objective holds more than that."""

@@ -23,7 +23,8 @@ from snip_megatron.errors import SnipError
 
 MAP_SCHEMA = "snip.map/1"
 STATUSES = ("optimal", "feasible", "infeasible", "static")
-_FIGURES = ("objective", "bound", "target", "achieved", "solve_seconds", "loss", "speedup", "fp4_share")
+_PREDICTED = ("loss", "speedup", "fp4_share", "step_speedup")
+_FIGURES = ("objective", "bound", "target", "achieved", "solve_seconds", *_PREDICTED)
 
 
 class Format(str, Enum):
@@ -116,6 +117,7 @@ class PrecisionMap:
         target, achieved, achieved_per_stage: what was asked, and Σ saving / Σ cost: the share of FLOPs in fp4.
         budget: ``speedup`` or ``loss`` where ``target`` is such a figure and costs are times; None: a share. Then
             ``achieved`` is the share of the bf16 time that is saved, and loss, speedup: predicted of the choices.
+        step_speedup: predicted of the whole training step, where ``speedup`` is of the decoder's linears.
         fp4_share: share of FLOPs in fp4, where ``achieved`` is not that.
     """
 
@@ -132,6 +134,7 @@ class PrecisionMap:
     loss: float | None = None
     speedup: float | None = None
     fp4_share: float | None = None
+    step_speedup: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", MappingProxyType(dict(self.choices)))
@@ -146,7 +149,8 @@ class PrecisionMap:
         if self.budget is None or self.target is None:
             return {}
         asked = {"budget": f"{self.budget}={self.target:g}", "speedup": self.speedup, "loss": self.loss}
-        return asked | ({} if self.fp4_share is None else {"fp4_share": self.fp4_share})
+        more = {"fp4_share": self.fp4_share, "step_speedup": self.step_speedup}
+        return asked | {name: value for name, value in more.items() if value is not None}
 
     # -- lookup ------------------------------------------------------------------------------------------------
     def format_of(self, linear: str, gemm: Gemm) -> Format:
@@ -211,7 +215,7 @@ class PrecisionMap:
             "solve_seconds": self.solve_seconds,
         }
         if self.budget is not None:
-            body |= {name: getattr(self, name) for name in ("budget", "loss", "speedup", "fp4_share")}
+            body |= {name: getattr(self, name) for name in ("budget", *_PREDICTED)}
         return json.dumps(body, indent=1, allow_nan=False) + "\n"
 
     @classmethod

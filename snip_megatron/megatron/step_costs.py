@@ -1,20 +1,24 @@
 """Predicted times of a run's linears, from Megatron's arguments: what ``speedup=`` and ``loss=`` budgets weigh.
 
 A training step's seconds of the decoder linears' GEMMs and quantisation on one rank of every pipeline stage. What
-precision does not change (attention, norms, communication, optimizer) is not in it: the speedup asked for and reported
-is that of the linears, on the slowest stage.
+precision does not change (attention, norms, communication, optimizer) is not in it: the speedup asked for is that of
+the linears, on the slowest stage. For the report the planner predicts the rest, too.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape
+from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.solver.costs import LinearShape, load_cost_model, local_shape
+from snip_megatron.solver.costs import CostModel, LinearShape, load_cost_model, local_shape
 from snip_megatron.statistics.table import LinearRow
 
 
@@ -34,10 +38,59 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
     try:
         model = load_cost_model(wanted, device)
         formats = [Format(f) for f in (*config.formats, *(f for _, f in config.pins))]
-        return OptionTimes.predict(model, linear_shapes(args, linears), formats)
+        times = OptionTimes.predict(model, linear_shapes(args, linears), formats)
     except SnipError as error:
         argument = f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-cost {config.cost}"
         raise SnipError(f"{argument} with --snip-budget {config.budget}: {error}") from None
+    return replace(times, rest=rest_of_step(args, model))
+
+
+def rest_of_step(args: argparse.Namespace, model: CostModel) -> dict[int, float]:
+    """Stage → seconds a step that no format changes, as ``snip plan`` predicts them; empty where it cannot say.
+
+    It knows Llamas whose layers are split evenly over the stages.
+    """
+    uneven = (
+        args.pipeline_model_parallel_layout,
+        args.decoder_first_pipeline_num_layers,
+        args.decoder_last_pipeline_num_layers,
+    )
+    vocabulary = getattr(args, "padded_vocab_size", None)  # known once Megatron has built its tokenizer
+    if not args.swiglu or not vocabulary or any(value is not None for value in uneven):
+        return {}
+    try:
+        shape = ModelShape(
+            name="run",
+            blocks=args.num_layers,
+            hidden=args.hidden_size,
+            ffn=args.ffn_hidden_size,
+            heads=args.num_attention_heads,
+            groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+            head_size=args.kv_channels,
+            vocabulary=vocabulary,
+            context=args.seq_length,
+            tied=not args.untie_embeddings_and_output_weights,
+        )
+        layout = Layout(
+            model=shape,
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            vpp=args.virtual_pipeline_model_parallel_size or 1,
+            dp=args.data_parallel_size,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            global_batch_size=args.global_batch_size,
+            sequence_parallel=args.sequence_parallel,
+            recompute=args.recompute_granularity or "none",
+            distributed_optimizer=args.use_distributed_optimizer,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
+            embedding_as_layer=args.account_for_embedding_in_pipeline_split,
+            loss_as_layer=args.account_for_loss_in_pipeline_split,
+        )
+        return StepModel(layout, model).fixed_seconds()
+    except SnipError:  # a layout that the planner does not know: the report says less, the run is as good
+        return {}
 
 
 def linear_shapes(args: argparse.Namespace, linears: Sequence[LinearRow]) -> Mapping[str, LinearShape]:

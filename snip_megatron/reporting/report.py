@@ -126,6 +126,9 @@ def _tiles(run: RunData) -> list[tuple[str, str]]:
         tiles.append(("asked", str(timed[-1].asked)))
         if timed[-1].speedup is not None:
             tiles.append(("predicted speedup of the linears now", f"{timed[-1].speedup:.3f}"))
+        step = number(timed[-1].fields.get("step_speedup"))
+        if step is not None:
+            tiles.append(("predicted speedup of a step now", f"{step:.3f}"))
         if timed[-1].loss is not None:
             tiles.append(("predicted loss now", f"{timed[-1].loss:.3g}"))
     if len(stages) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from snip_megatron.errors import SnipError
@@ -22,10 +22,12 @@ class OptionTimes:
         model: name of the cost model: ``flops``, or the device that was measured.
         seconds: linear's name or kind → GEMM → format → seconds a training step takes of one rank, quantisation
             included. A name goes before a kind.
+        rest: pipeline stage → seconds a step that no choice changes; empty: not known.
     """
 
     model: str
     seconds: Seconds
+    rest: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def predict(cls, model: CostModel, shapes: Mapping[str, LinearShape], formats: Iterable[Format]) -> OptionTimes:
@@ -54,9 +56,23 @@ class OptionTimes:
         except KeyError:
             raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}") from None
 
+    def step_speedup(self, stages: Mapping[str, int], saved: Mapping[int, float]) -> float | None:
+        """Predicted speedup of the whole step; None where the rest of it is not known.
+
+        Args:
+            stages: linear's name → pipeline stage. saved: stage → share of its linears' bf16 seconds that a map saves.
+        """
+        linears = dict.fromkeys(stages.values(), 0.0)
+        for name, stage in stages.items():
+            linears[stage] += self.of(name, None, Format.BF16.value)
+        if not linears or not set(linears) <= set(self.rest):
+            return None
+        before = max(self.rest[k] + seconds for k, seconds in linears.items())
+        return before / max(self.rest[k] + seconds * (1.0 - saved.get(k, 0.0)) for k, seconds in linears.items())
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {"model": self.model, "seconds": self.seconds}
+        return {"model": self.model, "seconds": self.seconds, "rest": {str(k): v for k, v in self.rest.items()}}
 
     @classmethod
     def from_dict(cls, body: Any, where: str) -> OptionTimes:
@@ -69,7 +85,8 @@ class OptionTimes:
                 }
                 for name, by_gemm in body["seconds"].items()
             }
-            return cls(str(body["model"]), seconds)
+            rest = {int(stage): _positive(value) for stage, value in body.get("rest", {}).items()}
+            return cls(str(body["model"]), seconds, rest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SnipError(f"{where}: not predicted times ({error!r:.80})") from None
 

@@ -64,6 +64,7 @@ def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> No
         assert precision_map.speedup == pytest.approx(predicted, rel=1e-9)
         assert predicted >= 1.25 * (1 - 1e-8)
         assert precision_map.fp4_share == 0.0
+        assert 1.0 < precision_map.step_speedup < predicted  # attention and the rest stay as they are
         assert precision_map.loss is not None
         assert precision_map.loss <= precision_map.objective  # which holds the penalties as well
         adopted = next(e for e in read_events(run) if e["event"] == "adopt" and e["step"] == step)

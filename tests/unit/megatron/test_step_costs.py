@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ import pytest
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import validate
-from snip_megatron.megatron.step_costs import linear_shapes, option_times
+from snip_megatron.megatron.step_costs import linear_shapes, option_times, rest_of_step
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape
+from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver.costs import LinearShape, load_cost_model
 
 QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
@@ -21,6 +26,10 @@ ARGUMENTS: dict[str, Any] = {
     "num_query_groups": 4, "kv_channels": 64, "ffn_hidden_size": 4096, "swiglu": True, "seq_length": 2048,
     "micro_batch_size": 2, "global_batch_size": 16, "data_parallel_size": 2, "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": True,
+    "padded_vocab_size": 32000, "untie_embeddings_and_output_weights": True, "use_distributed_optimizer": True,
+    "overlap_grad_reduce": False, "overlap_param_gather": False, "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False, "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
     "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None, "recompute_modules": None,
 }  # fmt: skip
 WANTED = {"enabled": True, "budget": "speedup=1.2", "formats": ("bf16", "fp8", "fp8_tensor")}
@@ -70,6 +79,47 @@ def test_times_of_a_table_and_of_flops() -> None:
     one = by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "bf16")
     assert by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "fp8") == one / 2
     assert by_flops.of(f"decoder.layers.0.{FC2}", None, "bf16") == pytest.approx(3 * one)
+
+
+def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
+    """All linears in fp8_tensor: predicted by the planner, and from the stages' savings as a run knows them."""
+    args = arguments()
+    linears = validate.model_linears(args)
+    times = option_times(SnipConfig(**WANTED, timings="h200"), args, linears)
+    model = load_cost_model("h200")
+    shape = ModelShape("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
+    layout = Layout(shape, tp=2, pp=2, vpp=1, dp=2, seq_length=2048, micro_batch_size=2, global_batch_size=16,
+                    sequence_parallel=True)  # fmt: skip
+    step = StepModel(layout, model)
+    all_bf16, all_tensor = ((fmt,) * 3 for fmt in (Format.BF16, Format.FP8_TENSOR))
+    planned = step.step(lambda *_: all_bf16).total / step.step(lambda *_: all_tensor).total
+    cost = {
+        f: math.fsum(times.of(row.name, None, f) for row in linears if row.stage == 0) for f in ("bf16", "fp8_tensor")
+    }
+    saved = 1 - cost["fp8_tensor"] / cost["bf16"]
+    stages = {row.name: row.stage for row in linears}
+    predicted = times.step_speedup(stages, {0: saved, 1: saved})
+    assert predicted == pytest.approx(planned, rel=1e-3)
+    assert 1.0 < predicted < cost["bf16"] / cost["fp8_tensor"]
+    assert times.step_speedup(stages, {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"swiglu": False},
+        {"padded_vocab_size": None},
+        {"decoder_first_pipeline_num_layers": 3},
+        {"num_layers": 7},
+        {"num_query_groups": 3, "num_attention_heads": 18, "kv_channels": 64},
+    ],
+    ids=str,
+)
+def test_where_the_planner_cannot_say_the_rest_is_not_known(given: dict[str, Any]) -> None:
+    args = arguments(**given)
+    assert rest_of_step(args, load_cost_model("h200")) == {}
+    times = OptionTimes("x", {kind: {} for kind in ()})
+    assert times.step_speedup({}, {}) is None
 
 
 @pytest.mark.parametrize(
