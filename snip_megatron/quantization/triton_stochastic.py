@@ -110,9 +110,8 @@ def _rounded(x, inverse, bits, back, DTYPE: tl.constexpr):
 @triton.jit
 def _reciprocal(scale, lift, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     """1 / lifted scale; a little less for a subnormal scale, whose few bits would let the largest number exceed 6."""
-    scale = scale * lift
-    inverse = reciprocal(scale, DTYPE, HARDWARE)
-    return tl.where(scale < 0.5, inverse * 0.999755859375, inverse)  # 1 − 2^-12
+    inverse = reciprocal(scale * lift, DTYPE, HARDWARE)
+    return tl.where(scale < 1.1754943508222875e-38, inverse * 0.999755859375, inverse)  # 2^-126; 1 − 2^-12
 
 
 @triton.jit

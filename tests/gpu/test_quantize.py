@@ -49,6 +49,20 @@ def test_shards_at_odd_places_draw_as_the_whole() -> None:
             assert_same(found.row, whole.row)
 
 
+@pytest.mark.parametrize("seeds", [{}, {"row_seed": 5, "col_seed": 6}])
+def test_tiles_of_subnormal_scales(seeds: dict[str, int]) -> None:
+    """Their scales have few bits; their largest number must stay in the format."""
+    from snip_megatron.quantization import triton_quantize
+
+    sizes = torch.logspace(-37, -39.5, 256, dtype=torch.float64, device="cuda")
+    x = (sizes[:, None] * (torch.rand(256, 256, device="cuda").double() - 0.5).sign()).to(torch.bfloat16)
+    for matrix in (x, x.t().contiguous()):
+        found = triton_quantize.quantize_tiles(matrix, "fp4", "fp4", **seeds)
+        expected = packed.quantize_tiles(matrix, "fp4", "fp4", **seeds)
+        assert_same(found.row, expected.row)
+        assert_same(found.col, expected.col)
+
+
 def test_launches_are_remembered_by_what_decides_the_kernel() -> None:
     """The same shape at addresses of other alignment, and other seeds in between."""
     from snip_megatron.quantization import triton_quantize

@@ -86,6 +86,21 @@ def test_stochastic_rounding_draws_the_reference_bits(quantizers: Quantizers) ->
     check_tiles(quantizers, x, "fp4", "fp8", row_seed=2**63, rows=ids[:130], cols=ids[130:])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_of_subnormal_scales(quantizers: Quantizers, dtype: torch.dtype) -> None:
+    """Rounded scales of few bits: the largest number may exceed the format; from amax 1e-37 down to FP32's smallest."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-37, -39.5 if dtype is torch.bfloat16 else -44.5, 128, dtype=torch.float64)
+    signs = 1 - 2 * torch.randint(0, 2, (128, 128), generator=generator).double()
+    x = (sizes[:, None] * torch.rand(128, 128, generator=generator).double().clamp(min=0.9) * signs).to(dtype)
+    for seeds in ({}, {"row_seed": 3, "col_seed": 4}):
+        check_tiles(quantizers, x, "fp4", "fp8", **seeds)
+        check_tiles(quantizers, x.t().contiguous(), "fp8", "fp4", **seeds)
+    found = packed.quantize_tiles(x, "fp4", None, row_seed=3).row
+    assert found is not None
+    assert found.values.float().abs().max() == 6
+
+
 def test_a_shard_draws_as_the_whole(quantizers: Quantizers) -> None:
     x = matrix(128, 384)
     whole = quantizers.call("quantize_tiles", x, "fp4", None, row_seed=9)
