@@ -27,16 +27,23 @@ class TensorSums:
         rows, cols: Σ_c x² [R] and Σ_r x² [C].
         row_errors: Σ (Q(x) − x)² [F], tiles along C.
         col_errors: Σ_r (Q(x) − x)² [F, C], tiles along R.
+        dots: Σ_c d·x, then Σ_c d·(Q(x) − x) with tiles along C, [1 + F, R]; None without d.
     """
 
     rows: Tensor
     cols: Tensor
     row_errors: Tensor
     col_errors: Tensor
+    dots: Tensor | None = None
 
 
 def tensor_sums(
-    x: Tensor, formats: Sequence[str], *, stochastic: bool = False, amax: Tensor | None = None
+    x: Tensor,
+    formats: Sequence[str],
+    *,
+    stochastic: bool = False,
+    amax: Tensor | None = None,
+    d: Tensor | None = None,
 ) -> TensorSums:
     """Sums over an activation or a gradient.
 
@@ -45,6 +52,7 @@ def tensor_sums(
         formats: names of candidate formats.
         stochastic: x is a gradient: four-bit formats round it stochastically.
         amax: max|·| (0-dim) of the tensor that x is a shard of, for formats that scale by it; default: that of x.
+        d: any floating dtype [R, C]; with it the rows' inner products with x and its errors (rounded to nearest).
 
     Raises:
         SnipError: a format that cannot be quantised to, another dtype or number of dimensions.
@@ -52,7 +60,16 @@ def tensor_sums(
     of = partial(squared_errors, x, stochastic=stochastic, amax=amax)
     rows = [of(fmt).sum(dtype=torch.float64) for fmt in formats]
     cols = [of(fmt, axis=0).sum(0, dtype=torch.float64) for fmt in formats]
-    return TensorSums(sum_squares(x, 1), sum_squares(x, 0), torch.stack(rows), torch.stack(cols))
+    dots = None if d is None else torch.stack([_dots(d, x.float()), *(_dots(d, _error(x, f, amax)) for f in formats)])
+    return TensorSums(sum_squares(x, 1), sum_squares(x, 0), torch.stack(rows), torch.stack(cols), dots)
+
+
+def _error(x: Tensor, fmt: str, amax: Tensor | None) -> Tensor:
+    return fake_quantize(x, fmt, tensor_amax=amax) - x.float()
+
+
+def _dots(d: Tensor, x: Tensor) -> Tensor:
+    return (d * x).sum(1, dtype=torch.float64)
 
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from snip_megatron.statistics import errors
 from snip_megatron.statistics.sums import has_kernels, sample_rows, sum_squares
 
 OUTPUT_TOKENS = 1024
-"""Tokens a microbatch, evenly spread, of which Y and E are formed: all of a smaller one."""
+"""Tokens a microbatch, evenly spread, of which Y and E are formed: all of a smaller one (``README.md``, evidence)."""
 
 
 class Pass(Enum):
@@ -43,24 +43,35 @@ class _Samples:
 
 @dataclass(frozen=True)
 class Dots:
-    """G_t·E_t of the sampled tokens of one microbatch, float64; still to be summed over tensor parallel ranks.
+    """G_t·E_t of one microbatch, float64; all but ``rows`` still to be summed over tensor parallel ranks.
 
-    Tokens differ in size far more than in direction: what the sample stands for is measured by ‖G_t‖²‖X_t‖².
+    E = δX·Wᵀ + Q(X)·δWᵀ, so G_t·E_t = D_t·δX_t + (G·δW)_t·Q(X)_t. The first term is known of every token, the second
+    of a sample: its mean shrinkage, a multiple of D_t·Q(X)_t, is fitted there, and the square of what then remains of a
+    token is in proportion to ‖G_t‖²‖X_t‖².
 
     Attributes:
-        values: [formats, sampled tokens].
-        share: ‖G_t‖²‖X_t‖² of the sampled tokens.
-        total: its sum over all tokens.
+        values: G_t·E_t of the sampled tokens, [formats, sampled].
+        rows: which these are, [sampled].
+        share: ‖G_t‖²‖X_t‖² of every token, [T].
+        known: D_t·X_t, then each format's D_t·δX_t, of every token, [1 + formats, T]; None where all are sampled.
     """
 
     values: torch.Tensor
+    rows: torch.Tensor
     share: torch.Tensor
-    total: torch.Tensor
+    known: torch.Tensor | None
 
     def squared(self) -> torch.Tensor:
         """Σ_t (G_t·E_t)² over all tokens: exact where all are sampled. [formats]."""
-        sampled = self.share.sum()
-        return self.values.square().sum(1) * torch.where(sampled > 0, self.total / sampled, 1.0)
+        if self.known is None:
+            return self.values.square().sum(1)
+        first, quantised = self.known[1:], self.known[:1] + self.known[1:]
+        sample = quantised[:, self.rows]
+        rest = self.values - first[:, self.rows]
+        shrinkage = _over((rest * sample).sum(1), sample.square().sum(1))[:, None]
+        rest = rest - shrinkage * sample
+        weight = _over(self.share.sum(), self.share[self.rows].sum())
+        return (first + shrinkage * quantised).square().sum(1) + weight * rest.square().sum(1)
 
 
 @dataclass
@@ -112,7 +123,7 @@ class LinearRecorder:
         """See :class:`snip_megatron.layers.context.BackwardRecorder`."""
         if self.phase is Pass.STATISTICS:
             self._note_gradient(x, g)
-            self._record(x, w, g, d_reduced)
+            self._record(x, w, g, d_local, d_reduced)
         else:
             self._compare(x, g)
 
@@ -126,7 +137,9 @@ class LinearRecorder:
         self.each_gw2 = _plus(self.each_gw2, sum_squares(gradient))
 
     # -- statistics pass ---------------------------------------------------------------------------------------
-    def _record(self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_reduced: torch.Tensor) -> None:
+    def _record(
+        self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_local: torch.Tensor, d_reduced: torch.Tensor
+    ) -> None:
         column = self.handle.parallel == "column"
         x_own = self._once if column else 1.0  # a column-parallel input is replicated, everything else is a shard
         g_own = 1.0 if column else self._once
@@ -134,7 +147,8 @@ class LinearRecorder:
         d_own = self._once if column and d_reduced.shape[0] == x.shape[0] else 1.0
         amax = {name: self._amax(name, tensor) for name, tensor in (("x", x), ("w", w), ("g", g))}
         summed = _implementation(x)
-        of_x = summed.tensor_sums(x, self.formats, amax=amax["x"])
+        d = d_local if x.shape[0] > OUTPUT_TOKENS else None
+        of_x = summed.tensor_sums(x, self.formats, amax=amax["x"], d=d)
         of_g = summed.tensor_sums(g, self.formats, stochastic=True, amax=amax["g"])
         if not self.dots:
             w2, *dw2 = summed.weight_sums(w, self.formats, amax=amax["w"])
@@ -154,7 +168,8 @@ class LinearRecorder:
         share = of_x.rows * of_g.rows
         self._add("s2", share.sum())
         self._record_samples(x, g, x_own, g_own)
-        self._record_outputs(x, w, g, share, amax)
+        values, rows = self._record_outputs(x, w, g, amax)
+        self.dots.append(Dots(values, rows, share, of_x.dots))
 
     def _record_samples(self, x: torch.Tensor, g: torch.Tensor, x_own: float, g_own: float) -> None:
         rows = sample_rows(x.shape[0], self.sample_tokens).to(x.device)
@@ -169,10 +184,12 @@ class LinearRecorder:
         x: torch.Tensor,
         w: torch.Tensor,
         g: torch.Tensor,
-        share: torch.Tensor,
         amax: dict[str, torch.Tensor | None],
-    ) -> None:
-        """Y and each format's E, the GEMM of training less the plain one, of OUTPUT_TOKENS evenly spread tokens."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Y and each format's E, the GEMM of training less the plain one, of OUTPUT_TOKENS evenly spread tokens.
+
+        Returns G·E [formats, tokens] and the tokens.
+        """
         backend = self.handle.context.backend
         rows = sample_rows(x.shape[0], OUTPUT_TOKENS).to(x.device)
         xs, gs = (x, g) if len(rows) == x.shape[0] else (x[rows], g[rows])
@@ -190,8 +207,7 @@ class LinearRecorder:
         dots, squares = zip(*found, strict=True)
         if column:
             self._add_formats("e2", torch.stack(squares) * weight)
-        share_of_rows = share if len(rows) == len(share) else share[rows]
-        self.dots.append(Dots(torch.stack(dots), share_of_rows, share.sum()))
+        return torch.stack(dots), rows
 
     def _amax(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """max|·| of the whole operand for the formats that scale by it: a sample of its rows has a smaller one."""
@@ -232,6 +248,11 @@ def _implementation(x: torch.Tensor) -> ModuleType:
     from snip_megatron.statistics import triton_sums
 
     return triton_sums
+
+
+def _over(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a / b, 0 where b is."""
+    return torch.where(b > 0, a / b, 0.0)
 
 
 def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

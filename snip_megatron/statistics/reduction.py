@@ -212,15 +212,20 @@ def _complete_row_parallel(
 
 def finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
     """Turn the recorders' partial G_t·E_t into ``c2``, with one all-reduce over the tensor parallel group."""
-    parts = [part for recorder in recorders for dots in recorder.dots for part in (dots.values, dots.share, dots.total)]
-    if not parts:
-        return
-    whole = iter(_summed(parts, groups.tp) if dist.get_world_size(groups.tp) > 1 else parts)
+    dots = [one for recorder in recorders for one in recorder.dots]
+    if dist.get_world_size(groups.tp) > 1 and dots:
+        parts = iter(_summed([part for one in dots for part in _sums_of(one)], groups.tp))
+        dots = [Dots(next(parts), one.rows, next(parts), None if one.known is None else next(parts)) for one in dots]
+    whole = iter(dots)
     for recorder in recorders:
-        squared = [Dots(next(whole), next(whole), next(whole)).squared() for _ in recorder.dots]
+        squared = [next(whole).squared() for _ in recorder.dots]
         recorder.dots.clear()
         if recorder.handle.tp_rank == 0 and squared:
             recorder.by_format["c2"] = torch.stack(squared).sum(0)
+
+
+def _sums_of(dots: Dots) -> list[torch.Tensor]:
+    return [part for part in (dots.values, dots.share, dots.known) if part is not None]
 
 
 def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:

@@ -22,17 +22,22 @@ def _scale(amax, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _squared_error(y, FORMAT: tl.constexpr, RANDOM: tl.constexpr):
-    """Squared distance of y = x / scale to its number in E2M1 (``FORMAT`` 4) or E4M3 (8); ``RANDOM``: expected, when
-    rounded up or down by chance. Adding and subtracting 1.5·2^23 spacings rounds to nearest."""
+def _error(y, FORMAT: tl.constexpr):
+    """From y = x / scale to its number in E2M1 (``FORMAT`` 4) or E4M3 (8), and the spacing of numbers there. Adding and
+    subtracting 1.5·2^23 spacings rounds to nearest."""
     least: tl.constexpr = 127 << 23 if FORMAT == 4 else 121 << 23
     magic: tl.constexpr = 1.5 * 2.0**22 if FORMAT == 4 else 1.5 * 2.0**20
     bits = tl.maximum(y.to(tl.int32, bitcast=True) & _EXPONENT, least)
     power = bits.to(tl.float32, bitcast=True)
-    error = (y + power * magic) - power * magic - y
+    return (y + power * magic) - power * magic - y, power * (0.5 if FORMAT == 4 else 0.125)
+
+
+@triton.jit
+def _squared(error, spacing, RANDOM: tl.constexpr):
+    """The error's square; ``RANDOM``: expected, when rounded up or down by chance."""
     if RANDOM:
         distance = tl.abs(error)
-        return distance * (power * (0.5 if FORMAT == 4 else 0.125) - distance)
+        return distance * (spacing - distance)
     else:
         return error * error
 
@@ -47,61 +52,79 @@ def _load(x_ptr, x_stride, M, K, m, k):
 
 @triton.jit
 def _format_sums(
-    x, row_amax, col_amax, whole_amax_ptr, errors_ptr, cols_ptr, col_mask,
-    FORMAT: tl.constexpr, WHOLE: tl.constexpr, RANDOM: tl.constexpr,
+    x, d_ptr, d_stride, M, K, m, k, row_amax, col_amax, whole_amax_ptr, errors_ptr, cols_ptr, dots_ptr,
+    row_mask, col_mask,
+    FORMAT: tl.constexpr, WHOLE: tl.constexpr, RANDOM: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """One candidate: the part's sum with tiles along its rows, its column sums with tiles along columns."""
-    j = tl.arange(0, EDGE)
+    """One candidate: the part's sum and the rows' D·δX with tiles along rows, column sums with tiles along columns."""
+    i = tl.arange(0, EDGE)
     if WHOLE:
         scale = _scale(tl.load(whole_amax_ptr), FORMAT)
-        sums = tl.sum(_squared_error(x * (1.0 / scale), FORMAT, RANDOM), axis=0) * (scale * scale)
-        tl.store(cols_ptr + j, sums, mask=col_mask)
+        error, spacing = _error(x * (1.0 / scale), FORMAT)
+        sums = tl.sum(_squared(error, spacing, RANDOM), axis=0) * (scale * scale)
+        tl.store(cols_ptr + i, sums, mask=col_mask)
         tl.store(errors_ptr, tl.sum(sums, axis=0))
+        if DOTS:
+            d = _load(d_ptr, d_stride, M, K, m, k)
+            tl.store(dots_ptr + i, tl.sum(error * d, axis=1) * scale, mask=row_mask)
     else:
         scale = _scale(row_amax, FORMAT)
-        sums = tl.sum(_squared_error(x * (1.0 / scale)[:, None], FORMAT, RANDOM), axis=1) * (scale * scale)
-        tl.store(errors_ptr, tl.sum(sums, axis=0))
+        error, spacing = _error(x * (1.0 / scale)[:, None], FORMAT)
+        tl.store(errors_ptr, tl.sum(tl.sum(_squared(error, spacing, RANDOM), axis=1) * (scale * scale), axis=0))
+        if DOTS:
+            d = _load(d_ptr, d_stride, M, K, m, k)
+            tl.store(dots_ptr + i, tl.sum(error * d, axis=1) * scale, mask=row_mask)
         scale = _scale(col_amax, FORMAT)
-        sums = tl.sum(_squared_error(x * (1.0 / scale)[None, :], FORMAT, RANDOM), axis=0) * (scale * scale)
-        tl.store(cols_ptr + j, sums, mask=col_mask)
+        error, spacing = _error(x * (1.0 / scale)[None, :], FORMAT)
+        tl.store(cols_ptr + i, tl.sum(_squared(error, spacing, RANDOM), axis=0) * (scale * scale), mask=col_mask)
 
 
 @triton.jit
 def tensor_kernel(
-    x_ptr, rows_ptr, cols_ptr, errors_ptr, amax_ptr, M, K, x_stride,
-    PLACE_8: tl.constexpr, PLACE_4: tl.constexpr, PLACE_WHOLE: tl.constexpr, RANDOM: tl.constexpr,
+    x_ptr, d_ptr, rows_ptr, cols_ptr, errors_ptr, amax_ptr, M, K, x_stride, d_stride,
+    PLACE_8: tl.constexpr, PLACE_4: tl.constexpr, PLACE_WHOLE: tl.constexpr, RANDOM: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
     """Sums of one 128×128 part.
 
-    ``rows`` [parts of K, M] of x²; ``cols`` [1 + formats, parts of M, K], x² first; ``errors`` [formats, parts].
-    ``PLACE_*``: a format's place among the candidates, −1: not wanted. ``RANDOM``: E2M1 rounds stochastically.
+    ``rows`` [1, parts of K, M] of x², with ``DOTS`` [2 + formats, …] also of d·x and of d·δx; ``cols`` [1 + formats,
+    parts of M, K], x² first; ``errors`` [formats, parts]. ``PLACE_*``: a format's place among the candidates, −1: not
+    wanted. ``RANDOM``: E2M1 rounds stochastically.
     """
     k, m = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(0) * tl.num_programs(1)
     x = _load(x_ptr, x_stride, M, K, m, k)
-    i, j = m * EDGE + tl.arange(0, EDGE), k * EDGE + tl.arange(0, EDGE)
+    i = tl.arange(0, EDGE)
+    row_mask, col_mask = m * EDGE + i < M, k * EDGE + i < K
     squares = x * x
-    tl.store(rows_ptr + k.to(tl.int64) * M + i, tl.sum(squares, axis=1), mask=i < M)
+    rows_ptr += k.to(tl.int64) * M + m * EDGE
+    row_place = tl.num_programs(0).to(tl.int64) * M
+    tl.store(rows_ptr + i, tl.sum(squares, axis=1), mask=row_mask)
     cols_ptr += m.to(tl.int64) * K + k * EDGE
-    tl.store(cols_ptr + tl.arange(0, EDGE), tl.sum(squares, axis=0), mask=j < K)
+    col_place = tl.num_programs(1).to(tl.int64) * K
+    tl.store(cols_ptr + i, tl.sum(squares, axis=0), mask=col_mask)
+    if DOTS:
+        d = _load(d_ptr, d_stride, M, K, m, k)
+        tl.store(rows_ptr + row_place + i, tl.sum(x * d, axis=1), mask=row_mask)
     magnitude = tl.abs(x)
     row_amax, col_amax = tl.max(magnitude, axis=1), tl.max(magnitude, axis=0)
-    place = tl.num_programs(1).to(tl.int64) * K
     errors_ptr += m * tl.num_programs(0) + k
     if PLACE_8 >= 0:
         _format_sums(
-            x, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_8 * parts, cols_ptr + (PLACE_8 + 1) * place, j < K,
-            8, False, False,
+            x, d_ptr, d_stride, M, K, m, k, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_8 * parts,
+            cols_ptr + (PLACE_8 + 1) * col_place, rows_ptr + (PLACE_8 + 2) * row_place, row_mask, col_mask,
+            8, False, False, DOTS,
         )  # fmt: skip
     if PLACE_4 >= 0:
         _format_sums(
-            x, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_4 * parts, cols_ptr + (PLACE_4 + 1) * place, j < K,
-            4, False, RANDOM,
+            x, d_ptr, d_stride, M, K, m, k, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_4 * parts,
+            cols_ptr + (PLACE_4 + 1) * col_place, rows_ptr + (PLACE_4 + 2) * row_place, row_mask, col_mask,
+            4, False, RANDOM, DOTS,
         )  # fmt: skip
     if PLACE_WHOLE >= 0:
         _format_sums(
-            x, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_WHOLE * parts, cols_ptr + (PLACE_WHOLE + 1) * place,
-            j < K, 8, True, False,
+            x, d_ptr, d_stride, M, K, m, k, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_WHOLE * parts,
+            cols_ptr + (PLACE_WHOLE + 1) * col_place, rows_ptr + (PLACE_WHOLE + 2) * row_place, row_mask, col_mask,
+            8, True, False, DOTS,
         )  # fmt: skip
 
 
@@ -120,11 +143,13 @@ def weight_kernel(
     for FORMAT in tl.static_range(4, 9, 4):
         if (PLACE_8 if FORMAT == 8 else PLACE_4) >= 0:
             scale = _scale(amax, FORMAT)
-            total = tl.sum(tl.sum(_squared_error(w * (1.0 / scale), FORMAT, False), axis=1), axis=0)
+            error, _ = _error(w * (1.0 / scale), FORMAT)
+            total = tl.sum(tl.sum(error * error, axis=1), axis=0)
             tl.store(sums_ptr + (1 + (PLACE_8 if FORMAT == 8 else PLACE_4)) * blocks, total * scale * scale)
     if PLACE_WHOLE >= 0:
         scale = _scale(tl.load(amax_ptr), 8)
-        total = tl.sum(tl.sum(_squared_error(w * (1.0 / scale), 8, False), axis=1), axis=0)
+        error, _ = _error(w * (1.0 / scale), 8)
+        total = tl.sum(tl.sum(error * error, axis=1), axis=0)
         tl.store(sums_ptr + (1 + PLACE_WHOLE) * blocks, total * scale * scale)
 
 

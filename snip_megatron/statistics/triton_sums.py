@@ -6,7 +6,7 @@ Formats without a kernel (nvfp4, mxfp4, mxfp8) are summed by the reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,24 +26,32 @@ LAUNCH: dict[str, int] = {"num_warps": 8}
 
 
 def tensor_sums(
-    x: Tensor, formats: Sequence[str], *, stochastic: bool = False, amax: Tensor | None = None
+    x: Tensor,
+    formats: Sequence[str],
+    *,
+    stochastic: bool = False,
+    amax: Tensor | None = None,
+    d: Tensor | None = None,
 ) -> TensorSums:
     """See :func:`snip_megatron.statistics.errors.tensor_sums`."""
     own, places = _own(formats)
-    M, K = x.shape
     if len(own) < len(formats):
-        return _completed(x, formats, tensor_sums(x, own, stochastic=stochastic, amax=amax), stochastic, amax)
-    x = _row_major(x)
+        return _completed(x, formats, stochastic=stochastic, amax=amax, d=d)
+    M, K = x.shape
+    x, d = _row_major(x), None if d is None else _row_major(d)
     k_parts, m_parts = _parts(K), _parts(M)
-    rows = torch.empty(k_parts, M, dtype=torch.float32, device=x.device)
+    rows = torch.empty(1 if d is None else 2 + len(own), k_parts, M, dtype=torch.float32, device=x.device)
     cols = torch.empty(1 + len(own), m_parts, K, dtype=torch.float32, device=x.device)
     error = torch.empty(len(own), m_parts * k_parts, dtype=torch.float32, device=x.device)
     if x.numel():
+        other = x if d is None else d
         tensor_kernel[(k_parts, m_parts)](
-            x, rows, cols, error, _amax(x, places, amax), M, K, x.stride(0), **places, RANDOM=stochastic, **LAUNCH
-        )
-    totals = cols.sum(1, dtype=torch.float64)
-    return TensorSums(rows.sum(0, dtype=torch.float64), totals[0], error.sum(1, dtype=torch.float64), totals[1:])
+            x, other, rows, cols, error, _amax(x, places, amax), M, K, x.stride(0), other.stride(0),
+            **places, RANDOM=stochastic, DOTS=d is not None, **LAUNCH,
+        )  # fmt: skip
+    of_rows, of_cols = rows.sum(1, dtype=torch.float64), cols.sum(1, dtype=torch.float64)
+    errors_of_rows = error.sum(1, dtype=torch.float64)
+    return TensorSums(of_rows[0], of_cols[0], errors_of_rows, of_cols[1:], None if d is None else of_rows[1:])
 
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
@@ -90,19 +98,20 @@ def _own(formats: Sequence[str]) -> tuple[list[str], dict[str, int]]:
     return own, {name: next((i for i, f in enumerate(own) if resolve(f) is fmt), -1) for fmt, name in _PLACES.items()}
 
 
-def _completed(
-    x: Tensor, formats: Sequence[str], found: TensorSums, stochastic: bool, amax: Tensor | None
-) -> TensorSums:
-    """``found`` holds the formats with kernels; the reference sums the others."""
+def _completed(x: Tensor, formats: Sequence[str], **options: Any) -> TensorSums:
+    """The formats with kernels by these, the others by the reference."""
     own = _own(formats)[0]
     rest = [fmt for fmt in formats if fmt not in own]
-    other = errors.tensor_sums(x, rest, stochastic=stochastic, amax=amax)
-    merge: Callable[[Tensor, Tensor], Tensor] = lambda a, b: _ordered(formats, own, a, rest, b)  # noqa: E731
+    found, other = tensor_sums(x, own, **options), errors.tensor_sums(x, rest, **options)
+    dots = None
+    if found.dots is not None and other.dots is not None:
+        dots = torch.cat([found.dots[:1], _ordered(formats, own, found.dots[1:], rest, other.dots[1:])])
     return TensorSums(
         found.rows,
         found.cols,
-        merge(found.row_errors, other.row_errors),
-        merge(found.col_errors, other.col_errors),
+        _ordered(formats, own, found.row_errors, rest, other.row_errors),
+        _ordered(formats, own, found.col_errors, rest, other.col_errors),
+        dots,
     )
 
 

@@ -157,7 +157,7 @@ def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
 
 @pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
 def test_outputs_of_a_sample_of_tokens(linear: LinearId, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Y, E and G·E of 64 tokens of 256: the definitions on these tokens, c2 in proportion to ‖G_t‖²‖X_t‖²."""
+    """Y, E and G·E of 64 tokens of 256 stand for all of them."""
     monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", 64)
     recorder = LinearRecorder(handle_of(linear), FORMATS, 32)
     batches = microbatches()
@@ -165,15 +165,8 @@ def test_outputs_of_a_sample_of_tokens(linear: LinearId, monkeypatch: pytest.Mon
         record(recorder, i, b.x, b.w, b.g, b.d, b.d)
     finish_dots([recorder], alone())
     recorded = recorder.sums | recorder.by_format
-    c2 = np.zeros(len(FORMATS))
-    for b in batches:
-        share = b.g.double().square().sum(1) * b.x.double().square().sum(1)
-        part = Microbatch(b.x[::4], b.w, b.g[::4])
-        sampled = definitions([part], 64)
-        c2 += sampled["c2"] * float(share.sum() / share[::4].sum())
-    np.testing.assert_allclose(recorded["c2"].numpy(), c2, rtol=2e-5)
     whole = definitions(batches, 64)
-    np.testing.assert_allclose(recorded["c2"].numpy(), whole["c2"], rtol=0.3)
+    np.testing.assert_allclose(recorded["c2"].numpy(), whole["c2"], rtol=0.1)
     if linear is COLUMN:
         for name in ("y2", "e2"):
             np.testing.assert_allclose(recorded[name].numpy(), whole[name], rtol=0.1, err_msg=name)
@@ -295,9 +288,7 @@ def test_the_sum_over_shards_is_the_whole(linear: LinearId, sequence_parallel: b
     first, second = (recorder for recorder, _ in parts)
     for i, other in enumerate(second.dots):  # what the all-reduce over the tensor parallel group does
         own = first.dots[i]
-        first.dots[i] = second.dots[i] = Dots(
-            own.values + other.values, own.share + other.share, own.total + other.total
-        )
+        first.dots[i] = second.dots[i] = Dots(own.values + other.values, own.rows, own.share + other.share, None)
     shape = TableShape(names=(str(linear),), formats=FORMATS, sinks=())
     one, two = PartialTable(shape, 1.0), PartialTable(shape, 1.0)
     finish_dots([whole], alone())

@@ -55,6 +55,21 @@ def sums_differ(rows: int, cols: int, dtype: torch.dtype, formats: tuple[str, ..
     return max(weights, *(worst(getattr(found, name), getattr(expected, name)) for name in names))
 
 
+def dots_differ(formats: tuple[str, ...]) -> float:
+    """FP32, whose quotients are no ties: there the sign of an error is anyone's."""
+    from snip_megatron.statistics import errors, triton_sums
+
+    x, d = matrix(200, 300, torch.float32), matrix(300, 200, torch.bfloat16).t()
+    found, expected = (module.tensor_sums(x, formats, d=d).dots for module in (triton_sums, errors))
+    size = expected.square().mean(1, keepdim=True).sqrt()  # single dots may be close to zero
+    return float(((found - expected) / size).abs().max())
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp4"), ("mxfp4", "fp8_tensor", "fp4")])
+def test_inner_products_with_errors(interpreted: Run, formats: tuple[str, ...]) -> None:
+    assert interpreted(dots_differ, formats) < 1e-4
+
+
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4",), ("mxfp4", "fp8_tensor", "fp4"), ("nvfp4",)])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_sums_with_tails(interpreted: Run, formats: tuple[str, ...], stochastic: bool) -> None:

@@ -15,9 +15,19 @@ from snip_megatron.statistics.triton_sums import LAUNCH as SUMS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PLACES = {"PLACE_8": 0, "PLACE_4": 1, "PLACE_WHOLE": -1}
-BF16 = ("x_ptr", "w_ptr", "g_ptr")
+BF16 = ("x_ptr", "d_ptr", "w_ptr", "g_ptr")
 INTEGERS = ("row_words_ptr", "col_words_ptr")
-SIZES = ("M", "N", "K", "x_stride", "w_stride", "g_stride", "size", "start")  # of a real model: multiples of 16
+SIZES = (
+    "M",
+    "N",
+    "K",
+    "x_stride",
+    "d_stride",
+    "w_stride",
+    "g_stride",
+    "size",
+    "start",
+)  # of a real model: multiples of 16
 SCALARS = ("factor", "noise", "mean_scale", "beta1", "beta2", "m_scale", "v_scale", "eps")
 
 
@@ -41,8 +51,8 @@ def assembled(kernel: Any, constants: dict[str, object], warps: int, g: str = "*
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        (triton_kernels.tensor_kernel, PLACES | {"RANDOM": True}),
-        (triton_kernels.tensor_kernel, {"PLACE_8": -1, "PLACE_4": 0, "PLACE_WHOLE": 1, "RANDOM": False}),
+        (triton_kernels.tensor_kernel, PLACES | {"RANDOM": True, "DOTS": False}),
+        (triton_kernels.tensor_kernel, {"PLACE_8": -1, "PLACE_4": 0, "PLACE_WHOLE": 1, "RANDOM": False, "DOTS": True}),
         (triton_kernels.weight_kernel, PLACES | {"PLACE_WHOLE": 2}),
         (triton_kernels.squares_kernel, {"BLOCK": 8192}),
         (triton_kernels.output_kernel, {"BLOCK": 4096}),
