@@ -48,6 +48,11 @@ class SnipConfig:
     )
     granularity: str = _option("gemm", "one choice per GEMM, or per linear (the paper's)", choices=GRANULARITIES)
     update_interval: int = _option(1000, "steps between two updates of the map; 0: no updates", type=int, metavar="N")
+    trigger: float = _option(
+        0.0,
+        "an update also starts when the linears' gradient norms move this much against each other; 0: off",
+        type=float,
+    )
     first_update: int = _option(100, "step of the first update", type=int, metavar="N")
     lag: int = _option(10, "steps from submitting an update to adopting it", type=int, metavar="N")
     wait: float = _option(0.0, "seconds a due decision may wait for the solver: repeatable schedules", type=float)
@@ -168,11 +173,15 @@ class SnipConfig:
     def updates(self) -> bool:
         """Whether the run solves for maps of its own."""
         fixed = self.policy in ("bf16", "uniform-fp8", "uniform-fp4")
-        return self.update_interval > 0 and self.map is None and self.replay is None and not fixed
+        wanted = self.update_interval > 0 or self.trigger > 0
+        return wanted and self.map is None and self.replay is None and not fixed
 
     def is_update_step(self, step: int) -> bool:
         """Whether an update starts before ``step`` (0-based)."""
-        return self.updates and step >= self.first_update and (step - self.first_update) % self.update_interval == 0
+        if not self.updates or step < self.first_update:
+            return False
+        since = step - self.first_update
+        return since == 0 if self.update_interval == 0 else since % self.update_interval == 0
 
     # -- validation --------------------------------------------------------------------------------------------
     def _validate(self) -> None:
@@ -204,7 +213,7 @@ class SnipConfig:
                 raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be at least {least}")
         if self.probe_tokens < 1:
             raise SnipError(f"--snip-probe-tokens {self.probe_tokens}: must be at least 1")
-        if self.updates and self.update_interval <= self.lag:
+        if self.updates and 0 < self.update_interval <= self.lag:
             raise SnipError(
                 f"--snip-lag {self.lag}: must be smaller than --snip-update-interval {self.update_interval},"
                 " so that an update is adopted before the next begins"
@@ -213,7 +222,7 @@ class SnipConfig:
             raise SnipError(f"--snip-measured-share {self.measured_share}: must be above 0, 1 at most")
         if self.measured_twice and (self.policy, self.estimator) != ("snip", "measured"):
             raise SnipError("--snip-measured-twice has no effect without --snip-estimator measured: leave it out")
-        for name in ("wait", "change_penalty"):
+        for name in ("wait", "change_penalty", "trigger"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be a finite number, 0 or more")
         for name in ("probe_noise", "solver_time", "deadline"):
@@ -222,7 +231,7 @@ class SnipConfig:
         if self.map is not None and self.replay is not None:
             raise SnipError("--snip-map and --snip-replay cannot be combined: both fix the maps; give one")
         fixed = "map" if self.map is not None else "replay" if self.replay is not None else None
-        for name in ("pin", "group"):
+        for name in ("pin", "group", "trigger"):
             if fixed is not None and getattr(self, name):
                 raise SnipError(f"--snip-{name} cannot be combined with --snip-{fixed}: its maps are used as they are")
 

@@ -22,6 +22,7 @@ from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
 from snip_megatron.reporting.wandb_sink import WandbSink
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.step_report import StepFigures, StepReport
+from snip_megatron.trigger import Trigger
 
 
 class Probe(Protocol):
@@ -112,6 +113,9 @@ class Controller:
                 self._guard.restore(self.state.guard, "SNIP state in the checkpoint")
             else:
                 self._guard.good = self.state.precision_map
+        self._trigger = Trigger(config.trigger) if config.updates and config.trigger > 0 else None
+        if self._trigger is not None and self.state.trigger is not None:
+            self._trigger.restore(self.state.trigger, "SNIP state in the checkpoint")
 
     # -- step boundary -----------------------------------------------------------------------------------------
     def before_step(self, step: int, probe: Callable[[float], Probe]) -> None:
@@ -133,17 +137,30 @@ class Controller:
         pending = self.state.pending
         if pending is not None and step >= pending.due:
             self._decide(step, pending)
-        if self._config.is_update_step(step):
+        triggered = self._triggered(step)
+        if self._config.is_update_step(step) or triggered:
             self._update(step, probe)
         self._registry.start_step(step)
 
-    def after_step(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> None:
-        """Note the step's figures; the previous step's, summed over ranks by now, are written down."""
+    def after_step(
+        self,
+        step: int,
+        loss: torch.Tensor | None,
+        grad_norm: float | None,
+        gradients: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        """Note the step's figures; the previous step's, summed over ranks by now, are written down.
+
+        ``gradients`` gives this rank's share of the linears' ‖∇W‖²; asked at the steps that the trigger looks at.
+        """
         self._next_step = step + 1
         self._registry.end_step()
         self.state.grad_norm = grad_norm
         self._fractions[step] = self._fraction
-        figures = self._report.exchange(step, loss, grad_norm)
+        looks = gradients is not None and self._trigger is not None and self._trigger.looks_at(step)
+        figures = self._report.exchange(step, loss, grad_norm, gradients() if looks and gradients else None)
+        if figures is not None and figures.gradients is not None and self._trigger is not None:
+            self._trigger.observe(figures.gradients)
         if figures is not None and self._guard is not None:
             self.state.alarm = self._guard.observe(figures, self._registry.current) or self.state.alarm
         self._metric(figures)
@@ -152,6 +169,7 @@ class Controller:
         """What a checkpoint keeps, on every rank; call it between two steps."""
         self.state.in_flight = self._report.in_flight()
         self.state.guard = None if self._guard is None else self._guard.as_dict()
+        self.state.trigger = None if self._trigger is None else self._trigger.as_dict()
         return self.state.to_bytes()
 
     def validated(self, losses: Mapping[str, float]) -> None:
@@ -209,6 +227,7 @@ class Controller:
             )
             return
         self._adopt(step, decision, started)
+        self._restart_trigger(step)
         if self._guard is not None:
             self._guard.adopted(step)
 
@@ -235,6 +254,7 @@ class Controller:
             wait_s=_since(started),
         )
         self._adopt(step, decision, started)
+        self._restart_trigger(step)
 
     def _adopt(self, step: int, decision: Decision, started: float | None = None) -> None:
         new = decision.precision_map
@@ -264,10 +284,25 @@ class Controller:
             self._coordinator.adopted(step, new)
 
     # -- updates -----------------------------------------------------------------------------------------------
+    def _triggered(self, step: int) -> bool:
+        """Whether gradients have drifted far enough; never while an update is on its way."""
+        if self._trigger is None or self.state.pending is not None:
+            return False
+        reason = self._trigger.reason()
+        if reason is not None:
+            self._event(step, "trigger", **reason)
+        return reason is not None
+
+    def _restart_trigger(self, step: int) -> None:
+        """After an update's begin, and under another map, whose gradients have another rounding noise."""
+        if self._trigger is not None:
+            self._trigger.restart(step)
+
     def _update(self, step: int, probe: Callable[[float], Probe]) -> None:
         if self.state.pending is not None:
             self._event(step, "skipped", reason="the previous update is still undecided")
             return
+        self._restart_trigger(step)
         started = time.perf_counter()
         result = probe(self._clip_factor())
         seconds = _since(started)

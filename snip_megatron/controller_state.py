@@ -15,6 +15,7 @@ from snip_megatron.precision import PrecisionMap
 from snip_megatron.statistics.measured import Measured
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.step_report import StepFigures
+from snip_megatron.trigger import Trigger, squares
 
 STATE_SCHEMA = "snip.state/1"
 _WHERE = "SNIP state in the checkpoint"
@@ -41,6 +42,7 @@ class ControllerState:
         grad_norm: of the last step, before clipping.
         guard: the guard's memory (:meth:`Guard.as_dict`); None in a checkpoint from before there was one.
         alarm: a verdict of the guard that the next step acts on.
+        trigger: the automatic trigger's memory (:meth:`Trigger.as_dict`); None without one.
         in_flight: figures of a step that had not arrived when the checkpoint was written.
         measured: of options forced alone, by all updates so far; decides which the next update renews.
     """
@@ -51,6 +53,7 @@ class ControllerState:
     grad_norm: float | None = None
     guard: dict[str, Any] | None = None
     alarm: Alarm | None = None
+    trigger: dict[str, Any] | None = None
     in_flight: StepFigures | None = None
     measured: Measured | None = None
 
@@ -72,6 +75,7 @@ class ControllerState:
             "grad_norm": self.grad_norm,
             "guard": self.guard,
             "alarm": None if self.alarm is None else asdict(self.alarm),
+            "trigger": self.trigger,
             "in_flight": None if self.in_flight is None else asdict(self.in_flight),
             "measured": None if self.measured is None else base64.b64encode(self.measured.to_bytes()).decode(),
         }
@@ -98,6 +102,7 @@ class ControllerState:
             grad_norm=norm,
             guard=_guard(body.get("guard")),
             alarm=None if body.get("alarm") is None else Alarm.from_dict(body["alarm"], _WHERE),
+            trigger=_trigger(body.get("trigger")),
             in_flight=_figures(body.get("in_flight")),
             measured=_measured(body.get("measured")),
         )
@@ -112,6 +117,12 @@ def _guard(body: Any) -> dict[str, Any] | None:
     return body
 
 
+def _trigger(body: Any) -> dict[str, Any] | None:
+    if body is not None:
+        Trigger(1.0).restore(body, _WHERE)  # says what is wrong with it
+    return body  # type: ignore[no-any-return]
+
+
 def _figures(body: Any) -> StepFigures | None:
     if body is None:
         return None
@@ -122,7 +133,10 @@ def _figures(body: Any) -> StepFigures | None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if value is not None and not number:
             raise SnipError(f"{_WHERE}: in_flight.{name}: must be a finite number")
-    return StepFigures(_count(body, "step"), body.get("loss"), body.get("grad_norm"), body["broken"])
+    gradients = body.get("gradients")
+    if gradients is not None:
+        gradients = tuple(squares(gradients, f"{_WHERE}: in_flight.gradients"))
+    return StepFigures(_count(body, "step"), body.get("loss"), body.get("grad_norm"), body["broken"], gradients)
 
 
 def _pending(body: Any) -> Pending | None:

@@ -19,13 +19,15 @@ _LOSS, _RANKS, _BROKEN, _SUM = 0, 1, 2, 3  # places of what is summed over ranks
 class StepFigures:
     """Figures of one training step, equal on all ranks; None where no rank had them, or where they are not finite.
 
-    ``broken``: on some rank the loss or the gradient norm was NaN or infinite.
+    ``broken``: on some rank the loss or the gradient norm was NaN or infinite. ``gradients``: ‖∇W‖² of every linear, at
+    the steps where ranks had them.
     """
 
     step: int
     loss: float | None
     grad_norm: float | None
     broken: bool = False
+    gradients: tuple[float, ...] | None = None
 
 
 class StepReport:
@@ -49,8 +51,13 @@ class StepReport:
         self._flight: _Flight | None = None
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def exchange(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> StepFigures | None:
-        """Send this step's figures on their way; returns those of the step before. Collective."""
+    def exchange(
+        self, step: int, loss: torch.Tensor | None, grad_norm: float | None, gradients: torch.Tensor | None = None
+    ) -> StepFigures | None:
+        """Send this step's figures on their way; returns those of the step before. Collective.
+
+        ``gradients`` is a rank's float64 share of the linears' ‖∇W‖²; all ranks give it, of one size, or none does.
+        """
         arrived = self.drain()
         values = torch.zeros(_SUM, dtype=torch.float64, device=self._device)
         if grad_norm is not None and not math.isfinite(grad_norm):
@@ -59,6 +66,8 @@ class StepReport:
             own = loss.detach().double().reshape(())
             values[_LOSS], values[_RANKS] = own, 1.0
             values[_BROKEN] += ~own.isfinite()
+        if gradients is not None:
+            values = torch.cat([values, gradients.to(values.device)])
         handle = dist.all_reduce(values, group=self._group, async_op=True)
         host, landed = (values, handle) if self._stream is None else self._to_host(values, handle, self._stream)
         self._flight = _Flight(step, values, host, landed, grad_norm)
@@ -66,7 +75,7 @@ class StepReport:
 
     def _to_host(self, values: torch.Tensor, handle: Any, stream: Any) -> tuple[torch.Tensor, Any]:
         """Queue the copy behind the collective, beside the training stream."""
-        host = torch.empty(_SUM, dtype=torch.float64, pin_memory=True)
+        host = torch.empty(values.numel(), dtype=torch.float64, pin_memory=True)
         landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             handle.wait()
@@ -93,7 +102,10 @@ class StepReport:
         loss = sums[_LOSS] / sums[_RANKS] if sums[_RANKS] > 0 and math.isfinite(sums[_LOSS]) else None
         norm = flight.grad_norm
         finite = norm is not None and math.isfinite(norm)
-        return StepFigures(flight.step, loss, norm if finite else None, broken=sums[_BROKEN] > 0)
+        gradients = tuple(sums[_SUM:]) if all(map(math.isfinite, sums[_SUM:])) else ()
+        return StepFigures(
+            flight.step, loss, norm if finite else None, broken=sums[_BROKEN] > 0, gradients=gradients or None
+        )
 
 
 @dataclass(frozen=True)

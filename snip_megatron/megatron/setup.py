@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.checkpoint_state import SnipState
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation
+from snip_megatron.megatron.gradient_norms import GradientNorms
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, StepCall
 from snip_megatron.megatron.startup import is_rank_zero
@@ -74,6 +76,7 @@ class SnipRun:
         self._controller: Controller | None = None
         self._coordinator: RankZeroCoordinator | None = None
         self._probes: ProbeRunner | None = None
+        self._norms: GradientNorms | None = None
         self._checkpoint: SnipState | None = None
         self.undo = ExitStack()
 
@@ -188,7 +191,8 @@ class SnipRun:
             if self._coordinator is not None:
                 self._coordinator.step_took(time.perf_counter() - started)
             losses = result[0]
-            controller.after_step(iteration, losses.get(_LOSS) if losses else None, result[_GRAD_NORM])
+            norms = None if self._norms is None else functools.partial(self._norms.share, optimizer)
+            controller.after_step(iteration, losses.get(_LOSS) if losses else None, result[_GRAD_NORM], norms)
             return result
 
         return step_with_snip
@@ -203,6 +207,10 @@ class SnipRun:
         registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
         request = validate.solve_request(config, args)
         linears = validate.model_linears(args)
+        sharded = bool(args.use_distributed_optimizer) or bool(
+            getattr(args, "use_layer_wise_distributed_optimizer", False)
+        )
+        self._norms = GradientNorms(registry, groups, optimizer_sharded=sharded) if config.trigger > 0 else None
         self._probes = ProbeRunner(
             registry,
             config,
@@ -211,8 +219,7 @@ class SnipRun:
                 micro_batch_size=args.micro_batch_size,
                 padded_vocab_size=args.padded_vocab_size,
                 virtual_stages=args.virtual_pipeline_model_parallel_size,
-                optimizer_sharded=bool(args.use_distributed_optimizer)
-                or bool(getattr(args, "use_layer_wise_distributed_optimizer", False)),
+                optimizer_sharded=sharded,
             ),
             groups,
             model,

@@ -63,6 +63,7 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "change_penalty": (["0.5"], 0.5),
     "granularity": (["layer"], "layer"),
     "update_interval": (["77"], 77),
+    "trigger": (["0.3"], 0.3),
     "first_update": (["5"], 5),
     "lag": (["3"], 3),
     "wait": (["30"], 30.0),
@@ -309,3 +310,14 @@ def test_groups_repeat_and_need_a_map_to_choose() -> None:
     assert parse("--snip", "--snip-group", "a*", "--snip-group", "block:b").group == ("a*", "block:b")
     with pytest.raises(SnipError, match="--snip-group cannot be combined with --snip-map"):
         parse("--snip", "--snip-group", "a*", "--snip-map", "m.json")
+
+
+def test_a_trigger_needs_no_interval() -> None:
+    alone = parse("--snip", "--snip-update-interval", "0", "--snip-trigger", "0.3", "--snip-first-update", "7")
+    assert alone.updates
+    assert [step for step in range(40) if alone.is_update_step(step)] == [7]
+    assert not parse("--snip", "--snip-update-interval", "0").updates
+    with pytest.raises(SnipError, match="--snip-trigger -1.0: must be a finite number, 0 or more"):
+        parse("--snip", "--snip-trigger", "-1")
+    with pytest.raises(SnipError, match="--snip-trigger cannot be combined with --snip-replay"):
+        parse("--snip", "--snip-trigger", "0.3", "--snip-replay", "run")

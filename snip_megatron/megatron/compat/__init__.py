@@ -14,6 +14,7 @@ from snip_megatron.megatron.compat.loop import (
 from snip_megatron.megatron.compat.optimizer_state import (
     OptimizerShard,
     adamw_state,
+    held_state,
     inner_optimizers,
     optimizer_shards,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "check_version",
     "checkpoint_holds",
     "has_package",
+    "held_state",
     "inner_optimizers",
     "optimizer_shards",
     "peek",
