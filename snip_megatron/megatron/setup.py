@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training import get_wandb_writer
+from megatron.training import get_args, get_wandb_writer
 
 from snip_megatron import __version__
 from snip_megatron.adoption import MapChannel
@@ -200,7 +200,8 @@ class SnipRun:
     # -- construction at the first step ------------------------------------------------------------------------
     def _build(self, model: Sequence[torch.nn.Module], optimizer: Any, step: int) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
-        args, config, registry = self._args, self._config, self._registry
+        # Not those given to us: 0.17 parses the command line again, and only its own know the padded vocabulary.
+        args, config, registry = get_args(), self._config, self._registry
         process_groups = compat.process_groups(model[0])
         groups = ProbeGroups(tp=process_groups.tp, dp=process_groups.dp_cp)
         device = next(model[0].parameters()).device
