@@ -32,6 +32,11 @@ PROBES = shlex.split(
     "--snip --snip-budget fp4=0 --snip-pin *=bf16 --snip-first-update 3 --snip-update-interval 6 --snip-lag 3"
     " --snip-backward-noise --snip-probe-tokens 48"
 )
+# Options forced alone; what follows from them is still on its way when the run ends.
+MEASUREMENT = shlex.split(
+    "--snip --snip-estimator measured --snip-measured-share 0.1 --snip-measured-twice --snip-first-update 3"
+    " --snip-update-interval 100 --snip-lag 50 --snip-probe-tokens 48"
+)
 STEPS = 20
 
 
@@ -103,6 +108,16 @@ def test_moved_weights_leave_no_trace(runs: Runs, layout: str) -> None:
     _, _, directory = runs.run(layout, *hawq)
     kinds = [event["kind"] for event in read_events(directory) if event["event"] == "probe"]
     assert kinds[:2] == ["statistics", "hessian"]
+
+
+@pytest.mark.parametrize("layout", ["tensor-and-sequence-bf16", "pipeline", "distributed-optimizer"])
+def test_options_forced_alone_leave_no_trace(runs: Runs, layout: str) -> None:
+    assert_same(runs, layout, tuple(MEASUREMENT))
+    _, _, directory = runs.run(layout, *MEASUREMENT)
+    probes = [event for event in read_events(directory) if event["event"] == "probe"]
+    assert [event["kind"] for event in probes] == ["statistics", "forward_noise", "measured"]
+    # A nudge, four linears and all wgrads in two formats: an on and an off pass each, and one of none; all twice.
+    assert probes[-1]["passes"] == 2 * (2 * (1 + 4 * 2 + 2) + 1)
 
 
 def test_a_map_that_quantises_does_leave_one(runs: Runs) -> None:
