@@ -169,6 +169,9 @@ class LineFile:
 
     def _write(self, line: bytes) -> None:
         try:
+            if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
+                self._release()  # somebody removed the file: what is written from now on must be seen again
+                self._torn = False
             if self._descriptor is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

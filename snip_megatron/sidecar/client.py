@@ -53,6 +53,8 @@ class SidecarClient:
         self._results: deque[SidecarResult] = deque()
         self.restarts = 0
         """How many times a process was started in place of another."""
+        self.last_error: str | None = None
+        """Why no process could be started, the last time that happened."""
 
     @property
     def pid(self) -> int | None:
@@ -63,7 +65,7 @@ class SidecarClient:
         """Start the process; it loads while training starts."""
         if not self._started:
             self._started = True
-            self._worker = WorkerProcess(self._build)
+            self._launch()
 
     def submit(self, job: SolveJob) -> None:
         """Queue a job; its outcome comes out of :meth:`poll`."""
@@ -117,18 +119,29 @@ class SidecarClient:
 
     def _advance(self) -> None:
         """Start a process if one is due, send the next job if it is idle."""
-        if self._worker is None and time.monotonic() >= self._not_before:
-            self._worker = WorkerProcess(self._build)
+        if self._worker is None and time.monotonic() >= self._not_before and self._launch():
             self.restarts += 1
         if self._worker is not None and self._running is None and self._waiting:
             self._running = self._waiting.popleft()
             self._worker.send(self._running.number, self._running.payload)
 
+    def _launch(self) -> bool:
+        """Start a process. Where the host has none to give, waiting jobs stay and it is tried again after the pause."""
+        try:
+            self._worker = WorkerProcess(self._build)
+        except OSError as error:
+            self.last_error = str(error)
+            self._pause()
+        return self._worker is not None
+
+    def _pause(self) -> None:
+        self._not_before = time.monotonic() + self._backoff
+        self._backoff = min(max(2 * self._backoff, 0.01), MAX_BACKOFF_S)
+
     def _lose_worker(self, failure: SidecarFailure) -> None:
         """The process is gone: so is the job it had."""
         self._worker = None
-        self._not_before = time.monotonic() + self._backoff
-        self._backoff = min(max(2 * self._backoff, 0.01), MAX_BACKOFF_S)
+        self._pause()
         if self._running is not None:
             self._fail(self._running, failure)
             self._running = None

@@ -1,8 +1,12 @@
-"""What crosses between rank 0 and the sidecar, and how: length-prefixed pickles over two private pipes."""
+"""What crosses between rank 0 and the sidecar, and how: checked frames of pickles over two private pipes.
+
+Only rank 0 and the process that it started itself hold an end of these pipes; nothing else is ever unpickled.
+"""
 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -15,7 +19,10 @@ if TYPE_CHECKING:
     from snip_megatron.solver.solution import Solution
 
 FAILURES = ("died", "exception", "infeasible", "deadline", "oom")
-_HEADER = struct.Struct("<QQ")
+MAX_FRAME_BYTES = 2**31
+"""No job or answer comes near; a length beyond it is noise."""
+_MAGIC = b"SNIP"
+_HEADER = struct.Struct("<4sQQL")
 
 
 @dataclass(frozen=True)
@@ -81,18 +88,32 @@ class Answer:
     timings: Mapping[str, float] = field(default_factory=dict)
 
 
+class BrokenFrameError(ValueError):
+    """The stream holds something else than frames: nothing after it can be trusted."""
+
+
 def write_frame(stream: BinaryIO, number: int, payload: bytes) -> None:
-    """One message: its number, its length, its bytes."""
-    stream.write(_HEADER.pack(number, len(payload)))
+    """One message: its number, its length, its bytes and their checksum."""
+    stream.write(_HEADER.pack(_MAGIC, number, len(payload), zlib.crc32(payload)))
     stream.write(payload)
     stream.flush()
 
 
 def read_frame(stream: BinaryIO) -> tuple[int, bytes] | None:
-    """The next message; None at the end of the stream, also in the middle of a message."""
+    """The next message; None at the end of the stream, also in the middle of a message.
+
+    Raises:
+        BrokenFrameError: what arrived was not written by :func:`write_frame`, or changed on its way.
+    """
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
-    number, size = _HEADER.unpack(header)
+    magic, number, size, checksum = _HEADER.unpack(header)
+    if magic != _MAGIC or size > MAX_FRAME_BYTES:
+        raise BrokenFrameError("no frame begins here")
     payload = stream.read(size)
-    return (number, payload) if len(payload) == size else None
+    if len(payload) < size:
+        return None
+    if zlib.crc32(payload) != checksum:
+        raise BrokenFrameError("a frame's checksum differs")
+    return number, payload

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import BinaryIO
 
-from snip_megatron.sidecar.messages import Answer, read_frame, write_frame
+from snip_megatron.sidecar.messages import Answer, BrokenFrameError, read_frame, write_frame
 
 # What torchrun, SLURM and NCCL tell a rank. A process that is no rank must not believe it is one.
 _RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "NCCL_", "GROUP_", "ROLE_", "PMI_", "PMIX_", "OMPI_")
@@ -28,10 +28,17 @@ def worker_environment() -> dict[str, str]:
     return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
 
 
+_REAP_S = 1.0  # a killed process is gone in a millisecond, unless it hangs in the kernel
+
+
 class WorkerProcess:
-    """A running worker. ``answers`` yields (number, arrival time, Answer), then (None, time, None) when it ended."""
+    """A running worker. ``answers`` yields (number, arrival time, Answer), then (None, time, None) when it ended.
+
+    Raises OSError where no process can be started (the host is out of processes or memory).
+    """
 
     def __init__(self, build: str) -> None:
+        self._garbled = False
         bound = "bound" if threading.current_thread() is threading.main_thread() else "free"
         command = [sys.executable, "-m", "snip_megatron.sidecar.worker", str(os.getpid()), build, bound]
         self._process = subprocess.Popen(
@@ -41,8 +48,12 @@ class WorkerProcess:
         self.answers: queue.SimpleQueue[tuple[int | None, float, Answer | None]] = queue.SimpleQueue()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        for target, stream in ((self._write, self._process.stdin), (self._read, self._process.stdout)):
-            threading.Thread(target=target, args=(stream,), name="snip-sidecar", daemon=True).start()
+        try:
+            for target, stream in ((self._write, self._process.stdin), (self._read, self._process.stdout)):
+                threading.Thread(target=target, args=(stream,), name="snip-sidecar", daemon=True).start()
+        except RuntimeError as error:  # no thread left for us
+            self.kill()
+            raise OSError(str(error)) from None
 
     @property
     def pid(self) -> int:
@@ -56,11 +67,17 @@ class WorkerProcess:
     def kill(self) -> None:
         """End the process, whatever state it is in, and reap it. SIGKILL also ends a stopped process."""
         self._process.kill()
-        self._process.wait()
         self._jobs.put(None)
+        try:
+            self._process.wait(timeout=_REAP_S)
+        except subprocess.TimeoutExpired:  # inside the kernel, for instance on a file system that hangs
+            threading.Thread(target=self._process.wait, name="snip-sidecar-reaper", daemon=True).start()
 
     def how_it_ended(self) -> str:
         """One line about a process whose pipe has ended."""
+        if self._garbled:
+            self.kill()
+            return "the solver process sent something that is no answer; it was killed"
         try:
             code = self._process.wait(timeout=0.05)
         except subprocess.TimeoutExpired:  # it closed its pipe but lives: of no use any more
@@ -85,6 +102,11 @@ class WorkerProcess:
         try:
             with stream:
                 while (frame := read_frame(stream)) is not None:
-                    self.answers.put((frame[0], time.monotonic(), pickle.loads(frame[1])))
+                    answer = pickle.loads(frame[1])  # of our own child, over a pipe that nobody else holds
+                    if not isinstance(answer, Answer):
+                        raise BrokenFrameError("the message is no answer")
+                    self.answers.put((frame[0], time.monotonic(), answer))
+        except Exception:  # whatever unpickling raises: this process is of no use any more
+            self._garbled = True
         finally:
             self.answers.put((None, time.monotonic(), None))

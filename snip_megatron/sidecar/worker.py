@@ -37,7 +37,10 @@ def main(arguments: list[str]) -> int:
 
     while (frame := read_frame(jobs)) is not None:
         number, payload = frame
-        write_frame(answers, number, pickle.dumps(_answer(payload, build_path), protocol=5))
+        try:
+            write_frame(answers, number, pickle.dumps(_answer(payload, build_path), protocol=5))
+        except BrokenPipeError:  # the trainer wants no more of us
+            os._exit(1)
     return 0
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from enum import Enum
 from pathlib import Path
 
@@ -327,6 +328,19 @@ def test_removed_folders_come_back(tmp_path):
     run.write_scores(0, {})
     run.close()
     assert list(read_maps(tmp_path / "run")) == [0]
+
+
+def test_a_removed_directory_comes_back_with_what_follows(tmp_path):
+    with new_run(tmp_path / "run") as run:
+        run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+        run.event(0, "adopt", version=1)
+        shutil.rmtree(tmp_path / "run")
+        for step in (1, 2):
+            run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+            run.event(step, "adopt", version=1)
+    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [1, 2]
+    assert [e["step"] for e in read_events(tmp_path / "run")] == [1, 2]
+    assert run.faults.count == run.faults.lost == 0
 
 
 def test_a_file_in_the_way_holds_back_only_itself(tmp_path, capsys):

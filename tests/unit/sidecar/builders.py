@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from snip_megatron.precision import Format
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sidecar.messages import write_frame
 from snip_megatron.solver import Budget, Choice, Item, Problem
 from snip_megatron.statistics.table import StatisticsTable
 
@@ -38,7 +44,33 @@ def by_policy(table: StatisticsTable, request: SolveRequest) -> tuple[Problem, d
     elif what == "print":
         print("a library that prints", flush=True)
         os.system("echo and its child")
+    elif what == "garbage":
+        answers = next(f.f_locals["answers"] for f in _frames() if "answers" in f.f_locals)  # worker.main's
+        answers.write(WRONG_BYTES[argument])
+        answers.flush()
     return plain(table, request)
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frame(payload: bytes) -> bytes:
+    stream = io.BytesIO()
+    write_frame(stream, 1, payload)
+    return stream.getvalue()
+
+
+WRONG_BYTES = {
+    "noise": bytes(range(256)) * 8,
+    "length": _frame(b"x" * 64).replace((64).to_bytes(8, "little"), (2**62).to_bytes(8, "little")),
+    "bit": _frame(pickle.dumps(0)[:-1] + b"\0"),
+    "flipped": _frame(b"x" * 64)[:-1] + b"y",
+    "object": _frame(pickle.dumps({"solution": None})),
+}
 
 
 def environment(table: StatisticsTable, request: SolveRequest) -> tuple[Problem, dict[str, object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -149,6 +150,41 @@ def test_killed_in_mid_job(start: Start, tmp_path: Path) -> None:
     assert next_result(client).precision_map.version == 2
     assert client.pid != first
     assert client.restarts == 1
+
+
+@pytest.mark.parametrize("wrong", ["noise", "length", "bit", "flipped", "object"])
+def test_garbage_on_the_pipe_ends_the_process_that_wrote_it(
+    start: Start, wrong: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = start()
+    first = client.pid
+    client.submit(make_job(version=1, policy=f"garbage:{wrong}"))
+    failure = next_result(client).failure
+    assert failure is not None
+    assert (failure.kind, "no answer; it was killed" in failure.message) == ("died", True)
+    assert not alive(first)
+    client.submit(make_job(version=2))
+    assert next_result(client).failure is None
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_no_process_to_be_had_is_tried_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is out of processes: neither the start nor the restart raises, the job waits."""
+    genuine, refusals = subprocess.Popen, [2]
+
+    def popen(*args: object, **kwargs: object) -> subprocess.Popen[bytes]:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return genuine(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    client = start()
+    assert client.pid is None
+    client.submit(make_job(version=1))
+    assert next_result(client).failure is None
+    assert (refusals[0], client.restarts) == (0, 1)
+    assert "temporarily unavailable" in client.last_error
 
 
 def test_killed_while_idle(start: Start) -> None:
