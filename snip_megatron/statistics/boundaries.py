@@ -6,6 +6,7 @@ output. Rows are tokens; under sequence parallelism a rank holds a contiguous sh
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -32,11 +33,17 @@ class TokenShard:
         """Global index of the first local token."""
         return self.rank * local_rows
 
-    def rows(self, local_rows: int, count: int) -> torch.Tensor:
-        """Local indices of the sampled tokens that this rank holds."""
-        sampled = sample_rows(local_rows * self.size, count)
-        start = self.first_row(local_rows)
-        return sampled[(sampled >= start) & (sampled < start + local_rows)] - start
+    def rows(self, local_rows: int, count: int, device: torch.device | None = None) -> torch.Tensor:
+        """Local indices of the sampled tokens that this rank holds; not to be written to."""
+        return _held_rows(self, local_rows, count, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _held_rows(shard: TokenShard, local_rows: int, count: int, device: torch.device | None) -> torch.Tensor:
+    """Kept on the device: a copy to a GPU would wait for all that runs there."""
+    sampled = sample_rows(local_rows * shard.size, count)
+    start = shard.first_row(local_rows)
+    return (sampled[(sampled >= start) & (sampled < start + local_rows)] - start).to(device)
 
 
 @dataclass
@@ -65,10 +72,10 @@ class Boundary:
     def sampled(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sampled tokens of [s, b, hidden] that this rank holds, a copy in float32."""
         flat = tensor.detach().reshape(-1, tensor.shape[-1])
-        rows = self.shard.rows(flat.shape[0], self.sample_tokens)
+        rows = self.shard.rows(flat.shape[0], self.sample_tokens, flat.device)
         total = flat.shape[0] * self.shard.size
         self.weight = total / max(min(total, self.sample_tokens), 1)
-        return flat[rows.to(flat.device)].float()
+        return flat[rows].float()
 
     def on_forward(self, tensor: torch.Tensor) -> None:
         """See the stream pass and arrange to see its gradient."""

@@ -20,7 +20,7 @@ from snip_megatron.quantization.formats import resolve
 from snip_megatron.statistics import errors
 from snip_megatron.statistics.sums import has_kernels, sample_rows, sum_squares
 
-OUTPUT_TOKENS = 1024
+OUTPUT_TOKENS = 512
 """Tokens a microbatch, evenly spread, of which Y and E are formed: all of a smaller one (``README.md``, evidence)."""
 
 
@@ -154,13 +154,13 @@ class LinearRecorder:
             w2, *dw2 = summed.weight_sums(w, self.formats, amax=amax["w"])
             self._add("w2", w2)
             self._add_formats("dw2", torch.stack(dw2))
-        self._add("x2", of_x.cols.sum() * x_own)
-        self._add("g2", of_g.cols.sum() * g_own)
-        self._add("d2", sum_squares(d_reduced) * d_own)
-        self._add_formats("dx_row2", of_x.row_errors * x_own)
-        self._add_formats("dx_col2", of_x.col_errors.sum(1) * x_own)
-        self._add_formats("dg_row2", of_g.row_errors * g_own)
-        self._add_formats("dg_col2", of_g.col_errors.sum(1) * g_own)
+        self._add("x2", _owned(of_x.cols.sum(), x_own))
+        self._add("g2", _owned(of_g.cols.sum(), g_own))
+        self._add("d2", _owned(sum_squares(d_reduced), d_own))
+        self._add_formats("dx_row2", _owned(of_x.row_errors, x_own))
+        self._add_formats("dx_col2", _owned(of_x.col_errors.sum(1), x_own))
+        self._add_formats("dg_row2", _owned(of_g.row_errors, g_own))
+        self._add_formats("dg_col2", _owned(of_g.col_errors.sum(1), g_own))
         self.x_cols, self.g_cols = _plus(self.x_cols, of_x.cols), _plus(self.g_cols, of_g.cols)
         self.dx_cols = _plus(self.dx_cols, of_x.col_errors)
         self.dg_cols = _plus(self.dg_cols, of_g.col_errors)
@@ -172,12 +172,12 @@ class LinearRecorder:
         self.dots.append(Dots(values, rows, share, of_x.dots))
 
     def _record_samples(self, x: torch.Tensor, g: torch.Tensor, x_own: float, g_own: float) -> None:
-        rows = sample_rows(x.shape[0], self.sample_tokens).to(x.device)
+        rows = sample_rows(x.shape[0], self.sample_tokens, x.device)
         weight = x.shape[0] / max(len(rows), 1)
         sample = _Samples(x[rows], g[rows], weight)
         self._samples.append(sample)
-        self._add("xs2", sum_squares(sample.x) * weight * x_own)
-        self._add("gs2", sum_squares(sample.g) * weight * g_own)
+        self._add("xs2", _owned(sum_squares(sample.x), weight * x_own))
+        self._add("gs2", _owned(sum_squares(sample.g), weight * g_own))
 
     def _record_outputs(
         self,
@@ -191,7 +191,7 @@ class LinearRecorder:
         Returns G·E [formats, tokens] and the tokens.
         """
         backend = self.handle.context.backend
-        rows = sample_rows(x.shape[0], OUTPUT_TOKENS).to(x.device)
+        rows = sample_rows(x.shape[0], OUTPUT_TOKENS, x.device)
         xs, gs = (x, g) if len(rows) == x.shape[0] else (x[rows], g[rows])
         weight = x.shape[0] / max(len(rows), 1)
         y = _product(xs, w)
@@ -223,7 +223,7 @@ class LinearRecorder:
     def _compare(self, x: torch.Tensor, g: torch.Tensor) -> None:
         sample = self._samples[self._compared]
         self._compared += 1
-        rows = sample_rows(x.shape[0], self.sample_tokens).to(x.device)
+        rows = sample_rows(x.shape[0], self.sample_tokens, x.device)
         column = self.handle.parallel == "column"
         x_own, g_own = (self._once, 1.0) if column else (1.0, self._once)
         dg2 = sum_squares(g[rows].float() - sample.g.float()) * sample.weight * g_own
@@ -248,6 +248,11 @@ def _implementation(x: torch.Tensor) -> ModuleType:
     from snip_megatron.statistics import triton_sums
 
     return triton_sums
+
+
+def _owned(value: torch.Tensor, share: float) -> torch.Tensor:
+    """This rank's share of a sum; a product with 1 is a launch for nothing."""
+    return value if share == 1.0 else value * share
 
 
 def _over(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

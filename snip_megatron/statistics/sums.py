@@ -28,7 +28,11 @@ def sum_squares(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     return squares.sum(dtype=torch.float64) if dim is None else squares.sum(dim=dim, dtype=torch.float64)
 
 
-def sample_rows(total: int, count: int) -> torch.Tensor:
-    """Evenly spread row indices, int64 [min(total, count)]: the same for every layout of the same tokens."""
+@functools.lru_cache(maxsize=64)
+def sample_rows(total: int, count: int, device: torch.device | None = None) -> torch.Tensor:
+    """Evenly spread row indices, int64 [min(total, count)]: the same for every layout of the same tokens.
+
+    Kept on ``device`` and not to be written to: a copy to a GPU would wait for all that runs there.
+    """
     count = min(total, count)
-    return torch.arange(count) * total // max(count, 1)
+    return torch.arange(count, device=device) * total // max(count, 1)

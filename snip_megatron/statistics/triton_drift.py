@@ -5,6 +5,7 @@ Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from snip_megatron.statistics.drift import AdamWState
 from snip_megatron.statistics.signs import words
 from snip_megatron.statistics.triton_drift_kernel import drift_kernel
 
-LAUNCH: dict[str, int] = {"BLOCK": 2048, "num_warps": 8}
-"""Elements a program, and its warps."""
+LAUNCH: dict[str, int] = {"BLOCK": 2048, "num_warps": 8, "maxnreg": 80}
+"""Elements a program, and its launch options."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ def drift_sums(
     size, formats = gradient.numel(), 0 if sizes.var_rows is None else sizes.var_rows.shape[0] - 1
     blocks = -(-size // LAUNCH["BLOCK"])
     device = gradient.device
-    sums = torch.zeros(len(scales) + 2 * formats, blocks, dtype=torch.float32, device=device)
-    rho = torch.tensor(scales, dtype=torch.float64).to(device, non_blocking=True)
+    sums = torch.empty(len(scales) + 2 * formats, blocks, dtype=torch.float32, device=device)
+    rho = _on_device(tuple(scales), device)
     if size:
         settled = noise < 1.0 and state.step > 0
         next_step = state.step + 1
         drift_kernel[(blocks,)](
             gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
-            rho.float(), *_vectors(sizes, device),
+            rho, *_vectors(sizes, device),
             *words(sizes.seed, sizes.rows.to(device), sizes.cols.to(device)),
             state.start, size, sizes.rows.numel(), sizes.cols.numel(),
             float(factor), float(noise) if settled else 1.0,
@@ -82,7 +83,13 @@ def drift_sums(
         )  # fmt: skip
     totals = sums.sum(1, dtype=torch.float64)
     by_rho, by_format, error2 = torch.split(totals, [len(scales), formats, formats])
-    return DriftSums(by_rho * rho.float().double().square(), by_format, error2)
+    return DriftSums(by_rho * rho.double().square(), by_format, error2)
+
+
+@functools.cache
+def _on_device(scales: tuple[float, ...], device: torch.device) -> Tensor:
+    """FP32; kept, because a copy to the device would wait for all that runs there."""
+    return torch.tensor(scales, dtype=torch.float32, device=device)
 
 
 def _vectors(sizes: ErrorSizes, device: torch.device) -> list[Tensor]:

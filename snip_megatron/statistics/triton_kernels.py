@@ -43,89 +43,99 @@ def _squared(error, spacing, RANDOM: tl.constexpr):
 
 
 @triton.jit
-def _load(x_ptr, x_stride, M, K, m, k):
-    """Part (m, k) [128, 128] in FP32, zeros outside the matrix."""
-    i, j = m * EDGE + tl.arange(0, EDGE), k * EDGE + tl.arange(0, EDGE)
+def _load(x_ptr, x_stride, M, K, m, k, ROWS: tl.constexpr):
+    """Part (m, k) [ROWS, 128] in FP32, zeros outside the matrix."""
+    i, j = m * ROWS + tl.arange(0, ROWS), k * EDGE + tl.arange(0, EDGE)
     pointers = x_ptr + i.to(tl.int64)[:, None] * x_stride + j[None, :]
     return tl.load(pointers, mask=(i < M)[:, None] & (j < K)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _format_sums(
-    x, d_ptr, d_stride, M, K, m, k, row_amax, col_amax, whole_amax_ptr, errors_ptr, cols_ptr, dots_ptr,
-    row_mask, col_mask,
-    FORMAT: tl.constexpr, WHOLE: tl.constexpr, RANDOM: tl.constexpr, DOTS: tl.constexpr,
+    x, row_amax, col_amax, whole_amax_ptr, errors_ptr, cols_ptr, col_mask,
+    FORMAT: tl.constexpr, WHOLE: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
-    """One candidate: the part's sum and the rows' D·δX with tiles along rows, column sums with tiles along columns."""
-    i = tl.arange(0, EDGE)
+    """One candidate: the part's sum with tiles along its rows, its column sums with tiles along columns."""
+    j = tl.arange(0, EDGE)
     if WHOLE:
         scale = _scale(tl.load(whole_amax_ptr), FORMAT)
         error, spacing = _error(x * (1.0 / scale), FORMAT)
         sums = tl.sum(_squared(error, spacing, RANDOM), axis=0) * (scale * scale)
-        tl.store(cols_ptr + i, sums, mask=col_mask)
+        tl.store(cols_ptr + j, sums, mask=col_mask)
         tl.store(errors_ptr, tl.sum(sums, axis=0))
-        if DOTS:
-            d = _load(d_ptr, d_stride, M, K, m, k)
-            tl.store(dots_ptr + i, tl.sum(error * d, axis=1) * scale, mask=row_mask)
     else:
         scale = _scale(row_amax, FORMAT)
         error, spacing = _error(x * (1.0 / scale)[:, None], FORMAT)
         tl.store(errors_ptr, tl.sum(tl.sum(_squared(error, spacing, RANDOM), axis=1) * (scale * scale), axis=0))
-        if DOTS:
-            d = _load(d_ptr, d_stride, M, K, m, k)
-            tl.store(dots_ptr + i, tl.sum(error * d, axis=1) * scale, mask=row_mask)
         scale = _scale(col_amax, FORMAT)
         error, spacing = _error(x * (1.0 / scale)[None, :], FORMAT)
-        tl.store(cols_ptr + i, tl.sum(_squared(error, spacing, RANDOM), axis=0) * (scale * scale), mask=col_mask)
+        tl.store(cols_ptr + j, tl.sum(_squared(error, spacing, RANDOM), axis=0) * (scale * scale), mask=col_mask)
 
 
 @triton.jit
 def tensor_kernel(
-    x_ptr, d_ptr, rows_ptr, cols_ptr, errors_ptr, amax_ptr, M, K, x_stride, d_stride,
-    PLACE_8: tl.constexpr, PLACE_4: tl.constexpr, PLACE_WHOLE: tl.constexpr, RANDOM: tl.constexpr, DOTS: tl.constexpr,
+    x_ptr, rows_ptr, cols_ptr, errors_ptr, amax_ptr, M, K, x_stride,
+    PLACE_8: tl.constexpr, PLACE_4: tl.constexpr, PLACE_WHOLE: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     """Sums of one 128×128 part.
 
-    ``rows`` [1, parts of K, M] of x², with ``DOTS`` [2 + formats, …] also of d·x and of d·δx; ``cols`` [1 + formats,
-    parts of M, K], x² first; ``errors`` [formats, parts]. ``PLACE_*``: a format's place among the candidates, −1: not
-    wanted. ``RANDOM``: E2M1 rounds stochastically.
+    ``rows`` [parts of K, M] of x²; ``cols`` [1 + formats, parts of M, K], x² first; ``errors`` [formats, parts].
+    ``PLACE_*``: a format's place among the candidates, −1: not wanted. ``RANDOM``: E2M1 rounds stochastically.
     """
     k, m = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(0) * tl.num_programs(1)
-    x = _load(x_ptr, x_stride, M, K, m, k)
+    x = _load(x_ptr, x_stride, M, K, m, k, EDGE)
     i = tl.arange(0, EDGE)
     row_mask, col_mask = m * EDGE + i < M, k * EDGE + i < K
     squares = x * x
-    rows_ptr += k.to(tl.int64) * M + m * EDGE
-    row_place = tl.num_programs(0).to(tl.int64) * M
-    tl.store(rows_ptr + i, tl.sum(squares, axis=1), mask=row_mask)
+    tl.store(rows_ptr + k.to(tl.int64) * M + m * EDGE + i, tl.sum(squares, axis=1), mask=row_mask)
     cols_ptr += m.to(tl.int64) * K + k * EDGE
-    col_place = tl.num_programs(1).to(tl.int64) * K
+    place = tl.num_programs(1).to(tl.int64) * K
     tl.store(cols_ptr + i, tl.sum(squares, axis=0), mask=col_mask)
-    if DOTS:
-        d = _load(d_ptr, d_stride, M, K, m, k)
-        tl.store(rows_ptr + row_place + i, tl.sum(x * d, axis=1), mask=row_mask)
     magnitude = tl.abs(x)
     row_amax, col_amax = tl.max(magnitude, axis=1), tl.max(magnitude, axis=0)
     errors_ptr += m * tl.num_programs(0) + k
     if PLACE_8 >= 0:
         _format_sums(
-            x, d_ptr, d_stride, M, K, m, k, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_8 * parts,
-            cols_ptr + (PLACE_8 + 1) * col_place, rows_ptr + (PLACE_8 + 2) * row_place, row_mask, col_mask,
-            8, False, False, DOTS,
+            x, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_8 * parts, cols_ptr + (PLACE_8 + 1) * place, col_mask,
+            8, False, False,
         )  # fmt: skip
     if PLACE_4 >= 0:
         _format_sums(
-            x, d_ptr, d_stride, M, K, m, k, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_4 * parts,
-            cols_ptr + (PLACE_4 + 1) * col_place, rows_ptr + (PLACE_4 + 2) * row_place, row_mask, col_mask,
-            4, False, RANDOM, DOTS,
+            x, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_4 * parts, cols_ptr + (PLACE_4 + 1) * place, col_mask,
+            4, False, RANDOM,
         )  # fmt: skip
     if PLACE_WHOLE >= 0:
         _format_sums(
-            x, d_ptr, d_stride, M, K, m, k, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_WHOLE * parts,
-            cols_ptr + (PLACE_WHOLE + 1) * col_place, rows_ptr + (PLACE_WHOLE + 2) * row_place, row_mask, col_mask,
-            8, True, False, DOTS,
+            x, row_amax, col_amax, amax_ptr, errors_ptr + PLACE_WHOLE * parts, cols_ptr + (PLACE_WHOLE + 1) * place,
+            col_mask, 8, True, False,
         )  # fmt: skip
+
+
+@triton.jit
+def dots_kernel(
+    x_ptr, d_ptr, dots_ptr, amax_ptr, M, K, x_stride, d_stride,
+    PLACE_8: tl.constexpr, PLACE_4: tl.constexpr, PLACE_WHOLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Inner products of rows over 128 columns: ``dots`` [1 + formats, parts of K, M], d·x first, then d·δx with tiles
+    along rows. A program takes ``ROWS`` rows."""
+    k, m = tl.program_id(0), tl.program_id(1)
+    x, d = _load(x_ptr, x_stride, M, K, m, k, ROWS), _load(d_ptr, d_stride, M, K, m, k, ROWS)
+    i = m * ROWS + tl.arange(0, ROWS)
+    dots_ptr += k.to(tl.int64) * M
+    place = tl.num_programs(0).to(tl.int64) * M
+    tl.store(dots_ptr + i, tl.sum(x * d, axis=1), mask=i < M)
+    amax = tl.max(tl.abs(x), axis=1)
+    for FORMAT in tl.static_range(4, 9, 4):
+        if (PLACE_8 if FORMAT == 8 else PLACE_4) >= 0:
+            scale = _scale(amax, FORMAT)
+            error, _ = _error(x * (1.0 / scale)[:, None], FORMAT)
+            sums = tl.sum(error * d, axis=1) * scale
+            tl.store(dots_ptr + (1 + (PLACE_8 if FORMAT == 8 else PLACE_4)) * place + i, sums, mask=i < M)
+    if PLACE_WHOLE >= 0:
+        scale = _scale(tl.load(amax_ptr), 8)
+        error, _ = _error(x * (1.0 / scale), 8)
+        tl.store(dots_ptr + (1 + PLACE_WHOLE) * place + i, tl.sum(error * d, axis=1) * scale, mask=i < M)
 
 
 @triton.jit
@@ -136,7 +146,7 @@ def weight_kernel(
     """Sums of one 128×128 block: ``sums`` [1 + formats, blocks], w² first."""
     k, n = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0) * tl.num_programs(1)
-    w = _load(w_ptr, w_stride, N, K, n, k)
+    w = _load(w_ptr, w_stride, N, K, n, k, EDGE)
     sums_ptr += n * tl.num_programs(0) + k
     tl.store(sums_ptr, tl.sum(tl.sum(w * w, axis=1), axis=0))
     amax = tl.max(tl.max(tl.abs(w), axis=1), axis=0)

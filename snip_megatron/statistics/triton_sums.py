@@ -16,13 +16,24 @@ from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE, resolve
 from snip_megatron.statistics import errors
 from snip_megatron.statistics.errors import TensorSums
-from snip_megatron.statistics.triton_kernels import output_kernel, squares_kernel, tensor_kernel, weight_kernel
+from snip_megatron.statistics.triton_kernels import (
+    dots_kernel,
+    output_kernel,
+    squares_kernel,
+    tensor_kernel,
+    weight_kernel,
+)
 
 _PLACES = {Format.FP8: "PLACE_8", Format.FP4: "PLACE_4", Format.FP8_TENSOR: "PLACE_WHOLE"}
 _BLOCK = 8192
 _ROW_BLOCK = 4096
-LAUNCH: dict[str, int] = {"num_warps": 8}
-"""Launch options of the kernels over 128×128 parts."""
+_ROWS = 32
+LAUNCH: dict[str, dict[str, int]] = {
+    "tensor": {"num_warps": 4, "maxnreg": 168},
+    "dots": {"num_warps": 4},
+    "weight": {"num_warps": 8, "maxnreg": 128},
+}
+"""Launch options of the kernels over parts of a matrix."""
 
 
 def tensor_sums(
@@ -38,20 +49,30 @@ def tensor_sums(
     if len(own) < len(formats):
         return _completed(x, formats, stochastic=stochastic, amax=amax, d=d)
     M, K = x.shape
-    x, d = _row_major(x), None if d is None else _row_major(d)
+    x = _row_major(x)
     k_parts, m_parts = _parts(K), _parts(M)
-    rows = torch.empty(1 if d is None else 2 + len(own), k_parts, M, dtype=torch.float32, device=x.device)
+    rows = torch.empty(k_parts, M, dtype=torch.float32, device=x.device)
     cols = torch.empty(1 + len(own), m_parts, K, dtype=torch.float32, device=x.device)
     error = torch.empty(len(own), m_parts * k_parts, dtype=torch.float32, device=x.device)
+    largest = _amax(x, places, amax)
     if x.numel():
-        other = x if d is None else d
         tensor_kernel[(k_parts, m_parts)](
-            x, other, rows, cols, error, _amax(x, places, amax), M, K, x.stride(0), other.stride(0),
-            **places, RANDOM=stochastic, DOTS=d is not None, **LAUNCH,
-        )  # fmt: skip
-    of_rows, of_cols = rows.sum(1, dtype=torch.float64), cols.sum(1, dtype=torch.float64)
-    errors_of_rows = error.sum(1, dtype=torch.float64)
-    return TensorSums(of_rows[0], of_cols[0], errors_of_rows, of_cols[1:], None if d is None else of_rows[1:])
+            x, rows, cols, error, largest, M, K, x.stride(0), **places, RANDOM=stochastic, **LAUNCH["tensor"]
+        )
+    of_cols = cols.sum(1, dtype=torch.float64)
+    dots = None if d is None else _dots(x, _row_major(d), places, largest, 1 + len(own))
+    of_rows, errors_of_rows = rows.sum(0, dtype=torch.float64), error.sum(1, dtype=torch.float64)
+    return TensorSums(of_rows, of_cols[0], errors_of_rows, of_cols[1:], dots)
+
+
+def _dots(x: Tensor, d: Tensor, places: dict[str, int], largest: Tensor, count: int) -> Tensor:
+    M, K = x.shape
+    found = torch.empty(count, _parts(K), M, dtype=torch.float32, device=x.device)
+    if x.numel():
+        dots_kernel[(_parts(K), -(-M // _ROWS))](
+            x, d, found, largest, M, K, x.stride(0), d.stride(0), **places, ROWS=_ROWS, **LAUNCH["dots"]
+        )
+    return found.sum(1, dtype=torch.float64)
 
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
@@ -59,9 +80,11 @@ def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None
     own, places = _own(formats)
     w = _row_major(w)
     N, K = w.shape
-    sums = torch.zeros(1 + len(own), _parts(N) * _parts(K), dtype=torch.float32, device=w.device)
+    sums = torch.empty(1 + len(own), _parts(N) * _parts(K), dtype=torch.float32, device=w.device)
     if w.numel():
-        weight_kernel[(_parts(K), _parts(N))](w, sums, _amax(w, places, amax), N, K, w.stride(0), **places, **LAUNCH)
+        weight_kernel[(_parts(K), _parts(N))](
+            w, sums, _amax(w, places, amax), N, K, w.stride(0), **places, **LAUNCH["weight"]
+        )
     totals = sums.sum(1, dtype=torch.float64)
     if len(own) == len(formats):
         return totals
@@ -74,7 +97,7 @@ def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Te
     R, N = quantised.shape
     g = _row_major(g)
     blocks = -(-N // _ROW_BLOCK)
-    sums = torch.zeros(2, blocks, R, dtype=torch.float32, device=g.device)
+    sums = torch.empty(2, blocks, R, dtype=torch.float32, device=g.device)
     if quantised.numel():
         output_kernel[(R, blocks)](
             quantised.contiguous(), exact.contiguous(), g, sums, N, g.stride(0), BLOCK=_ROW_BLOCK, num_warps=8
@@ -86,7 +109,7 @@ def sum_squares(x: Tensor) -> Tensor:
     """Σ x² in one read, float64 0-dim: FP32 within blocks of 8192 elements, float64 over them."""
     x = x.reshape(-1)
     blocks = -(-x.numel() // _BLOCK)
-    sums = torch.zeros(blocks, dtype=torch.float32, device=x.device)
+    sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
     if blocks:
         squares_kernel[(blocks,)](x, sums, x.numel(), BLOCK=_BLOCK, num_warps=8)
     return sums.sum(dtype=torch.float64)

@@ -56,7 +56,7 @@ def test_inner_products_with_errors(kernels: ModuleType, shape: tuple[int, int])
     x, d = torch.randn(shape, device="cuda"), activations(*shape, seed=1)
     found, expected = (module.tensor_sums(x, FORMATS, d=d).dots for module in (kernels, errors))
     size = expected.square().mean(1, keepdim=True).sqrt()  # single dots may be close to zero
-    assert ((found - expected) / size).square().mean() < 1e-6
+    assert ((found - expected) / size).square().mean() < 1e-4
 
 
 def test_weight_output_and_plain_sums(kernels: ModuleType) -> None:

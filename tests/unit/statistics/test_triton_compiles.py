@@ -51,15 +51,16 @@ def assembled(kernel: Any, constants: dict[str, object], warps: int, g: str = "*
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        (triton_kernels.tensor_kernel, PLACES | {"RANDOM": True, "DOTS": False}),
-        (triton_kernels.tensor_kernel, {"PLACE_8": -1, "PLACE_4": 0, "PLACE_WHOLE": 1, "RANDOM": False, "DOTS": True}),
+        (triton_kernels.tensor_kernel, PLACES | {"RANDOM": True}),
+        (triton_kernels.tensor_kernel, {"PLACE_8": -1, "PLACE_4": 0, "PLACE_WHOLE": 1, "RANDOM": False}),
+        (triton_kernels.dots_kernel, PLACES | {"ROWS": 32}),
         (triton_kernels.weight_kernel, PLACES | {"PLACE_WHOLE": 2}),
         (triton_kernels.squares_kernel, {"BLOCK": 8192}),
         (triton_kernels.output_kernel, {"BLOCK": 4096}),
     ],
 )
 def test_sums_compile_for_hopper(kernel: Any, constants: dict[str, object]) -> None:
-    assert ".target sm_90a" in assembled(kernel, constants, SUMS["num_warps"]).asm["ptx"]
+    assert ".target sm_90a" in assembled(kernel, constants, SUMS["tensor"]["num_warps"]).asm["ptx"]
 
 
 @pytest.mark.parametrize("formats", [0, 2])
