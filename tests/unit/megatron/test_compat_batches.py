@@ -46,6 +46,16 @@ def test_peek_repeats_and_training_gets_the_same_objects() -> None:
     assert list(compat.peek(data, 2).iterator()) == []
 
 
+def test_any_order_as_often_as_wanted() -> None:
+    data = numbered(4)
+    handed = list(compat.peek(data, 3).iterator([2, 2, 0, 1, 0]))
+    assert [batch["tokens"] for batch in handed] == [2, 2, 0, 1, 0]
+    assert handed[0] is not handed[1]
+    with pytest.raises(SnipError, match="needs 6 microbatches, and the data holds 4 more"):
+        compat.peek(data, 6).iterator([0, 5])
+    assert [batch["tokens"] for batch in data] == [0, 1, 2, 3]
+
+
 def test_virtual_pipeline_and_ranks_without_data() -> None:
     chunks: list[Any] = [numbered(3), None]
     first, second = compat.peek(chunks, 2).iterator()
