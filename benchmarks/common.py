@@ -41,7 +41,7 @@ def header(given_commit: str | None) -> dict[str, Any]:
     except ImportError:
         pass
     return {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "date": datetime.date.today().isoformat(),
         "commit": commit(given_commit),
         "command": " ".join(["python", *sys.argv]),
