@@ -53,7 +53,7 @@ def test_any_order_as_often_as_wanted() -> None:
     assert handed[0] is not handed[1]
     with pytest.raises(SnipError, match="needs 6 microbatches, and the data holds 4 more"):
         compat.peek(data, 6).iterator([0, 5])
-    assert [batch["tokens"] for batch in data] == [0, 1, 2, 3]
+    assert [next(data)["tokens"] for _ in range(4)] == [0, 1, 2, 3]
 
 
 def test_virtual_pipeline_and_ranks_without_data() -> None:
