@@ -19,6 +19,8 @@ COMPAT_SETS: dict[str, str] = {
     "dataset-helpers": "this Megatron ships its dataset index builder compiled and without a Makefile",
     "missing-extensions": "fusions off whose extension (Apex, Transformer Engine) is not installed",
     "torch-norm-sequence-parallel": "torch's norm under --sequence-parallel, its gradient summed over tensor parallel",
+    "step-hook": "SNIP's step and validation hooks where this Megatron's source has none (patches/)",
+    "checkpoint-fallback": "a checkpoint that a kill left incomplete is passed over for the newest complete one",
     "distributed-optimizer-resume": "the distributed optimizer over torch's AdamW resumes with its step and moments",
 }
 

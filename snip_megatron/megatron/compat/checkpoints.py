@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing
 
+from snip_megatron.megatron.compat.checkpoint_fallback import chosen_iteration
 from snip_megatron.megatron.compat.versions import check_signature
 
 check_signature(checkpointing.get_checkpoint_name, ("checkpoints_path", "iteration", "release"), "get_checkpoint_name")
@@ -31,7 +32,7 @@ def checkpoint_holds(args: argparse.Namespace, key: str) -> bool:
 
 def _checkpoint_directory(args: argparse.Namespace) -> Path | None:
     """The folder of the checkpoint's iteration, without the collective that Megatron's own lookup does."""
-    iteration, release = args.ckpt_step, False
+    iteration, release = args.ckpt_step or chosen_iteration(args.load), False
     if iteration is None:
         try:
             text = Path(checkpointing.get_checkpoint_tracker_filename(args.load)).read_text(encoding="ascii").strip()

@@ -12,24 +12,38 @@ from typing import Any
 import megatron.core.datasets.utils as dataset_utils
 import megatron.training.training as training
 
-from snip_megatron.megatron.compat import distributed_optimizer, torch_norm
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat import checkpoint_fallback, distributed_optimizer, torch_norm
+from snip_megatron.megatron.compat.loop import hooks_in_source
 from snip_megatron.megatron.startup import Startup
 
 
 def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
-    """Patch what ``args`` needs and ``startup`` allows. Returns one line a compat set, to be shown at start."""
+    """Patch what ``args`` needs and ``startup`` allows. Returns one line a compat set, to be shown at start.
+
+    Raises SnipError if ``args`` asks for SNIP, this Megatron's source has no hooks and ``step-hook`` is off.
+    """
     needed = {
         "cpu": startup.on_cpu,
         "dataset-helpers": _helpers_are_prebuilt(),
+        "step-hook": args.snip,
         "torch-norm-sequence-parallel": args.sequence_parallel and args.transformer_impl == "local",
         "distributed-optimizer-resume": args.use_distributed_optimizer and distributed_optimizer.uses_torch_adamw(),
+        "checkpoint-fallback": bool(args.load),
     }
     patches = {
         "cpu": _patch_for_cpu,
         "dataset-helpers": _skip_dataset_build,
+        "step-hook": _step_hook,
         "torch-norm-sequence-parallel": torch_norm.install,
         "distributed-optimizer-resume": distributed_optimizer.install,
+        "checkpoint-fallback": checkpoint_fallback.install,
     }
+    if args.snip and not startup.allows("step-hook") and not hooks_in_source():
+        raise SnipError(
+            "--snip-no-compat step-hook: this Megatron's source has no hook for SNIP; put it in with"
+            " scripts/apply_patches.sh, or allow it at run time"
+        )
     lines = []
     for name, patch in patches.items():
         if needed[name] and startup.allows(name):
@@ -49,6 +63,13 @@ def _patch_for_cpu() -> str:
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
     return "CUDA calls answered by the CPU, its generator for the device's, no warm-up of fused kernels"
+
+
+def _step_hook() -> str:
+    """Said here, done by :mod:`snip_megatron.megatron.compat.loop` when SNIP enters the run."""
+    if hooks_in_source():
+        return "this Megatron's source has it, nothing is patched at run time"
+    return "Megatron's train_step and evaluate wrapped at run time"
 
 
 def _helpers_are_prebuilt() -> bool:

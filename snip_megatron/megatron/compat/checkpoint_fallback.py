@@ -1,0 +1,176 @@
+"""``checkpoint-fallback``: a job killed while it saved goes on from the newest complete checkpoint.
+
+Megatron writes a checkpoint's parts, then ``metadata.json``, then truncates and rewrites the tracker file. A kill in
+between leaves an empty tracker, at which Megatron exits with code 0 and trains nothing; a host that dies leaves files
+shorter than they were. Here the tracker's checkpoint is looked at before it is loaded, and where it is not whole the
+newest whole one before it is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import megatron.training.checkpointing as checkpointing
+import torch
+import torch.distributed as dist
+from megatron.training import get_args
+
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.versions import check_signature
+
+check_signature(checkpointing.read_metadata, ("tracker_filename",), "read_metadata")
+if "read_metadata" not in checkpointing._load_base_checkpoint.__code__.co_names:
+    raise SnipError("Megatron's loader no longer looks read_metadata up: incomplete checkpoints cannot be passed over")
+
+_RELEASE, _NONE, _SILENT = -1, -2, -3  # what a rank says instead of an iteration
+_ITERATION = re.compile(r"iter_(\d{7,18})\Z")
+_chosen: dict[Path, int] = {}
+_genuine = checkpointing.read_metadata
+
+
+def install() -> str:
+    """Replace Megatron's reader of the tracker file. Returns what it did, for the list at start."""
+    checkpointing.read_metadata = read_tracker
+    return "a checkpoint that was not written to its end is passed over for the newest one that was"
+
+
+def chosen_iteration(folder: str | None) -> int | None:
+    """The iteration taken instead of the tracker's in this process; None where the tracker's is used."""
+    return None if folder is None else _chosen.get(Path(folder).absolute())
+
+
+def read_tracker(tracker_filename: str) -> tuple[int, bool]:
+    """(iteration to load, whether it is a release), the same on all ranks. Collective where ranks communicate.
+
+    Raises:
+        SnipError: neither the checkpoint that the tracker names nor one before it is complete.
+    """
+    tracker = Path(tracker_filename).absolute()
+    together = dist.is_initialized()
+    decides = not together or dist.get_rank() == 0
+    choice = _choose(tracker) if decides else _SILENT
+    if together:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        agreed = torch.tensor([choice], dtype=torch.long, device=device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        choice = int(agreed)
+    if choice == _NONE:
+        raise SnipError(
+            f"{tracker}: neither the checkpoint it names nor one before it is complete; name one by --ckpt-step, or"
+            " start without --load"
+        )
+    if choice == _RELEASE:
+        return 0, True
+    if choice != _named(tracker):
+        _chosen[tracker.parent] = choice
+        if together:
+            dist.barrier()  # nobody may still be reading the tracker
+            if decides:
+                _repair(tracker, choice)
+    return choice, False
+
+
+def _choose(tracker: Path) -> int:
+    named = _named(tracker)
+    if named == _RELEASE:
+        return _RELEASE
+    fault = "the tracker file is empty or no number" if named is None else what_is_missing(tracker.parent, named)
+    if fault is None and named is not None:
+        return named
+    for iteration in sorted(_iterations(tracker.parent), reverse=True):
+        if (named is None or iteration < named) and what_is_missing(tracker.parent, iteration) is None:
+            what = "latest" if named is None else f"iteration {named}"
+            print(
+                f"compat: checkpoint-fallback: {tracker.parent}: {what} is incomplete ({fault}): loading iteration"
+                f" {iteration}",
+                flush=True,
+            )
+            return iteration
+    return _NONE
+
+
+def _named(tracker: Path) -> int | None:
+    """What the tracker says: an iteration, _RELEASE, or None where it says neither."""
+    try:
+        text = tracker.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    if text == "release":
+        return _RELEASE
+    return int(text) if re.fullmatch(r"\d{1,18}", text) else None
+
+
+def _iterations(folder: Path) -> list[int]:
+    return [int(match[1]) for entry in folder.iterdir() if (match := _ITERATION.match(entry.name)) and entry.is_dir()]
+
+
+def _repair(tracker: Path, iteration: int) -> None:
+    """The tracker of the folder that this job saves to: Megatron reads it again (``--save-retain-interval``)."""
+    save = getattr(get_args(), "save", None)
+    if save and Path(save).absolute() == tracker.parent:
+        partial = tracker.with_name(tracker.name + ".part")
+        with contextlib.suppress(OSError):  # saving will say it
+            partial.write_text(str(iteration), encoding="ascii")
+            os.replace(partial, tracker)
+
+
+# -- is it whole? ----------------------------------------------------------------------------------------------
+def what_is_missing(folder: Path, iteration: int) -> str | None:
+    """Why a distributed checkpoint cannot be loaded; None where it can, or where it is of another format."""
+    path = Path(checkpointing.get_checkpoint_name(str(folder), iteration, return_base_dir=True))
+    if not path.is_dir():
+        return "its folder is missing"
+    names = {entry.name for entry in path.iterdir()}
+    if names and ".metadata" not in names and not any(name.endswith(".distcp") for name in names):
+        return None  # of another format, about which nothing is known here
+    for name in ("metadata.json", ".metadata"):  # the first is written last
+        if name not in names:
+            return f"{name} is missing"
+    try:
+        extents = _extents(path / ".metadata")
+    except Exception as error:  # whatever reading a broken pickle raises
+        return f".metadata cannot be read: {type(error).__name__}"
+    for name, end in extents.items():
+        size = (path / name).stat().st_size if name in names else -1
+        if size < end:
+            return f"{name} is missing" if size < 0 else f"{name} has {size} bytes of {end}"
+    return None
+
+
+class _Inert:
+    """Stands for every class and function that a pickle names: it keeps the state it is given and does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Reads a pickle's plain values without importing or calling anything that it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _Inert
+
+
+def _extents(metadata: Path) -> dict[str, int]:
+    """File name → bytes it must have, by torch's checkpoint metadata; empty where it says nothing of files."""
+    with metadata.open("rb") as file:
+        body = _InertUnpickler(file).load()
+    stored = getattr(body, "storage_data", None)
+    extents: dict[str, int] = {}
+    for place in stored.values() if isinstance(stored, dict) else ():
+        name, offset, length = (getattr(place, field, None) for field in ("relative_path", "offset", "length"))
+        if isinstance(name, str) and isinstance(offset, int) and isinstance(length, int):
+            extents[name] = max(extents.get(name, 0), offset + length)
+    return extents
