@@ -55,7 +55,7 @@ training=(
     --eval-interval 100000 --eval-iters 32 --log-interval 10  # Megatron validates once more where training ends
 )
 snip=(
-    --snip --snip-budget fp4=0.75 --snip-formats fp8,fp4 --snip-policy snip --snip-estimator noise
+    --snip --snip-budget fp4=0.75 --snip-formats "fp8,fp4" --snip-policy snip --snip-estimator noise
     --snip-first-update 40 --snip-update-interval 60 --snip-lag 10
     --snip-dir "$run" --snip-overwrite
 )

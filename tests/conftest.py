@@ -9,7 +9,7 @@ from hypothesis import settings
 
 TESTS = Path(__file__).resolve().parent
 # Under xdist (--dist loadgroup) these share one worker: they start ranks and commands that want the cores themselves.
-SERIAL_FOLDERS = ("distributed", "e2e", "gpu")
+SERIAL_FOLDERS = ("distributed", "e2e", "gpu", "compatibility")
 
 # A deadline would assert a time; derandomised, a failure on one machine is a failure on every machine.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)

@@ -6,6 +6,7 @@ from snip_megatron.megatron.compat.defaults import check, set_defaults
 from snip_megatron.megatron.compat.groups import ProcessGroups, process_groups
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
+    hooks_in_source,
     quiet_schedule,
     rerun_disabled,
     wrap_evaluate,
@@ -42,6 +43,7 @@ __all__ = [
     "checkpoint_holds",
     "has_package",
     "held_state",
+    "hooks_in_source",
     "inner_optimizers",
     "optimizer_shards",
     "peek",

@@ -31,6 +31,34 @@ if "mode" not in RerunStateMachine.get_mode.__code__.co_names:
 TrainStep = Callable[..., Any]
 
 
+def hooks_in_source() -> bool:
+    """Whether this Megatron has SNIP's hooks in its source (``patches/``), so that its loop needs no run-time patch."""
+    return isinstance(getattr(training, "SNIP_HOOKS", None), dict)
+
+
+def _replace(name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """``wrapper(training.<name>)`` in its place: in the source's table of hooks, else the module's global."""
+    original = getattr(training, name)
+    if hooks_in_source():
+        hooks: dict[str, Callable[..., Any]] = training.SNIP_HOOKS
+        before = hooks.get(name)
+        hooks[name] = wrapper(before or original)
+
+        def unhook() -> None:
+            if before is None:
+                hooks.pop(name, None)
+            else:
+                hooks[name] = before
+
+        return unhook
+    setattr(training, name, wrapper(original))
+
+    def undo() -> None:
+        setattr(training, name, original)
+
+    return undo
+
+
 def wrap_train_step(wrapper: Callable[[TrainStep], TrainStep]) -> Callable[[], None]:
     """Replace Megatron's ``train_step`` by ``wrapper(train_step)``; returns what undoes it.
 
@@ -39,13 +67,7 @@ def wrap_train_step(wrapper: Callable[[TrainStep], TrainStep]) -> Callable[[], N
     both on. It returns a tuple: dict of losses (last pipeline stage only), whether the step was skipped, ...,
     gradient norm at index 5.
     """
-    original = training.train_step
-    training.train_step = wrapper(original)
-
-    def undo() -> None:
-        training.train_step = original
-
-    return undo
+    return _replace("train_step", wrapper)
 
 
 _EVALUATE_PARAMETERS = ("forward_step_func", "data_iterator", "model", "process_non_loss_data_func", "config")
@@ -62,13 +84,7 @@ def wrap_evaluate(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -
     Megatron calls it with ``forward_step_func, data_iterator, model, ...`` by position and ``eval_iters`` by name. It
     returns (dict of losses, filled on the last pipeline stage; other data; whether the time limit was hit).
     """
-    original = training.evaluate
-    training.evaluate = wrapper(original)
-
-    def undo() -> None:
-        training.evaluate = original
-
-    return undo
+    return _replace("evaluate", wrapper)
 
 
 # -- quiet conditions ------------------------------------------------------------------------------------------

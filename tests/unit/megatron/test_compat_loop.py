@@ -14,7 +14,9 @@ import torch
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.startup import Startup
 
 
 def test_wrap_train_step_and_undo() -> None:
@@ -27,6 +29,40 @@ def test_wrap_train_step_and_undo() -> None:
     assert training.train_step() == ("wrapped", original)
     undo()
     assert training.train_step is original
+
+
+@pytest.mark.parametrize("name", ["train_step", "evaluate"])
+def test_a_hook_in_the_source_is_used_instead_of_a_patch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table that patches/ put into Megatron; another hook in it stays below ours."""
+    assert not compat.hooks_in_source()
+    hooks: dict[str, Any] = {}
+    monkeypatch.setattr(training, "SNIP_HOOKS", hooks, raising=False)
+    assert compat.hooks_in_source()
+    original = getattr(training, name)
+    wrap = {"train_step": compat.wrap_train_step, "evaluate": compat.wrap_evaluate}[name]
+    undo = wrap(lambda inner: lambda: ("outer", inner))
+    assert getattr(training, name) is original
+    assert hooks.pop(name)() == ("outer", original)
+    undo()
+    hooks[name] = len
+    undo = wrap(lambda inner: lambda: ("outer", inner))
+    assert hooks[name]() == ("outer", len)
+    undo()
+    assert hooks == {name: len}
+
+
+def test_without_a_hook_the_set_cannot_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SimpleNamespace(
+        snip=True, load=None, sequence_parallel=False, transformer_impl="local", use_distributed_optimizer=False
+    )
+    off = Startup(on_cpu=False, disabled=frozenset({"step-hook", "dataset-helpers"}))
+    with pytest.raises(SnipError, match="--snip-no-compat step-hook: this Megatron's source has no hook"):
+        compat.apply(plain, off)
+    allowed = Startup(on_cpu=False, disabled=frozenset({"dataset-helpers"}))
+    assert compat.apply(plain, allowed) == ["step-hook: Megatron's train_step and evaluate wrapped at run time"]
+    monkeypatch.setattr(training, "SNIP_HOOKS", {}, raising=False)
+    assert compat.apply(plain, off) == []
+    assert compat.apply(plain, allowed) == ["step-hook: this Megatron's source has it, nothing is patched at run time"]
 
 
 @pytest.mark.parametrize("mode", list(RerunMode))

@@ -1,0 +1,75 @@
+"""Megatron with SNIP's hook in its source (patches/): the same bits as with the hook put in at run time."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import REPOSITORY, cpu_environment, run_ranks, tiny_llama_args
+from warm_ranks import WarmRanks
+from wheels import copy_installed
+
+from snip_megatron.reporting.readers import read_events, read_metrics
+
+STEPS = 10
+SNIP = shlex.split(
+    "--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 4 --snip-wait 120 --snip-eval both"
+)
+
+
+def arguments(run: Path, *extra: str) -> list[str]:
+    # A validation in between: the second hook.
+    return tiny_llama_args(
+        *SNIP, "--snip-dir", str(run), "--eval-iters", "1", "--eval-interval", "5", *extra, iters=STEPS
+    )
+
+
+def record(run: Path) -> tuple[list[object], list[object]]:
+    """Losses of steps and of validations, and adoptions."""
+    figures = [(figure["step"], figure["loss"], figure["grad_norm"]) for figure in read_metrics(run)]
+    kept = ("step", "event", "formats", "loss", "version", "fp4_fraction")
+    events = [
+        {k: event.get(k) for k in kept} for event in read_events(run) if event["event"] in ("adopt", "validation")
+    ]
+    return figures, events
+
+
+def test_bitwise_the_run_time_way(tmp_path: Path, warm: WarmRanks) -> None:
+    vendored = copy_installed(tmp_path / "vendored")
+    applied = subprocess.run(
+        ["/bin/bash", str(REPOSITORY / "scripts" / "apply_patches.sh"), str(vendored)], capture_output=True, text=True
+    )
+    if applied.returncode == 2 and "not the file of a released" in applied.stderr:
+        pytest.skip("the installed megatron-core is not one of the releases that have a diff")
+    assert applied.returncode == 0, applied.stderr
+
+    path = f"{vendored}:{cpu_environment()['PYTHONPATH']}"
+    # Off by name: a patch at run time would refuse to start.
+    patched = run_ranks(
+        1, arguments(tmp_path / "patched", "--snip-no-compat", "step-hook"), tmp=tmp_path, env={"PYTHONPATH": path}
+    )
+    assert patched.returncode == 0, patched.stderr[-4000:]
+    assert "compat: step-hook" not in patched.stdout
+
+    released = warm.run(1, arguments(tmp_path / "released"), tmp=tmp_path / "ranks")
+    assert released.returncode == 0, released.stderr[-4000:]
+    assert "compat: step-hook: Megatron's train_step and evaluate wrapped at run time" in released.stdout
+
+    figures, events = record(tmp_path / "patched")
+    assert len(figures) == STEPS
+    assert {event["event"] for event in events} == {"adopt", "validation"}  # both hooks ran
+    assert (figures, events) == record(tmp_path / "released")
+
+
+def test_the_copy_is_what_runs(tmp_path: Path) -> None:
+    """What the test above relies on: the copy comes before the installed package."""
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "__init__.py").write_text("")
+    code = "import megatron.training as t; print(t.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}, check=True
+    )
+    assert done.stdout.strip() == str(tmp_path / "megatron" / "training" / "__init__.py")

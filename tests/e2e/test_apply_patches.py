@@ -1,0 +1,118 @@
+"""scripts/apply_patches.sh on the files of released wheels: applied, compiled, idempotent, reverted, else refused."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from wheels import RELEASES, extract
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = "megatron/training/training.py"
+
+
+@pytest.fixture(scope="session")
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("wheels")
+
+
+def patches(*arguments: object, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHON": sys.executable} | ({"PATH": path} if path else {})
+    command = ["/bin/bash", str(ROOT / "scripts" / "apply_patches.sh"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+
+def said(result: subprocess.CompletedProcess[str], code: int = 0) -> str:
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_released_file(release: str, downloads: Path, tmp_path: Path) -> None:
+    file = extract(release, downloads, tmp_path, only=FILE) / FILE
+    file.chmod(0o640)
+    original = file.read_bytes()
+    head = f"megatron-core {release}: {FILE}: "
+    assert said(patches("--check", tmp_path), 3) == head + "as released"
+    assert said(patches(tmp_path)) == head + "patched now"
+    patched = file.read_bytes()
+    assert said(patches(tmp_path)) == said(patches("--check", tmp_path)) == head + "patched"
+    assert file.read_bytes() == patched
+    assert patched.count(b"\n") == original.count(b"\n") + 5
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert [entry.name for entry in file.parent.iterdir()] == [file.name]  # nothing is left beside it
+    compile(patched, str(file), "exec")
+    for call in (b') = SNIP_HOOKS.get("train_step", train_step)(', b'= SNIP_HOOKS.get("evaluate", evaluate)('):
+        assert patched.count(call) == 1
+    assert said(patches("--revert", tmp_path)) == head + "as released again"
+    assert file.read_bytes() == original
+    assert said(patches("--revert", tmp_path)) == head + "as released"
+
+
+def test_without_patch_git_does_it(downloads: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("git", "sha256sum", "cut", "mktemp", "rm", "mkdir", "dirname", "cp", "mv"):
+        found = shutil.which(name)
+        assert found is not None
+        (tools / name).symlink_to(found)
+    root = tmp_path / "vendored"
+    original = (extract("0.19.0", downloads, root, only=FILE) / FILE).read_bytes()
+    assert said(patches(root, path=str(tools))).endswith("patched now")
+    assert said(patches("--check", root)).endswith("patched")
+    assert said(patches("--revert", root, path=str(tools))).endswith("as released again")
+    assert (root / FILE).read_bytes() == original
+
+
+def test_anything_else_is_refused_untouched(tmp_path: Path) -> None:
+    file = tmp_path / FILE
+    file.parent.mkdir(parents=True)
+    file.write_text("def train_step():\n    pass\n")
+    for mode in ((), ("--revert",), ("--check",)):
+        refused = patches(*mode, tmp_path)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith(f"apply_patches: {file}: not the file of a released megatron-core (0.17.1 ")
+        assert "nothing was changed. By hand:" in refused.stderr
+        assert refused.stderr.count("\n") == 1
+    assert file.read_text() == "def train_step():\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ((), "which Megatron? give the folder that holds megatron/"),
+        (("/nowhere",), "/nowhere: there is no megatron/ in it; give the folder that holds megatron/"),
+        (("--undo", "x"), "--undo: unknown; give --revert, --check or nothing, and the folder that holds megatron/"),
+        (("a", "b"), "one folder at a time, got a and b"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], line: str) -> None:
+    refused = patches(*arguments)
+    assert refused.returncode == 2
+    assert refused.stderr == f"apply_patches: {line}\n"
+
+
+def test_help_is_the_head_of_the_script() -> None:
+    assert "--revert PATH" in said(patches("--help"))
+
+
+def test_by_hand_is_what_the_diffs_do(tmp_path: Path) -> None:
+    """The three changes that patches/README.md tells, in a file that has them: the entry takes the table."""
+    page = (ROOT / "patches" / "README.md").read_text()
+    assert "`SNIP_HOOKS = {}`" in page
+    for diff in sorted((ROOT / "patches").glob("*.diff")):
+        added = [
+            line[1:].strip() for line in diff.read_text().splitlines() if line.startswith("+") and line[1:2] != "+"
+        ]
+        assert "SNIP_HOOKS = {}" in added
+        for name in ("train_step", "evaluate"):
+            (call,) = (line for line in added if f'"{name}", ' in line)
+            assert f"`{call[call.index('= SNIP_HOOKS') :]}`" in page
+    script = tmp_path / "block.py"
+    script.write_text("\n".join(line for line in added if line.startswith(("#", "SNIP_HOOKS = "))))
+    assert runpy.run_path(str(script))["SNIP_HOOKS"] == {}
