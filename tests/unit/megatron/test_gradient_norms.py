@@ -67,6 +67,7 @@ def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(gradient_norms.compat, "held_state", held_state)
         norms = GradientNorms(linears, Groups(rank), optimizer_sharded=True)  # type: ignore[arg-type]
-        assert torch.equal(norms.share("the optimizer"), first := norms.share("the optimizer"))
+        first = norms.share("the optimizer")
+        assert torch.equal(norms.share("the optimizer"), first)
         total += first
     assert total.tolist() == expected()
