@@ -54,7 +54,8 @@ def _ordered(results: Results, table: Sequence[Row]) -> list[Row]:
 
 def _policies(table: Sequence[Row]) -> str:
     lines = [
-        "| budget | policy | fp4 share | gap, map's formats | recovered, map's formats | recovered, bf16 | update | runs |",
+        "| budget | policy | fp4 share | gap, map's formats | recovered, map's formats | recovered, bf16 | update |"
+        " runs |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in table:

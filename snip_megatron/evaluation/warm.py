@@ -51,11 +51,11 @@ class WarmCheckpoint:
             command=[sys.executable, "-m", MODULE, *filled, "--data-cache-path", str(self.folder / "cache")],
             log=logs / f"warm_{self.folder.name}.txt",
             before=lambda: shutil.rmtree(self.folder, ignore_errors=True),
-            check=self._write_hashes,
+            check=self._write_hash,
         )
 
-    def _write_hashes(self) -> None:
-        hashes = {str(step): self._hash(step) for step in (*self.warm.save, self.warm.steps)}
+    def _write_hash(self) -> None:
+        hashes = {str(self.warm.steps): self._hash(self.warm.steps)}
         write_atomically(self.folder / HASHES, dump_json(hashes).encode())
 
     def _hash(self, step: int) -> str:
