@@ -151,6 +151,8 @@ class _Linear:
             "g2": square(self.g),
             "d2": square(self.g @ self.w),
             "gw2": square(self.grad),
+            "gv2": 0.0,  # of one microbatch: no variance to see
+            "htrace": 0.0,  # not run
             "s2": self.s2,
             "m2": square(self.moments[0]),
             "v2": square(self.moments[1]),
