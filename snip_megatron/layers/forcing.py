@@ -8,9 +8,9 @@ from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers.context import Forced, LinearHandle
 from snip_megatron.precision import Gemm
 
-NUDGE = 2.0**-10
-"""Size of a nudge in units of the training dtype's precision: 8e-6 of a value in bf16, far below one rounding step, yet
-one element in a thousand falls on the other side of a rounding boundary. In FP32 a nudge changes nothing."""
+NUDGE = 2.0**-6
+"""Size of a nudge in units of the training dtype's precision: 1e-4 of a value in bf16, far below a rounding step, yet
+one element in fifty falls on the other side of a rounding boundary. In FP32 a nudge changes nothing."""
 
 
 def nudged(forced: Forced, gemm: Gemm, left: torch.Tensor, right: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:

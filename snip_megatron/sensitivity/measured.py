@@ -1,8 +1,7 @@
 """The estimator ``measured``: scores from options that were forced alone (METHOD, "Estimators").
 
-An option that has not been measured yet, or whose effect drowns in the rounding noise of the training dtype, has the
-score of the cheap estimator (ΔL₂; the recipe's ΔW), brought to the measured scale by the median ratio of the two over
-the options of its GEMM and format that were measured (*ours*).
+What is not measured, or drowns in the rounding noise of the training dtype, is filled in from the cheap estimator (ΔL₂;
+the recipe's ΔW), brought to the measured scale by the median ratio of the two over what the update renewed (*ours*).
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from snip_megatron.statistics.measured import Measured
 from snip_megatron.statistics.table import StatisticsTable
 
 TRUST = 2.0
-"""A change of the loss counts from this many times the rounding noise on; a drift, from √2 times its floor on: more
-signal than noise in either."""
+"""A change of the loss is trusted from this many times the rounding noise on; a drift, from √2 times its floor on."""
 
 BoolArray = NDArray[np.bool_]
 
 
-def trusted(measured: Measured) -> tuple[BoolArray, BoolArray]:
-    """(ΔL, ΔW): which options were measured and stand above the rounding noise, bool [linears, 3, formats].
+def loss_noise(measured: Measured) -> float:
+    """What rounding does to a measured ΔL, nats: the root mean square of what nudges did; 0 where none is known."""
+    nudges = measured["loss_floor"][:, FPROP][measured.known[:, FPROP]]
+    return float(np.sqrt(np.mean(nudges**2))) if len(nudges) else 0.0
 
-    The noise of ΔL is one number for all: the root mean square of what nudges did to the loss.
-    """
+
+def trusted(measured: Measured) -> tuple[BoolArray, BoolArray]:
+    """(ΔL, ΔW): which options were measured and stand above the rounding noise, bool [linears, 3, formats]."""
     known = measured.known
-    nudges = measured["loss_floor"][:, FPROP][known[:, FPROP]]
-    noise = float(np.sqrt(np.mean(nudges**2))) if len(nudges) else 0.0
-    loss = known & (np.abs(measured["loss"] - measured["first_order"]) >= TRUST * noise)
+    loss = known & (np.abs(measured_loss(measured)) >= TRUST * loss_noise(measured))
     drift = known & (measured["raw_drift"] ** 2 >= 2.0 * measured["floor"] ** 2)
     return loss, drift
 
@@ -63,14 +62,13 @@ def measured_divergences(
         SnipError: the table holds no measured columns, or was recorded without one of the formats.
     """
     measured = _of_table(table) if measured is None else measured
-    loss_known, drift_known = (of_formats(table, values, formats) for values in trusted(measured))
-    loss, drift, step = (
-        of_formats(table, values, formats) for values in (measured_loss(measured), measured["drift"], measured["step"])
-    )
-    fresh = step == table.step
+    filled = _Filled(table, measured, formats)
+    loss_trusted, drift_trusted = trusted(measured)
+    expected = filled.scaled(measured_loss(measured), loss_trusted, prior_loss)
+    drift = filled.scaled(measured["drift"], drift_trusted, prior_drift)
     return (
-        _with_prior(loss, loss_known, fresh, prior_loss),
-        _with_prior(drift, drift_known, fresh, prior_drift),
+        filled.weighed(measured_loss(measured), loss_noise(measured), expected),
+        filled.chosen(measured["drift"], drift_trusted, drift),
     )
 
 
@@ -80,11 +78,10 @@ def measured_variance(table: StatisticsTable, formats: Sequence[str], prior: Flo
     Raises SnipError as that does.
     """
     measured = _of_table(table)
-    _, known = trusted(measured)
-    values, known, fresh = (
-        of_formats(table, array, formats) for array in (measured["variance"], known, measured["step"] == table.step)
-    )
-    return _with_prior(values, known, fresh, prior)
+    filled = _Filled(table, measured, formats)
+    _, drift_trusted = trusted(measured)
+    expected = filled.scaled(measured["variance"], drift_trusted, prior)
+    return filled.chosen(measured["variance"], drift_trusted, expected)
 
 
 def _of_table(table: StatisticsTable) -> Measured:
@@ -107,18 +104,55 @@ def of_formats[T: np.generic](table: StatisticsTable, values: NDArray[T], format
     return np.stack([values[:, :, table.formats.index(f)] if f in table.formats else zeros for f in formats], axis=2)
 
 
-def _with_prior(values: FloatArray, known: BoolArray, fresh: BoolArray, prior: FloatArray) -> FloatArray:
-    """``values`` where known; elsewhere the prior times the median ratio of the two, over what this update renewed."""
-    filled = np.array(values)
-    for gemm in range(len(Gemm)):
-        for column in range(values.shape[2]):
-            at = (slice(None), gemm, column)
-            ratio = _ratio(values[at], known[at], fresh[at], prior[at])
-            filled[at] = np.where(known[at], values[at], prior[at] * ratio)
-    return filled
+class _Filled:
+    """Measured values beside the cheap estimator's, [linears, 3, formats] in the order of a request's formats."""
 
+    def __init__(self, table: StatisticsTable, measured: Measured, formats: Sequence[str]) -> None:
+        self._table = table
+        self._formats = formats
+        self._known = of_formats(table, measured.known, formats)
+        self._fresh = self._known & (of_formats(table, measured["step"], formats) == table.step)
 
-def _ratio(values: FloatArray, known: BoolArray, fresh: BoolArray, prior: FloatArray) -> float:
-    usable = known & (prior > 0.0) & (values > 0.0)
-    chosen = usable & fresh if (usable & fresh).any() else usable
-    return float(np.median(values[chosen] / prior[chosen])) if chosen.any() else 1.0
+    def scaled(self, values: FloatArray, trust: BoolArray, prior: FloatArray) -> FloatArray:
+        """``prior`` times the median ratio of values to it, by GEMM and format.
+
+        The median is over everything that was renewed, the untrusted too: those that happen to stand out of the noise
+        are the too large ones. A format most of which drowns has the ratio of the others; without any it is 1.
+        """
+        values, trust = of_formats(self._table, values, self._formats), of_formats(self._table, trust, self._formats)
+        expected = np.array(prior)
+        for gemm in range(len(Gemm)):
+            columns = [(slice(None), gemm, column) for column in range(len(self._formats))]
+            ratios = [self._ratio(values[at], self._usable(at, prior), trust[at], prior[at]) for at in columns]
+            found = [ratio for ratio in ratios if ratio is not None]
+            default = float(np.median(found)) if found else 1.0
+            for at, ratio in zip(columns, ratios, strict=True):
+                expected[at] = prior[at] * (default if ratio is None else ratio)
+        return expected
+
+    def _usable(self, at: tuple[slice, int, int], prior: FloatArray) -> BoolArray:
+        """What a ratio can be formed of: of this update where it renewed any."""
+        known, fresh = (flags[at] & (prior[at] > 0.0) for flags in (self._known, self._fresh))
+        usable: BoolArray = fresh if fresh.any() else known
+        return usable
+
+    @staticmethod
+    def _ratio(values: FloatArray, usable: BoolArray, trust: BoolArray, prior: FloatArray) -> float | None:
+        if not usable.any() or np.mean(trust[usable]) < 0.5:
+            return None
+        ratio = float(np.median(values[usable] / prior[usable]))
+        return ratio if ratio > 0.0 else None
+
+    def chosen(self, values: FloatArray, trust: BoolArray, expected: FloatArray) -> FloatArray:
+        """The trusted as measured, the rest as expected."""
+        values, trust = of_formats(self._table, values, self._formats), of_formats(self._table, trust, self._formats)
+        return np.where(trust, values, expected)
+
+    def weighed(self, values: FloatArray, noise: float, expected: FloatArray) -> FloatArray:
+        """Measured and expected, each by its precision: the noise is one for all options, and what is expected may be
+        wrong by as much as itself. Without noise the measured value, where much smaller than noise what is expected."""
+        values = of_formats(self._table, values, self._formats)
+        of_value, of_expected = expected**2, np.full_like(values, noise**2)
+        total = of_value + of_expected
+        mean = (of_value * values + of_expected * expected) / np.where(total > 0.0, total, 1.0)
+        return np.where(self._known, np.where(total > 0.0, mean, values), expected)

@@ -11,7 +11,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Gemm
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.loss_divergence import second_order
-from snip_megatron.sensitivity.measured import measured_divergences, trusted
+from snip_megatron.sensitivity.measured import trusted
 from snip_megatron.sensitivity.policies import divergences, pinned_gemms
 from snip_megatron.sensitivity.scores import option_scores, truth
 from snip_megatron.sensitivity.weight_divergence import added_variance, weight_divergence
@@ -25,13 +25,12 @@ FP4 = 1
 
 
 def measured_table(loss: float = 3.0, drift: float = 2.0) -> StatisticsTable:
-    """Everything measured, in constant proportion to the cheap estimator, far above the noise."""
+    """Everything measured, in constant proportion to the cheap estimator; losses without noise."""
     table = make_table()
     measured = Measured.nothing(len(table.linears), table.formats)
     change = loss * second_order(table, table.formats)
     measured["first_order"][:, 0] = 0.5
     measured["loss"][:, 0] = change[:, 0] + 0.5
-    measured["loss_floor"][:, 0] = 1e-9
     measured["drift"][:] = drift * weight_divergence(table, table.formats)
     measured["raw_drift"][:] = 1.01 * measured["drift"]
     measured["floor"][:, :2] = 0.01 * measured["drift"][:, :2]
@@ -62,11 +61,14 @@ def test_the_unmeasured_get_the_cheap_score_on_the_measured_scale() -> None:
     forget(table, (1, 0, FP4), (5, 0, FP4), (2, 1, 0), (3, 2, FP4))
     for found, whole in zip(divergences(table, REQUEST), expected, strict=True):
         np.testing.assert_allclose(found, whole, rtol=1e-9)
-    for linear in range(len(table.linears)):  # nothing known of a GEMM and format: the cheap score itself
+    for linear in range(len(table.linears)):  # nothing known of a format: the other one's scale
         forget(table, (linear, 1, FP4))
+    np.testing.assert_allclose(divergences(table, REQUEST)[1], expected[1])
+    for linear in range(len(table.linears)):  # nothing of a GEMM: the cheap score itself
+        forget(table, (linear, 1, 0))
     _, drift = divergences(table, REQUEST)
-    np.testing.assert_allclose(drift[:, 1, FP4], weight_divergence(table, table.formats)[:, 1, FP4])
-    np.testing.assert_allclose(drift[:, 1, 0], expected[1][:, 1, 0])
+    np.testing.assert_allclose(drift[:, 1], weight_divergence(table, table.formats)[:, 1])
+    np.testing.assert_allclose(drift[:, 0], expected[1][:, 0])
 
 
 def test_the_scale_is_that_of_what_this_update_renewed() -> None:
@@ -83,7 +85,7 @@ def test_the_scale_is_that_of_what_this_update_renewed() -> None:
         assert divergences(table, REQUEST)[1][0, 1, FP4] == pytest.approx(factor * prior)
 
 
-def test_what_drowns_in_rounding_noise_is_not_trusted() -> None:
+def test_what_stands_above_rounding_noise_is_trusted() -> None:
     table = measured_table()
     measured = table.measured
     assert measured is not None
@@ -96,9 +98,37 @@ def test_what_drowns_in_rounding_noise_is_not_trusted() -> None:
     assert loss[3, 0, 0]
     assert not loss[:, 1:].any()
     assert np.argwhere(~drift).tolist() == [[1, 1, 0]]
-    scores = measured_divergences(table, table.formats, *divergences(table, replace(REQUEST, estimator="noise")))
-    assert scores[0][3, 0, 0] == pytest.approx(-2.1e-9, rel=1e-3)
-    assert scores[0][2, 0, 0] == pytest.approx(3.0 * second_order(table, table.formats)[2, 0, 0], rel=1e-6)
+    expected = 2.0 * weight_divergence(table, table.formats)[1, 1, 0]
+    assert divergences(table, REQUEST)[1][1, 1, 0] == pytest.approx(expected)
+
+
+def test_a_noisy_loss_is_drawn_to_the_cheap_estimator_s() -> None:
+    """fp8 a hundredth of fp4 and far below the noise: its scores are the scaled prior, fp4's what was measured."""
+    table = measured_table()
+    measured = table.measured
+    assert measured is not None
+    prior = second_order(table, table.formats)[:, 0]
+    noise = float(prior[:, 0].mean()) * 30.0
+    draws = np.random.default_rng(0).normal(size=prior.shape) * noise
+    measured["loss"][:, 0] += draws
+    measured["loss_floor"][:, 0] = noise
+    loss, _ = divergences(table, REQUEST)
+    np.testing.assert_allclose(loss[:, 0, FP4], 3.0 * prior[:, FP4] + draws[:, FP4], rtol=0.05)
+    np.testing.assert_allclose(loss[:, 0, 0], 3.0 * prior[:, 0], rtol=0.5)
+    assert np.abs(draws[:, 0]).max() > 10.0 * prior[:, 0].max()
+
+
+def test_what_happens_to_stand_out_of_the_noise_sets_no_scale() -> None:
+    """Ten times the truth, and therefore trusted: the scale comes from a format that is above the noise."""
+    table = measured_table()
+    measured = table.measured
+    assert measured is not None
+    prior = second_order(table, table.formats)[:, 0, 0]
+    measured["loss_floor"][:, 0] = prior.mean()
+    measured["loss"][:, 0, 0] = 0.5
+    measured["loss"][:2, 0, 0] = 0.5 + 30.0 * prior[:2]
+    forget(table, (7, 0, 0))
+    assert divergences(table, REQUEST)[0][7, 0, 0] == pytest.approx(3.0 * prior[7])
 
 
 def test_a_problem_of_it_keeps_four_bits_above_eight() -> None:
