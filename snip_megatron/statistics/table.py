@@ -50,10 +50,10 @@ FORMAT_COLUMNS = (
     "dx_row2",  # ‖δX‖², tiles along K (fprop)
     "dx_col2",  # ‖δX‖², tiles along T (wgrad)
     "dw2",  # ‖δW‖², blocks (fprop, dgrad)
-    "dg_row2",  # ‖δG‖², tiles along N (dgrad), with the rounding training uses (stochastic for fp4)
+    "dg_row2",  # ‖δG‖², tiles along N (dgrad), as training rounds: expected over its draws in fp4
     "dg_col2",  # ‖δG‖², tiles along T (wgrad), likewise
-    "e2",  # ‖E‖², E = Q(X)Q(W)ᵀ − XWᵀ
-    "c2",  # Σ_t (G_t·E_t)²
+    "e2",  # ‖E‖², E = Q(X)Q(W)ᵀ − XWᵀ, from a sample of the tokens of a large microbatch
+    "c2",  # Σ_t (G_t·E_t)², likewise (recorder.Dots)
     "wdrift2",  # ‖u(g + σ∘z) − u(g)‖², σ from column norms of the wgrad error of one step (weight divergence of wgrad)
     "wsigma2",  # ‖σ‖² of one step: the expected squared error of ∇W that wgrad in this format adds
 )

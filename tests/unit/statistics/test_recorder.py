@@ -172,6 +172,22 @@ def test_outputs_of_a_sample_of_tokens(linear: LinearId, monkeypatch: pytest.Mon
             np.testing.assert_allclose(recorded[name].numpy(), whole[name], rtol=0.1, err_msg=name)
 
 
+@pytest.mark.parametrize("tokens", [T, 64])
+def test_dots_are_summed_over_tensor_parallel_ranks(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that meets its own double: every sum is twice, c2 four times its own."""
+    monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", tokens)
+    recorders = [LinearRecorder(handle_of(linear), FORMATS, 32) for linear in (COLUMN, ROW)]
+    for recorder in recorders:
+        for i, b in enumerate(microbatches()):
+            record(recorder, i, b.x, b.w, b.g, b.d, b.d)
+    alone_c2 = [sum(dots.squared() for dots in recorder.dots) for recorder in recorders]
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(2))
+    finish_dots(recorders, alone())
+    for recorder, expected in zip(recorders, alone_c2, strict=True):
+        torch.testing.assert_close(recorder.by_format["c2"], 4 * expected)
+
+
 def test_formats_of_one_scale_a_tensor_keep_it_in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest element is in a token that is not sampled: E is still that of the whole tensor's scale."""
     recorders = []
@@ -271,11 +287,15 @@ def shards(linear: LinearId, sequence_parallel: bool) -> list[tuple[LinearHandle
     return found
 
 
+@pytest.mark.parametrize("tokens", [T, 64], ids=["all", "sample"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
-def test_the_sum_over_shards_is_the_whole(linear: LinearId, sequence_parallel: bool) -> None:
+def test_the_sum_over_shards_is_the_whole(
+    linear: LinearId, sequence_parallel: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every column, with nothing counted twice. N/4 = 64: W's blocks and G's tiles along N fall differently on two
     ranks, so the errors of those are compared loosely; the rest to FP32 summation."""
+    monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", tokens)
     batches = microbatches()
     whole = LinearRecorder(handle_of(linear), FORMATS, 64)
     for i, b in enumerate(batches):
@@ -288,7 +308,9 @@ def test_the_sum_over_shards_is_the_whole(linear: LinearId, sequence_parallel: b
     first, second = (recorder for recorder, _ in parts)
     for i, other in enumerate(second.dots):  # what the all-reduce over the tensor parallel group does
         own = first.dots[i]
-        first.dots[i] = second.dots[i] = Dots(own.values + other.values, own.rows, own.share + other.share, None)
+        known = None if own.known is None or other.known is None else own.known + other.known
+        assert (known is None) == (tokens == T)
+        first.dots[i] = second.dots[i] = Dots(own.values + other.values, own.rows, own.share + other.share, known)
     shape = TableShape(names=(str(linear),), formats=FORMATS, sinks=())
     one, two = PartialTable(shape, 1.0), PartialTable(shape, 1.0)
     finish_dots([whole], alone())
