@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "turn local text into Megatron's .bin/.idx and a tokenizer",
     ),
     "plan": ("snip_megatron.planner.command", "memory, time and speedup of a configuration before it is launched"),
+    "launch": ("snip_megatron.launch.command", "train a known configuration with torchrun, on one node or several"),
     "calibrate": ("snip_megatron.calibration.command", "measure how long GEMMs take on this GPU, for time budgets"),
     "compare": ("snip_megatron.evaluation.command", "train the policies of experiment files and compare their losses"),
     "validate-proxy": ("snip_megatron.evaluation.proxy_command", "estimators against measured truth; age of scores"),

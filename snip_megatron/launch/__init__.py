@@ -1,0 +1,1 @@
+"""Launching a known configuration: Megatron's arguments from the planner's model table, torchrun, signals, resume."""

@@ -1,0 +1,166 @@
+"""What is asked of ``snip launch``, checked: model, layout, files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from snip_megatron.errors import SnipError
+from snip_megatron.launch.configurations import GPUS_PER_NODE, Recipe, constants, find
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape, load_model
+
+MOCK = "mock"
+#: Megatron's arguments that name data; with one of them among the extra arguments ``--data`` is not needed.
+_DATA_ARGUMENTS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The arguments of ``snip launch``; None: as in the configuration."""
+
+    configuration: str
+    model: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    seq_length: int | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    recompute: str | None = None
+    data: str | None = None
+    save: Path | None = None
+    resume: bool = True
+    snip: bool = True
+    smoke: bool = False
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        title: what is trained.
+        layout: model and sizes. recipe: how it is trained.
+        nodes, gpus_per_node: hardware; their product is the layout's ranks.
+        data: a folder of ``snip prepare-data``, ``mock``, or None where ``extra`` names data.
+        save: where checkpoints go. load: the same if there is one to go on from.
+        snip, smoke: whether SNIP is on; whether it is a trial of a shrunk model.
+        extra: Megatron's arguments after all others, which they override.
+    """
+
+    title: str
+    layout: Layout
+    recipe: Recipe
+    nodes: int
+    gpus_per_node: int
+    data: str | None
+    save: Path
+    load: Path | None
+    snip: bool
+    smoke: bool
+    extra: tuple[str, ...]
+
+
+def make_job(wishes: Wishes) -> Job:
+    """Raises SnipError: an unknown name, sizes that do not fit together, files that are not there."""
+    base = find(wishes.configuration)
+    model = load_model(wishes.model or base.model)
+    recipe = base.recipe
+    if wishes.model is not None:
+        epsilon, rotary = constants(wishes.model)
+        recipe = replace(recipe, norm_epsilon=epsilon, rotary_base=rotary)
+    tp, pp = wishes.tp or base.tp, wishes.pp or base.pp
+    gpus_per_node = wishes.gpus_per_node or GPUS_PER_NODE
+    nodes = wishes.nodes or max(1, base.nodes * GPUS_PER_NODE // gpus_per_node)
+    dp = _data_parallel(nodes, gpus_per_node, tp, pp)
+    seq_length = wishes.seq_length or min(base.seq_length, model.context)
+    micro = wishes.micro_batch_size or base.micro_batch_size
+    batch = wishes.global_batch_size or base.global_batch_size
+    if wishes.smoke:
+        model, seq_length, micro, batch = _shrunk(model, pp), 64, 1, 2 * pp * dp
+    layout = Layout(
+        model=model,
+        tp=tp,
+        pp=pp,
+        vpp=1,
+        dp=dp,
+        seq_length=seq_length,
+        micro_batch_size=micro,
+        global_batch_size=batch,
+        sequence_parallel=tp > 1,
+        recompute=wishes.recompute or base.recompute,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    )
+    save = _save(wishes.save)
+    return Job(
+        title=base.title if wishes.model is None else model.name,
+        layout=layout,
+        recipe=recipe,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        data=_data(wishes),
+        save=save,
+        load=save if wishes.resume and _holds_checkpoint(save) else None,
+        snip=wishes.snip,
+        smoke=wishes.smoke,
+        extra=wishes.extra,
+    )
+
+
+def _data_parallel(nodes: int, gpus_per_node: int, tp: int, pp: int) -> int:
+    for name, value in (("nodes", nodes), ("gpus-per-node", gpus_per_node), ("tp", tp), ("pp", pp)):
+        if value < 1:
+            raise SnipError(f"--{name} {value}: must be 1 or more")
+    gpus, copy = nodes * gpus_per_node, tp * pp
+    if gpus % copy:
+        raise SnipError(
+            f"{gpus} GPUs (--nodes {nodes} × --gpus-per-node {gpus_per_node}) are no multiple of"
+            f" --tp {tp} × --pp {pp} = {copy}, one copy of the model"
+        )
+    return gpus // copy
+
+
+def _shrunk(model: ModelShape, pp: int) -> ModelShape:
+    """A model of the same kind that trains on a CPU: grouped or full attention, tied or not as the original."""
+    groups = 8 if model.groups == model.heads else 4
+    return replace(
+        model, blocks=max(2, pp), hidden=128, ffn=256, heads=8, groups=groups, head_size=16, vocabulary=512, context=64
+    )
+
+
+def _save(path: Path | None) -> Path:
+    if path is None:
+        raise SnipError("--save: missing; give the folder for checkpoints, on storage that all nodes share")
+    if path.exists() and not path.is_dir():
+        raise SnipError(f"--save {path}: is no folder")
+    return path
+
+
+def _holds_checkpoint(folder: Path) -> bool:
+    """Whether Megatron has finished a checkpoint there."""
+    return (folder / "latest_checkpointed_iteration.txt").is_file()
+
+
+def _data(wishes: Wishes) -> str | None:
+    given = next((name for name in _DATA_ARGUMENTS if name in wishes.extra), None)
+    if wishes.data is None:
+        if given is None and not wishes.smoke:
+            raise SnipError(
+                "--data: missing; give a folder of snip prepare-data, mock for random tokens, or Megatron's own"
+                " (--megatron --data-path ...)"
+            )
+        return None if given is not None else MOCK
+    if given is not None:
+        raise SnipError(f"--data {wishes.data} cannot be combined with {given}: give one of them")
+    if wishes.data != MOCK:
+        for name in ("train.idx", "train.bin", "valid.idx", "valid.bin", "tokenizer"):
+            if not (Path(wishes.data) / name).exists():
+                raise SnipError(
+                    f"--data {wishes.data}: there is no {name} in it; make it with snip prepare-data --output"
+                    f" {wishes.data} TEXTS"
+                )
+    return wishes.data
