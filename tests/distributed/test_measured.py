@@ -29,6 +29,7 @@ MEASURE = shlex.split(
     f"--snip --snip-estimator measured --snip-measured-share 0.25 --snip-formats fp4 --snip-first-update {AT}"
     f" --snip-seed {SEED} --snip-update-interval 1000 --snip-lag 500 --snip-probe-tokens 32 --exit-interval {AT + 1}"
 )
+SHARDED_OPTIMIZER = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 # ranks, microbatches on each data parallel rank (always two in all), arguments
 LAYOUTS: dict[str, tuple[int, int, str]] = {
     "world-1": (1, 2, ""),
@@ -40,7 +41,8 @@ LAYOUTS: dict[str, tuple[int, int, str]] = {
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
         " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
-    "data": (2, 1, ""),
+    "data-per-token-loss": (2, 1, "--calculate-per-token-loss"),
+    "data-distributed-optimizer": (2, 1, SHARDED_OPTIMIZER),
 }
 
 
@@ -50,17 +52,19 @@ def check(process: subprocess.CompletedProcess[str]) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights and moments after AT steps on one rank."""
+    """Weights and moments after AT steps on one rank; beside it, for the optimizer that does not load the other's."""
     folder = tmp_path_factory.mktemp("measured")
-    saving = ["--save", str(folder / "warm"), "--save-interval", str(AT), "--exit-interval", str(AT)]
-    check(warm.run(1, tiny_llama_args(*MODEL, *saving, iters=9), tmp=folder))
+    for name, optimizer in (("warm", ""), ("warm-sharded", SHARDED_OPTIMIZER)):
+        saving = ["--save", str(folder / name), "--save-interval", str(AT), "--exit-interval", str(AT)]
+        check(warm.run(1, tiny_llama_args(*MODEL, *saving, *optimizer.split(), iters=9), tmp=folder / f"to-{name}"))
     return folder / "warm"
 
 
 def measured_on(layout: str, warm: WarmRanks, checkpoint: Path, *more: str) -> tuple[StatisticsTable, Path]:
     nproc, microbatches, extra = LAYOUTS[layout]
     folder = checkpoint.parent / "-".join([layout, *more])
-    args = ["--load", str(checkpoint), "--snip-dir", str(folder / "run"), *MEASURE, *extra.split(), *more]
+    load = checkpoint.with_name("warm-sharded") if SHARDED_OPTIMIZER in extra else checkpoint
+    args = ["--load", str(load), "--snip-dir", str(folder / "run"), *MEASURE, *extra.split(), *more]
     check(
         warm.run(
             nproc,
