@@ -1,0 +1,148 @@
+"""``python -m faults.campaign --count 200 --seed N --out FILE.json``: faults into real trainings, each judged.
+
+Run it in the folder ``tests`` (or with it on PYTHONPATH). ``--resume`` goes on where a campaign was stopped: the plan
+follows from count, seed and kinds. The exit code is 1 if anything was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import platform
+import queue
+import shutil
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+for _folder in (TESTS, TESTS / "distributed", TESTS.parent):
+    if str(_folder) not in sys.path:
+        sys.path.insert(0, str(_folder))
+# Ranks and solver processes find this package too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+
+from warm_ranks import WarmRanks  # noqa: E402
+
+from faults.jobs import run_batch  # noqa: E402
+from faults.kinds import KINDS  # noqa: E402
+from faults.plan import Batch, make_plan  # noqa: E402
+from faults.storage import write_json  # noqa: E402
+from faults.table import write_table  # noqa: E402
+
+SCHEMA = "snip.faults/1"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    plan = make_plan(args.count, args.seed, args.kinds)
+    identity = {"count": args.count, "seed": args.seed, "kinds": args.kinds}
+    done = _earlier(args.out, identity) if args.resume else []
+    have = {result["batch"] for result in done}
+    body = {"schema": SCHEMA, **identity, "machine": _machine(), "results": done}
+    write_json(args.out, body)
+    root = Path(tempfile.mkdtemp(prefix="faults-", dir=args.tmp))
+    try:
+        for results in run_all([b for b in plan if b.index not in have], root, args.jobs):
+            done.extend(results)
+            done.sort(key=lambda result: result["number"])
+            write_json(args.out, body)
+            _report(results, len(done), args.count)
+    finally:
+        if args.keep:
+            print(f"kept: {root}")
+        else:
+            shutil.rmtree(root, ignore_errors=True)
+    if args.docs is not None:
+        write_table(args.docs, body, args.out)
+    lost = [result for result in done if result["lost"]]
+    print(f"{len(done)} faults of {len({r['kind'] for r in done})} kinds, {len(lost)} lost something")
+    return 1 if lost else 0
+
+
+def run_all(batches: list[Batch], root: Path, jobs: int) -> Any:
+    """Results of batches as they end, ``jobs`` at a time, each worker with warm ranks of its own."""
+    todo: queue.SimpleQueue[Batch] = queue.SimpleQueue()
+    for batch in batches:
+        todo.put(batch)
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def work() -> None:
+        warm = WarmRanks()
+        try:
+            while True:
+                batch = todo.get_nowait()
+                results = run_batch(batch, warm, root)
+                if not any(result["lost"] for result in results):
+                    shutil.rmtree(root / f"batch{batch.index:03d}", ignore_errors=True)
+                ended.put(results)
+        except queue.Empty:
+            pass
+        except BaseException as error:
+            ended.put(error)
+        finally:
+            warm.close()
+            ended.put(None)
+
+    for _ in range(jobs):
+        threading.Thread(target=work, daemon=True).start()
+    working = jobs
+    while working:
+        item = ended.get()
+        if item is None:
+            working -= 1
+        elif isinstance(item, BaseException):
+            raise item
+        else:
+            yield item
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m faults.campaign", description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="faults to inject; default 200")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the plan")
+    parser.add_argument("--out", type=Path, required=True, help="result file, written after every training")
+    parser.add_argument("--resume", action="store_true", help="keep what is in the result file")
+    parser.add_argument("--kinds", nargs="*", default=[], metavar="KIND", help="only these kinds")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
+    parser.add_argument("--docs", type=Path, help="Markdown file whose generated section is rewritten")
+    shared = Path("/dev/shm")
+    default = shared if shared.is_dir() else None
+    parser.add_argument("--tmp", type=Path, default=default, help="where trainings work; default: memory if there")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of trainings that lost something")
+    args = parser.parse_args(argv)
+    for kind in args.kinds:
+        if kind not in KINDS:
+            parser.error(f"unknown kind {kind!r}; one of: {', '.join(KINDS)}")
+    return args
+
+
+def _earlier(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    body = json.loads(path.read_text())
+    if any(body.get(name) != value for name, value in identity.items()):
+        sys.exit(f"{path}: is of another campaign; give its --count, --seed and --kinds, or another --out")
+    return list(body["results"])
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    return {"cores": os.cpu_count(), "python": platform.python_version(), "torch": str(torch.__version__)}
+
+
+def _report(results: list[dict[str, Any]], done: int, count: int) -> None:
+    kinds = collections.Counter(result["kind"] for result in results)
+    print(f"[{done}/{count}] " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())), flush=True)
+    for result in results:
+        if result["lost"]:
+            print(f"  LOST {result['number']} {result['kind']} at step {result['step']}: {result['lost']}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
