@@ -66,7 +66,7 @@ class MeasuredProbe:
 
         Args:
             call: of the step before which this runs.
-            trials: what to force.
+            trials: what to force, one at least.
             microbatches: numbers counted from the step's first; each trial sees all of them.
             scale: units.
         """
@@ -76,13 +76,11 @@ class MeasuredProbe:
         passes = len(microbatches) + len(schedule.slots)
         with undisturbed(call, self._registry.context) as states:
             plain = [Slot(IDLE, microbatch, 1) for microbatch in microbatches]
-            for slots, read in ((plain, None), (schedule.slots, reader)):
-                if not slots:
-                    continue
+            for slots, border in ((plain, reader.before_plain_backward), (schedule.slots, reader.before_backward)):
                 compat.set_rng_state(states)
                 self._registry.start_step(call.step)
-                _Passes(call, self._registry, schedule, slots, read, self._tp_rank).run(self._shape)
-                if read is None:
+                _Passes(call, self._registry, schedule, slots, reader, border, self._tp_rank).run(self._shape)
+                if slots is plain:
                     reader.capture()
             reader.finish()
             reader.reduce()
@@ -92,6 +90,7 @@ class MeasuredProbe:
                 drift2=reader.drift2.numpy(),
                 norm2=reader.norm2.numpy(),
                 noise2=reader.noise2.numpy(),
+                natural2=reader.natural2.numpy(),
                 loss=reader.loss.numpy(),
                 first_order=reader.first_order.numpy(),
                 repeated=len(microbatches) * self._groups.dp_size > 1,
@@ -136,7 +135,8 @@ class _Passes:
         registry: LinearRegistry,
         schedule: Schedule,
         slots: Sequence[Slot],
-        reader: MeasuredReader | None,
+        reader: MeasuredReader,
+        border: Callable[[int, int], None],
         tp_rank: int,
     ) -> None:
         self._call = call
@@ -144,6 +144,7 @@ class _Passes:
         self._schedule = schedule
         self._slots = slots
         self._reader = reader
+        self._border = border
         self._tp_rank = tp_rank
         self._chunk = {id(chunk): index for index, chunk in enumerate(call.model)}
         self._forwards = [0] * len(call.model)
@@ -182,8 +183,7 @@ class _Passes:
 
     def _before_backward(self, chunk: int, number: int, gradient: torch.Tensor) -> None:
         self._current = self._slots[number]
-        if self._reader is not None:
-            self._reader.before_backward(chunk, number)
+        self._border(chunk, number)
 
     def _loss(self, slot: Slot, loss_function: Callable[..., Any], output: torch.Tensor) -> Any:
         """Megatron's loss function with the loss times ±1; on the way, what the option does to the loss."""
@@ -199,7 +199,6 @@ class _Passes:
     def _note_change(self, trial: int, loss_function: Callable[..., Any], output: torch.Tensor) -> None:
         """The loss of the difference: a loss is linear in token losses, and two large numbers are not subtracted."""
         assert self._output is not None
-        assert self._reader is not None
         change, *others = loss_function(self._output - output.detach())
         self._output = None
         if self._tp_rank != 0:
@@ -221,7 +220,7 @@ class _Passes:
             if trial.format is None:
                 return Forced(microbatch=slot.microbatch, nudge=trial.gemm)
             return Forced(_only(trial.gemm, trial.format), slot.microbatch)
-        if trial.gemm is not Gemm.FPROP or trial.format is None or self._reader is None:
+        if trial.gemm is not Gemm.FPROP or trial.format is None:
             return Forced(microbatch=slot.microbatch)
         report = partial(self._reader.add_first_order, slot.trial)
         return Forced(microbatch=slot.microbatch, compare=trial.format, report=report)

@@ -26,6 +26,7 @@ from snip_megatron.megatron.probe_call import LoopShape, StepCall, run_schedule,
 from snip_megatron.megatron.stream import ResidualStream
 from snip_megatron.precision import Gemm
 from snip_megatron.quantization import derive_seed
+from snip_megatron.sensitivity.weight_divergence import natural_noise2
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.measured import Measured
 from snip_megatron.statistics.measured_columns import measured_at, measured_columns
@@ -202,11 +203,11 @@ class ProbeRunner:
         if not trials:
             return replace(table, measured=known), 0
         readings, passes = self._measured.measure(call, trials, range(microbatches), scale)
-        measured, again = known.renewed(measured_columns(readings, table)), None
+        measured, again = known.renewed(measured_columns(readings, table, natural_noise2(table))), None
         if self._snip.measured_twice:
             others = range(microbatches, 2 * microbatches)
             readings, more = self._measured.measure(call, trials, others, scale)
-            again, passes = measured_columns(readings, table), passes + more
+            again, passes = measured_columns(readings, table, natural_noise2(table)), passes + more
         return replace(table, measured=measured, measured_again=again), passes
 
     def _trials(self, known: Measured) -> tuple[Trial, ...]:

@@ -24,7 +24,7 @@ class Readings:
     Attributes:
         trials: what was forced.
         drift2: [sizes of δ, trials, owners]; size 1, then, where a step has more tokens, √(T / tokens of a step).
-        norm2, noise2: [trials, owners].
+        norm2, noise2: [trials, owners]. natural2: [owners].
         loss, first_order: [trials].
         repeated: whether there were several microbatches, so that ``noise2`` says something.
     """
@@ -33,6 +33,7 @@ class Readings:
     drift2: FloatArray
     norm2: FloatArray
     noise2: FloatArray
+    natural2: FloatArray
     loss: FloatArray
     first_order: FloatArray
     repeated: bool
@@ -62,15 +63,16 @@ def step_drift2(readings: Readings, variance: float) -> FloatArray:
     return np.where(positive, np.exp(logs[0] + towards * (logs[1] - logs[0])), 0.0)
 
 
-def measured_columns(readings: Readings, table: StatisticsTable) -> Measured:
+def measured_columns(readings: Readings, table: StatisticsTable, natural_noise2: FloatArray) -> Measured:
     """The columns of all options that ``readings`` has trials of; the others are unknown.
 
     Args:
         readings: of one measurement.
-        table: of the same update: norms of the weights and of the gradients' noise.
+        table: of the same update.
+        natural_noise2: Var(∇W) of its probe's gradient, [linears].
     """
     measured = Measured.nothing(len(table.linears), table.formats)
-    sums = _Sums(readings, table)
+    sums = _Sums(readings, table, natural_noise2)
     nudges = {Unit(t.layer, t.gemm): i for i, t in enumerate(readings.trials) if t.format is None}
     row_of = {row.name: i for i, row in enumerate(table.linears)}
     for i, trial in enumerate(readings.trials):
@@ -97,16 +99,15 @@ def measured_columns(readings: Readings, table: StatisticsTable) -> Measured:
 class _Sums:
     """Sums over owners of what trials did to them, relative to the owners' own sizes."""
 
-    def __init__(self, readings: Readings, table: StatisticsTable) -> None:
+    def __init__(self, readings: Readings, table: StatisticsTable, natural_noise2: FloatArray) -> None:
         variance = min(1.0, table.tokens / table.tokens_per_step)
-        linears = len(table.linears)
         w2 = np.concatenate([table.linear["w2"], table.sink_w2])
         self._drift2 = step_drift2(readings, variance) / np.where(w2 > 0.0, w2, np.inf)
         numbers = np.array([float(row.n * row.k) for row in table.linears] + [float(row.numel) for row in table.sinks])
-        # Shares of all parameters; the gradient's own noise is known of the linears only.
-        own = table.linear["s2"] * variance
-        weights = (numbers / numbers.sum())[:linears] / np.where(own > 0.0, own, np.inf)
-        self._variance = (readings.norm2 * step_share(readings, variance))[:, :linears] * weights
+        # The sinks' own noise is known from several microbatches only, the linears' from one as well.
+        natural = np.concatenate([natural_noise2, readings.natural2[len(table.linears) :]]) * variance
+        weights = numbers / numbers.sum() / np.where(natural > 0.0, natural, np.inf)
+        self._variance = readings.norm2 * step_share(readings, variance) * weights
 
     def all(self, trial: int, nudge: int) -> dict[str, float]:
         """Over all owners, what a nudge does to them taken off in quadrature: it is none of the option's doing."""

@@ -58,6 +58,7 @@ class MeasuredReader:
     Attributes:
         drift2: ‖u(g + s·δ) − u(g)‖² of each owner, float64 [len(scales), trials, owners].
         norm2: ‖δ‖² in the table's unit, [trials, owners]. noise2: Var(δ) of the same mean over microbatches.
+        natural2: Var(∇W) of the gradient without any option, likewise, [owners].
         loss: change of the mean token loss, [trials]. first_order: ⟨G, E⟩, [trials].
     """
 
@@ -76,6 +77,7 @@ class MeasuredReader:
         self.scales = error_scales(scale.variance)
         self.drift2 = torch.zeros(len(self.scales), trials, rows, dtype=torch.float64, device=device)
         self.norm2, self.noise2 = (torch.zeros(trials, rows, dtype=torch.float64, device=device) for _ in range(2))
+        self.natural2 = torch.zeros(rows, dtype=torch.float64, device=device)
         self.loss, self.first_order = (torch.zeros(trials, dtype=torch.float64, device=device) for _ in range(2))
 
     # -- gradients ---------------------------------------------------------------------------------------------
@@ -83,13 +85,21 @@ class MeasuredReader:
     def capture(self) -> None:
         """Keep the gradient that a pass without any option left behind, and clear it. Collective."""
         for owner in self._owners:
-            self._sum_over_shares(owner)
-            self._sum_over_data_parallel(owner)
+            noise, _ = self._reduced(owner)
+            if owner.first_of_copies:
+                self.natural2[owner.row] += noise
             update = None if owner.update is None else owner.update()
             if update is not None:
                 step = gradient_of_a_step(self._elements(owner, update), update, self._scale.variance**0.5)
                 owner.gradient = step.to(owner.weight.dtype)  # a copy either way: it was scaled
             owner.main_grad.zero_()
+        self._first.clear()
+
+    @torch.no_grad()
+    def before_plain_backward(self, chunk: int, number: int) -> None:
+        """As :meth:`before_backward`, of the pass that :meth:`capture` ends."""
+        if number == 1:
+            self._note_first([owner for owner in self._owners if owner.chunk == chunk])
 
     @torch.no_grad()
     def before_backward(self, chunk: int, slot: int) -> None:
@@ -98,14 +108,17 @@ class MeasuredReader:
         if position == 0:
             self._catch_up(chunk, trial)
         elif position == 2:  # the first microbatch is complete
-            for owner in self._owners_of(chunk, trial):
-                self._first[owner.row] = sum_squares(self._whole(owner))
+            self._note_first(self._owners_of(chunk, trial))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Call when all passes are done: what the last trial left."""
         for chunk in sorted(self._read):
             self._catch_up(chunk, len(self._schedule.trials))
+
+    def _note_first(self, owners: Sequence[Owner]) -> None:
+        for owner in owners:
+            self._first[owner.row] = sum_squares(self._whole(owner))
 
     def _catch_up(self, chunk: int, trial: int) -> None:
         if chunk not in self._read or self._read[chunk] >= min(trial, len(self._schedule.trials)):
@@ -127,22 +140,27 @@ class MeasuredReader:
         return [o for o in self._owners if o.chunk == chunk and forced.reaches(o.layer, linear=o.linear)]
 
     def _evaluate(self, owner: Owner, trial: int) -> None:
-        groups, unit = self._groups, self._scale.gradient**2
-        self._sum_over_shares(owner)
-        own = sum_squares(owner.main_grad)
-        self._sum_over_data_parallel(owner)
-        total = sum_squares(owner.main_grad)
+        noise, total = self._reduced(owner)
         if owner.first_of_copies:
-            self.noise2[trial, owner.row] += self._noise(own, self._first.get(owner.row), total) * unit
-            if groups.dp_rank == 0:
-                self.norm2[trial, owner.row] += total * unit
+            self.noise2[trial, owner.row] += noise
+            if self._groups.dp_rank == 0:
+                self.norm2[trial, owner.row] += total
         update = None if owner.update is None else owner.update()
         if update is not None and owner.gradient is not None:
             error = self._elements(owner, update)
             self.drift2[:, trial, owner.row] += update.squared_drift(owner.gradient.float(), error, self.scales)
 
+    def _reduced(self, owner: Owner) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum the accumulator over all ranks that hold a part of it; this rank's share of its noise, and its square."""
+        self._sum_over_shares(owner)
+        own = sum_squares(owner.main_grad)
+        self._sum_over_data_parallel(owner)
+        total = sum_squares(owner.main_grad)
+        unit = self._scale.gradient**2
+        return self._noise(own, self._first.get(owner.row), total) * unit, total * unit
+
     def _noise(self, own: torch.Tensor, first: torch.Tensor | None, total: torch.Tensor) -> torch.Tensor:
-        """This rank's share of Var(δ) of the sum over microbatches: parts of it that are larger than it is suggests do
+        """This rank's share of Var of a sum over microbatches: parts of it that are larger than it is suggests do
         not repeat (:mod:`snip_megatron.statistics.gradient_noise`, with parts instead of single microbatches).
 
         The parts are what each data parallel rank has; on one rank, its first microbatch. One microbatch has none: 0.
@@ -190,11 +208,11 @@ class MeasuredReader:
 
     def reduce(self) -> None:
         """Sum over all ranks in one float64 all-reduce, and bring the arrays to the CPU."""
-        arrays = (self.drift2, self.norm2, self.noise2, self.loss, self.first_order)
+        arrays = (self.drift2, self.norm2, self.noise2, self.natural2, self.loss, self.first_order)
         flat = torch.cat([array.reshape(-1) for array in arrays])
         dist.all_reduce(flat, group=self._groups.world)
         parts = torch.split(flat.cpu(), [array.numel() for array in arrays])
-        self.drift2, self.norm2, self.noise2, self.loss, self.first_order = (
+        self.drift2, self.norm2, self.noise2, self.natural2, self.loss, self.first_order = (
             part.view(array.shape) for part, array in zip(parts, arrays, strict=True)
         )
 

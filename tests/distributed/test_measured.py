@@ -157,8 +157,10 @@ def test_layouts_measure_the_same(
         # Losses of single tokens are float32: their changes are known to 1e-7 of the loss. Float32 has no floor of its
         # own: what is left of one is the order in which gradients are added.
         absolute = {"loss": 1e-7, "first_order": 1e-7, "floor": 1e-5}.get(name, 0.0)
+        # Noise of norms and the embedding is estimated from parts: data parallel ranks, or else the first microbatch.
+        relative = 2e-2 if name == "variance" and layout.startswith("data") else 2e-5
         np.testing.assert_allclose(
-            table.measured[name][known], expected[name][known], rtol=2e-5, atol=absolute, err_msg=name
+            table.measured[name][known], expected[name][known], rtol=relative, atol=absolute, err_msg=name
         )
     np.testing.assert_array_equal(table.measured.known, known)
 

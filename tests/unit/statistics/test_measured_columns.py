@@ -25,6 +25,7 @@ from snip_megatron.statistics.table import (
 NAMES = decoder_linear_names(2)
 FORMATS = ("fp8", "fp4")
 OWNERS = len(NAMES) + 2
+NOISE = np.full(len(NAMES), 1.0)
 
 
 def table(tokens_per_step: int = 512) -> StatisticsTable:
@@ -55,6 +56,7 @@ def readings(units: list[Unit] | None = None, sizes: int = 1) -> Readings:
         drift2=rng.uniform(1.0, 2.0, (sizes, *shape)),
         norm2=rng.uniform(1.0, 2.0, shape),
         noise2=rng.uniform(0.0, 1.0, shape),
+        natural2=np.full(OWNERS, 2.0),
         loss=rng.normal(size=len(trials)),
         first_order=rng.normal(size=len(trials)),
         repeated=True,
@@ -77,7 +79,7 @@ def test_drift_is_summed_over_owners_above_their_floors() -> None:
     drift2[option] = 9.0
     drift2[nudge] = 5.0
     drift2[nudge, 2] = 30.0  # more than was read: nothing is left of it
-    measured = measured_columns(found, table())
+    measured = measured_columns(found, table(), NOISE)
     at = (i, 1, 1)
     assert measured["raw_drift"][at] == pytest.approx(OWNERS * 3.0 / 2.0)
     assert measured["drift"][at] == pytest.approx((OWNERS - 1) * 2.0 / 2.0)
@@ -87,7 +89,7 @@ def test_drift_is_summed_over_owners_above_their_floors() -> None:
 
 def test_losses_belong_to_fprop_and_have_the_nudge_s_for_noise() -> None:
     found = readings()
-    measured = measured_columns(found, table())
+    measured = measured_columns(found, table(), NOISE)
     option, nudge = trial_of(found, Gemm.FPROP, NAMES[2], "fp8"), trial_of(found, Gemm.FPROP, NAMES[0], None)
     assert measured["loss"][2, 0, 0] == found.loss[option]
     assert measured["first_order"][2, 0, 0] == found.first_order[option]
@@ -97,7 +99,7 @@ def test_losses_belong_to_fprop_and_have_the_nudge_s_for_noise() -> None:
 
 def test_all_wgrads_of_one_trial_are_told_apart() -> None:
     found = readings()
-    measured = measured_columns(found, table())
+    measured = measured_columns(found, table(), NOISE)
     trial = trial_of(found, Gemm.WGRAD, NAMES[0], "fp4")
     expected = np.sqrt(found.drift2[0, trial, : len(NAMES)]) / 2.0
     np.testing.assert_allclose(measured["drift"][:, 2, 1], expected)
@@ -106,13 +108,23 @@ def test_all_wgrads_of_one_trial_are_told_apart() -> None:
     np.testing.assert_allclose(measured["variance"][:, 2, 1], found.norm2[trial, : len(NAMES)] * 100 / 900)
 
 
+def test_variance_is_a_share_of_each_owner_s_own() -> None:
+    found = readings()
+    option = trial_of(found, Gemm.FPROP, NAMES[3], "fp4")
+    found.norm2[option], found.norm2[trial_of(found, Gemm.FPROP, NAMES[0], None)] = 3.0, 1.0
+    expected = 2.0 * (8 * 100 / 1.0 + 2 * 50 / 2.0) / 900
+    assert measured_columns(found, table(), NOISE)["variance"][3, 0, 1] == pytest.approx(expected)
+    alone = replace(found, natural2=np.zeros(OWNERS))  # one microbatch: nothing is known of the sinks'
+    assert measured_columns(alone, table(), NOISE)["variance"][3, 0, 1] == pytest.approx(2.0 * 8 * 100 / 900)
+
+
 def test_what_was_not_measured_is_unknown_and_renewal_keeps_it() -> None:
-    first = measured_columns(readings([Unit(0, Gemm.FPROP)]), table())
+    first = measured_columns(readings([Unit(0, Gemm.FPROP)]), table(), NOISE)
     assert first.known[:4, 0].all()
     assert first.known[:, 2].all()
     assert not first.known[4:, 0].any()
     assert not first.known[:, 1].any()
-    later = measured_columns(readings([Unit(1, Gemm.DGRAD)]), replace(table(), step=90))
+    later = measured_columns(readings([Unit(1, Gemm.DGRAD)]), replace(table(), step=90), NOISE)
     both = first.renewed(later)
     assert both["step"][0, 0, 0] == 40
     assert both["step"][4, 1, 0] == both["step"][0, 2, 0] == 90
@@ -160,7 +172,7 @@ def test_shares_are_those_of_real_sums() -> None:
 
 
 def test_file_round_trip_and_refusals() -> None:
-    measured = measured_columns(readings(), table())
+    measured = measured_columns(readings(), table(), NOISE)
     again = Measured.from_bytes(measured.to_bytes())
     assert again.formats == FORMATS
     for name in MEASURED_COLUMNS:
@@ -174,7 +186,7 @@ def test_file_round_trip_and_refusals() -> None:
 
 def test_a_table_keeps_them() -> None:
     plain = table()
-    measured = measured_columns(readings(), plain)
+    measured = measured_columns(readings(), plain, NOISE)
     whole = replace(plain, measured=measured, measured_again=Measured.nothing(len(NAMES), FORMATS))
     loaded = StatisticsTable.from_bytes(whole.to_bytes(), where="x")
     assert loaded.measured is not None
