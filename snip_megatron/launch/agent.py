@@ -25,7 +25,6 @@ from snip_megatron.launch.job import Job
 ENTRY = "snip_megatron.pretrain_gpt"
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)
 _POLL_S = 0.2
-_AGAIN_S = 5.0  # a rank that has not reached Megatron yet ignores the signal
 
 
 def torchrun(job: Job, rendezvous: str | None, rendezvous_id: str, local_address: str | None) -> list[str]:
@@ -111,24 +110,38 @@ def _signals_of_torchrun() -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], asked: Sequence[str]) -> int:
-    next_signal = 0.0
+    told: set[int] = set()
     while (code := process.poll()) is None:
-        if asked and time.monotonic() >= next_signal:
-            _tell_ranks(process.pid)
-            next_signal = time.monotonic() + _AGAIN_S
+        if asked:
+            _tell_ranks(process.pid, told)
         time.sleep(_POLL_S)
     return code
 
 
-def _tell_ranks(torchrun_pid: int) -> None:
-    """SIGTERM to torchrun's children that run the entry, not to what these have started."""
+def _tell_ranks(torchrun_pid: int, told: set[int]) -> None:
+    """SIGTERM, once, to torchrun's children that run the entry and wait for it, not to what these have started.
+
+    A rank that has not reached Megatron yet ignores it: its turn comes later. Not twice: a Python that is about to
+    leave has taken its handlers away, and would die of it.
+    """
     try:
         children = psutil.Process(torchrun_pid).children()
     except psutil.NoSuchProcess:
         return
     for child in children:
         try:
-            if ENTRY in child.cmdline():
+            if child.pid not in told and ENTRY in child.cmdline() and _catches(child.pid, signal.SIGTERM):
                 child.send_signal(signal.SIGTERM)
+                told.add(child.pid)
         except psutil.NoSuchProcess:
             continue
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for the signal, as the kernel says."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)

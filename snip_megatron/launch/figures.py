@@ -48,7 +48,7 @@ def rates(plan: dict[str, Any]) -> dict[str, float]:
 def summary(layout: Layout) -> str:
     """Two lines for a terminal."""
     plan = expected(layout)
-    speed = ", ".join(f"{rate:,.0f} {name}" for name, rate in rates(plan).items())
+    speed = ", ".join(f"{_three_digits(rate)} {name}" for name, rate in rates(plan).items())
     return (
         f"TP {layout.tp} × PP {layout.pp} × DP {layout.dp} = {layout.ranks} GPUs; {layout.microbatches} microbatches of"
         f" {layout.tokens} tokens\n"
@@ -68,10 +68,15 @@ def _row(configuration: Configuration) -> str:
         f"{layout.tp} × {layout.pp} × {layout.dp}",
         f"{layout.global_batch_size} × {layout.seq_length}",
         f"{memory(plan):.0f}",
-        *(f"{speed[name]:,.0f}" for name in ("bf16", "fp8", "map")),
-        f"{total:,.0f}",
+        *(_three_digits(speed[name]) for name in ("bf16", "fp8", "map")),
+        _three_digits(total),
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _three_digits(value: float) -> str:
+    """A forecast promises no more."""
+    return f"{float(f'{value:.3g}'):,.0f}"
 
 
 def table() -> str:

@@ -1,0 +1,49 @@
+"""Configurations of ``snip launch`` with a tiny model, same arguments, on real ranks: trained under SNIP, resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from warm_ranks import WarmRanks
+
+from snip_megatron.launch.arguments import megatron_arguments
+from snip_megatron.launch.job import Wishes, make_job
+from snip_megatron.reporting.readers import read_events, read_metrics
+
+STEPS = 10
+
+
+def train(wishes: Wishes, ranks: int, warm: WarmRanks, tmp: Path) -> Path:
+    """The run directory."""
+    job = make_job(wishes)
+    assert job.layout.ranks == ranks
+    process = warm.run(ranks, megatron_arguments(job), tmp=tmp)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return job.save / "snip"
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "ranks"),
+    [("3b", 1, 1, 2), ("70b", 2, 1, 2), ("70b-pp8", 1, 2, 2)],
+    ids=["3b-dp2-selective", "70b-tp2", "70b-pp2"],
+)
+def test_a_shrunk_configuration_trains(
+    name: str, tp: int, pp: int, ranks: int, tmp_path: Path, warm: WarmRanks
+) -> None:
+    wishes = Wishes(
+        name, tp=tp, pp=pp, nodes=1, gpus_per_node=ranks, smoke=True, save=tmp_path / "ckpt",
+        extra=("--exit-interval", str(STEPS)),
+    )  # fmt: skip
+    run = train(wishes, ranks, warm, tmp_path / "ranks")
+    assert [figure["step"] for figure in read_metrics(run)] == list(range(STEPS))
+    (adopted,) = (event for event in read_events(run) if event["event"] == "adopt")
+    assert (adopted["step"], adopted["status"]) == (6, "optimal")
+    assert adopted["achieved"] >= 0.75
+    if name != "3b":
+        return
+    # The same wishes again: it goes on from its own checkpoint.
+    again = Wishes(**(vars(wishes) | {"extra": ("--exit-interval", str(STEPS + 2))}))
+    assert make_job(again).load == tmp_path / "ckpt"
+    train(again, ranks, warm, tmp_path / "again")
+    assert [figure["step"] for figure in read_metrics(run)] == list(range(STEPS + 2))

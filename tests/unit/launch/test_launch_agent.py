@@ -1,0 +1,130 @@
+"""One node's torchrun: its command; which processes a signal reaches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from snip_megatron.errors import SnipError
+from snip_megatron.launch import agent
+from snip_megatron.launch.job import Job, Wishes, make_job
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def job(**changes: object) -> Job:
+    return make_job(Wishes(**({"configuration": "70b", "data": "mock", "save": Path("c")} | changes)))  # type: ignore[arg-type]
+
+
+def test_one_node_and_several() -> None:
+    alone = agent.torchrun(job(nodes=1, tp=8, pp=1), None, "x", None)
+    assert alone[-3:] == ["--standalone", "-m", agent.ENTRY]
+    several = agent.torchrun(job(), "node0:29500", "77.1", "10.0.0.3")
+    assert several[3:7] == ["--nnodes", "8", "--nproc-per-node", "8"]
+    assert several[-10:-2] == [
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500", "--rdzv-id", "77.1", "--local-addr", "10.0.0.3")
+    ]
+    for wrong in (None, "node0", "node0:", ":x"):
+        with pytest.raises(SnipError, match="--nodes 8: give --rendezvous HOST:PORT, the same on every node"):
+            agent.torchrun(job(), wrong, "x", None)
+
+
+def test_torchrun_knows_the_arguments() -> None:
+    """Of the installed torch: ``--signals-to-handle`` where its torchrun has it, and all others."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    command = agent.torchrun(job(), "node0:29500", "x", "127.0.0.1")
+    args = parser.parse_args([*command[3:-2], "script.py"])
+    assert (args.nnodes, args.nproc_per_node, args.max_restarts, args.rdzv_id) == ("8", "8", 0, "x")
+    assert ("--signals-to-handle" in command) == ("--signals-to-handle" in parser.format_help())
+
+
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_DEBUG", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.delenv(name, raising=False)
+    assert agent.environment(job(), cpu=False)["NCCL_DEBUG"] == "WARN"
+    assert int(agent.environment(job(), cpu=False)["OMP_NUM_THREADS"]) >= 1
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    added = agent.environment(job(), cpu=True)
+    assert "NCCL_DEBUG" not in added
+    assert added["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_node_without_enough_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(SnipError, match="--gpus-per-node 8: this node has 4 GPUs"):
+        agent.check_devices(job())
+    agent.check_devices(job(nodes=16, gpus_per_node=4))
+
+
+# A launcher with a rank that needs its time after SIGTERM, a helper of the rank that dies of it, and another process.
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+print("started", flush=True)
+rank = "import os, signal, subprocess, sys, time; asked = []; time.sleep(1); " \\
+    "signal.signal(signal.SIGTERM, lambda *a: asked.append(1)); " \\
+    "helper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); " \\
+    "print('ready', flush=True);\\n" \\
+    "while not asked: time.sleep(0.05)\\n" \\
+    "assert helper.poll() is None; helper.kill(); print('saved', flush=True)\\n" \
+    "signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(1)"
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+code = subprocess.run([sys.executable, "-c", rank, "-m", "ENTRY"]).returncode
+assert other.poll() is None; other.kill()
+sys.exit(code)
+"""
+SUPERVISOR = """
+import sys
+from snip_megatron.launch.agent import supervise
+print(supervise([sys.executable, "-c", sys.argv[1]], {"ADDED": "1"}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "early"),
+    [(signal.SIGUSR1, False), (signal.SIGUSR1, True), (signal.SIGTERM, False)],
+    ids=["usr1", "usr1-before-the-ranks-are-ready", "term"],
+)
+def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, early: bool) -> None:
+    """As schedulers send it: to the whole group. The launcher and the rank's helper are not to die of SIGUSR1."""
+    launcher = textwrap.dedent(LAUNCHER).replace("ENTRY", agent.ENTRY)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, launcher],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "started\n"
+        if not early:  # else the rank still ignores what is sent
+            assert process.stdout.readline() == "ready\n"
+        if number is signal.SIGTERM:
+            process.send_signal(number)  # helpers without a handler would die of it, here as anywhere
+        else:
+            os.killpg(process.pid, number)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert out.splitlines()[-2:] == ["saved", f"(0, '{number.name}')"]
+
+
+def test_exit_codes() -> None:
+    assert agent.supervise([sys.executable, "-c", "import os; os._exit(int(os.environ['CODE']))"], {"CODE": "7"}) == (
+        7,
+        None,
+    )
+    killed = agent.supervise([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {})
+    assert killed == (128 + 9, None)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

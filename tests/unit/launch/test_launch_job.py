@@ -1,0 +1,137 @@
+"""What is asked, checked: sizes that fit together, data that is there, checkpoints to go on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+from snip_megatron.launch.arguments import megatron_arguments
+from snip_megatron.launch.job import Wishes, make_job
+
+
+def job(**changes: Any) -> Any:
+    return make_job(Wishes(**({"configuration": "1b", "data": "mock", "save": Path("/nowhere/c")} | changes)))
+
+
+def value(words: list[str], name: str) -> str | None:
+    return words[words.index(name) + 1] if name in words else None
+
+
+def prepared(folder: Path, *without: str) -> Path:
+    for name in ("train.idx", "train.bin", "valid.idx", "valid.bin"):
+        if name not in without:
+            (folder / name).write_bytes(b"")
+    if "tokenizer" not in without:
+        (folder / "tokenizer").mkdir()
+    return folder
+
+
+@given(st.integers(1, 16), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]))
+def test_every_gpu_has_a_rank(nodes: int, gpus_per_node: int, tp: int, pp: int) -> None:
+    changes = {"configuration": "70b", "nodes": nodes, "gpus_per_node": gpus_per_node, "tp": tp, "pp": pp}
+    if nodes * gpus_per_node % (tp * pp):
+        with pytest.raises(
+            SnipError, match=rf"^{nodes * gpus_per_node} GPUs \(--nodes {nodes} .*one copy of the model$"
+        ):
+            job(**changes, smoke=True)
+    else:
+        found = job(**changes, smoke=True)
+        assert found.layout.ranks == nodes * gpus_per_node
+        assert found.layout.sequence_parallel == (tp > 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"configuration": "13b"}, "13b: no such configuration; choose one of 1b, 3b, 7b, 70b, 70b-pp8"),
+        ({"model": "9b"}, "model 9b: unknown; choose one of 1b"),
+        ({"tp": 3}, "8 GPUs (--nodes 1 × --gpus-per-node 8) are no multiple of --tp 3 × --pp 1 = 3"),
+        (
+            {"configuration": "70b", "nodes": 3},
+            "24 GPUs (--nodes 3 × --gpus-per-node 8) are no multiple of --tp 8 × --pp 4",
+        ),
+        ({"nodes": -1}, "--nodes -1: must be 1 or more"),
+        ({"configuration": "70b", "pp": 3, "nodes": 3}, "--pp 3 --vpp 1: llama-70b has 80 blocks, not divisible by 3"),
+        ({"global_batch_size": 100}, "--global-batch-size 100: must be a multiple of --micro-batch-size × --dp, 64"),
+        ({"data": None}, "--data: missing; give a folder of snip prepare-data, mock for random tokens"),
+        ({"data": "/nowhere"}, "--data /nowhere: there is no train.idx in it; make it with snip prepare-data"),
+        ({"extra": ("--data-path", "x")}, "--data mock cannot be combined with --data-path"),
+        ({"save": None}, "--save: missing; give the folder for checkpoints"),
+        ({"save": Path(__file__)}, "is no folder"),
+    ],
+)
+def test_refusals_are_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SnipError) as refused:
+        job(**changes)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("missing", ["train.idx", "train.bin", "valid.idx", "valid.bin", "tokenizer"])
+def test_data_that_is_not_whole(missing: str, tmp_path: Path) -> None:
+    with pytest.raises(SnipError, match=f"there is no {missing} in it"):
+        job(data=str(prepared(tmp_path, missing)))
+
+
+def test_data_of_ones_own(tmp_path: Path) -> None:
+    words = megatron_arguments(job(data=f"{prepared(tmp_path)}/"))
+    assert value(words, "--train-data-path") == f"{tmp_path}/train"
+    assert value(words, "--tokenizer-model") == f"{tmp_path}/tokenizer"
+    assert "--mock-data" not in words
+    words = megatron_arguments(job(data=None, extra=("--data-path", "mine", "--tokenizer-type", "NullTokenizer")))
+    assert words.count("--tokenizer-type") == 1
+    assert words[-4:-2] == ["--data-path", "mine"]
+
+
+def test_resumes_where_a_checkpoint_is_finished(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000010").mkdir()  # begun, not finished
+    assert value(megatron_arguments(job(save=tmp_path)), "--load") is None
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    words = megatron_arguments(job(save=tmp_path))
+    assert value(words, "--load") == value(words, "--save") == str(tmp_path)
+    assert value(megatron_arguments(job(save=tmp_path, resume=False)), "--load") is None
+
+
+def llama(**changes: Any) -> str:
+    body = {
+        "model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    return json.dumps(body | changes)
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(llama(rope_theta=250_000.0, rms_norm_eps=1e-4))
+    words = megatron_arguments(job(configuration="7b", model=str(path), tp=2))
+    shapes = ("--num-layers", "--hidden-size", "--num-query-groups", "--rotary-base", "--norm-epsilon", "--seq-length")
+    assert [value(words, name) for name in shapes] == ["6", "512", "2", "250000", "0.0001", "1024"]
+    assert "--untie-embeddings-and-output-weights" not in words
+    path.write_text(llama(rope_parameters={"rope_theta": 20_000, "rope_type": "default"}))
+    assert value(megatron_arguments(job(model=str(tmp_path))), "--rotary-base") == "20000"
+
+
+@pytest.mark.parametrize("wrong", [{"rope_theta": "big"}, {"rope_theta": -1}, {"rms_norm_eps": True}])
+def test_constants_that_make_no_sense(wrong: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(llama(**wrong))
+    with pytest.raises(SnipError, match=f"{path}: {next(iter(wrong))}: must be a positive number"):
+        job(model=str(path))
+
+
+def test_a_smoke_run_keeps_the_flags() -> None:
+    """Same arguments, other values: only what a tiny model needs differs."""
+    for name in ("1b", "3b", "70b"):
+        full, tiny = (
+            [word for word in megatron_arguments(job(configuration=name, smoke=smoke)) if word.startswith("--")]
+            for smoke in (False, True)
+        )
+        added = {"--snip-first-update", "--snip-update-interval", "--snip-lag", "--snip-wait"}
+        assert [word for word in tiny if word not in added] == full
