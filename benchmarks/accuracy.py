@@ -21,7 +21,7 @@ BOUNDS: dict[str, dict[str, float]] = {
     "sqnr_db": {"fp8": 27.5, "fp8_tensor": 27.0, "fp4": 13.0, "bf16": 40.0},
     "sqnr_db_te": {"fp8": 27.5, "fp8_tensor": 24.0},  # current scaling rounds gradients to E5M2
     "gemm_error": {"fp8": 3e-4, "fp8_tensor": 3e-4, "fp4": 5e-7},
-    "gemm_error_fast": {"fp8_tensor": 6e-3},
+    "gemm_error_fast": {"fp8_tensor": 7e-3},  # grows with the depth: 6.5e-3 over 57,344
 }
 
 
