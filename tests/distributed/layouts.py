@@ -1,0 +1,262 @@
+"""One training under SNIP on many parallel layouts, from one checkpoint, held against one rank.
+
+Every layout loads the weights and moments that one rank saved, measures before its first step, solves, adopts the map
+and trains on under it. What must agree: the table of statistics, the map, the losses. Every shard, gated half, query
+group and token share is a multiple of 128, so that tiles fall alike (rule 10).
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoints import differences, read_checkpoint
+from launch import tiny_llama_args
+from warm_ranks import WarmRanks
+
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.reporting.readers import read_events, read_maps, read_metrics
+from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
+
+MODEL = shlex.split(
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 256 --seq-length 128 --max-position-embeddings 128"
+    " --micro-batch-size 2 --global-batch-size 4 --lr 1e-4 --min-lr 1e-5"
+)
+AT = 3
+"""Steps in the checkpoint; the probe runs before the next one."""
+PROBED = 2
+"""Microbatches of the probe, over all data parallel ranks."""
+# Pipeline stages have budgets of their own: without a stage constraint all layouts are asked the same.
+SNIP = shlex.split(
+    f"--snip --snip-first-update {AT} --snip-update-interval 1000 --snip-wait 240 --snip-stage-tolerance none"
+    " --snip-backward-noise --snip-probe-tokens 96"
+)
+SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+
+STATISTICS_LIMIT, LOSS_LIMIT = 1e-5, 1e-3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the matrix.
+
+    Attributes:
+        ranks: all of them. arguments: Megatron's. data: data parallel size.
+        bitwise: the layout that this one must equal bit for bit; None: one rank, within the limits.
+    """
+
+    ranks: int
+    arguments: str = ""
+    data: int = 1
+    bitwise: str | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return SHARDED in self.arguments
+
+
+LAYOUTS: dict[str, Layout] = {
+    "world-1": Layout(1),
+    "tp2": Layout(2, "--tensor-model-parallel-size 2"),
+    "tp2-sp": Layout(2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": Layout(2, "--pipeline-model-parallel-size 2"),
+    "pp2-virtual": Layout(2, _VIRTUAL),
+    "dp2": Layout(2, data=2),
+    "dp2-overlap": Layout(2, "--overlap-grad-reduce", data=2),
+    "dp2-per-token-loss": Layout(2, "--calculate-per-token-loss", data=2),
+    "dp2-distributed-optimizer": Layout(2, SHARDED, data=2),
+    "dp2-distributed-optimizer-overlap": Layout(2, f"{SHARDED} {OVERLAP}", data=2),
+    "tp2-pp2-dp2": Layout(
+        8,
+        f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 {SHARDED} {OVERLAP}",
+        data=2,
+    ),
+    "recompute-full": Layout(1, FULL_RECOMPUTE, bitwise="world-1"),
+    "recompute-selective": Layout(1, "--recompute-granularity selective", bitwise="world-1"),
+    "tp2-sp-recompute-full": Layout(
+        2, f"--tensor-model-parallel-size 2 --sequence-parallel {FULL_RECOMPUTE}", bitwise="tp2-sp"
+    ),
+    "tp2-sp-recompute-selective": Layout(
+        2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective", bitwise="tp2-sp"
+    ),
+    "pp2-virtual-recompute-full": Layout(2, f"{_VIRTUAL} {FULL_RECOMPUTE}", bitwise="pp2-virtual"),
+    "dp2-distributed-optimizer-recompute-full": Layout(
+        2, f"{SHARDED} {FULL_RECOMPUTE}", data=2, bitwise="dp2-distributed-optimizer"
+    ),
+}
+FAST = (
+    "tp2-sp", "pp2-virtual", "dp2-per-token-loss", "dp2-distributed-optimizer-overlap", "recompute-full",
+    "recompute-selective",
+)  # fmt: skip
+"""What the suite runs of it."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one run left behind."""
+
+    table: StatisticsTable
+    precision_map: PrecisionMap
+    adopted: list[tuple[int, int]]
+    figures: list[tuple[int, float, float]]
+
+
+class LayoutRuns:
+    """Runs from one checkpoint, each made once.
+
+    Args:
+        warm: the ranks. folder: where runs and checkpoints go.
+        steps: trained after the checkpoint. lag: steps from the probe to the map.
+    """
+
+    def __init__(self, warm: WarmRanks, folder: Path, steps: int, lag: int) -> None:
+        self._warm, self._folder, self._steps = warm, folder, steps
+        self._lag = ["--snip-lag", str(lag)]
+        self.trained = functools.cache(self._trained)
+        self.checkpoint = functools.cache(self._checkpoint)
+
+    def _train(self, ranks: int, name: str, *arguments: str, steps: int) -> None:
+        args = tiny_llama_args(*MODEL, *arguments, "--exit-interval", str(steps), iters=AT + 40)
+        done = self._warm.run(ranks, args, tmp=self._folder / name, timeout=1200)
+        if done.returncode:
+            raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
+
+    def _checkpoint(self, sharded: bool) -> Path:
+        """One rank's, by optimizer: Megatron does not load one kind into the other."""
+        path = self._folder / ("saved-sharded" if sharded else "saved")
+        # Unclipped: each optimizer adds up the norm in an order of its own, and the two would be a last bit apart.
+        saving = ["--save", str(path), "--save-interval", str(AT), "--clip-grad", "0"]
+        self._train(1, f"to-{path.name}", *saving, *(SHARDED.split() if sharded else []), steps=AT)
+        return path
+
+    def checkpoints_differ(self) -> list[str]:
+        """Weights in which the two checkpoints are not the same."""
+        one, other = (
+            {name: value for name, value in read_checkpoint(self.checkpoint(sharded), AT).items() if ".weight" in name}
+            for sharded in (False, True)
+        )
+        kept = one.keys() & other.keys()
+        weights = {name for name in kept if not name.startswith("optimizer")}
+        assert weights
+        return differences({n: one[n] for n in weights}, {n: other[n] for n in weights})
+
+    def _loaded(self, name: str, layout: Layout, *snip: str) -> Path:
+        """The run directory of a run that goes on from the checkpoint."""
+        run = self._folder / name / "run"
+        place = ("--load", str(self.checkpoint(layout.sharded)), "--snip-dir", str(run))
+        self._train(layout.ranks, name, *place, *snip, *layout.arguments.split(), steps=AT + self._steps)
+        return run
+
+    def _trained(self, name: str) -> Trained:
+        layout = LAYOUTS[name]
+        probe = ["--snip-probe-microbatches", str(PROBED // layout.data)]
+        run = self._loaded(name, layout, *SNIP, *self._lag, *probe)
+        (precision_map,) = read_maps(run).values()
+        return Trained(
+            table=StatisticsTable.load(run / "stats" / f"step_{AT}.npz"),
+            precision_map=precision_map,
+            adopted=[(e["step"], e["changed"]) for e in read_events(run) if e["event"] == "adopt"],
+            figures=figures(run),
+        )
+
+    def other_draws(self) -> dict[str, Any]:
+        """A yardstick: one rank under the same map at the same step, with other draws of stochastic rounding."""
+        self.trained("world-1")
+        replay = ("--snip", "--snip-replay", str(self._folder / "world-1" / "run"), "--snip-seed", "4321")
+        run = self._loaded("other-draws", LAYOUTS["world-1"], *replay)
+        last, worst = loss_differences(self.trained("world-1").figures, figures(run))
+        return {"loss_difference": last, "worst_loss_difference": worst}
+
+    def compare(self, name: str) -> dict[str, Any]:
+        """The matrix's row: worst relative difference of the statistics, whether the map is the same, |Δ loss|."""
+        layout = LAYOUTS[name]
+        base = layout.bitwise or "world-1"
+        expected, actual = self.trained(base), self.trained(name)
+        statistics = worst_differences(expected.table, actual.table)
+        last, worst = loss_differences(expected.figures, actual.figures)
+        row = {
+            "layout": name,
+            "ranks": layout.ranks,
+            "arguments": layout.arguments,
+            "against": base,
+            "bitwise": layout.bitwise is not None,
+            "statistics": statistics["value"],
+            "column": statistics["column"],
+            "drift_over_limit": statistics["drift_over_limit"],
+            "same_rows": statistics["same_rows"],
+            "map_equal": actual.precision_map.choices == expected.precision_map.choices,
+            "adopted": actual.adopted,
+            "same_adoptions": actual.adopted == expected.adopted,
+            "achieved": actual.precision_map.achieved,
+            "steps": len(actual.figures),
+            "loss": actual.figures[-1][1],
+            "loss_difference": last,
+            "worst_loss_difference": worst,
+        }
+        if layout.bitwise is not None:
+            row["identical"] = identical(expected, actual)
+        return row | {"passed": passed(row)}
+
+
+def figures(run: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of every step of a run directory."""
+    return [(m["step"], m["loss"], m["grad_norm"]) for m in read_metrics(run)]
+
+
+def passed(row: dict[str, Any]) -> bool:
+    """Whether a row of the matrix is within the limits; one that claims bits has them."""
+    same = row["same_rows"] and row["map_equal"] and row["same_adoptions"]
+    if row["bitwise"]:
+        return bool(same and row["identical"])
+    within = row["statistics"] <= STATISTICS_LIMIT and row["drift_over_limit"] <= 1.0
+    return bool(same and within and row["worst_loss_difference"] <= LOSS_LIMIT)
+
+
+def identical(expected: Trained, actual: Trained) -> bool:
+    """Every bit of the table, every figure of every step."""
+    arrays = actual.table.arrays()
+    return expected.figures == actual.figures and all(
+        np.array_equal(array, arrays[name], equal_nan=True) for name, array in expected.table.arrays().items()
+    )
+
+
+def worst_differences(expected: StatisticsTable, actual: StatisticsTable) -> dict[str, Any]:
+    """Worst relative difference and its column, the drift of small errors aside.
+
+    Drift is the difference of two FP32 updates that are almost equal when the error ρ is small: below ρ = 1e-2 its
+    limit grows as 1/ρ, and ``drift_over_limit`` is the worst share of that limit.
+    """
+    limits = STATISTICS_LIMIT * np.maximum(1.0, 1e-2 / RHO_GRID)
+    worst, column, drift = 0.0, "", 0.0
+    for name, array in expected.arrays().items():
+        distance = np.abs(actual.arrays()[name] - array) / np.where(array == 0.0, 1.0, np.abs(array))
+        if name in ("drift2", "sink_drift2"):
+            drift = max(drift, float((distance / limits).max()))
+            distance = distance[..., limits == STATISTICS_LIMIT]
+        if distance.size and float(distance.max()) > worst:
+            worst, column = float(distance.max()), name
+    shapes = [[(r.name, r.n, r.k) for r in table.linears] for table in (expected, actual)]
+    same = shapes[0] == shapes[1] and (expected.sinks, expected.tokens) == (actual.sinks, actual.tokens)
+    return {
+        "value": worst,
+        "column": column,
+        "drift_over_limit": drift,
+        "same_rows": same and expected.tokens_per_step == actual.tokens_per_step,
+    }
+
+
+def loss_differences(
+    expected: list[tuple[int, float, float]], actual: list[tuple[int, float, float]]
+) -> tuple[float, float]:
+    """(after the last step, the largest); infinite where steps are missing."""
+    if [figure[0] for figure in expected] != [figure[0] for figure in actual]:
+        return float("inf"), float("inf")
+    differences_ = [abs(a[1] - b[1]) for a, b in zip(expected, actual, strict=True)]
+    return differences_[-1], max(differences_)
