@@ -154,7 +154,7 @@ def start(cluster: dict[str, str], tmp: Path, restart: int, *megatron: str) -> t
         "--save",
         str(tmp / "c"),
     ]
-    with output.open("wb") as file:
+    with output.open("ab") as file:
         process = subprocess.Popen(
             ["bash", str(SCRIPT), *wishes, "--megatron", *megatron],
             stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=tmp,
@@ -172,11 +172,12 @@ def wait(process: subprocess.Popen[bytes], output: Path, seconds: float) -> str:
     return output.read_text(errors="replace")
 
 
-def wait_for(text: str, process: subprocess.Popen[bytes], output: Path) -> None:
+def wait_for(text: str, times: int, process: subprocess.Popen[bytes], output: Path) -> None:
     deadline = time.monotonic() + 180
-    while text not in output.read_text(errors="replace"):
+    while output.read_text(errors="replace").count(text) < times:
         if process.poll() is not None or time.monotonic() > deadline:
-            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
             raise AssertionError(output.read_text(errors="replace")[-4000:])
         time.sleep(0.1)
 
@@ -184,7 +185,7 @@ def wait_for(text: str, process: subprocess.Popen[bytes], output: Path) -> None:
 def test_stopped_queued_again_and_resumed(cluster: dict[str, str], tmp_path: Path) -> None:
     # Far more steps than the test waits for: what ends the first job is the signal.
     process, output = start(cluster, tmp_path, 0, "--train-iters", "100000")
-    wait_for(" iteration        4/", process, output)
+    wait_for(" iteration        4/", 1, process, output)
     process.send_signal(signal.SIGUSR1)
     text = wait(process, output, 120)
     assert process.returncode == 0, text[-4000:]
@@ -246,13 +247,13 @@ def test_when_a_job_is_queued_again(
     program = tmp_path / "program.py"
     program.write_text(STAND_IN if sent else "import sys\nsys.exit('--dry-run' not in sys.argv and int(sys.argv[-1]))")
     output = tmp_path / "out"
-    with output.open("wb") as file:
+    with output.open("ab") as file:
         process = subprocess.Popen(
             ["bash", str(SCRIPT), "1b", str(code)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             env=job(cluster) | environment | {"SNIP": f"{sys.executable} {program}"},
         )  # fmt: skip
     if sent is not None:
-        wait_for("training\ntraining\n", process, output)
+        wait_for("training\n", 2, process, output)
         process.send_signal(sent)
     text = wait(process, output, 60)
     assert process.returncode == code, text
