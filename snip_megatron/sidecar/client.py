@@ -121,7 +121,11 @@ class SidecarClient:
         """Start a process if one is due, send the next job if it is idle."""
         if self._worker is None and time.monotonic() >= self._not_before and self._launch():
             self.restarts += 1
-        if self._worker is not None and self._running is None and self._waiting:
+        if self._worker is None or self._running is not None or not self._waiting:
+            return
+        if self._worker.has_ended():  # its pipe has not said so yet: the job is the next process's
+            self._lose_worker(SidecarFailure("died", self._worker.how_it_ended()))
+        else:
             self._running = self._waiting.popleft()
             self._worker.send(self._running.number, self._running.payload)
 

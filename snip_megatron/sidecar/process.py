@@ -73,6 +73,10 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:  # inside the kernel, for instance on a file system that hangs
             threading.Thread(target=self._process.wait, name="snip-sidecar-reaper", daemon=True).start()
 
+    def has_ended(self) -> bool:
+        """Whether the process is known to be gone."""
+        return self._process.poll() is not None
+
     def how_it_ended(self) -> str:
         """One line about a process whose pipe has ended."""
         if self._garbled:

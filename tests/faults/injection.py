@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +36,13 @@ def read_record(folder: Path, name: str) -> list[dict[str, Any]]:
             except ValueError:
                 continue
     return lines
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 class Rank:
@@ -84,7 +92,10 @@ class Rank:
                 except ProcessLookupError:
                     pass
                 else:
-                    return self.note(fault, "injected")
+                    self.note(fault, "injected")
+                    while number != signal.SIGSTOP and self.sidecar.pid == pid and not _has_ended(pid):
+                        time.sleep(0.005)
+                    return
             time.sleep(0.005)
 
     def settle(self) -> None:

@@ -152,10 +152,12 @@ class CannotStart(Kind):
                 subprocess.Popen = genuine  # type: ignore[misc]
                 return genuine(*args, **kwargs)
             left[0] -= 1
+            rank.note(fault.number, "injected")
             raise OSError(fault.params["error"], os.strerror(fault.params["error"]))
 
         subprocess.Popen = popen  # type: ignore[misc,assignment]
-        rank.signal_sidecar(fault.number, signal.SIGKILL)
+        if rank.sidecar.pid is not None:
+            os.kill(rank.sidecar.pid, signal.SIGKILL)
 
 
 # -- the ranks ---------------------------------------------------------------------------------------------------

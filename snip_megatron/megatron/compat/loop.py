@@ -90,14 +90,19 @@ def wrap_evaluate(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -
 # -- quiet conditions ------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def rerun_disabled() -> Iterator[None]:
-    """Megatron's rerun machine off: results outside ``train_step`` must not be recorded (it asserts)."""
+    """Megatron's rerun machine off: results outside ``train_step`` must not be recorded (it asserts).
+
+    Nor judged: switched off it still ends the job at a NaN, and that of a probe only drops an update (rule 5).
+    """
     machine = get_rerun_state_machine()
-    mode = machine.mode
+    mode, validate = machine.mode, machine.validate_result
     # Not set_mode(): it logs a warning each time.
     machine.mode = RerunMode.DISABLED
+    machine.validate_result = _nothing
     try:
         yield
     finally:
+        machine.validate_result = validate
         machine.mode = mode
 
 

@@ -65,6 +65,25 @@ def test_without_a_hook_the_set_cannot_be_off(monkeypatch: pytest.MonkeyPatch) -
     assert compat.apply(plain, allowed) == ["step-hook: this Megatron's source has it, nothing is patched at run time"]
 
 
+def test_a_broken_loss_outside_of_training_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    machine = get_rerun_state_machine()
+
+    def judge() -> None:
+        machine.validate_result(
+            result=torch.tensor(float("nan")), rejection_func=torch.isnan, message="NaN", tolerance=0.0, fatal=True
+        )
+
+    with compat.rerun_disabled():
+        judge()
+    before, machine.mode = machine.mode, RerunMode.DISABLED
+    try:
+        with pytest.raises(RuntimeError, match="NaN"):
+            judge()
+    finally:
+        machine.mode = before
+
+
 @pytest.mark.parametrize("mode", list(RerunMode))
 def test_rerun_machine_is_restored_even_after_an_error(mode: RerunMode) -> None:
     machine = get_rerun_state_machine()

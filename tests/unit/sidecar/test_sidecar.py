@@ -197,6 +197,19 @@ def test_killed_while_idle(start: Start) -> None:
     assert next_result(client).precision_map.version == 2
 
 
+def test_a_job_for_a_process_that_died_idle_is_the_next_ones(start: Start) -> None:
+    """Submitted before anybody has noticed: the job is not the dead process's to lose."""
+    client = start()
+    client.submit(make_job(version=1))
+    assert next_result(client).failure is None
+    first = client.pid
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: not alive(first))
+    client.submit(make_job(version=2))
+    assert next_result(client).failure is None
+    assert (client.restarts, client.pid != first) == (1, True)
+
+
 def test_stopped_past_its_deadline(start: Start, tmp_path: Path) -> None:
     client = start(deadline_s=4.0)
     mark = tmp_path / "running"
