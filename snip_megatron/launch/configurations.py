@@ -69,7 +69,7 @@ _LARGE = Recipe(15e12, 1.5e-4, 1.5e-5, 2000, 1e-5, 500_000)
 
 _KNOWN = (
     Configuration("1b", "TinyLlama 1.1B", "llama-1b", 1, 1, 8, 2048, 8, 1024, "none", _TINY),
-    # A head of 100 features fits no fused attention kernel: its scores must not be kept for the backward.
+    # A head of 100 features is no multiple of 8, as fused attention wants: scores must not be kept for the backward.
     Configuration("3b", "OpenLLaMA 3B", "llama-3b", 1, 1, 8, 2048, 4, 2048, "selective", _OPEN),
     Configuration("7b", "OpenLLaMA 7B", "llama-7b", 1, 1, 8, 2048, 2, 2048, "none", _OPEN),
     Configuration("70b", "Llama 3 70B", "llama-70b", 8, 4, 2, 8192, 1, 512, "none", _LARGE),
