@@ -7,9 +7,11 @@ variables. :class:`WarmRanks` starts the server below (``python -m warm_ranks``)
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -80,10 +82,17 @@ def main() -> None:
         print(json.dumps(codes), flush=True)
 
 
+def _free_port() -> int:
+    """Below the range from which the system takes ports for connections: one found free there stays free."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
 def _run(job: dict[str, Any]) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     pids = []
     for rank in range(job["nproc"]):
         pid = os.fork()
