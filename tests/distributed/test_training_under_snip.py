@@ -128,15 +128,4 @@ def test_a_static_map_needs_no_update(tmp_path: Path) -> None:
     assert json.loads((run / "maps" / "step_0.json").read_text())["choices"] == dict.fromkeys(static.choices, "fp8")
 
 
-def test_figures_reach_megatrons_own_offline_wandb_run(tmp_path: Path) -> None:
-    """Megatron opens its run on the last rank, here the second pipeline stage."""
-    wandb = ("--wandb-project", "snip", "--wandb-exp-name", "run", "--wandb-save-dir", str(tmp_path / "wandb"))
-    train(tmp_path, 2, "--pipeline-model-parallel-size", "2", *wandb, "--tensorboard-dir", str(tmp_path / "tb"))
-    files = list((tmp_path / "wandb").rglob("*.wandb"))
-    assert len(files) == 1  # never a second run
-    content = files[0].read_bytes()
-    for key in (b"snip/fp4_fraction", b"snip/adopt/achieved", b"snip/probe/statistics/seconds", b"lm loss"):
-        assert key in content, key
-
-
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")

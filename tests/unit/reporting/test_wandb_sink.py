@@ -9,7 +9,8 @@ import pytest
 from wandb_file import history
 
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.reporting.wandb_sink import GIVE_UP_AFTER, WandbSink
+from snip_megatron.reporting.sinks import GIVE_UP_AFTER
+from snip_megatron.reporting.wandb_sink import WandbSink
 
 wandb = pytest.importorskip("wandb")
 
@@ -77,6 +78,7 @@ def test_map_is_a_table_and_stages_are_panels(offline, tmp_path):
     assert row["snip/adopt/achieved_per_stage/1"] == 0.77
     assert row["snip/adopt/version"] == 2
     assert "snip/adopt/status" not in row
+    assert [row[f"snip/gemms/{name}"] for name in ("fp8", "fp4", "bf16")] == [1, 4, 1]
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/snip/*.json")
     assert json.loads(table.read_text()) == {
         "columns": ["linear", "fprop", "dgrad", "wgrad"],

@@ -1,0 +1,83 @@
+"""Figures of a real run in Megatron's own wandb run and TensorBoard log, read back from their files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import tiny_llama_args
+from wandb_file import history
+from warm_ranks import WarmRanks
+
+from snip_megatron.precision import Gemm, PrecisionMap
+from snip_megatron.reporting.readers import read_events, read_maps, read_metrics
+
+pytest.importorskip("tensorboard")
+pytest.importorskip("wandb")
+
+SNIP = shlex.split(
+    "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 2 --snip-wait 120 --snip-probe-tokens 64"
+)
+
+
+@pytest.fixture(scope="module")
+def recorded(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two pipeline stages: both loggers live on the last rank, the run directory on the first."""
+    tmp = tmp_path_factory.mktemp("loggers")
+    wandb = ("--wandb-project", "snip", "--wandb-exp-name", "run", "--wandb-save-dir", str(tmp / "wandb"))
+    logs = (*wandb, "--tensorboard-dir", str(tmp / "tensorboard"), "--pipeline-model-parallel-size", "2")
+    done = warm.run(
+        2, tiny_llama_args(*SNIP, "--snip-dir", str(tmp / "run"), *logs, iters=6), tmp=tmp / "ranks", timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return tmp
+
+
+def the_map(run: Path) -> tuple[int, PrecisionMap, list[list[str]]]:
+    """The only map, the step of its adoption, its rows."""
+    ((step, precision_map),) = read_maps(run).items()
+    names = [str(linear) for linear in precision_map.linears()]
+    return step, precision_map, [[n, *(precision_map.format_of(n, gemm).value for gemm in Gemm)] for n in names]
+
+
+def adoption(run: Path) -> dict[str, Any]:
+    return next(event for event in read_events(run) if event["event"] == "adopt")
+
+
+def test_wandb(recorded: Path) -> None:
+    (file,) = (recorded / "wandb").rglob("*.wandb")  # never a second run
+    rows = {row["_step"]: row for row in history(file)}
+    step, _, table = the_map(recorded / "run")
+    own = {metric["step"] + 1: metric["fp4_fraction"] for metric in read_metrics(recorded / "run")}
+    logged = {at: row["snip/fp4_fraction"] for at, row in rows.items() if "snip/fp4_fraction" in row}
+    # The last step's figures come when Megatron has finished its run.
+    assert len(logged) == len(own) - 1
+    assert {own[at] for at in logged} == set(logged.values())
+    assert {at for at, row in rows.items() if "lm loss" in row} >= set(range(1, 7))
+    assert rows[step]["snip/adopt/achieved_per_stage/1"] == adoption(recorded / "run")["achieved_per_stage"]["1"]
+    assert "snip/probe/statistics/seconds" in rows[2]
+    (media,) = (recorded / "wandb").rglob("media/table/snip/*.json")
+    content = json.loads(media.read_text())
+    assert content["columns"] == ["linear", "fprop", "dgrad", "wgrad"]
+    assert sorted(content["data"]) == sorted(table)
+
+
+def test_tensorboard(recorded: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(recorded / "tensorboard")).Reload()
+    step, precision_map, table = the_map(recorded / "run")
+    own = {m["step"] + 1: m["fp4_fraction"] for m in read_metrics(recorded / "run")}
+    logged = {e.step: e.value for e in log.Scalars("snip/fp4_fraction")}
+    assert logged == pytest.approx({at: share for at, share in own.items() if at < 6})
+    (share,) = log.Scalars("snip/adopt/achieved_per_stage/1")
+    assert (share.step, share.value) == (step, pytest.approx(adoption(recorded / "run")["achieved_per_stage"]["1"]))
+    (solve,) = log.Scalars("snip/solve/seconds")
+    assert solve.value == pytest.approx(precision_map.solve_seconds)
+    assert [e.step for e in log.Scalars("lm loss")] == list(range(1, 7))  # beside Megatron's own
+    (text,) = log.Tensors("snip/map/text_summary")
+    lines = text.tensor_proto.string_val[0].decode().splitlines()[2:]
+    assert sorted(lines) == sorted(f"| {' | '.join(row)} |" for row in table)
