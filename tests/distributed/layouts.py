@@ -175,7 +175,7 @@ class LayoutRuns:
         return {"loss_difference": last, "worst_loss_difference": worst}
 
     def compare(self, name: str) -> dict[str, Any]:
-        """The matrix's row: worst relative difference of the statistics, whether the map is the same, |Δ loss|."""
+        """The matrix's row: worst relative difference of the statistics, whether maps are the same, relative Δ loss."""
         layout = LAYOUTS[name]
         base = layout.bitwise or "world-1"
         expected, actual = self.trained(base), self.trained(name)
@@ -196,7 +196,7 @@ class LayoutRuns:
             "same_adoptions": actual.adopted == expected.adopted,
             "achieved": actual.precision_map.achieved,
             "steps": len(actual.figures),
-            "loss": actual.figures[-1][1],
+            "losses": [actual.figures[0][1], actual.figures[-1][1]],
             "loss_difference": last,
             "worst_loss_difference": worst,
         }
@@ -255,8 +255,8 @@ def worst_differences(expected: StatisticsTable, actual: StatisticsTable) -> dic
 def loss_differences(
     expected: list[tuple[int, float, float]], actual: list[tuple[int, float, float]]
 ) -> tuple[float, float]:
-    """(after the last step, the largest); infinite where steps are missing."""
+    """Relative: (after the last step, the largest); infinite where steps are missing."""
     if [figure[0] for figure in expected] != [figure[0] for figure in actual]:
         return float("inf"), float("inf")
-    differences_ = [abs(a[1] - b[1]) for a, b in zip(expected, actual, strict=True)]
-    return differences_[-1], max(differences_)
+    apart = [abs(a[1] - b[1]) / b[1] for a, b in zip(expected, actual, strict=True)]
+    return apart[-1], max(apart)

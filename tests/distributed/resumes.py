@@ -1,0 +1,274 @@
+"""One training under SNIP, interrupted after any step and resumed from Megatron's distributed checkpoint.
+
+On the same layout the rest must be the uninterrupted run bit for bit: figures, decisions, the last checkpoint. On
+another layout: the same maps at the same steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpoints import SNIP_KEY, differences, read_checkpoint
+from launch import losses, tiny_llama_args
+from layouts import MODEL, SHARDED, figures
+from warm_ranks import WarmRanks
+
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.reporting.readers import read_events, read_maps
+
+_DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+_NOISE = "--snip --snip-first-update 3 --snip-update-interval 5 --snip-lag 3 --snip-wait 240 --snip-probe-tokens 32"
+# Steps 16 to 18 spike: the guard takes the map of 14 back before 20. Then gradient norms are looked at every tenth
+# step, from 50 on there is something to compare with, and the least drift starts an update before 52.
+_EVERYTHING = (
+    "--snip --snip-estimator measured --snip-measured-share 0.1 --snip-formats fp4 --snip-first-update 10"
+    " --snip-update-interval 0 --snip-lag 4 --snip-wait 240 --snip-probe-tokens 32 --snip-guard-steps 6"
+    " --snip-guard-window 10 --snip-guard-bar 1 --snip-trigger 1e-6"
+)
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A run to interrupt.
+
+    Attributes:
+        ranks: all of them. arguments: Megatron's and SNIP's. steps: its length. every: steps between checkpoints.
+        fast: checkpoints from which the suite resumes; the whole matrix resumes from all.
+        module, env: entry and its variables.
+    """
+
+    ranks: int
+    arguments: str
+    steps: int
+    every: int = 1
+    fast: tuple[int, ...] = ()
+    module: str = "snip_megatron.pretrain_gpt"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        return tuple(range(self.every, self.steps, self.every))
+
+
+# Updates begin before steps 3, 8 and 13 and are adopted before 6, 11 and 16.
+SAME_LAYOUT: dict[str, Interrupted] = {
+    "world-1": Interrupted(1, f"{_NOISE} {_DROPOUT}", 18),
+    "tp2-sp-bf16": Interrupted(2, f"{_NOISE} {_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel --bf16", 18),
+    "pp2-virtual": Interrupted(
+        2, f"{_NOISE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 12
+    ),
+    "dp2-distributed-optimizer-async-save": Interrupted(
+        2, f"{_NOISE} {_DROPOUT} --use-distributed-optimizer --overlap-grad-reduce --async-save", 12, fast=(4,)
+    ),
+    "everything": Interrupted(
+        2,
+        f"{_EVERYTHING} {SHARDED}",
+        58,
+        every=3,
+        fast=(18, 54),
+        module="spiking_pretrain",
+        env={"SPIKES": "16,19"},
+    ),
+}
+"""A guard that takes a map back, an update that drift starts and options measured by turns: ``everything``."""
+
+# Stage budgets differ between layouts; without them all ask the same.
+_RESHARDED = f"{_NOISE} --snip-stage-tolerance none --lr 1e-4 --min-lr 1e-5"
+PLACES: dict[str, tuple[int, str]] = {
+    "world-1": (1, ""),
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "world-1-sharded": (1, SHARDED),
+    "dp2-sharded": (2, SHARDED),
+    "tp2-pp2-dp2-sharded": (
+        8, f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 {SHARDED}"
+    ),
+}  # fmt: skip
+OTHER_LAYOUT: tuple[tuple[str, str], ...] = (
+    ("tp2", "pp2"),
+    ("pp2", "tp2-sp"),
+    ("dp2-sharded", "world-1-sharded"),
+    ("world-1-sharded", "dp2-sharded"),
+    ("world-1-sharded", "tp2-pp2-dp2-sharded"),
+    ("tp2-pp2-dp2-sharded", "world-1-sharded"),
+)
+FAST_OTHER: tuple[tuple[str, str, int], ...] = (("tp2", "pp2", 4), ("dp2-sharded", "world-1-sharded", 4))
+RESHARDED_STEPS, RESHARDED_POINTS = 13, (2, 4, 7, 9)
+"""Saved before an update, between submit and adopt, after an adoption, and between again."""
+
+
+class ResumeRuns:
+    """Whole runs, each made once, and what resuming them gives."""
+
+    def __init__(self, warm: WarmRanks, folder: Path) -> None:
+        self._warm, self._folder = warm, folder
+        self.whole = functools.cache(self._whole)
+        self.placed = functools.cache(self._placed)
+
+    def _train(self, name: str, case: Interrupted, *extra: str) -> Path:
+        """The run directory."""
+        run = self._folder / name / "run"
+        args = tiny_llama_args(*case.arguments.split(), "--snip-dir", str(run), *extra, iters=case.steps)
+        self.check(name, self._warm.run(
+            case.ranks, args, module=case.module, env=case.env, tmp=self._folder / name, timeout=1200
+        ))  # fmt: skip
+        return run
+
+    @staticmethod
+    def check(name: str, done: Any) -> None:
+        if done.returncode:
+            raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
+
+    def _whole(self, name: str) -> Path:
+        case, saved = SAME_LAYOUT[name], self._folder / name / "checkpoint"
+        return self._train(name, case, "--save", str(saved), "--save-interval", str(case.every))
+
+    def resume(self, name: str, point: int) -> dict[str, Any]:
+        """The matrix's row: the run ``name`` from its checkpoint after ``point`` steps to its end."""
+        case, whole = SAME_LAYOUT[name], self.whole(name)
+        saved, again = self._folder / name / "checkpoint", self._folder / f"{name}-{point}" / "checkpoint"
+        loading = ("--load", str(saved), "--ckpt-step", str(point))
+        run = self._train(f"{name}-{point}", case, *loading, "--save", str(again), "--save-interval", str(case.steps))
+        ends = [read_checkpoint(folder, case.steps) for folder in (saved, again)]
+        row = {
+            "run": name,
+            "point": point,
+            "state": state_at(whole, point),
+            "figures": figures(run) == [figure for figure in figures(whole) if figure[0] >= point],
+            "decisions": decisions(run, point) == decisions(whole, point),
+            "maps": _choices(run, point) == _choices(whole, point),
+            "checkpoint": differences(*ends) == [] and all(SNIP_KEY + "state" in _keys(end) for end in ends),
+        }
+        return row | {"passed": all(row[part] for part in ("figures", "decisions", "maps", "checkpoint"))}
+
+    # -- another layout ----------------------------------------------------------------------------------------
+    def _placed(self, place: str) -> Path:
+        saved = self._folder / f"from-{place}" / "checkpoint"
+        return self._train(f"from-{place}", _resharded(place), "--save", str(saved), "--save-interval", "1")
+
+    def move(self, source: str, target: str, point: int) -> dict[str, Any]:
+        """The matrix's row: a run on ``source``, resumed on ``target`` after ``point`` steps."""
+        whole = self.placed(source)
+        loading = ("--load", str(whole.parent / "checkpoint"), "--ckpt-step", str(point))
+        run = self._train(f"{source}-{point}-{target}", _resharded(target), *loading)
+        pairs = zip(figures(run), (f for f in figures(whole) if f[0] >= point), strict=True)
+        row = {
+            "run": f"{source} → {target}",
+            "point": point,
+            "state": state_at(whole, point),
+            "decisions": decisions(run, point) == decisions(whole, point),
+            "maps": _choices(run, point) == _choices(whole, point),
+            "loss_difference": max(abs(a[1] - b[1]) / b[1] for a, b in pairs),
+        }
+        return row | {"passed": row["decisions"] and row["maps"]}
+
+    # -- with and without SNIP ---------------------------------------------------------------------------------
+    def leave_snip(self, name: str, point: int) -> dict[str, Any]:
+        """A checkpoint of SNIP in our entry without ``--snip``, and in Megatron's ``pretrain`` with nothing of ours."""
+        case = SAME_LAYOUT[name]
+        self.whole(name)
+        kept = _without_snip(shlex.split(case.arguments))
+        loading = ("--load", str(self._folder / name / "checkpoint"), "--ckpt-step", str(point))
+        curves = []
+        for module in ("snip_megatron.pretrain_gpt", "plain_pretrain"):
+            tmp = self._folder / f"{name}-{module}"
+            args = tiny_llama_args(*kept, *loading, iters=case.steps)
+            done = self._warm.run(case.ranks, args, module=module, tmp=tmp, timeout=600)
+            self.check(module, done)
+            curves.append(losses(done))
+        whole = set(range(point + 1, case.steps + 1))
+        return {
+            "run": f"{name} → without SNIP",
+            "point": point,
+            "passed": set(curves[0]) == whole and curves[0] == curves[1],
+            "losses": list(curves[0].values())[-1],
+        }
+
+    def enter_snip(self, name: str) -> dict[str, Any]:
+        """A checkpoint without SNIP's state under SNIP: one notice, bf16 until the next update."""
+        case = SAME_LAYOUT[name]
+        kept, saved = _without_snip(shlex.split(case.arguments)), self._folder / f"{name}-plain" / "checkpoint"
+        saving = ("--save", str(saved), "--save-interval", "2", "--exit-interval", "2")
+        tmp = self._folder / f"{name}-plain"
+        done = self._warm.run(
+            case.ranks, tiny_llama_args(*kept, *saving, iters=case.steps), module="plain_pretrain", tmp=tmp, timeout=600
+        )
+        self.check("plain_pretrain", done)
+        run = self._folder / f"{name}-entered" / "run"
+        args = tiny_llama_args(
+            *case.arguments.split(), "--load", str(saved), "--snip-dir", str(run), iters=case.steps
+        )  # fmt: skip
+        done = self._warm.run(case.ranks, args, tmp=run.parent, timeout=600)
+        self.check(name, done)
+        notices = [line for line in done.stdout.splitlines() if "holds no SNIP state" in line]
+        adopted = [e["step"] for e in read_events(run) if e["event"] == "adopt"]
+        expected = [e["step"] for e in read_events(self.whole(name)) if e["event"] == "adopt"]
+        return {
+            "run": f"{name}, from a checkpoint without SNIP",
+            "point": 2,
+            "notices": len(notices),
+            "passed": len(notices) == 1 and adopted == expected,
+        }
+
+
+def _resharded(place: str) -> Interrupted:
+    ranks, arguments = PLACES[place]
+    return Interrupted(ranks, " ".join([*MODEL, _RESHARDED, arguments]), RESHARDED_STEPS)
+
+
+def _without_snip(arguments: list[str]) -> list[str]:
+    """Megatron's arguments alone."""
+    kept, skip = [], False
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        if argument.startswith("--snip"):
+            skip = not following.startswith("--")
+        elif skip:
+            skip = False
+        else:
+            kept.append(argument)
+    return kept
+
+
+def _keys(state: dict[str, Any]) -> set[str]:
+    return {name.split("/")[0] for name in state}
+
+
+def _choices(run: Path, point: int) -> dict[int, Mapping[str, Any]]:
+    """Maps adopted after a resume at ``point``: the map in force is adopted again at ``point`` itself."""
+    maps: dict[int, PrecisionMap] = read_maps(run)
+    return {step: precision_map.choices for step, precision_map in maps.items() if step > point}
+
+
+_DECISIONS = ("submit", "adopt", "guard", "trigger", "postpone", "skipped", "dropped", "solve_failed")
+_TOLD = ("step", "event", "version", "action", "alarm_step", "loss", "limit", "drift", "since", "changed", "until")
+
+
+def decisions(run: Path, point: int) -> list[dict[str, Any]]:
+    """What was decided from ``point`` on, without times; the map in force, adopted again on resume, aside."""
+    told = [
+        {name: event[name] for name in _TOLD if name in event}
+        for event in read_events(run)
+        if event["event"] in _DECISIONS and event["step"] >= point
+    ]
+    resumed = any(event["event"] == "resume" for event in read_events(run))
+    if resumed and told and told[0]["event"] == "adopt" and told[0]["step"] == point:
+        del told[0]
+    return told
+
+
+def state_at(run: Path, point: int) -> str:
+    """What the checkpoint after ``point`` steps holds, in words."""
+    pending, in_force = False, False
+    for event in read_events(run):
+        if event["step"] < point:
+            if event["event"] == "submit":
+                pending = True
+            if event["event"] == "adopt":
+                pending, in_force = False, True
+    return ", ".join(["map in force" if in_force else "no map", *(["update on its way"] if pending else [])])
