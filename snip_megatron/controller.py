@@ -168,6 +168,7 @@ class Controller:
     def state_to_save(self) -> bytes:
         """What a checkpoint keeps, on every rank; call it between two steps."""
         self.state.in_flight = self._report.in_flight()
+        self._metric(self.state.in_flight)  # now: a process killed after the save would take them along
         self.state.guard = None if self._guard is None else self._guard.as_dict()
         self.state.trigger = None if self._trigger is None else self._trigger.as_dict()
         return self.state.to_bytes()

@@ -85,9 +85,12 @@ class Job:
     def train(self, name: str, arguments: Sequence[str], faults: Sequence[Fault] = ()) -> tuple[Path, int]:
         """One training on warm ranks: its folder and exit code. Raises Lost if it leaves a process behind."""
         folder, env = self.prepare(name, faults)
-        done = self.warm.run(
-            self.batch.world, arguments, module=MODULE, env=env, tmp=folder / "ranks", timeout=TIMEOUT_S
-        )
+        for _ in range(3):
+            done = self.warm.run(
+                self.batch.world, arguments, module=MODULE, env=env, tmp=folder / "ranks", timeout=TIMEOUT_S
+            )
+            if "DistNetworkError" not in done.stderr or read_record(folder, "trace"):
+                break  # else another process took the port before the first rank did
         self.last_line = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")[:200]
         no_orphans(folder)
         if done.returncode == 124:
@@ -234,10 +237,22 @@ def _kill_an_agent(job: Job, fault: Fault, folder: Path, arguments: Sequence[str
 
     def agent(number: int, host: int) -> Any:
         launcher = ("--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", str(fault.number))
-        launcher += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}")
+        # Files, not pipes that nobody reads until the end.
+        launcher += (
+            "--redirects",
+            "3",
+            "--log-dir",
+            str(folder / f"log{number}"),
+            "--rdzv-endpoint",
+            f"127.0.0.1:{port}",
+            "--rdzv-conf",
+            f"is_host={host}",
+        )
         tmp = folder / f"agent{number}"
         tmp.mkdir(exist_ok=True)
         own = {**env, "FAULTS_AGENT": f"{folder}/{number}"}
+        # torch shares the first round's store between rounds by default: who joins later waits for its address in vain.
+        own["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         return start_ranks(1, arguments, module=MODULE, env=own, tmp=tmp, launcher=launcher)
 
     survivor, victim = agent(1, 1), agent(2, 0)
@@ -253,4 +268,7 @@ def _kill_an_agent(job: Job, fault: Fault, folder: Path, arguments: Sequence[str
     victim.communicate()
     Record(folder / "notes_agent.jsonl").add(fault=fault.number, what="injected")
     joined = agent(3, 0)
-    return [finish(process, TIMEOUT_S).returncode for process in (survivor, joined)]
+    ended = [finish(process, TIMEOUT_S) for process in (survivor, joined)]
+    for number, process in zip((1, 3), ended, strict=True):
+        (folder / f"agent{number}" / "agent.log").write_text(process.stderr)
+    return [process.returncode for process in ended]

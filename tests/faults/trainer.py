@@ -29,6 +29,7 @@ def main() -> int:
     faults = [Fault(**body) for body in json.loads((folder / "plan.json").read_text())]
     _trace(rank)
     _use_faulty_sidecar()
+    _use_own_media_folder()
     for fault in faults:
         KINDS[fault.kind].install(rank, fault)
     _follow(rank, faults)
@@ -60,6 +61,14 @@ def _use_faulty_sidecar() -> None:
     coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
         SidecarClient, build="faults.builder:build", restart_backoff_s=BACKOFF_S
     )
+
+
+def _use_own_media_folder() -> None:
+    """wandb's temporary folder is of the process that imported it: the first forked rank to end removes it for all."""
+    if "wandb" in sys.modules:
+        from wandb.sdk.data_types._private import MEDIA_TMP
+
+        Path(MEDIA_TMP.name).mkdir(exist_ok=True)
 
 
 def _trace(rank: Rank) -> None:

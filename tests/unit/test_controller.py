@@ -216,6 +216,16 @@ def test_a_statistic_that_is_not_finite_drops_the_update(value: float) -> None:
     assert run.handle.formats == ALL_BF16
 
 
+def test_a_checkpoint_leaves_no_step_unrecorded() -> None:
+    """A process killed after its save: what resumes from step 3 will not do step 2 again."""
+    run = Run(Script())
+    run.steps(0, 3)
+    run.controller.state_to_save()
+    assert [m[0] for m in run.script.metrics] == [0, 1, 2]
+    run.steps(3, 5)
+    assert [m[0] for m in run.script.metrics] == [0, 1, 2, 3]
+
+
 def test_metrics_come_a_step_late_with_the_share_of_their_step() -> None:
     run = Run(Script({1: [ready(1)]}))
     run.steps(0, 6)
