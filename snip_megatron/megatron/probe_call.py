@@ -21,6 +21,7 @@ class LoopShape:
         padded_vocab_size: rows of the word embedding over all tensor parallel ranks.
         virtual_stages: model chunks a rank, under interleaved pipelining.
         optimizer_sharded: whether optimizer states are sharded over data parallel ranks.
+        context_parallel: ranks that share the tokens of a sequence.
     """
 
     seq_length: int
@@ -28,6 +29,11 @@ class LoopShape:
     padded_vocab_size: int
     virtual_stages: int | None
     optimizer_sharded: bool
+    context_parallel: int = 1
+
+    def tokens(self, microbatches: int, data_ranks: int) -> int:
+        """Of ``microbatches`` on each of ``data_ranks`` ranks, context parallel peers counted among these."""
+        return microbatches * data_ranks * self.seq_length * self.micro_batch_size // self.context_parallel
 
 
 @dataclass(frozen=True)

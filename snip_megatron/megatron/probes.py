@@ -117,8 +117,8 @@ class ProbeRunner:
     def run(self, call: StepCall) -> ProbeResult:
         """Statistics, forward noise and, when asked, backward noise on the first microbatches of the step."""
         microbatches = self._microbatches(call)
-        tokens = microbatches * self._groups.dp_size * self._shape.seq_length * self._shape.micro_batch_size
-        per_step = call.num_microbatches * tokens // microbatches
+        tokens = self._shape.tokens(microbatches, self._groups.dp_size)
+        per_step = self._shape.tokens(call.num_microbatches, self._groups.dp_size)
         per_token = bool(self._config.calculate_per_token_loss)
         scale = StepScale(1.0 / (tokens if per_token else self._groups.dp_size), call.clip, tokens, per_step)
         recorders = [

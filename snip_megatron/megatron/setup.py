@@ -223,6 +223,7 @@ class SnipRun:
                 padded_vocab_size=args.padded_vocab_size,
                 virtual_stages=args.virtual_pipeline_model_parallel_size,
                 optimizer_sharded=sharded,
+                context_parallel=args.context_parallel_size,
             ),
             groups,
             model,

@@ -1,0 +1,81 @@
+"""The benchmark of several GPUs runs on the CPU, so that its first call on GPUs works."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from launch import cpu_environment
+from warm_ranks import WarmRanks
+
+from benchmarks import multi_gpu
+
+
+def ranks(
+    warm: WarmRanks, count: int, arguments: Sequence[str], module: str, folder: Path
+) -> subprocess.CompletedProcess[str]:
+    return warm.run(count, arguments, module=module, tmp=folder, timeout=600)
+
+
+@pytest.fixture
+def run(warm: WarmRanks) -> Callable[..., subprocess.CompletedProcess[str]]:
+    return functools.partial(ranks, warm)
+
+
+def test_tensor_parallel_against_one_rank_and_its_times(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in cpu_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(multi_gpu, "has_transformer_engine", lambda: False)
+    out = tmp_path / "result.json"
+    command = ["--device", "cpu", "--gpus", "2", "--layouts", "tp2,cp2", "--out", str(out), "--commit", "abc"]
+    assert multi_gpu.main([*command, "--work", str(tmp_path / "work")], run) == 0
+    result = json.loads(out.read_text())
+    row = result["equivalence"]["tp2"]
+    assert row["same_tokens"]
+    assert 0.0 < row["statistics_median"] < 4e-3  # bf16, and not one rank held against itself
+    assert row["map_agreement"] > 0.8
+    assert row["adopted"] == [[5], [5]]
+    assert row["loss"] < 2e-2
+    time = result["time"]["tp2"]
+    assert set(time["ms_a_step"]) == {"without", "all-bf16 map", "75 % map"}
+    assert time["75 % map over without"] == pytest.approx(time["ms_a_step"]["75 % map"] / time["ms_a_step"]["without"])
+    assert all(len(ms) == multi_gpu.SIZES["tiny"].timed_steps for ms in time["steps_ms"].values())
+    assert set(time["update"]["passes_ms"]) == {"statistics", "forward_noise", "reduction"}
+    assert time["update"]["fp4_fraction"] == [pytest.approx(0.75, abs=0.02)]
+    assert result["equivalence"]["cp2"] == {"skipped": "needs Transformer Engine's attention"}
+
+    before = out.read_text()  # a second call finds nothing left to do
+    assert multi_gpu.main([*command, "--work", str(tmp_path / "other")], run) == 0
+    assert out.read_text() == before
+
+
+def test_a_run_that_fails_is_a_row_that_says_so(tmp_path: Path) -> None:
+    def fails(*_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 3, "", "Traceback\nRuntimeError: no such device\n")
+
+    out = tmp_path / "result.json"
+    command = ["--device", "cpu", "--layouts", "dp2", "--part", "time", "--out", str(out), "--work", str(tmp_path)]
+    assert multi_gpu.main(command, fails) == 1
+    assert "RuntimeError: no such device" in json.loads(out.read_text())["time"]["dp2"]["failed"]
+
+
+def test_a_layout_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(SystemExit, match="dp4 needs 4 GPUs"):
+        multi_gpu.main(["--gpus", "2", "--layouts", "dp4"])
+
+
+def test_the_entry_lets_context_parallelism_through(warm: WarmRanks, tmp_path: Path) -> None:
+    """Past SNIP's refusal, up to Megatron, whose own attention has none."""
+    arguments = ["--context-parallel-size", "2", "--snip", "--snip-policy", "bf16", *multi_gpu.SIZES["tiny"].timed]
+    arguments += [*multi_gpu._COMMON, "--vocab-size", "255", "--train-iters", "2"]
+    ours = warm.run(2, arguments, tmp=tmp_path / "ours")
+    lifted = warm.run(2, arguments, module="benchmarks.multi_gpu_entry", tmp=tmp_path / "lifted")
+    assert "--context-parallel-size 2 cannot be combined with --snip" in ours.stderr
+    assert "cannot be combined" not in lifted.stderr
+    assert lifted.returncode != 0
