@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from launch import finish, start_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from faults import judge
@@ -18,7 +19,6 @@ from faults.injection import Record, read_record
 from faults.kinds import KINDS, TRACKER, AgentKilled, CheckpointDamaged, Lost, Preempted
 from faults.plan import FIRST_UPDATE, INTERVAL, LAG, SAVE_INTERVAL, Batch, Fault, window
 from faults.storage import write_json
-from launch import finish, start_ranks, tiny_llama_args
 
 MODULE = "faults.trainer"
 TIMEOUT_S = 600.0

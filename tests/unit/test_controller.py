@@ -218,7 +218,7 @@ def test_a_statistic_that_is_not_finite_drops_the_update(value: float) -> None:
 
 def test_a_checkpoint_leaves_no_step_unrecorded() -> None:
     """A process killed after its save: what resumes from step 3 will not do step 2 again."""
-    run = Run(Script())
+    run = Run(Script(), first_update=100)
     run.steps(0, 3)
     run.controller.state_to_save()
     assert [m[0] for m in run.script.metrics] == [0, 1, 2]
