@@ -92,7 +92,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
 }
 FAST = (
-    "tp2-sp", "pp2-virtual", "dp2-per-token-loss", "dp2-distributed-optimizer-overlap", "recompute-full",
+    "tp2", "tp2-sp", "pp2-virtual", "dp2-per-token-loss", "dp2-distributed-optimizer-overlap", "recompute-full",
     "recompute-selective",
 )  # fmt: skip
 """What the suite runs of it."""

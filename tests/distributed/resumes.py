@@ -70,7 +70,7 @@ SAME_LAYOUT: dict[str, Interrupted] = {
         f"{_EVERYTHING} {SHARDED}",
         58,
         every=3,
-        fast=(18, 54),
+        fast=(51,),
         module="spiking_pretrain",
         env={"SPIKES": "16,19"},
     ),

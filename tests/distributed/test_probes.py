@@ -1,5 +1,7 @@
-"""Through the real entry: SNIP that quantises nothing is bitwise training without it, probes leave no trace, and what
-they measure does not depend on the parallel layout."""
+"""Through the real entry: SNIP that quantises nothing is bitwise training without it, and probes leave no trace.
+
+That what they measure does not depend on the parallel layout is in test_layout_matrix.py.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from checkpoints import differences, read_checkpoint
 from launch import losses, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.reporting.readers import read_events
-from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
 
 # Dropout, so that a lost or shifted random state shows.
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
@@ -125,76 +125,3 @@ def test_a_map_that_quantises_does_leave_one(runs: Runs) -> None:
     _, plain, _ = runs.run("world-1")
     _, changed, _ = runs.run("world-1", "--snip", "--snip-policy", "bf16", "--snip-pin", "*.0.mlp.linear_fc1=fp8")
     assert "decoder.layers.mlp.linear_fc1.weight" in differences(plain, changed)
-
-
-# -- statistics ------------------------------------------------------------------------------------------------
-# Every shard, gated half, query group and token share is a multiple of 128: tiles fall alike on all layouts.
-MODEL = shlex.split(
-    "--num-layers 2 --hidden-size 256 --ffn-hidden-size 256 --seq-length 128 --max-position-embeddings 128"
-    " --micro-batch-size 2 --global-batch-size 4"
-)
-AT = 3  # the step before which the probe runs
-PROBE = shlex.split(
-    f"--snip --snip-first-update {AT} --snip-update-interval 1000 --snip-lag 500 --snip-backward-noise"
-    f" --snip-probe-tokens 96 --exit-interval {AT + 1}"
-)
-SHARDED_OPTIMIZER = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-# ranks, microbatches of the probe on each data parallel rank (always two in all), arguments
-TABLE_LAYOUTS: dict[str, tuple[int, int, str]] = {
-    "world-1": (1, 2, ""),
-    "tensor": (2, 2, "--tensor-model-parallel-size 2"),
-    "tensor-and-sequence": (2, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pipeline": (2, 2, "--pipeline-model-parallel-size 2"),
-    "data": (2, 1, ""),
-    "data-per-token-loss": (2, 1, "--calculate-per-token-loss"),
-    "data-distributed-optimizer": (2, 1, SHARDED_OPTIMIZER),
-    "full-recompute": (1, 2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-}
-
-
-@pytest.fixture(scope="module")
-def tables(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, StatisticsTable]:
-    """The same probe on every layout, from the same weights and moments: a checkpoint of one rank."""
-    folder = tmp_path_factory.mktemp("tables")
-    for optimizer in ("", SHARDED_OPTIMIZER):  # Megatron does not load one kind into the other
-        saving = ["--save", str(folder / f"warm{optimizer}"), "--save-interval", str(AT), "--exit-interval", str(AT)]
-        check(warm.run(1, tiny_llama_args(*MODEL, *saving, *optimizer.split(), iters=9), tmp=folder / "save"))
-    found = {}
-    for name, (nproc, microbatches, extra) in TABLE_LAYOUTS.items():
-        optimizer = SHARDED_OPTIMIZER if SHARDED_OPTIMIZER in extra else ""
-        loading = ["--load", str(folder / f"warm{optimizer}"), "--snip-dir", str(folder / name / "run")]
-        probe = [*PROBE, "--snip-probe-microbatches", str(microbatches)]
-        args = tiny_llama_args(*MODEL, *loading, *probe, *extra.split(), iters=9)
-        check(warm.run(nproc, args, tmp=folder / name))
-        found[name] = StatisticsTable.load(folder / name / "run" / "stats" / f"step_{AT}.npz")
-    return found
-
-
-def test_every_column_is_measured(tables: dict[str, StatisticsTable]) -> None:
-    table = tables["world-1"]
-    assert table.non_finite() == []
-    assert table.tokens == table.tokens_per_step == 4 * 128
-    assert [row.stage for row in tables["pipeline"].linears] == [0] * 4 + [1] * 4
-    for name, array in table.arrays().items():
-        if name == "linear.htrace":  # of passes that only hawq asks for
-            continue
-        # Nothing branches off above the last boundary.
-        rows = array[:-1] if name in ("boundary.branch_h2", "boundary.branch_r2") else array
-        assert (rows > 0).all(), name
-
-
-@pytest.mark.parametrize("layout", [name for name in TABLE_LAYOUTS if name != "world-1"])
-def test_layouts_measure_the_same(tables: dict[str, StatisticsTable], layout: str) -> None:
-    """1e-5, but for the drift of the smallest errors: the difference of two FP32 updates that are almost equal."""
-    expected, actual = tables["world-1"], tables[layout]
-    assert [(r.name, r.n, r.k) for r in actual.linears] == [(r.name, r.n, r.k) for r in expected.linears]
-    assert actual.sinks == expected.sinks
-    assert (actual.tokens, actual.tokens_per_step) == (expected.tokens, expected.tokens_per_step)
-    rounding = 1e-5 * np.maximum(1.0, 1e-2 / RHO_GRID)
-    off = {}
-    for name, array in expected.arrays().items():
-        limit = rounding if name in ("drift2", "sink_drift2") else 1e-5
-        distance = np.abs(actual.arrays()[name] - array) / np.where(array == 0.0, 1.0, array)
-        if (distance > limit).any():
-            off[name] = float(distance.max())
-    assert off == {}
