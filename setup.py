@@ -16,6 +16,7 @@ REQUIREMENTS = [
     "ortools>=9.15,<10",
     "transformers>=5",
     "tokenizers>=0.22",
+    "safetensors>=0.5",
     "wandb>=0.22",
     "numpy>=2",
     "jinja2>=3",
