@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -46,7 +46,7 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     steps, losses = run.series("loss")
     if not any(loss is not None for loss in losses):
         return None
-    figure = _figure("loss", rangemode="normal")
+    figure = new_figure("loss", rangemode="normal")
     x, y = thin(steps, losses)
     figure.add_scatter(x=x, y=y, name="training loss", mode="lines", line={"color": LINE, "width": 1.6})
     validation = [(e["step"], v) for e in run.events if e["event"] == "validation" and (v := number(e.get("loss")))]
@@ -61,18 +61,29 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     guards = [e for e in run.events if e["event"] == "guard"]
     texts = [html.escape(f"guard: {e.get('reason', '')}") for e in guards]
     _add_marks(figure, "guard", [e["step"] for e in guards], texts, on_curve, FAULT, "x")
+    drifts = [e for e in run.events if e["event"] == "trigger"]
+    texts = [html.escape(f"update triggered: {e.get('reason', '')}") for e in drifts]
+    _add_marks(
+        figure, "update triggered", [e["step"] for e in drifts], texts, on_curve, STAGE_COLOURS[3], "triangle-up"
+    )
     for adoption in run.adoptions:
         figure.add_vline(x=adoption.step, line={"color": MARK, "width": 1, "dash": "dot"}, opacity=0.6)
-    return _plain(figure)
+    return plain(figure)
 
 
-def share_figure(run: RunData, target: float | None) -> dict[str, Any] | None:
-    """fp4 share over steps, overall and of each pipeline stage; None if nothing is known."""
+def share_figure(
+    run: RunData, target: float | None, shares: Sequence[Mapping[str, float]] | None = None
+) -> dict[str, Any] | None:
+    """fp4 share over steps, overall and of each pipeline stage; None if nothing is known.
+
+    ``shares``: of each adoption by stage; None: what the adoptions say of themselves.
+    """
     steps, values = run.series("fp4_fraction")
-    stages = list(dict.fromkeys(stage for a in run.adoptions for stage in a.achieved_per_stage))
+    shares = [a.achieved_per_stage for a in run.adoptions] if shares is None else shares
+    stages = list(dict.fromkeys(stage for by_stage in shares for stage in by_stage))
     if not any(value is not None for value in values) and not run.adoptions:
         return None
-    figure = _figure("fp4 share of FLOPs", rangemode="tozero")
+    figure = new_figure("fp4 share of FLOPs", rangemode="tozero")
     figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
     if steps:
         x, y = thin(steps, values)
@@ -82,30 +93,35 @@ def share_figure(run: RunData, target: float | None) -> dict[str, Any] | None:
     line = {"color": "rgba(63,131,200,0.45)", "width": 6, "shape": "hv"}
     figure.add_scatter(x=x, y=y, name="whole model", mode="lines", line=line, hovertemplate="%{y:.2%}")
     end = max([*steps[-1:], *(a.step for a in run.adoptions[-1:])], default=0)
-    for i, stage in enumerate(stages if len(stages) > 1 else []):
-        points = [(a.step, a.achieved_per_stage.get(stage)) for a in run.adoptions]
-        points.append((end, points[-1][1]))
+    if len(stages) > 1:
+        add_stages(figure, [a.step for a in run.adoptions], shares, end)
+    if target is not None and run.adoptions:
+        line = {"color": FAULT, "width": 1.2, "dash": "dash"}
+        ends = [min([*steps[:1], run.adoptions[0].step]), end]
+        figure.add_scatter(x=ends, y=[target] * 2, name="target", mode="lines", line=line, hoverinfo="skip")
+    return plain(figure)
+
+
+def add_stages(figure: Any, steps: Sequence[int], shares: Sequence[Mapping[str, float]], end: int) -> None:
+    """A line a pipeline stage: a share in force from each of ``steps`` on, the last until ``end``."""
+    for i, stage in enumerate(dict.fromkeys(stage for by_stage in shares for stage in by_stage)):
+        values = [by_stage.get(stage) for by_stage in shares]
         figure.add_scatter(
-            x=[s for s, _ in points],
-            y=[v for _, v in points],
+            x=[*steps, end],
+            y=[*values, values[-1]],
             name=f"stage {html.escape(stage)}",
             mode="lines+markers",
             line={"color": STAGE_COLOURS[(i + 1) % len(STAGE_COLOURS)], "width": 1.2, "shape": "hv"},
             marker={"size": 5},
             hovertemplate="%{y:.2%}",
         )
-    if target is not None and run.adoptions:
-        line = {"color": FAULT, "width": 1.2, "dash": "dash"}
-        ends = [min([*steps[:1], run.adoptions[0].step]), end]
-        figure.add_scatter(x=ends, y=[target] * 2, name="target", mode="lines", line=line, hoverinfo="skip")
-    return _plain(figure)
 
 
 def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
     """Seconds of each update: left bar its parts, right bar what the training thread was blocked; None without any."""
     if not any(u.collect_s or u.probes_s or u.latency_s or u.solve_s or u.wait_s for u in updates):
         return None
-    figure = _figure("seconds", rangemode="tozero")
+    figure = new_figure("seconds", rangemode="tozero")
     figure.update_layout(barmode="stack", bargap=0.3)
     figure.update_xaxes(title_text="update", type="category")
     parts: list[tuple[str, list[float | None], str, str]] = [
@@ -132,14 +148,14 @@ def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
                 marker={"color": colour},
                 hovertemplate="%{y:.3g} s",
             )
-    return _plain(figure)
+    return plain(figure)
 
 
 def front_figure(front: Front | None) -> dict[str, Any] | None:
     """Σ loss over budgets of one Problem, the run's own budget and map marked; None without a front."""
     if front is None or not front.points:
         return None
-    figure = _figure("predicted loss (Σ of the choices' scores)", rangemode="tozero")
+    figure = new_figure("predicted loss (Σ of the choices' scores)", rangemode="tozero")
     figure.update_layout(hovermode="closest")
     share = front.kind == "target"
     title = "share of FLOPs in fp4" if share else "predicted speedup of the decoder's linears"
@@ -171,7 +187,7 @@ def front_figure(front: Front | None) -> dict[str, Any] | None:
         figure.add_scatter(
             x=[x], y=[loss], text=[text], name="the run's map", mode="markers", marker=marker, hovertemplate=hover
         )
-    return _plain(figure)
+    return plain(figure)
 
 
 def _point_text(point: Point, form: str) -> str:
@@ -217,7 +233,8 @@ def _add_marks(
         )
 
 
-def _figure(y_title: str, rangemode: str) -> Any:
+def new_figure(y_title: str, rangemode: str) -> Any:
+    """A figure in the pages' own form: steps across, legend above."""
     figure = go.Figure(layout={"template": "none"})
     figure.update_layout(
         hovermode="x unified",
@@ -230,7 +247,8 @@ def _figure(y_title: str, rangemode: str) -> Any:
     return figure
 
 
-def _plain(figure: Any) -> dict[str, Any]:
+def plain(figure: Any) -> dict[str, Any]:
+    """Its data and layout; colours come from the page's theme."""
     body: dict[str, Any] = figure.to_plotly_json()
     body["layout"].pop("template", None)
     return body

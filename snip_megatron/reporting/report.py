@@ -1,93 +1,68 @@
-"""`report.html`: one self-contained page about a run. It loads nothing: plotly.js, style and data are inside.
-
-A content security policy in the page forbids every network access and every script but the two whose hashes it names,
-so that a name or message from the run's files can never become code.
-"""
+"""`report.html`: one self-contained page about a run."""
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
-
-from snip_megatron import __version__
-from snip_megatron.errors import SnipError
 from snip_megatron.reporting.figures import front_figure, loss_figure, share_figure, timing_figure
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.map_view import map_payload
+from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.readers import REPORT
 from snip_megatron.reporting.run_data import RunData, fields_of, load_run, number
-from snip_megatron.reporting.storage import write_atomically
+from snip_megatron.reporting.stage_view import saved_figure, stage_view
 from snip_megatron.reporting.truth_view import latest_truth
 
 MAX_EVENT_ROWS = 1000
 """Rows of the table of all events; a longer record shows its end."""
 
 
-def write_report(run: Path | str, out: Path | str | None = None) -> Path:
+def write_report(run: Path | str, out: Path | str | None = None, cost: str | None = None) -> Path:
     """Write the page about the run directory ``run`` to ``out`` (default: its report.html); returns the path.
 
-    Raises SnipError if ``run`` is no run directory or ``out`` cannot be written.
+    ``cost``: the cost model of predicted times (``flops``, a table's name or file); None: what the run itself used,
+    else ``flops``. Raises SnipError if ``run`` is no run directory, ``cost`` is none or ``out`` cannot be written.
     """
-    path = Path(run) / REPORT if out is None else Path(out)
-    page = render(load_run(run))
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a directory; give a file name")
-        write_atomically(path, page.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise SnipError(f"report: cannot be written ({error})") from None
-    return path
+    return write_page(render(load_run(run), cost), Path(run) / REPORT if out is None else Path(out))
 
 
-def render(run: RunData) -> str:
+def render(run: RunData, cost: str | None = None) -> str:
     """The page as text."""
-    target = _target(run.config)
+    target = target_share(run.config)
     unreadable = list(run.unreadable)
     front = latest_front(run.path, run.updates, unreadable)
+    stages = stage_view(run, cost, unreadable)
     figures = {
         "loss": loss_figure(run),
-        "share": share_figure(run, target),
+        "share": share_figure(run, target, None if stages is None else stages.shares_of(run.adoptions)),
+        "saved": None if stages is None else saved_figure(stages),
         "front": front_figure(front),
         "timing": timing_figure(run.updates),
     }
     truth = latest_truth(run.path, unreadable)
     if truth is not None:
         figures["truth"] = dict(truth.figure)
-    plotly_js, page_js = _plotly_js(), _template_text("report.js")
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            version=__version__,
-            title=run.path.resolve().name,
-            policy=_policy_line(run.config),
-            tiles=_tiles(run),
-            figures=figures,
-            maps=map_payload(run.adoptions),
-            front=front,
-            truth=truth,
-            updates=run.updates,
-            timed=any(update.speedup is not None for update in run.updates),
-            faults=[_event_row(event) for event in run.faults],
-            events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],
-            events_left_out=max(0, len(run.events) - MAX_EVENT_ROWS),
-            tables=[("Facts", flatten(_plain_facts(run.facts))), ("Configuration", flatten(run.config))],
-            unreadable=unreadable,
-            style=Markup(_template_text("report.css")),
-            scripts=[Markup(plotly_js), Markup(page_js)],
-            script_hashes=[_csp_hash(plotly_js), _csp_hash(page_js)],
-        )
+    return render_page(
+        "report.html",
+        title=run.path.resolve().name,
+        policy=policy_line(run.config),
+        tiles=_tiles(run),
+        figures=figures,
+        maps=map_payload(run.adoptions),
+        stages=stages,
+        front=front,
+        truth=truth,
+        updates=run.updates,
+        timed=any(update.speedup is not None for update in run.updates),
+        faults=[_event_row(event) for event in run.faults],
+        events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],
+        events_left_out=max(0, len(run.events) - MAX_EVENT_ROWS),
+        tables=[("Facts", flatten(_plain_facts(run.facts))), ("Configuration", flatten(run.config))],
+        unreadable=unreadable,
     )
 
 
@@ -144,12 +119,13 @@ def _plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if name not in ("request", "linear_shapes")}
 
 
-def _policy_line(config: Mapping[str, Any]) -> str:
+def policy_line(config: Mapping[str, Any]) -> str:
+    """What the run did, in a line."""
     named = [f"{name} {config[name]}" for name in ("policy", "budget", "granularity", "estimator") if name in config]
     return " · ".join(named)
 
 
-def _target(config: Mapping[str, Any]) -> float | None:
+def target_share(config: Mapping[str, Any]) -> float | None:
     """The wanted fp4 share, from ``budget`` as text (``fp4=0.75``) or as an object ({"fp4": 0.75})."""
     budget = config.get("budget")
     if isinstance(budget, Mapping):
@@ -181,42 +157,3 @@ def _short(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + _details(value) + "}"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-# -- templates -----------------------------------------------------------------------------------------------------
-@functools.cache
-def _environment() -> jinja2.Environment:
-    loader = jinja2.FunctionLoader(_template_text)
-    environment = jinja2.Environment(
-        autoescape=True, loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["data"] = _data
-    environment.filters["figure"] = _significant
-    environment.filters["percent"] = lambda value: "" if value is None else f"{value:.2%}"
-    return environment
-
-
-def _template_text(name: str) -> str:
-    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
-
-
-@functools.cache
-def _plotly_js() -> str:
-    """What plotly's own ``include_plotlyjs=True`` puts into a page."""
-    text: str = get_plotlyjs()
-    return text
-
-
-def _data(value: Any) -> Markup:
-    """JSON for a ``<script type="application/json">``: nothing in it can close the element."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
-
-
-@functools.cache
-def _csp_hash(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _significant(value: float | int | None) -> str:
-    return "" if value is None else f"{value:.4g}"

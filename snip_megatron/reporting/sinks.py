@@ -85,7 +85,7 @@ class WriterSink(ABC):
         """Whether figures are still sent."""
         return self._writer is not None and self._failures < GIVE_UP_AFTER
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:  # noqa: B027 - most loggers need not know
         """Training step ``step`` begins."""
 
     def metric(self, step: int, /, **figures: float | None) -> None:

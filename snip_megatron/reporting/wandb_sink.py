@@ -4,8 +4,8 @@ Megatron opens its wandb run on the **last** rank and hands it out as ``get_wand
 there, None elsewhere or when wandb is off. The run directory lives on rank 0: what the sink should show has to be known
 on the last rank, which the map and the loss are.
 
-Rows carry Megatron's iteration (steps completed) as wandb's step, so that the panels line up with its ``lm loss``. wandb
-drops rows below its current step and asking it for that step is a round trip of up to 30 s, so the caller says it:
+Rows carry Megatron's iteration (steps completed) as wandb's step, so that the panels line up with its ``lm loss``.
+wandb drops rows below its current step and asking for it is a round trip of up to 30 s, so the caller says it:
 
     sink = WandbSink(get_wandb_writer())
     sink.begin_step(N)                     # at the start of every train_step(N): Megatron has logged up to iteration N

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 import synthetic_run
 from browser import Browser, find_browser
 
+from snip_megatron.reporting.comparison import write_comparison
 from snip_megatron.reporting.report import write_report
 
 PROGRAM = find_browser()
@@ -20,7 +22,17 @@ WAIT_S = 20.0
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    return write_report(synthetic_run.write_run(tmp_path_factory.mktemp("runs") / "whole"))
+    run = synthetic_run.write_run(tmp_path_factory.mktemp("runs") / "whole")
+    config = json.loads((run / "config.json").read_text())
+    config["facts"]["linear_shapes"] = {name: {"tokens": 512, "n": 128, "k": 128} for name in synthetic_run.LINEARS}
+    (run / "config.json").write_text(json.dumps(config))
+    return write_report(run)
+
+
+@pytest.fixture(scope="module")
+def comparison(report):
+    bf16 = synthetic_run.write_run(report.parent.parent / "bf16", updates=0, faults=False)
+    return write_comparison([report.parent, bf16])
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +56,7 @@ def eventually(browser: Browser, expression: str):
 def test_it_draws_and_loads_nothing(browser, report):
     browser.requests.clear()
     browser.open(report)
-    for figure in ("loss", "map", "share", "front", "timing"):
+    for figure in ("loss", "map", "share", "saved", "front", "timing"):
         assert browser.evaluate(f"document.querySelectorAll('#{figure} .main-svg').length") > 0
     assert browser.evaluate("document.querySelectorAll('#legend li').length") == 2
     assert all(url.startswith(("file:", "data:", "blob:")) for url in browser.requests)
@@ -80,10 +92,42 @@ def test_hover_says_why(browser, report):
     assert "Q " in text
 
 
+def test_the_comparison_draws_and_loads_nothing(browser, comparison):
+    browser.requests.clear()
+    browser.complaints.clear()
+    browser.open(comparison)
+    drawn = [f for f in ("loss", "distance", "share", "formats", "cost") if browser.evaluate(svgs(f))]
+    assert drawn == ["loss", "distance", "share", "formats", "cost"]
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in browser.requests)
+    assert sum(url.startswith("file:") for url in browser.requests) == 1
+    assert browser.complaints == []
+
+
+def svgs(figure: str) -> str:
+    return f"document.querySelectorAll('#{figure} .main-svg').length"
+
+
+@pytest.mark.parametrize("page", ["report", "comparison"])
+def test_every_table_is_reached_and_scrolled_by_keyboard(browser, page, request):
+    browser.open(request.getfixturevalue(page), width=390)
+    browser.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    wanted = browser.evaluate("document.querySelectorAll('.scroll').length")
+    assert wanted >= 2
+    reached = set()
+    for _ in range(80):
+        browser.key("Tab", 9)
+        if label := browser.evaluate("document.activeElement.matches('.scroll') && document.activeElement.ariaLabel"):
+            reached.add(label)
+        outlined = browser.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outlined != "none" or browser.evaluate("document.activeElement === document.body")
+    assert len(reached) == wanted
+
+
+@pytest.mark.parametrize("page", ["report", "comparison"])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_and_follows_the_theme(browser, report, tmp_path, width, dark):
-    browser.open(report, width=width, dark=dark)
+def test_it_fits_and_follows_the_theme(browser, page, request, tmp_path, width, dark):
+    browser.open(request.getfixturevalue(page), width=width, dark=dark)
     assert browser.evaluate("document.scrollingElement.scrollWidth") == width
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     text = browser.evaluate("getComputedStyle(document.querySelector('#loss .xtick text')).fill")

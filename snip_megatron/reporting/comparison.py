@@ -1,0 +1,256 @@
+"""`snip report RUN RUN …`: several runs on one page, side by side. What they have in common is left out."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format, Gemm, PrecisionMap
+from snip_megatron.reporting.figures import (
+    FAULT,
+    FORMAT_COLOURS,
+    STAGE_COLOURS,
+    new_figure,
+    plain,
+    thin,
+)
+from snip_megatron.reporting.page import render_page, write_page
+from snip_megatron.reporting.report import flatten, policy_line
+from snip_megatron.reporting.run_data import RunData, Update, load_run, number
+
+COMPARISON = "comparison.html"
+MAX_RUNS = 8
+"""As many as there are colours that stay apart."""
+TAIL = 0.1
+"""Share of the common steps whose mean loss stands in the table."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run in figures; None where it recorded none. Losses in nats a token, times in seconds."""
+
+    name: str
+    policy: str
+    steps: int
+    tail_loss: float | None
+    validation: float | None
+    adopted: int
+    fp4_share: float | None
+    speedup: float | None
+    agreement: float | None
+    per_update: float | None
+    blocked: float
+    blocked_share: float | None
+    faults: int
+
+
+def write_comparison(paths: Sequence[Path | str], out: Path | str | None = None) -> Path:
+    """Write the page about run directories ``paths`` (2 to 8) to ``out`` (default: comparison.html of the first).
+
+    Raises SnipError if one is no run directory, stands twice, or ``out`` cannot be written.
+    """
+    if len(paths) > MAX_RUNS:
+        raise SnipError(f"{len(paths)} runs are too many for one page; give at most {MAX_RUNS}")
+    resolved = [Path(path).resolve() for path in paths]
+    for path in resolved:
+        if resolved.count(path) > 1:
+            raise SnipError(f"{path.name}: given twice; a run is compared with others")
+    page = render_comparison([load_run(path) for path in paths])
+    return write_page(page, Path(paths[0]) / COMPARISON if out is None else Path(out))
+
+
+def render_comparison(runs: Sequence[RunData]) -> str:
+    """The page as text; the first run is what the others' maps are compared with."""
+    names = run_names(runs)
+    figures = {
+        "loss": _lines(runs, names, "loss", "loss"),
+        "distance": _distance(runs, names),
+        "share": _lines(runs, names, "fp4_fraction", "fp4 share of FLOPs", percent=True),
+        "formats": _formats(runs, names),
+        "cost": _cost(runs, names),
+    }
+    return render_page(
+        "comparison.html",
+        title=" · ".join(names),
+        rows=[_row(run, name, runs) for run, name in zip(runs, names, strict=True)],
+        names=names,
+        tail=_tail(runs),
+        differences=differences(runs),
+        figures=figures,
+        maps=None,
+        unreadable=[line for run in runs for line in run.unreadable],
+    )
+
+
+def run_names(runs: Sequence[RunData]) -> list[str]:
+    """Names of directories; where two are equal, with as many parents as keep them apart."""
+    parts = [run.path.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(run.path) for run in runs]
+
+
+def differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    """(key, value of each run) of the configuration and the facts that are not the same in all runs."""
+    hidden = ("request", "linear_shapes")
+    flat = [
+        dict(flatten(r.config)) | dict(flatten({k: v for k, v in r.facts.items() if k not in hidden})) for r in runs
+    ]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    return [(key, [one.get(key, "–") for one in flat]) for key in keys if len({one.get(key) for one in flat}) > 1]
+
+
+# -- figures -------------------------------------------------------------------------------------------------------
+def _lines(
+    runs: Sequence[RunData], names: Sequence[str], metric: str, title: str, *, percent: bool = False
+) -> dict[str, Any] | None:
+    figure = new_figure(title, rangemode="tozero" if percent else "normal")
+    if percent:
+        figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
+    for run, name, colour in zip(runs, names, STAGE_COLOURS, strict=False):
+        steps, values = run.series(metric)
+        if any(value is not None for value in values):
+            x, y = thin(steps, values)
+            # The first run's is broad, so that it shows under a line that coincides with it.
+            line = {"color": colour, "width": 1.5 if run is not runs[0] else 4, "shape": "hv" if percent else "linear"}
+            form = "%{y:.2%}" if percent else "%{y:.4f}"
+            figure.add_scatter(x=x, y=y, name=html.escape(name), mode="lines", line=line, hovertemplate=form)
+    return plain(figure) if figure.data else None
+
+
+def _distance(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
+    """Each run's loss less the first's, as running means: what a loss curve is too steep to show."""
+    base = _losses(runs[0])
+    figure = new_figure(f"loss less that of {html.escape(names[0])}", rangemode="normal")
+    for run, name, colour in list(zip(runs, names, STAGE_COLOURS, strict=False))[1:]:
+        own = _losses(run)
+        steps = sorted(base.keys() & own.keys())
+        means = _running([own[s] - base[s] for s in steps], max(1, len(steps) // 20))
+        if steps:
+            x, y = thin(steps, means)
+            line = {"color": colour, "width": 1.5}
+            figure.add_scatter(x=x, y=y, name=html.escape(name), mode="lines", line=line, hovertemplate="%{y:+.4f}")
+    return plain(figure) if figure.data else None
+
+
+def _formats(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
+    """Shares of the last map's GEMMs by format, a bar a run."""
+    counts = [Counter(_formats_of(last).values()) if (last := _last_map(run)) else Counter() for run in runs]
+    if not any(counts):
+        return None
+    figure = new_figure("share of the last map's GEMMs", rangemode="tozero")
+    figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest")
+    figure.update_xaxes(title_text="", type="category")
+    figure.update_yaxes(tickformat=".0%", range=[0, 1])
+    for fmt in Format:
+        if any(count[fmt] for count in counts):
+            figure.add_bar(
+                x=[html.escape(name) for name in names],
+                y=[count[fmt] / count.total() if count else None for count in counts],
+                name=fmt.value,
+                marker={"color": FORMAT_COLOURS[fmt]},
+                hovertemplate=f"{fmt.value} %{{y:.1%}}<extra></extra>",
+            )
+    return plain(figure)
+
+
+def _cost(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
+    """Mean seconds of an update by part, and what it blocked the training thread, a pair of bars a run."""
+    parts: dict[str, tuple[str, Callable[[Update], float | None]]] = {
+        "collect": ("#7fb2e5", lambda u: u.collect_s),
+        "probes": ("#3f83c8", lambda u: sum(u.probes_s.values()) if u.probes_s else None),
+        "solve": ("#c9a227", lambda u: u.solve_s),
+        "training blocked": (FAULT, lambda u: u.wait_s),
+    }
+    if not any(get(update) for run in runs for update in run.updates for _, get in parts.values()):
+        return None
+    figure = new_figure("mean seconds of an update", rangemode="tozero")
+    figure.update_layout(barmode="stack", bargap=0.3, hovermode="closest")
+    figure.update_xaxes(title_text="", type="category")
+    for name, (colour, get) in parts.items():
+        figure.add_bar(
+            x=[html.escape(name) for name in names],
+            y=[_mean([get(update) for update in run.updates]) for run in runs],
+            name=name,
+            offsetgroup="blocked" if name == "training blocked" else "parts",
+            marker={"color": colour},
+            hovertemplate=f"{name} %{{y:.3g}} s<extra></extra>",
+        )
+    return plain(figure)
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+def _row(run: RunData, name: str, runs: Sequence[RunData]) -> Row:
+    steps, _ = run.series("loss")
+    tail = _tail(runs)
+    losses = _losses(run)
+    validation = [v for e in run.events if e["event"] == "validation" and (v := number(e.get("loss"))) is not None]
+    _, shares = run.series("fp4_fraction")
+    last, base = _last_map(run), _last_map(runs[0])
+    blocked = math.fsum(update.wait_s or 0.0 for update in run.updates)
+    times = [t for row in run.metrics if (t := number(row.get("time"))) is not None]
+    trained = max(times) - min(times) if len(times) > 1 else 0.0
+    return Row(
+        name=name,
+        policy=policy_line(run.config),
+        steps=steps[-1] + 1 if steps else 0,
+        tail_loss=_mean([losses.get(s) for s in range(*tail)]) if tail else None,
+        validation=validation[-1] if validation else None,
+        adopted=len(run.adoptions),
+        fp4_share=next((value for value in reversed(shares) if value is not None), None),
+        speedup=run.adoptions[-1].speedup if run.adoptions else None,
+        agreement=_agreement(base, last) if base is not None and last is not None and run is not runs[0] else None,
+        per_update=blocked / len(run.updates) if run.updates else None,
+        blocked=blocked,
+        blocked_share=blocked / trained if trained > 0 else None,
+        faults=len(run.faults),
+    )
+
+
+def _tail(runs: Sequence[RunData]) -> tuple[int, int] | None:
+    """[start, stop) of the last tenth of the steps that all runs have."""
+    known = [run.series("loss")[0] for run in runs]
+    if not all(known):
+        return None
+    first, stop = max(steps[0] for steps in known), min(steps[-1] for steps in known) + 1
+    return (stop - max(1, round(TAIL * (stop - first))), stop) if stop > first else None
+
+
+def _losses(run: RunData) -> dict[int, float]:
+    return {s: v for s, v in zip(*run.series("loss"), strict=True) if v is not None}
+
+
+def _last_map(run: RunData) -> PrecisionMap | None:
+    return next((a.precision_map for a in reversed(run.adoptions) if a.precision_map is not None), None)
+
+
+def _formats_of(precision_map: PrecisionMap) -> dict[tuple[str, Gemm], Format]:
+    return {(str(n), gemm): precision_map.format_of(str(n), gemm) for n in precision_map.linears() for gemm in Gemm}
+
+
+def _agreement(base: PrecisionMap, other: PrecisionMap) -> float | None:
+    """Share of the GEMMs of both maps that run in the same format."""
+    one, two = _formats_of(base), _formats_of(other)
+    both = one.keys() & two.keys()
+    return sum(one[key] is two[key] for key in both) / len(both) if both else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def _running(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last ``window`` values, of fewer at the start."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / (i + 1 - max(0, i + 1 - window)) for i in range(len(values))]

@@ -1,0 +1,89 @@
+"""What the pages share: templates, the parts that stand inside of them, the security policy, and writing them.
+
+A page is one self-contained file. It loads nothing: plotly.js, style and data are inside. A content security policy in
+it forbids every network access and every script but the two whose hashes it names, so that a name or message from a
+run's files can never become code.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from snip_megatron import __version__
+from snip_megatron.errors import SnipError
+from snip_megatron.reporting.storage import write_atomically
+
+
+def render_page(template: str, **values: Any) -> str:
+    """The page of ``template`` with ``values``. Raises jinja2's errors for a value that the template lacks."""
+    plotly_js, page_js = _plotly_js(), _template_text("report.js")
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            version=__version__,
+            style=Markup(_template_text("report.css")),
+            scripts=[Markup(plotly_js), Markup(page_js)],
+            script_hashes=[_csp_hash(plotly_js), _csp_hash(page_js)],
+            **values,
+        )
+    )
+
+
+def write_page(page: str, path: Path) -> Path:
+    """Write the page to ``path``; returns it. Raises SnipError if that cannot be."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory; give a file name")
+        write_atomically(path, page.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise SnipError(f"report: cannot be written ({error})") from None
+    return path
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    loader = jinja2.FunctionLoader(_template_text)
+    environment = jinja2.Environment(
+        autoescape=True, loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["data"] = _data
+    environment.filters["figure"] = _significant
+    environment.filters["percent"] = lambda value: "" if value is None else f"{value:.2%}"
+    return environment
+
+
+def _template_text(name: str) -> str:
+    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _plotly_js() -> str:
+    """What plotly's own ``include_plotlyjs=True`` puts into a page."""
+    text: str = get_plotlyjs()
+    return text
+
+
+def _data(value: Any) -> Markup:
+    """JSON for a ``<script type="application/json">``: nothing in it can close the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+@functools.cache
+def _csp_hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _significant(value: float | int | None) -> str:
+    return "" if value is None else f"{value:.4g}"

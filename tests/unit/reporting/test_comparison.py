@@ -1,0 +1,97 @@
+"""Several runs on one page: figures against what the runs recorded, and what cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import synthetic_run
+
+from snip_megatron.cli import main
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.reporting.comparison import MAX_RUNS, differences, render_comparison, run_names, write_comparison
+from snip_megatron.reporting.run_data import load_run
+from snip_megatron.reporting.run_directory import RunDirectory
+
+LINEAR = "decoder.layers.0.mlp.linear_fc1"
+
+
+def short_run(path, losses, choices, *, policy, first=0):
+    with RunDirectory(path, {"policy": policy, "seed": 1}, overwrite=False, resume_step=None) as run:
+        for step, loss in enumerate(losses, start=first):
+            run.metric(step, loss=loss, grad_norm=1.0, fp4_fraction=0.5)
+        run.event(2, "probe", kind="statistics", seconds=2.0, wait_s=2.0)
+        run.event(2, "submit", version=1, wait_s=0.5)
+        run.event(3, "adopt", version=1, wait_s=0.5)
+        run.write_map(3, PrecisionMap(choices={f"{LINEAR}:{g}": Format(f) for g, f in choices.items()}, version=1))
+        run.event(9, "validation", loss=losses[-1] + 0.5)
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path):
+    formats = {"fprop": "fp8", "dgrad": "fp4", "wgrad": "fp4"}
+    return [
+        short_run(tmp_path / "a", [4.0] * 20, formats, policy="snip"),
+        short_run(tmp_path / "b", [4.0] * 10 + [4.5] * 5, formats | {"dgrad": "fp8"}, policy="random"),
+    ]
+
+
+def figures_of(page):
+    return json.loads(re.search(r'id="figures-data">(.*?)</script>', page)[1])
+
+
+def test_figures(pair):
+    figures = figures_of(render_comparison([load_run(path) for path in pair]))
+    assert [trace["name"] for trace in figures["loss"]["data"]] == ["a", "b"]
+    (distance,) = figures["distance"]["data"]
+    assert distance["x"] == list(range(15))
+    assert (distance["y"][9], distance["y"][14]) == (0.0, 0.5)
+    bars = {trace["name"]: trace["y"] for trace in figures["formats"]["data"]}
+    assert bars == {"fp8": pytest.approx([1 / 3, 2 / 3]), "fp4": pytest.approx([2 / 3, 1 / 3])}
+    cost = {trace["name"]: trace["y"] for trace in figures["cost"]["data"]}
+    assert (cost["probes"], cost["training blocked"]) == ([2.0, 2.0], [3.0, 3.0])
+
+
+def test_table_is_over_the_steps_that_all_runs_have(pair):
+    page = render_comparison([load_run(path) for path in pair])
+    assert "loss (steps 13–14)" in page
+    row_a, row_b = re.findall(r'<th scope="row">[ab]</th>.*?</tr>', page, re.DOTALL)
+    cells = [re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<td.*?</td>", row_b)]
+    assert cells[:7] == ["15", "4.5000", "5.0000", "1", "50.00%", "", "66.67%"]
+    assert "<td>20</td><td>4.0000</td><td>4.5000</td>" in row_a
+
+
+def test_only_what_differs_is_listed(pair):
+    assert differences([load_run(path) for path in pair]) == [("policy", ["snip", "random"])]
+
+
+def test_names_stay_apart(tmp_path):
+    runs = [load_run(short_run(tmp_path / p / "run", [1.0], {"fprop": "fp4"}, policy="x")) for p in ("one", "two")]
+    assert run_names(runs) == ["one/run", "two/run"]
+
+
+def test_hostile_names_and_empty_runs(tmp_path):
+    whole = synthetic_run.write_run(tmp_path / "<img src=x onerror=alert(1)>")
+    empty = synthetic_run.write_run(tmp_path / "empty", steps=0)
+    page = render_comparison([load_run(whole), load_run(empty)])
+    assert "<img" not in page.split("<body>")[1]
+    assert figures_of(page)["distance"] is None
+    assert all(figure is None for figure in figures_of(render_comparison([load_run(empty)] * 2)).values())
+
+
+def test_command(pair, tmp_path, capsys):
+    assert main(["report", *map(str, pair)]) == 0
+    assert capsys.readouterr().out.strip() == str(pair[0] / "comparison.html")
+    assert main(["report", *map(str, pair), "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").exists()
+    capsys.readouterr()
+    for arguments in ([pair[0], pair[0]], [pair[0], tmp_path], [*pair, "--cost", "h200"], [pair[0], "--cost", "x"]):
+        assert main(["report", *map(str, arguments)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("snip report: ")
+        assert error.count("\n") == 1
+    with pytest.raises(SnipError, match="too many"):
+        write_comparison([tmp_path] * (MAX_RUNS + 1))

@@ -1,0 +1,76 @@
+"""Maps by pipeline stage: shares counted from the formats, times from the run's own figures or a named model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import synthetic_run
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.reporting.figures import loss_figure
+from snip_megatron.reporting.report import render
+from snip_megatron.reporting.run_data import load_run
+from snip_megatron.reporting.stage_view import saved_figure, stage_view
+
+SHAPES = {name: {"tokens": 512, "n": 128, "k": 128} for name in synthetic_run.LINEARS}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return synthetic_run.write_run(tmp_path / "run")
+
+
+def with_facts(path, **facts):
+    body = json.loads((path / "config.json").read_text())
+    body["facts"] |= facts
+    (path / "config.json").write_text(json.dumps(body))
+    return load_run(path)
+
+
+def test_flops_as_time(path):
+    """Three quarters of equal GEMMs in fp4 and one in fp8: 0.75/4 + 0.25/2 of the bf16 time is left."""
+    run = with_facts(path, linear_shapes=SHAPES)
+    view = stage_view(run, None, unreadable := [])
+    assert unreadable == []
+    assert (view.linears, view.model, view.end) == ({"0": 12, "1": 12}, "flops", synthetic_run.STEPS - 1)
+    for shares, times in zip(view.shares, view.times, strict=True):
+        assert shares == {"0": 0.75, "1": 0.75}
+        assert {k: t.saved for k, t in times.items()} == pytest.approx({"0": 1 - 0.3125, "1": 1 - 0.3125})
+    assert view.times[0]["0"].before == pytest.approx(12 * 3 * 2 * 512 * 128 * 128 / 1e15)
+    lines = saved_figure(view)["data"]
+    assert [line["name"] for line in lines] == ["stage 0", "stage 1"]
+    assert list(lines[0]["x"]) == [*view.steps, view.end]
+
+
+def test_the_times_that_the_run_solved_with_come_first(path):
+    names = [f.value for f in Format]
+    seconds = {n: {g.value: dict.fromkeys(names, 2.0) | {"fp4": 1.0} for g in Gemm} for n in synthetic_run.LINEARS}
+    run = with_facts(path, linear_shapes=SHAPES, request={"times": {"model": "card", "seconds": seconds}})
+    view = stage_view(run, None, [])
+    assert view.model == "card"
+    assert view.times[-1]["1"].saved == pytest.approx(0.375)
+    assert stage_view(run, "h200", []).model == "NVIDIA H200"
+
+
+def test_a_trigger_is_marked_on_the_loss(path):
+    with (path / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"step": 30, "event": "trigger", "reason": "norms moved", "drift": 0.5}) + "\n")
+    (marks,) = [t for t in loss_figure(load_run(path))["data"] if t["name"] == "update triggered"]
+    assert (list(marks["x"]), list(marks["text"])) == ([30], ["update triggered: norms moved"])
+
+
+def test_what_is_missing_is_left_out(path):
+    run = load_run(path)  # no shapes: an earlier version's run
+    view = stage_view(run, None, unreadable := [])
+    assert (view.times, saved_figure(view), unreadable) == ([], None, [])
+    broken = with_facts(path, linear_shapes={"x": {"size": 1}})
+    assert stage_view(broken, None, unreadable).times == []
+    assert "linear_shapes" in unreadable[0]
+    assert "linear_shapes" in render(broken)
+    with pytest.raises(SnipError, match="nonsense"):
+        stage_view(run, "nonsense", [])
+    for file in (path / "stats").iterdir():
+        file.unlink()
+    assert stage_view(load_run(path), None, []) is None
