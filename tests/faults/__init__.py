@@ -1,0 +1,11 @@
+"""Faults injected into real trainings: ``python -m faults.campaign``, with the folder ``tests`` on PYTHONPATH."""
+
+import os
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+_FOLDERS = [str(folder) for folder in (TESTS, TESTS / "distributed", TESTS.parent)]
+sys.path[:0] = [folder for folder in _FOLDERS if folder not in sys.path]
+# Ranks and solver processes find this package too.
+os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])

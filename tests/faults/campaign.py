@@ -19,20 +19,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1]
-for _folder in (TESTS, TESTS / "distributed", TESTS.parent):
-    if str(_folder) not in sys.path:
-        sys.path.insert(0, str(_folder))
-# Ranks and solver processes find this package too.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+from warm_ranks import WarmRanks
 
-from warm_ranks import WarmRanks  # noqa: E402
-
-from faults.jobs import run_batch  # noqa: E402
-from faults.kinds import KINDS  # noqa: E402
-from faults.plan import Batch, make_plan  # noqa: E402
-from faults.storage import write_json  # noqa: E402
-from faults.table import write_table  # noqa: E402
+from faults.delayed import run_delayed
+from faults.jobs import run_batch
+from faults.kinds import KINDS
+from faults.plan import Batch, make_plan
+from faults.storage import write_json
+from faults.table import write_table
 
 SCHEMA = "snip.faults/1"
 
@@ -41,9 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     plan = make_plan(args.count, args.seed, args.kinds)
     identity = {"count": args.count, "seed": args.seed, "kinds": args.kinds}
-    done = _earlier(args.out, identity) if args.resume else []
+    body = {"schema": SCHEMA, **identity, "machine": _machine(), "delayed": None, "results": []}
+    if args.resume:
+        body |= _earlier(args.out, identity)
+    done = body["results"]
     have = {result["batch"] for result in done}
-    body = {"schema": SCHEMA, **identity, "machine": _machine(), "results": done}
     write_json(args.out, body)
     root = Path(tempfile.mkdtemp(prefix="faults-", dir=args.tmp))
     try:
@@ -52,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
             done.sort(key=lambda result: result["number"])
             write_json(args.out, body)
             _report(results, len(done), args.count)
+        if args.delay and body["delayed"] is None:
+            body["delayed"] = _delayed(root, args.delay)
+            write_json(args.out, body)
     finally:
         if args.keep:
             print(f"kept: {root}")
@@ -61,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         write_table(args.docs, body, args.out)
     lost = [result for result in done if result["lost"]]
     print(f"{len(done)} faults of {len({r['kind'] for r in done})} kinds, {len(lost)} lost something")
-    return 1 if lost else 0
+    late = body["delayed"] is not None and body["delayed"]["wait_s"] >= body["delayed"]["step_s"]
+    return 1 if lost or late else 0
 
 
 def run_all(batches: list[Batch], root: Path, jobs: int) -> Any:
@@ -101,6 +101,16 @@ def run_all(batches: list[Batch], root: Path, jobs: int) -> Any:
             yield item
 
 
+def _delayed(root: Path, delay_s: float) -> dict[str, Any]:
+    warm = WarmRanks()
+    try:
+        figures = run_delayed(warm, root / "delayed", delay_s)
+    finally:
+        warm.close()
+    print(f"solver delayed: {figures}", flush=True)
+    return figures
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m faults.campaign", description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="faults to inject; default 200")
@@ -109,6 +119,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep what is in the result file")
     parser.add_argument("--kinds", nargs="*", default=[], metavar="KIND", help="only these kinds")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
+    parser.add_argument("--delay", type=float, default=60.0, help="seconds of the delayed solver's run; 0: none")
     parser.add_argument("--docs", type=Path, help="Markdown file whose generated section is rewritten")
     shared = Path("/dev/shm")
     default = shared if shared.is_dir() else None
@@ -121,13 +132,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _earlier(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]:
+def _earlier(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
     if not path.exists():
-        return []
+        return {}
     body = json.loads(path.read_text())
     if any(body.get(name) != value for name, value in identity.items()):
         sys.exit(f"{path}: is of another campaign; give its --count, --seed and --kinds, or another --out")
-    return list(body["results"])
+    return {"results": list(body["results"]), "delayed": body.get("delayed")}
 
 
 def _machine() -> dict[str, Any]:

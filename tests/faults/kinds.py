@@ -413,8 +413,20 @@ class SolverDelayed(Kind):
 
     name, weight = "solver delayed", 0
 
-    def at_step(self, rank: Rank, fault: Any, step: int) -> None:
-        rank.note(fault.number, "seen")
+    def install(self, rank: Rank, fault: Any) -> None:
+        from snip_megatron.controller import Controller
+
+        adopt, after_step = Controller._adopt, Controller.after_step
+
+        def adopt_and_end(controller: Any, step: int, *args: Any) -> None:
+            adopt(controller, step, *args)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def slowly(*args: Any, **kwargs: Any) -> None:
+            time.sleep(fault.params["step_s"])
+            after_step(*args, **kwargs)
+
+        Controller._adopt, Controller.after_step = adopt_and_end, slowly  # type: ignore[method-assign]
 
 
 KINDS: dict[str, Kind] = {

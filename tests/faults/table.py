@@ -21,6 +21,14 @@ def table(body: dict[str, Any]) -> str:
     for kind, outcomes in rows.items():
         text = "; ".join(f"{outcome} ({times})" for outcome, times in outcomes.most_common())
         lines.append(f"| {kind} | {sum(outcomes.values())} | {text} |")
+    if (late := body.get("delayed")) is not None:
+        parts = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in late["waits"].items())
+        lines += [
+            "",
+            f"Solver delayed by {late['delay_s']:g} s: {late['steps_meanwhile']} steps trained meanwhile, the decision"
+            f" postponed {late['postponed']} times; Σ `wait_s` of the update {1e3 * late['wait_s']:.1f} ms ({parts}),"
+            f" one step {1e3 * late['step_s']:.1f} ms.",
+        ]
     return "\n".join(lines)
 
 

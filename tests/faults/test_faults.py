@@ -1,0 +1,166 @@
+"""Faults into real trainings, a few of each group; the whole campaign is ``python -m faults.campaign``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from warm_ranks import WarmRanks
+
+from faults import campaign, judge
+from faults.delayed import run_delayed
+from faults.jobs import run_batch
+from faults.kinds import KINDS, Lost
+from faults.plan import Batch, Fault, make_plan, window
+from faults.table import table, write_table
+
+pytestmark = pytest.mark.xdist_group("serial")  # starts ranks, which want the cores themselves
+TWO_STAGES = ("--pipeline-model-parallel-size", "2")
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmRanks]:
+    server = WarmRanks()
+    yield server
+    server.close()
+
+
+def judged(warm: WarmRanks, tmp_path: Path, batch: Batch) -> list[str]:
+    results = run_batch(batch, warm, tmp_path)
+    assert [(result["number"], result["lost"]) for result in results] == [(f.number, None) for f in batch.faults]
+    return [result["outcome"] for result in results]
+
+
+def test_trainings_go_on_through_faults(warm: WarmRanks, tmp_path: Path) -> None:
+    """A killed solver, garbage from it, NaN in the second rank's statistics, a full disk, a lost run directory."""
+    faults = (
+        Fault(0, "sidecar killed", 2, {"delay_s": 0.0, "build_s": 30.0, "signal": 9}),
+        Fault(1, "garbage on the pipe", 7, {"mode": "noise", "seed": 1}),
+        Fault(2, "NaN or Inf in one rank's statistics", 12, {"rank": 1, "column": "boundary.h2", "value": "inf"}),
+        Fault(3, "run directory full", 17, {"steps": 2}),
+        Fault(4, "run directory gone", 23, {"how": "removed"}),
+    )
+    outcomes = judged(warm, tmp_path, Batch(0, "update", 2, TWO_STAGES, 33, faults))
+    # A process that dies before it has its job costs no update: the next process gets it.
+    assert outcomes[0] in ("update dropped (died), map kept", "update adopted in time")
+    assert outcomes[1:] == [
+        "update dropped (died), map kept",
+        "update dropped (not finite), map kept",
+        "records kept and written later, update adopted",
+        "directory made again, every later record in it",
+    ]
+
+
+def test_jobs_go_on_from_their_checkpoint(warm: WarmRanks, tmp_path: Path) -> None:
+    """SIGTERM; then a kill after which `latest` is empty."""
+    faults = (
+        Fault(0, "SIGTERM (preemption)", 12, {"rank": 0, "delay_s": 0.02}),
+        Fault(1, "`latest` half-written", 18, {"rank": 0, "delay_s": 0.0, "mode": "empty"}),
+    )
+    outcomes = judged(warm, tmp_path, Batch(1, "restart", 1, (), 26, faults))
+    assert outcomes == [
+        "checkpoint written, clean end, resumed where it stopped",
+        "newest complete checkpoint used, redone steps bitwise the same",
+    ]
+
+
+def test_a_slow_solver_costs_less_than_a_step(warm: WarmRanks, tmp_path: Path) -> None:
+    """The solver takes ten steps: a training that waited for it would lose them."""
+    figures = run_delayed(warm, tmp_path / "delayed", delay_s=4.0, step_s=0.4)
+    assert figures["postponed"] >= 1
+    assert figures["steps_meanwhile"] >= 5
+    assert figures["wait_s"] < figures["step_s"]
+
+
+# -- the harness itself ------------------------------------------------------------------------------------------
+def test_the_plan_follows_from_its_seed() -> None:
+    plan = make_plan(200, 7)
+    faults = [fault for batch in plan for fault in batch.faults]
+    assert [fault.number for fault in faults] == list(range(200))
+    assert len({fault.kind for fault in faults}) == len([kind for kind in KINDS.values() if kind.weight]) >= 12
+    assert make_plan(200, 7) == plan != make_plan(200, 8)
+    for batch in plan:
+        steps = [fault.step for fault in batch.faults]
+        assert steps == sorted(set(steps))
+        assert steps[-1] < batch.steps - 3
+        if batch.group == "update":  # each in a window of its own, and an undisturbed one after them
+            assert len({window(step).start for step in steps}) == len(steps)
+            assert window(batch.steps - 2).start > window(steps[-1]).start
+
+
+def record(folder: Path, rank: int, *lines: tuple[int, str | None, str]) -> None:
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps({"step": s, "loss": loss, "norm": n, "map": "00"}) + "\n" for s, loss, n in lines)
+    (folder / f"trace{rank}.jsonl").write_text(text)
+
+
+def test_the_judge_sees_a_bit(tmp_path: Path) -> None:
+    record(tmp_path / "a", 0, (0, "0x1p0", "n"), (1, "0x1p1", "n"))
+    record(tmp_path / "a", 1, (0, None, "n"), (1, None, "n"))
+    found = judge.curve(tmp_path / "a")
+    judge.complete(found, 2)
+    record(tmp_path / "b", 0, (0, "0x1p0", "n"), (1, "0x1.0000000000001p1", "n"))
+    with pytest.raises(Lost, match="step 1 differs"):
+        judge.same(found, judge.curve(tmp_path / "b"), "replay")
+    record(tmp_path / "c", 0, (0, "0x1p0", "n"), (0, "0x1p0", "other"))
+    with pytest.raises(Lost, match="step 0 was not the same"):
+        judge.curve(tmp_path / "c")
+    with pytest.raises(Lost, match=r"steps missing: \[2\]"):
+        judge.complete(found, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "events"),
+    [
+        ("infeasible", [{"event": "adopt"}]),
+        ("infeasible", [{"event": "solve_failed", "reason": "died", "message": ""}]),
+        ("past its deadline", []),
+        ("one rank slow", [{"event": "solve_failed", "reason": "died", "message": ""}]),
+        ("NaN or Inf in one rank's statistics", [{"event": "dropped"}, {"event": "adopt"}]),
+        ("wandb failing", [{"event": "adopt"}]),
+    ],
+)
+def test_an_unexpected_outcome_is_a_loss(kind: str, events: list[dict[str, str]]) -> None:
+    with pytest.raises(Lost):
+        KINDS[kind].outcome(events, ["injected"])
+
+
+def test_the_table_counts_outcomes_and_keeps_what_stands_around_it(tmp_path: Path) -> None:
+    results = [
+        {"kind": "infeasible", "outcome": "update dropped", "lost": None},
+        {"kind": "infeasible", "outcome": None, "lost": "a step"},
+    ]
+    body = {"results": results, "seed": 5, "delayed": None}
+    assert "2 faults of 1 kinds, seed 5: 1 lost something." in table(body)
+    path = tmp_path / "doc.md"
+    path.write_text("# Title\n\n<!-- faults: generated by tests/faults/campaign.py -->\nold\n<!-- /faults -->\n\nend\n")
+    write_table(path, body, Path("result.json"))
+    text = path.read_text()
+    assert text.startswith("# Title\n")
+    assert text.endswith("\nend\n")
+    assert "old" not in text
+    assert "| infeasible | 2 | update dropped (1); **lost**: a step (1) |" in text
+
+
+def test_a_campaign_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    def run_some(batches: list[Batch], root: Path, jobs: int) -> Iterator[list[dict[str, object]]]:
+        for batch in batches[:2]:
+            ran.append(batch.index)
+            yield [
+                {"number": f.number, "kind": f.kind, "batch": batch.index, "outcome": "fine", "lost": None}
+                for f in batch.faults
+            ]
+
+    monkeypatch.setattr(campaign, "run_all", run_some)
+    out = tmp_path / "result.json"
+    arguments = ["--count", "40", "--out", str(out), "--resume", "--delay", "0"]
+    for _ in range(2):
+        assert campaign.main(arguments) == 0
+    assert ran == [0, 1, 2, 3]
+    assert len({result["number"] for result in json.loads(out.read_text())["results"]}) > 20
+    with pytest.raises(SystemExit, match="another campaign"):
+        campaign.main([*arguments, "--seed", "9"])
