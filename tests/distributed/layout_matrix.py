@@ -150,7 +150,10 @@ def write(path: Path, result: Row) -> None:
 
 def run(out: Path, folder: Path, *, full: bool, only: str | None) -> Row:
     """Make the rows that ``out`` does not hold yet; a row that fails to run is one with its error."""
-    result: Row = json.loads(out.read_text()) if out.is_file() else header() | {"rows": {}}
+    here = header()
+    result: Row = json.loads(out.read_text()) if out.is_file() else here | {"rows": {}}
+    if here["command"] not in result["command"].split("; "):
+        result["command"] += "; " + here["command"]
     result["seconds"] = result.get("seconds", 0.0)
     warm = WarmRanks()
     try:

@@ -258,5 +258,5 @@ def loss_differences(
     """Relative: (after the last step, the largest); infinite where steps are missing."""
     if [figure[0] for figure in expected] != [figure[0] for figure in actual]:
         return float("inf"), float("inf")
-    apart = [abs(a[1] - b[1]) / b[1] for a, b in zip(expected, actual, strict=True)]
+    apart = [abs(a[1] - b[1]) / a[1] for a, b in zip(expected, actual, strict=True)]
     return apart[-1], max(apart)

@@ -63,7 +63,11 @@ SAME_LAYOUT: dict[str, Interrupted] = {
         2, f"{_NOISE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 12
     ),
     "dp2-distributed-optimizer-async-save": Interrupted(
-        2, f"{_NOISE} {_DROPOUT} --use-distributed-optimizer --overlap-grad-reduce --async-save", 12, fast=(4,)
+        2,
+        f"{_NOISE} {_DROPOUT} --use-distributed-optimizer --overlap-grad-reduce --async-save",
+        12,
+        every=2,
+        fast=(4,),
     ),
     "everything": Interrupted(
         2,
@@ -99,7 +103,7 @@ OTHER_LAYOUT: tuple[tuple[str, str], ...] = (
     ("tp2-pp2-dp2-sharded", "world-1-sharded"),
 )
 FAST_OTHER: tuple[tuple[str, str, int], ...] = (("tp2", "pp2", 4), ("dp2-sharded", "world-1-sharded", 4))
-RESHARDED_STEPS, RESHARDED_POINTS = 13, (2, 4, 7, 9)
+RESHARDED_STEPS, RESHARDED_POINTS = 13, (2, 4, 8, 10)
 """Saved before an update, between submit and adopt, after an adoption, and between again."""
 
 
@@ -150,7 +154,7 @@ class ResumeRuns:
     # -- another layout ----------------------------------------------------------------------------------------
     def _placed(self, place: str) -> Path:
         saved = self._folder / f"from-{place}" / "checkpoint"
-        return self._train(f"from-{place}", _resharded(place), "--save", str(saved), "--save-interval", "1")
+        return self._train(f"from-{place}", _resharded(place), "--save", str(saved), "--save-interval", "2")
 
     def move(self, source: str, target: str, point: int) -> dict[str, Any]:
         """The matrix's row: a run on ``source``, resumed on ``target`` after ``point`` steps."""

@@ -74,7 +74,7 @@ def test_the_entry_lets_context_parallelism_through(warm: WarmRanks, tmp_path: P
     """Past SNIP's refusal, up to Megatron, whose own attention has none."""
     arguments = ["--context-parallel-size", "2", "--snip", "--snip-policy", "bf16", *multi_gpu.SIZES["tiny"].timed]
     arguments += [*multi_gpu._COMMON, "--vocab-size", "255", "--train-iters", "2"]
-    ours = warm.run(2, arguments, tmp=tmp_path / "ours")
+    ours = warm.run(1, arguments, tmp=tmp_path / "ours", env={"WORLD_SIZE": "2"})  # refused before any communication
     lifted = warm.run(2, arguments, module="benchmarks.multi_gpu_entry", tmp=tmp_path / "lifted")
     assert "--context-parallel-size 2 cannot be combined with --snip" in ours.stderr
     assert "cannot be combined" not in lifted.stderr
