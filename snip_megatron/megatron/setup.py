@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -102,8 +102,7 @@ class SnipRun:
                 " give a fixed map (--snip-map) or train without --snip"
             )
         self._registry.context.bf16_eval = self._config.eval == "bf16"
-        evaluation = Evaluation(self._config.eval, self._args, self._registry.context, self._validated)
-        self.undo.callback(compat.wrap_evaluate(evaluation.wrap))
+        self._watch_evaluation(self._registry)
         model_chunks[0].snip_state = self._checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
         return model_chunks
 
@@ -114,6 +113,19 @@ class SnipRun:
             # Megatron ends a run at --exit-interval by SystemExit, on all ranks; after anything else peers may be gone.
             self._controller.close(together=kind is None or issubclass(kind, SystemExit))
             self._controller = None
+
+    # -- the host's own, which another one than Megatron's loop answers otherwise ------------------------------
+    def _watch_evaluation(self, registry: LinearRegistry) -> None:
+        evaluation = Evaluation(self._config.eval, self._args, registry.context, self._validated)
+        self.undo.callback(compat.wrap_evaluate(evaluation.wrap))
+
+    def _current_arguments(self) -> argparse.Namespace:
+        # Not those given to us: 0.17 parses the command line again, and only its own know the padded vocabulary.
+        args: argparse.Namespace = get_args()
+        return args
+
+    def _sinks(self) -> Sinks:
+        return Sinks(WandbSink(get_wandb_writer()), TensorBoardSink(get_tensorboard_writer()))
 
     def _validated(self, losses: dict[str, float]) -> None:
         if self._controller is not None:
@@ -158,52 +170,60 @@ class SnipRun:
             iteration: int,
             **kwargs: Any,
         ) -> Any:
-            controller = self._controller or self._build(model, optimizer, iteration)
-
-            def probe(clip: float) -> ProbeResult:
-                assert self._probes is not None
-                return self._probes.run(
-                    StepCall(
-                        step=iteration,
-                        forward_step_func=forward_step_func,
-                        data_iterator=data_iterator,
-                        model=model,
-                        optimizer=optimizer,
-                        config=config,
-                        forward_backward_func=forward_backward_func,
-                        num_microbatches=get_num_microbatches(),
-                        clip=clip,
-                        measured=controller.state.measured,
-                    )
+            def step() -> Any:
+                return train_step(
+                    forward_step_func,
+                    data_iterator,
+                    model,
+                    optimizer,
+                    opt_param_scheduler,
+                    config,
+                    forward_backward_func,
+                    iteration=iteration,
+                    **kwargs,
                 )
 
-            controller.before_step(iteration, probe)
-            started = time.perf_counter()
-            result = train_step(
-                forward_step_func,
-                data_iterator,
-                model,
-                optimizer,
-                opt_param_scheduler,
-                config,
-                forward_backward_func,
-                iteration=iteration,
-                **kwargs,
+            call = StepCall(
+                step=iteration,
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                optimizer=optimizer,
+                config=config,
+                forward_backward_func=forward_backward_func,
+                num_microbatches=get_num_microbatches(),
+                clip=1.0,
             )
-            if self._coordinator is not None:
-                self._coordinator.step_took(time.perf_counter() - started)
-            losses = result[0]
-            norms = None if self._norms is None else functools.partial(self._norms.share, optimizer)
-            controller.after_step(iteration, losses.get(_LOSS) if losses else None, result[_GRAD_NORM], norms)
-            return result
+            return self.around_step(step, call)
 
         return step_with_snip
+
+    def around_step(self, train_step: Callable[[], Any], call: StepCall) -> Any:
+        """The controller, ``train_step()``, its figures. Returns its result: losses first, gradient norm at index 5.
+
+        Args:
+            call: what the step is called with; ``clip`` and ``measured`` are filled in here.
+        """
+        controller = self._controller or self._build(call.model, call.optimizer, call.step)
+
+        def probe(clip: float) -> ProbeResult:
+            assert self._probes is not None
+            return self._probes.run(replace(call, clip=clip, measured=controller.state.measured))
+
+        controller.before_step(call.step, probe)
+        started = time.perf_counter()
+        result = train_step()
+        if self._coordinator is not None:
+            self._coordinator.step_took(time.perf_counter() - started)
+        losses = result[0]
+        norms = None if self._norms is None else functools.partial(self._norms.share, call.optimizer)
+        controller.after_step(call.step, losses.get(_LOSS) if losses else None, result[_GRAD_NORM], norms)
+        return result
 
     # -- construction at the first step ------------------------------------------------------------------------
     def _build(self, model: Sequence[torch.nn.Module], optimizer: Any, step: int) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
-        # Not those given to us: 0.17 parses the command line again, and only its own know the padded vocabulary.
-        args, config, registry = get_args(), self._config, self._registry
+        args, config, registry = self._current_arguments(), self._config, self._registry
         process_groups = compat.process_groups(model[0])
         groups = ProbeGroups(tp=process_groups.tp, dp=process_groups.dp_cp)
         device = next(model[0].parameters()).device
@@ -244,7 +264,7 @@ class SnipRun:
             StepReport(device, arrived=None if restored is None else restored.in_flight),
             validate.gemm_flops(linears),
             self._coordinator,
-            Sinks(WandbSink(get_wandb_writer()), TensorBoardSink(get_tensorboard_writer())),
+            self._sinks(),
             clip_grad=args.clip_grad,
             restored=restored,
         )
