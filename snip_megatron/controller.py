@@ -187,7 +187,8 @@ class Controller:
         figures = self._report.drain() if together else None
         if self._coordinator is None:
             return
-        if figures is not None:  # not to the sink: Megatron has closed its loggers by now
+        if figures is not None and figures.step in self._fractions:  # else a checkpoint after it wrote them down
+            # Not to the sink: Megatron has closed its loggers by now.
             self._coordinator.metric(figures, self._fractions.pop(figures.step))
         self._coordinator.close()
 
