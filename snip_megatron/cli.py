@@ -13,7 +13,7 @@ from snip_megatron import __version__
 from snip_megatron.errors import SnipError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "doctor": ("snip_megatron.doctor.command", "say what this machine can run, and what keeps it from running the rest"),
+    "doctor": ("snip_megatron.doctor.command", "say what this machine can run, and what is missing for the rest"),
     "solve": ("snip_megatron.solver.command", "choose a format for every item of a problem file"),
     "prepare-data": (
         "snip_megatron.megatron.prepare_data",

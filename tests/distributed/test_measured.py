@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launch import losses, tiny_llama_args
 from warm_ranks import WarmRanks
 
-from launch import losses, tiny_llama_args
 from snip_megatron.precision import Gemm
 from snip_megatron.reporting.readers import read_events
 from snip_megatron.statistics.measured import MEASURED_COLUMNS

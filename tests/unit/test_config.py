@@ -317,7 +317,7 @@ def test_a_trigger_needs_no_interval() -> None:
     assert alone.updates
     assert [step for step in range(40) if alone.is_update_step(step)] == [7]
     assert not parse("--snip", "--snip-update-interval", "0").updates
-    with pytest.raises(SnipError, match="--snip-trigger -1.0: must be a finite number, 0 or more"):
+    with pytest.raises(SnipError, match=r"--snip-trigger -1.0: must be a finite number, 0 or more"):
         parse("--snip", "--snip-trigger", "-1")
     with pytest.raises(SnipError, match="--snip-trigger cannot be combined with --snip-replay"):
         parse("--snip", "--snip-trigger", "0.3", "--snip-replay", "run")
