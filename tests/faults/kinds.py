@@ -264,9 +264,11 @@ class WandbFails(Kind):
         return {"calls": rng.randrange(1, 3), "error": rng.choice(("OSError", "TimeoutError", "RuntimeError"))}
 
     def at_step(self, rank: Rank, fault: Any, step: int) -> None:
-        sink = rank.controller._sink
-        if step == fault.step and sink._writer is not None:
-            sink._writer = FailingWriter(sink._writer, rank, fault)
+        from snip_megatron.reporting.wandb_sink import WandbSink
+
+        for sink in rank.controller._sink._sinks:
+            if step == fault.step and isinstance(sink, WandbSink) and sink._writer is not None:
+                sink._writer = FailingWriter(sink._writer, rank, fault)
 
     def outcome(self, events: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
         super().outcome(events, notes)

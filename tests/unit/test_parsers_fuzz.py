@@ -1,0 +1,356 @@
+"""Data from outside, damaged: every parser answers with a value or a SnipError, quickly, and touches nothing else.
+
+Nothing is unpickled, no file is opened but the one that was named, none is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sensitivity.synthetic import make_table
+
+from snip_megatron.controller_state import ControllerState, Pending
+from snip_megatron.coordinator import replay_schedule
+from snip_megatron.errors import SnipError
+from snip_megatron.evaluation.experiment import load_experiment
+from snip_megatron.guard import Alarm, Guard, GuardSettings
+from snip_megatron.megatron.prepare_data import _existing
+from snip_megatron.planner.models import load_model
+from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.replay import find_stored
+from snip_megatron.reporting.readers import read_config, read_events, read_maps, read_metrics, read_scores
+from snip_megatron.reporting.run_data import load_run
+from snip_megatron.reporting.run_directory import RunDirectory
+from snip_megatron.sensitivity.problem import build_problem
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sidecar.messages import BrokenFrameError, read_frame, write_frame
+from snip_megatron.solver.costs import load_cost_model
+from snip_megatron.solver.problem import Problem
+from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.step_report import StepFigures
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LIMIT_S = 20  # only ends a test that hangs
+EXAMPLES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+# -- what a parser may not do ------------------------------------------------------------------------------------
+FORBIDDEN = ("pickle.find_class", "exec", "os.system", "subprocess.Popen", "os.remove", "os.rename", "os.mkdir")
+
+
+class Watch:
+    """Notes what the interpreter is asked for while it is on: an audit hook, which cannot be taken off again."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.seen: list[str] = []
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        if event == "open":
+            path = arguments[0]
+            if isinstance(path, str | bytes) and not str(path).endswith((".py", ".pyc", ".so")):
+                self.seen.append(f"open {path!s} {arguments[1]}")
+        elif event in (
+            "pickle.find_class",
+            "exec",
+            "os.system",
+            "subprocess.Popen",
+            "os.remove",
+            "os.rename",
+            "os.mkdir",
+        ):
+            self.seen.append(f"{event} {arguments[:1]}")
+
+
+WATCH = Watch()
+
+
+@contextmanager
+def watched(*allowed: Path) -> Iterator[None]:
+    """Fails on a hang, and on anything but reading ``allowed`` and what lies in it."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutError("the parser hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LIMIT_S)
+    WATCH.seen.clear()
+    WATCH.on = True
+    try:
+        yield
+    except SnipError:  # one line by construction
+        pass
+    finally:
+        WATCH.on = False
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    readable = tuple(f"open {path}" for path in allowed)
+    assert [s for s in WATCH.seen if not (s.startswith(readable) and s.endswith((" r", " rb")))] == []
+
+
+# -- damage ------------------------------------------------------------------------------------------------------
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 1, 2**31, 2**63, -(2**64), 10**400, 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf")]),
+    st.sampled_from(["", "\0", "fp4", "nan", "/etc/passwd", "../../../x", "file:///x", "a" * 5000, "\ud800", "١"]),
+    st.sampled_from([[], {}, [[]], {"": {}}, [None] * 50, {"__class__": "os.system"}]),
+    st.text(max_size=20),
+    st.integers(),
+    st.floats(),
+)
+
+
+def places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    children = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
+    for key, value in children:
+        yield from places(value, (*path, key))
+
+
+def damage_json(data: st.DataObject, body: Any) -> Any:
+    """Up to three places of a JSON value replaced, removed or duplicated."""
+    body = copy.deepcopy(body)
+    for _ in range(data.draw(st.integers(1, 3))):
+        *parents, last = data.draw(st.sampled_from([p for p in places(body) if p] or [(None,)]))
+        if last is None:
+            return data.draw(JUNK.map(copy.deepcopy))
+        owner = body
+        for key in parents:
+            owner = owner[key]
+        how = data.draw(st.sampled_from(["replace", "replace", "remove", "add"]))
+        if how == "remove":
+            del owner[last]
+        elif how == "replace":
+            owner[last] = data.draw(JUNK.map(copy.deepcopy))
+        elif isinstance(owner, list):
+            owner.append(copy.deepcopy(owner[last]))
+        else:
+            owner[data.draw(st.sampled_from(["x", "", "schema", "/etc/passwd"]))] = data.draw(JUNK.map(copy.deepcopy))
+    return body
+
+
+def damage_bytes(data: st.DataObject, content: bytes) -> bytes:
+    """Cut, flipped, overwritten or doubled."""
+    how = data.draw(st.sampled_from(["cut", "flip", "noise", "twice", "deep"]))
+    place = data.draw(st.integers(0, max(0, len(content) - 1)))
+    if how == "cut":
+        return content[:place]
+    if how == "flip":
+        return content[:place] + bytes([content[place] ^ (1 << data.draw(st.integers(0, 7)))]) + content[place + 1 :]
+    if how == "noise":
+        return content[:place] + data.draw(st.binary(max_size=40)) + content[place + 20 :]
+    return content + content if how == "twice" else content[:place] + b"[" * 100_000
+
+
+def damaged(data: st.DataObject, content: bytes) -> bytes:
+    """By its structure where it is JSON, else by its bytes."""
+    if data.draw(st.booleans()):
+        try:
+            body = json.loads(content)
+        except ValueError:
+            return damage_bytes(data, content)
+        return json.dumps(damage_json(data, body)).encode("utf-8", "surrogatepass")
+    return damage_bytes(data, content)
+
+
+# -- what is parsed ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Parser:
+    """``parse`` takes bytes, or the path of a file that holds them where ``file`` names it."""
+
+    valid: Callable[[], bytes]
+    parse: Callable[[Any], object]
+    file: str | None = None
+
+
+TABLE = make_table(layers=1)
+REQUEST = SolveRequest(policy="snip", version=1, target=0.75, stage_tolerance=0.02)
+MAP = PrecisionMap.uniform([row.name for row in TABLE.linears], Format.FP4, version=2, status="optimal")
+
+
+def state() -> bytes:
+    guard = Guard(GuardSettings())
+    return ControllerState(
+        precision_map=MAP,
+        version=2,
+        pending=Pending(7, 9, 2, TABLE),
+        grad_norm=0.5,
+        guard=guard.as_dict(),
+        alarm=Alarm(7, "spike", 9.0, 4.0),
+        in_flight=StepFigures(6, 3.0, 0.5),
+    ).to_bytes()
+
+
+PARSERS = {
+    "problem": Parser(lambda: build_problem(TABLE, REQUEST)[0].to_json().encode(), Problem.from_json),
+    "map": Parser(lambda: MAP.to_json().encode(), lambda b: PrecisionMap.from_json(text_of(b), where="map")),
+    "state": Parser(state, ControllerState.from_bytes),
+    "statistics": Parser(TABLE.to_bytes, lambda b: StatisticsTable.from_bytes(b, where="statistics")),
+    "request": Parser(
+        lambda: json.dumps(REQUEST.as_dict()).encode(), lambda b: SolveRequest.from_dict(json_of(b), "request")
+    ),
+    "timings": Parser(
+        lambda: (REPOSITORY / "snip_megatron/solver/timings/h200.json").read_bytes(),
+        lambda path: load_cost_model(path),
+        file="timings.json",
+    ),
+    "experiment": Parser(
+        lambda: (REPOSITORY / "benchmarks/experiments/nano.json").read_bytes(), load_experiment, file="experiment.json"
+    ),
+    "model": Parser(
+        lambda: json.dumps({"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}).encode(),
+        lambda path: load_model(str(path)),
+        file="model.json",
+    ),
+    "data manifest": Parser(
+        lambda: b'{"schema": "snip.data/1", "request": {}, "files": {}}',
+        lambda path: _existing(path.parent),
+        file="manifest.json",
+    ),
+}
+
+
+def text_of(content: bytes) -> str:
+    return content.decode("utf-8", "replace")
+
+
+def json_of(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_valid_data_is_parsed(name: str, tmp_path: Path) -> None:
+    parser = PARSERS[name]
+    if parser.file is None:
+        parser.parse(parser.valid())
+    elif name not in ("model", "data manifest"):  # valid ones of these have tests of their own
+        (tmp_path / parser.file).write_bytes(parser.valid())
+        parser.parse(tmp_path / parser.file)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@EXAMPLES
+@given(data=st.data())
+def test_damaged_data_is_an_error_in_one_line(name: str, tmp_path: Path, data: st.DataObject) -> None:
+    parser = PARSERS[name]
+    content = damaged(data, parser.valid())
+    source: Any = content
+    if parser.file is not None:
+        source = tmp_path / parser.file
+        source.write_bytes(content)
+    with watched(tmp_path):
+        parser.parse(source)
+
+
+# -- run directories ---------------------------------------------------------------------------------------------
+RUN_FILES = (
+    "config.json",
+    "events.jsonl",
+    "metrics.jsonl",
+    "maps/step_9.json",
+    "scores/step_7.json",
+    "stats/step_7.npz",
+)
+
+
+def recorded(path: Path) -> Path:
+    facts = {"request": REQUEST.as_dict(), "linear_shapes": {}}
+    with RunDirectory(path, {"policy": "snip"}, overwrite=True, resume_step=None, facts=facts) as run:
+        for step in range(12):
+            run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.5)
+        run.event(7, "submit", version=2, table_bytes=10)
+        run.event(8, "solved", version=2, status="optimal", achieved_per_stage={"0": 0.7})
+        run.event(9, "adopt", version=2, achieved_per_stage={"0": 0.7}, changed=4)
+        run.write_map(9, MAP)
+        run.write_problem(7, build_problem(TABLE, REQUEST)[0].to_json())
+        run.write_scores(7, {"decoder.layers.0.mlp.linear_fc1:fprop": {"fp4": {"q": 1.0}}}, version=2)
+        run.write_statistics(7, TABLE)
+    return path
+
+
+def read_everything(run: Path) -> None:
+    for read in (read_config, read_events, read_metrics, read_maps, read_scores, load_run):
+        attempt(lambda read=read: read(run))
+    attempt(lambda: replay_schedule(str(run)))
+    for part in ("problem", "table", "request"):
+        attempt(lambda part=part: getattr(find_stored(run, None), part)())
+
+
+def attempt(action: Callable[[], object]) -> None:
+    with contextlib.suppress(SnipError):
+        action()
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+@EXAMPLES
+@given(data=st.data())
+def test_a_damaged_run_directory_is_read_or_refused(name: str, tmp_path: Path, data: st.DataObject) -> None:
+    run = recorded(tmp_path / "run")
+    content = (run / name).read_bytes()
+    if name.endswith(".jsonl") and data.draw(st.booleans()):
+        lines = content.splitlines()
+        place = data.draw(st.integers(0, len(lines) - 1))
+        lines[place] = json.dumps(damage_json(data, json.loads(lines[place]))).encode("utf-8", "surrogatepass")
+        content = b"\n".join(lines)
+    else:
+        content = damaged(data, content)
+    (run / name).write_bytes(content)
+    with watched(run):
+        read_everything(run)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------
+@EXAMPLES
+@given(data=st.data())
+def test_damaged_messages_of_the_sidecar(data: st.DataObject) -> None:
+    """A frame is read as it was written, or the stream is broken; nothing is unpickled on the way."""
+    stream = io.BytesIO()
+    payload = data.draw(st.binary(max_size=200))
+    write_frame(stream, 3, payload)
+    content = damage_bytes(data, stream.getvalue())
+    with watched():
+        try:
+            frame = read_frame(io.BytesIO(content))
+        except BrokenFrameError:
+            frame = None
+    assert frame is None or frame[1] == payload
+
+
+def test_paths_in_a_problem_are_names_and_nothing_more(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    body = json.loads(build_problem(TABLE, REQUEST)[0].to_json())
+    for place, item in enumerate(body["items"]):
+        item["id"] = f"{secret}/../secret:{place}"
+    from snip_megatron.solver import solve
+
+    solve(Problem.from_json(json.dumps(body)))  # imports what it needs
+    with watched():
+        solution = solve(Problem.from_json(json.dumps(body)))
+        solution.to_precision_map(1).to_json()
+
+
+def test_the_damaged_state_has_every_field() -> None:
+    """So that none is left out of what is damaged (measured scores and the trigger have tests of their own)."""
+    body = json.loads(state())
+    assert {name for name, value in body.items() if value is None} <= {"measured", "trigger"}
