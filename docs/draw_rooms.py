@@ -53,8 +53,8 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value.startswith(f"{PACKAGE.name}.") and node.value.replace(".", "_").isidentifier():
-                found.add(node.value)
+            dotted = node.value.startswith(f"{PACKAGE.name}.") and node.value.replace(".", "_").isidentifier()
+            found |= {node.value} if dotted else set()
     return found
 
 
@@ -115,7 +115,10 @@ def main(arguments: list[str]) -> int:
     fresh = f"{head}{BEGIN}\n{drawing()}\n{END}{tail}"
     if arguments == ["--check"]:
         if fresh != page:
-            print("docs/how-it-works.md: its drawing is not what the imports say: python docs/draw_rooms.py", file=sys.stderr)
+            print(
+                "docs/how-it-works.md: its drawing is not what the imports say: python docs/draw_rooms.py",
+                file=sys.stderr,
+            )
         return int(fresh != page)
     PAGE.write_text(fresh, encoding="utf-8")
     return 0

@@ -1,0 +1,133 @@
+"""The documents are true: links resolve, figures are those of the result files, arguments exist, the drawing fits."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from snip_megatron.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("docs", "snip_megatron", "launch", "patches", "benchmarks")
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("*.md"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md")))
+)
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_resolves(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:|#", target):
+            assert (ROOT / page).parent.joinpath(target.partition("#")[0]).exists(), f"{page}: {target}"
+
+
+def figure_rows() -> list[tuple[str, str, Path]]:
+    """(what, figures, linked file) of the README's table."""
+    table = README.partition("## What it gives")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")][2:]
+    found = []
+    for what, figures, link in rows:
+        target = re.search(r"\]\(([^)]+)\)", link)
+        assert target, f"no link: {what}"
+        found.append((what.strip(), figures, ROOT / target[1]))
+    return found
+
+
+def test_every_figure_of_the_readme_links_to_a_result():
+    rows = figure_rows()
+    assert len(rows) >= 8
+    assert all(path.parent == ROOT / "benchmarks" and path.suffix in (".json", ".md") for _, _, path in rows)
+    rest = README.replace(README.partition("## What it gives")[2].partition("\n## ")[0], "")
+    assert not re.findall(r"\d[\d.,]*\s?×", rest), "a speed outside of the table"
+
+
+def written(figures: str) -> dict[str, float]:
+    """``fp8 1.41×, fp4 numerics 1.39×`` → {fp8: 1.41, fp4: 1.39}."""
+    return {name: float(value) for name, value in re.findall(r"(\w+)(?: numerics)? (\d\.\d+)×", figures)}
+
+
+RESULTS = {
+    "linear": lambda body: body["geomean"],
+    "layer": lambda body: body["speedup"],
+    "memory": lambda body: body["saved_inputs"],
+    "update": lambda body: {"update": body["over_bf16_pass"]["update"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [("linear", "one linear"), ("layer", "four Llama"), ("memory", "memory"), ("update", "an update's")],
+)
+def test_figures_are_those_of_the_json_files(kind, word):
+    ((_, figures, path),) = [row for row in figure_rows() if row[0].startswith(word)]
+    body = json.loads(path.read_text())
+    shown = written(figures) or {"update": float(figures.strip(" ×"))}
+    true = RESULTS[kind](body)
+    assert len(shown) >= (1 if kind == "update" else 3)
+    assert shown == {name: round(true[name], 2) for name in shown}
+
+
+def cells(path: Path, *starts: str) -> list[list[str]]:
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in path.read_text().splitlines() if "|" in line]
+    return [row for row in rows if row[: len(starts)] == list(starts)]
+
+
+def test_figures_are_those_of_the_tables():
+    rows = {path.name.partition("_")[0]: (figures, path) for _, figures, path in figure_rows()}
+    figures, path = rows["solver"]
+    seconds = [float(row[6].split(",")[1]) for row in cells(path, "70b")]
+    assert f"{max(seconds):.2f} s in {sum(int(row[4]) for row in cells(path, '70b'))} " in figures
+    figures, path = rows["proxy"]
+    drifts = cells(path, "drift: all")
+    assert f"{drifts[0][3]}, {drifts[1][3]}, {drifts[2][3]} (min-rel-err: " in figures
+    assert [row[8].replace("-", "−") for row in drifts] == re.findall(r"−0\.\d+", figures)
+    figures, path = rows["compare"]
+    for name, value in re.findall(r"([a-z-]+) (0\.\d+)", figures):
+        assert [row[4].split()[0] for row in cells(path, "75 %", name)][:1] == [value], name
+    figures, path = rows["staleness"]
+    assert [row[6] for row in cells(path, "late", "200")] == [figures.strip()]
+
+
+def test_every_argument_and_command_that_is_named_exists():
+    help_text = subprocess.run(
+        [sys.executable, "-c", "from snip_megatron.config import add_arguments as a; import argparse as p;"
+         "q = p.ArgumentParser(); a(q); print(*(s for x in q._actions for s in x.option_strings))"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(p for p in PAGES if p.startswith("docs/"))):
+        text = (ROOT / page).read_text()
+        assert "--snip" in help_text
+        named = {name.rstrip("-") for name in re.findall(r"--snip[a-z-]*", text)}
+        unknown = {
+            n for n in named - set(help_text) if n != "--snip" and not any(k.startswith(n + "-") for k in help_text)
+        }
+        assert not unknown, f"{page}: {unknown}"
+        commands = set(re.findall(r"`snip ([a-z-]+)", text))
+        assert commands <= set(COMMANDS), f"{page}: {commands - set(COMMANDS)}"
+    assert set(re.findall(r"`snip ([a-z-]+)`", README)) == set(COMMANDS)
+
+
+def test_every_room_has_a_line_in_contributing():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = {path.parent.name for path in (ROOT / "snip_megatron").glob("*/__init__.py")}
+    assert not {name for name in folders if f"{name}/" not in text}
+
+
+def test_the_drawing_is_what_the_imports_say():
+    command = [sys.executable, str(ROOT / "docs" / "draw_rooms.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_screenshots_are_small():
+    pictures = list((ROOT / "docs" / "images").glob("*.png"))
+    assert len(pictures) == 4
+    assert all(picture.stat().st_size <= 200_000 for picture in pictures)

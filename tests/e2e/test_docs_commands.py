@@ -1,0 +1,122 @@
+"""Every command of README.md and docs/quickstart.md, copied out of them and run in a folder of a newcomer.
+
+A block of bash is run, line after line, unless a comment before it says otherwise:
+``<!-- test: elsewhere TEST SCRIPT -->`` names the test that runs SCRIPT; after ``<!-- test: parse -->``, for commands that
+need a GPU, arguments are parsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from snip_megatron.cli import COMMANDS, main
+from snip_megatron.reporting.readers import read_events
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/quickstart.md")
+STEPS = "10"  # one update is adopted by then: the first is due at step 4, with a lag of 4
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    directive: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+def blocks(page: str) -> list[Block]:
+    text = (ROOT / page).read_text()
+    found = re.findall(r"(?:<!-- test: ([^>]*) -->\n)?```bash\n(.*?)```", text, re.DOTALL)
+    assert len(found) == text.count("```bash"), page
+    return [Block(page, tuple(d.split()), tuple(c.replace("\\\n", " ").splitlines())) for d, c in found]
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+def test_there_are_commands():
+    assert {block.page for block in ALL} == set(PAGES)
+    assert {block.directive[:1] for block in ALL} == {(), ("elsewhere",), ("parse",)}
+
+
+@pytest.mark.parametrize("block", [b for b in ALL if b.directive[:1] == ("elsewhere",)], ids=lambda b: b.lines[0][:25])
+def test_what_another_test_runs_is_run_there(block):
+    _, test, script = block.directive
+    (line,) = block.lines
+    command, script_of_line = shlex.split(line, comments=True)
+    assert command == "bash"
+    assert (ROOT / script_of_line).is_file()
+    assert Path(script).name in (ROOT / test).read_text()
+    # scripts/test.sh is what runs this test: its first line of work is the script that the other test runs.
+    assert script == script_of_line or script in (ROOT / script_of_line).read_text()
+
+
+@pytest.mark.parametrize("block", [b for b in ALL if b.directive == ("parse",)], ids=lambda b: b.lines[0][:25])
+def test_what_needs_a_gpu_is_parsed(block):
+    for line in block.lines:
+        program, name, *arguments = shlex.split(line, comments=True)
+        assert program == "snip"
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        importlib.import_module(COMMANDS[name][0]).add_arguments(parser)
+        parser.parse_args(arguments)
+
+
+@pytest.fixture
+def newcomer(tmp_path, monkeypatch) -> Path:
+    """A folder with the scripts and a few texts; torchrun and snip are those of this environment."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, module in (("torchrun", "torch.distributed.run"), ("snip", "snip_megatron.cli")):
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (programs / "python").symlink_to(sys.executable)
+    home = tmp_path / "home"
+    for folder in ("launch", "scripts"):
+        shutil.copytree(ROOT / folder, home / folder)
+    (home / "my_texts").mkdir()
+    for file in sorted((ROOT / "snip_megatron" / "solver").glob("*.py")):
+        shutil.copy(file, home / "my_texts")
+    quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "STEPS": STEPS}
+    path = os.pathsep.join((str(programs), os.environ["PATH"]))
+    for name, value in (quiet | {"PATH": path, "PYTHONPATH": str(ROOT), "SNIP_VENV": sys.prefix}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(home)
+    return home
+
+
+def run(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and output. ``snip`` runs in this process, which has imported torch already."""
+    words = shlex.split(line, comments=True)
+    if words[0] == "snip":
+        code = main(words[1:])
+    else:
+        code = subprocess.run(["bash", "-c", line], stdin=subprocess.DEVNULL, timeout=300, check=False).returncode
+    out, err = capfd.readouterr()
+    return code, out + err
+
+
+def test_a_newcomers_path(newcomer, capfd):
+    for line in [line for block in ALL if not block.directive for line in block.lines]:
+        code, output = run(line, capfd)
+        if line.startswith("snip doctor"):
+            assert code in (0, 1), output  # 1: what it found on this machine, in the right form
+        else:
+            assert code == 0, f"{line}\n{output[-4000:]}"
+    assert [event["step"] for event in read_events("runs/mine") if event["event"] == "adopt"] == [8]
+    for file in ("runs/mine/report.html", "runs/h200.html", "map.json", "sweep.json", "recipes/stage_0.yaml"):
+        assert Path(file).is_file(), file
+    assert list(Path("runs/tensorboard").glob("events.*"))
+    assert not Path("checkpoints/1b").exists()  # only a dry run
