@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "how-it-works.md"
 BEGIN, END = "<!-- rooms: python docs/draw_rooms.py -->", "<!-- end of rooms -->"
 
 GROUPS = {
-    "Training ranks": ("megatron", "bridge", "controller", "layers", "gemm", "quantization", "statistics"),
+    "Training ranks": ("megatron", "controller", "layers", "gemm", "quantization", "statistics"),
     "Rank 0 and the process beside it": ("coordinator", "sidecar", "sensitivity", "solver"),
     "Run directory and pages": ("reporting", "replay"),
     "Commands without training": ("cli", "doctor", "planner", "calibration", "evaluation", "export", "launch"),
@@ -29,7 +29,7 @@ GROUPS = {
 """Only for the boxes: the arrows come from the source. ``precision``, ``config`` and ``errors`` serve everybody."""
 PARTS = {
     "controller": ("controller", "adoption", "guard", "trigger", "controller_state", "step_report"),
-    "megatron": ("megatron", "pretrain_gpt"),
+    "megatron": ("megatron", "pretrain_gpt", "bridge"),
 }
 """Modules drawn as one box under another name."""
 
