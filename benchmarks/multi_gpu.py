@@ -112,11 +112,10 @@ def torchrun(ranks: int, arguments: Sequence[str], module: str, folder: Path) ->
     folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    # One queue: before Blackwell Megatron asks for it under tensor and context parallelism. All layouts get the same.
     return subprocess.run(
         [*launcher, "-m", module, *arguments],
         cwd=folder,
-        env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
