@@ -1,7 +1,8 @@
 """Every command of README.md and docs/quickstart.md, copied out of them and run in a folder of a newcomer.
 
-A block of bash is run, line after line, unless a comment before it says otherwise. ``<!-- test: elsewhere TEST SCRIPT -->``
-names the test that runs SCRIPT. ``<!-- test: parse -->`` is for commands that need a GPU: their arguments are parsed.
+A block of bash is run, line after line, unless a comment before it says otherwise:
+``<!-- test: elsewhere TEST SCRIPT -->`` names the test that runs SCRIPT;
+``<!-- test: parse -->`` is for commands that need a GPU: their arguments are parsed.
 """
 
 from __future__ import annotations
