@@ -48,6 +48,8 @@ class Coordinator(Protocol):
 
     def pump(self, step: int) -> None: ...
 
+    def answered(self, version: int) -> bool: ...
+
     def decision(self, step: int, version: int) -> Decision: ...
 
     def initial_map(self, step: int) -> Decision: ...
@@ -105,6 +107,7 @@ class Controller:
         self._started = False
         self._next_step = 0
         self._replay_steps: list[int] = []
+        self._answered = False  # rank 0 knows the pending update's outcome, by the latest figures that arrived
         self._restored = restored
         self.state = ControllerState() if restored is None else restored
         self._guard = Guard(config.guard) if config.updates else None  # fixed maps are the user's
@@ -158,7 +161,11 @@ class Controller:
         self.state.grad_norm = grad_norm
         self._fractions[step] = self._fraction
         looks = gradients is not None and self._trigger is not None and self._trigger.looks_at(step)
-        figures = self._report.exchange(step, loss, grad_norm, gradients() if looks and gradients else None)
+        pending = self.state.pending
+        answered = pending is not None and self._coordinator is not None and self._coordinator.answered(pending.version)
+        shares = gradients() if looks and gradients else None
+        figures = self._report.exchange(step, loss, grad_norm, shares, answered=answered)
+        self._answered = figures is not None and figures.answered
         if figures is not None and figures.gradients is not None and self._trigger is not None:
             self._trigger.observe(figures.gradients)
         if figures is not None and self._guard is not None:
@@ -214,7 +221,12 @@ class Controller:
     def _decide(self, step: int, pending: Pending) -> None:
         """All ranks learn whether rank 0 has the map; if not, the decision waits for another whole lag (rule 6)."""
         started = time.perf_counter()
-        decision = self._channel.agree(self._coordinator.decision(step, pending.version) if self._coordinator else None)
+        again = pending.due > pending.step + self._config.lag
+        if again and not self._answered and not self._config.wait:
+            decision = Decision(Verdict.NOT_READY)  # the step's figures told it to all ranks: nothing to wait for
+        else:
+            own = self._coordinator.decision(step, pending.version) if self._coordinator else None
+            decision = self._channel.agree(own)
         if decision.verdict is Verdict.NOT_READY:
             pending.due = step + self._config.lag
             self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=_since(started))

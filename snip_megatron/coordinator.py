@@ -108,6 +108,10 @@ class RankZeroCoordinator:
             self._restarts = self._sidecar.restarts
             self.event(step, "sidecar_restart", restarts=self._restarts)
 
+    def answered(self, version: int) -> bool:
+        """Whether the outcome of an update is known; returns at once."""
+        return version in self._decisions
+
     def decision(self, step: int, version: int) -> Decision:
         """What is known about an update now, or after ``--snip-wait`` seconds at most."""
         until = time.monotonic() + self._config.wait

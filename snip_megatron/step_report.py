@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_LOSS, _RANKS, _BROKEN, _SUM = 0, 1, 2, 3  # places of what is summed over ranks; how many there are
+_LOSS, _RANKS, _BROKEN, _ANSWERED, _SUM = 0, 1, 2, 3, 4  # places of what is summed over ranks; how many there are
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class StepFigures:
     """Figures of one training step, equal on all ranks; None where no rank had them, or where they are not finite.
 
     ``broken``: on some rank the loss or the gradient norm was NaN or infinite. ``gradients``: ‖∇W‖² of every linear, at
-    the steps where ranks had them.
+    the steps where ranks had them. ``answered``: rank 0 knew the outcome of the update on its way.
     """
 
     step: int
@@ -28,6 +28,7 @@ class StepFigures:
     grad_norm: float | None
     broken: bool = False
     gradients: tuple[float, ...] | None = None
+    answered: bool = False
 
 
 class StepReport:
@@ -52,11 +53,18 @@ class StepReport:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def exchange(
-        self, step: int, loss: torch.Tensor | None, grad_norm: float | None, gradients: torch.Tensor | None = None
+        self,
+        step: int,
+        loss: torch.Tensor | None,
+        grad_norm: float | None,
+        gradients: torch.Tensor | None = None,
+        *,
+        answered: bool = False,
     ) -> StepFigures | None:
         """Send this step's figures on their way; returns those of the step before. Collective.
 
         ``gradients`` is a rank's float64 share of the linears' ‖∇W‖²; all ranks give it, of one size, or none does.
+        ``answered`` is for rank 0 to say.
         """
         arrived = self.drain()
         values = torch.zeros(_SUM, dtype=torch.float64, device=self._device)
@@ -66,6 +74,8 @@ class StepReport:
             own = loss.detach().double().reshape(())
             values[_LOSS], values[_RANKS] = own, 1.0
             values[_BROKEN] += ~own.isfinite()
+        if answered:
+            values[_ANSWERED] = 1.0
         if gradients is not None:
             values = torch.cat([values, gradients.to(values.device)])
         handle = dist.all_reduce(values, group=self._group, async_op=True)
@@ -104,7 +114,12 @@ class StepReport:
         finite = norm is not None and math.isfinite(norm)
         gradients = tuple(sums[_SUM:]) if all(map(math.isfinite, sums[_SUM:])) else ()
         return StepFigures(
-            flight.step, loss, norm if finite else None, broken=sums[_BROKEN] > 0, gradients=gradients or None
+            flight.step,
+            loss,
+            norm if finite else None,
+            broken=sums[_BROKEN] > 0,
+            gradients=gradients or None,
+            answered=sums[_ANSWERED] > 0,
         )
 
 

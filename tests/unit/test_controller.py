@@ -78,6 +78,7 @@ class Script:
     events: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
     submitted: list[tuple[int, int]] = field(default_factory=list)
     metrics: list[tuple[int, float | None, float | None, float]] = field(default_factory=list)
+    silent: set[int] = field(default_factory=set)
     closed: bool = False
 
     def submit(self, step: int, table: StatisticsTable, version: int) -> None:
@@ -85,6 +86,9 @@ class Script:
         self.submitted.append((step, version))
 
     def pump(self, step: int) -> None: ...
+
+    def answered(self, version: int) -> bool:
+        return version not in self.silent
 
     def decision(self, step: int, version: int) -> Decision:
         return self.answers[version].pop(0)
@@ -214,6 +218,24 @@ def test_a_statistic_that_is_not_finite_drops_the_update(value: float) -> None:
     assert run.script.submitted == []
     assert run.controller.state.pending is None
     assert run.handle.formats == ALL_BF16
+
+
+@pytest.mark.parametrize(("wait", "collectives"), [(0.0, 2), (30.0, 4)])
+def test_a_postponed_decision_asks_again_only_when_there_is_an_answer(
+    wait: float, collectives: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures of the steps tell all ranks that nothing has come; with --snip-wait rank 0 may wait for it."""
+    asked: list[int] = []
+    genuine = MapChannel.agree
+    monkeypatch.setattr(MapChannel, "agree", lambda channel, own: asked.append(1) or genuine(channel, own))
+    run = Run(Script({1: [LATE] * (collectives - 1) + [ready(1)]}, silent={1}), update_interval=50, wait=wait)
+    run.steps(0, 9)
+    assert run.script.of("postpone") == [4, 6, 8]
+    run.script.silent.clear()
+    run.script.answers[1] = [ready(1)]
+    run.steps(9, 14)
+    assert run.script.of("adopt") == [12 if not wait else 10]
+    assert len(asked) - 1 == collectives  # the first one is the start's
 
 
 def test_a_checkpoint_leaves_no_step_unrecorded() -> None:
