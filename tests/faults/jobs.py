@@ -91,7 +91,8 @@ class Job:
             )
             if "DistNetworkError" not in done.stderr or read_record(folder, "trace"):
                 break  # else another process took the port before the first rank did
-        self.last_line = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")[:200]
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        self.last_line = next((line for line in reversed(lines) if "Error" in line), (lines or [""])[-1])[:200]
         no_orphans(folder)
         if done.returncode == 124:
             raise Lost(f"{name}: still running after {TIMEOUT_S:g} s")
