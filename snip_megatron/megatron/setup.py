@@ -81,6 +81,7 @@ class SnipRun:
         self._norms: GradientNorms | None = None
         self._checkpoint: SnipState | None = None
         self.undo = ExitStack()
+        self._undo_evaluation = self.undo.enter_context(ExitStack())  # of this start's model
 
     def prepare_model(self, model_config: Any) -> None:
         """Add our hooks to Megatron's model configuration: a layer of our spec under Transformer Engine, conversion."""
@@ -95,6 +96,7 @@ class SnipRun:
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
         """Megatron's hook between building the model and wrapping it: convert the linears in place."""
+        self._leave_earlier_start()
         self._registry = convert_model(model_chunks, self._config)
         if self._registry.frozen and self._config.updates:
             raise SnipError(
@@ -105,6 +107,13 @@ class SnipRun:
         self._watch_evaluation(self._registry)
         model_chunks[0].snip_state = self._checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
         return model_chunks
+
+    def _leave_earlier_start(self) -> None:
+        """An in-process restart builds the model anew: what belongs to the old one ends here, its peers may be gone."""
+        self._undo_evaluation.close()
+        if self._controller is not None:
+            self._controller.close(together=False)
+        self._controller = self._coordinator = self._probes = None
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """The end of training: last figures, sidecar, files, report. Never hides an error on its way up."""
@@ -117,7 +126,7 @@ class SnipRun:
     # -- the host's own, which another one than Megatron's loop answers otherwise ------------------------------
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
         evaluation = Evaluation(self._config.eval, self._args, registry.context, self._validated)
-        self.undo.callback(compat.wrap_evaluate(evaluation.wrap))
+        self._undo_evaluation.callback(compat.wrap_evaluate(evaluation.wrap))
 
     def _current_arguments(self) -> argparse.Namespace:
         # Not those given to us: 0.17 parses the command line again, and only its own know the padded vocabulary.

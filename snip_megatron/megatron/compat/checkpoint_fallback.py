@@ -51,6 +51,7 @@ def read_tracker(tracker_filename: str) -> tuple[int, bool]:
         SnipError: neither the checkpoint that the tracker names nor one before it is complete.
     """
     tracker = Path(tracker_filename).absolute()
+    _chosen.pop(tracker.parent, None)  # of an earlier start in this process
     together = dist.is_initialized()
     decides = not together or dist.get_rank() == 0
     choice = _choose(tracker) if decides else _SILENT

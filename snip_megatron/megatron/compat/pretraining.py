@@ -7,12 +7,13 @@ that builds a model chunk; 0.17 that function, and it parses the command line it
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import megatron.training.arguments as arguments
 from megatron.core.enums import ModelType
-from megatron.training import inprocess_restart
+from megatron.training import global_vars, inprocess_restart
 from megatron.training import pretrain as megatron_pretrain
 
 from snip_megatron.errors import SnipError
@@ -62,6 +63,16 @@ def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
     return model
 
 
+def _start(args: argparse.Namespace, **parameters: Any) -> None:
+    """Megatron's ``pretrain``, which an in-process restart calls again after it has destroyed the global state.
+
+    From 0.18 on it takes the global arguments as given, and so never restarts without them.
+    """
+    if MEGATRON_VERSION >= (0, 18) and global_vars._GLOBAL_ARGS is None:
+        global_vars.set_global_variables(args)
+    megatron_pretrain(**parameters)
+
+
 def pretrain(
     args: argparse.Namespace,
     model: Any,
@@ -74,7 +85,7 @@ def pretrain(
 
     ``provide_arguments`` must be what ``args`` were parsed with: 0.17 parses again.
     """
-    run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(megatron_pretrain)
+    run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(functools.partial(_start, args))
     parameters: dict[str, Any] = {
         "train_valid_test_dataset_provider": provide_datasets,
         "model_type": ModelType.encoder_or_decoder,

@@ -1,0 +1,78 @@
+"""The training entry in a process that trains more than once: module of warm ranks.
+
+``CRASH=<step>``: that step (from 0) raises, and Megatron's ``pretrain`` is called again in the same process as
+nvidia-resiliency-ext's in-process restart does it. ``TWICE=1``: when the entry has returned, its ``main`` is called again.
+Each prints the ids of the solver processes that are left at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from snip_megatron.megatron.startup import prepare
+from snip_megatron.pretrain_gpt import main as train
+
+
+class CrashError(RuntimeError):
+    """A fault of one step."""
+
+
+def main() -> int:
+    prepare(sys.argv[1:], [])
+    from megatron.training import inprocess_restart
+
+    from snip_megatron.megatron import compat
+
+    crash, done = int(os.environ.get("CRASH", "-1")), []
+
+    def crashing(train_step: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if kwargs["iteration"] == crash and not done:
+                done.append(True)
+                raise CrashError("injected")
+            return train_step(*args, **kwargs)
+
+        return step
+
+    def wrap(pretrain: Any) -> tuple[Any, None]:
+        def run(**parameters: Any) -> Any:
+            try:
+                return pretrain(**parameters)
+            except CrashError:
+                dist.destroy_process_group()
+                inprocess_restart.destroy_state()
+                return pretrain(**parameters)
+
+        return run, None
+
+    inprocess_restart.maybe_wrap_for_inprocess_restart = wrap
+    undo = compat.wrap_train_step(crashing)
+    code = train()
+    if os.environ.get("TWICE") and not code:
+        inprocess_restart.destroy_state()
+        code = train()
+    undo()
+    print("solver processes left:", solvers())
+    return code
+
+
+def solvers() -> list[str]:
+    """Children of this process that are solver processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
+            if parent == str(os.getpid()) and b"sidecar.worker" in (path / "cmdline").read_bytes():
+                found.append(path.name)
+        except OSError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

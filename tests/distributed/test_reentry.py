@@ -1,0 +1,57 @@
+"""Training again in one process: after an in-process restart, and after a run that has ended."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from launch import tiny_llama_args
+from warm_ranks import WarmRanks
+
+from snip_megatron.reporting.readers import read_events, read_metrics
+
+STEPS = 18
+SNIP = shlex.split(
+    "--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 3 --snip-wait 120 --eval-iters 1 --eval-interval 9"
+    " --num-layers 2 --save-interval 5"
+)
+
+
+def train(warm: WarmRanks, tmp: Path, name: str, **env: str) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    run, checkpoints = tmp / name / "run", str(tmp / name / "checkpoints")
+    where = ("--snip-dir", str(run), "--save", checkpoints, "--load", checkpoints)
+    args = tiny_llama_args(*SNIP, *where, iters=STEPS)
+    done = warm.run(1, args, module="reentering_pretrain", env=env, tmp=tmp / name / "ranks")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "solver processes left: []" in done.stdout
+    return run, done
+
+
+@pytest.fixture(scope="module")
+def whole(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(warm, tmp_path_factory.mktemp("whole"), "whole")[0]
+
+
+@pytest.mark.parametrize("crash", [9, 16])
+def test_an_in_process_restart_continues_bitwise(warm: WarmRanks, whole: Path, tmp_path: Path, crash: int) -> None:
+    """The model is built anew in the same process, from the checkpoint of step 5 or 15; 9 lies before a decision."""
+    run, _ = train(warm, tmp_path, "restarted", CRASH=str(crash))
+    assert [e["step"] for e in read_events(run) if e["event"] == "resume"][-1] == crash // 5 * 5
+    figures = [
+        [(m["step"], m["loss"], m["grad_norm"], m["fp4_fraction"]) for m in read_metrics(r)] for r in (run, whole)
+    ]
+    assert figures[0] == figures[1]
+    # Once a validation: a wrapper left over from the first start would record each twice.
+    for kind, count in (("validation", 2), ("adopt", 3)):
+        assert len({e["step"] for e in read_events(whole) if e["event"] == kind}) >= count - 1
+        own = [(e["step"], e.get("loss"), e.get("version")) for e in read_events(run) if e["event"] == kind]
+        assert len(own) == len(set(own))
+
+
+def test_a_second_run_in_one_process_resumes_the_first(warm: WarmRanks, tmp_path: Path) -> None:
+    """It finds the job done: Megatron's patches are undone and made again, and nothing is left behind."""
+    run, done = train(warm, tmp_path, "twice", TWICE="1")
+    assert done.stdout.count("compat: step-hook:") == 2
+    assert [m["step"] for m in read_metrics(run)] == list(range(STEPS))
