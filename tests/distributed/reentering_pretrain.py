@@ -1,8 +1,8 @@
 """The training entry in a process that trains more than once: module of warm ranks.
 
 ``CRASH=<step>``: that step (from 0) raises, and Megatron's ``pretrain`` is called again in the same process as
-nvidia-resiliency-ext's in-process restart does it. ``TWICE=1``: when the entry has returned, its ``main`` is called again.
-Each prints the ids of the solver processes that are left at the end.
+nvidia-resiliency-ext's in-process restart does it. ``TWICE=1``: when the entry has returned, its ``main`` is called
+again. Each prints the ids of the solver processes that are left at the end.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from snip_megatron.reporting.readers import read_events, read_metrics
 
 STEPS = 18
 SNIP = shlex.split(
-    "--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 3 --snip-wait 120 --eval-iters 1 --eval-interval 9"
-    " --num-layers 2 --save-interval 5"
+    "--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 3 --snip-wait 120"
+    " --eval-iters 1 --eval-interval 9 --num-layers 2 --save-interval 5"
 )
 
 
@@ -27,6 +27,10 @@ def train(warm: WarmRanks, tmp: Path, name: str, **env: str) -> tuple[Path, subp
     assert done.returncode == 0, done.stderr[-3000:]
     assert "solver processes left: []" in done.stdout
     return run, done
+
+
+def curve(run: Path) -> list[tuple[object, ...]]:
+    return [(m["step"], m["loss"], m["grad_norm"], m["fp4_fraction"]) for m in read_metrics(run)]
 
 
 @pytest.fixture(scope="module")
