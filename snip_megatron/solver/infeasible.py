@@ -50,7 +50,10 @@ def _speedup(table: ChoiceTable, budget: Budget) -> Infeasibility:
     why = f"stage {slowest} costs at least {times[slowest]:.6g}"
     if limit < 1:
         return Infeasibility(f"{why}, more than the reference; no speedup is reachable", slowest, None)
-    return Infeasibility(f"{why}; the highest reachable speedup is {limit:.9g}", slowest, limit)
+    if not table.asking(replace(budget, speedup=limit)).feasible(fastest):
+        limit = max(1.0, limit - 1 / _DIGITS)
+    # All digits: nine significant ones of a number above 1 could round up, past what is reachable.
+    return Infeasibility(f"{why}; the highest reachable speedup is {limit:.12g}", slowest, limit)
 
 
 def _loss(table: ChoiceTable, budget: Budget) -> Infeasibility:

@@ -25,7 +25,7 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
     """
     needed = {
         "cpu": startup.on_cpu,
-        "dataset-helpers": _helpers_are_prebuilt(),
+        "dataset-helpers": dataset_helpers_are_prebuilt(),
         "step-hook": args.snip,
         "torch-norm-sequence-parallel": args.sequence_parallel and args.transformer_impl == "local",
         "distributed-optimizer-resume": args.use_distributed_optimizer and distributed_optimizer.uses_torch_adamw(),
@@ -72,7 +72,8 @@ def _step_hook() -> str:
     return "Megatron's train_step and evaluate wrapped at run time"
 
 
-def _helpers_are_prebuilt() -> bool:
+def dataset_helpers_are_prebuilt() -> bool:
+    """Whether Megatron is the wheel, whose index builder is compiled and has no Makefile."""
     folder = os.path.dirname(os.path.abspath(dataset_utils.__file__))
     built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
     return built and not os.path.exists(os.path.join(folder, "Makefile"))

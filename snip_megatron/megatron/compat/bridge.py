@@ -1,0 +1,68 @@
+"""What SNIP takes of Megatron Bridge 0.6 beyond its public interface. Imported by ``snip_megatron.bridge`` alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import megatron.bridge.training.initialize as initialize
+import megatron.bridge.training.setup as setup
+import megatron.bridge.training.train as train
+
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat import patches
+from snip_megatron.megatron.compat.versions import check_signature
+from snip_megatron.megatron.startup import Startup
+
+_STEP_PARAMETERS = (
+    "forward_step_func",
+    "data_iterator",
+    "model",
+    "optimizer",
+    "scheduler",
+    "global_state",
+    "pg_collection",
+    "forward_backward_func",
+)
+
+
+def check_interface() -> None:
+    """Raises SnipError unless Bridge's loop is the one that is known (0.6)."""
+    check_signature(train.train_step, _STEP_PARAMETERS, "megatron.bridge's train_step")
+    if "train_step" not in train.train.__code__.co_names:
+        raise SnipError("megatron.bridge's train() no longer looks train_step up by its global name: use 0.6")
+
+
+def wrap_train_step(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace Bridge's ``train_step`` by ``wrapper(train_step)``; returns what undoes it.
+
+    Bridge calls it with the parameters above, and others after them. It returns a tuple: dict of losses (last pipeline
+    stage only), whether the step was skipped, ..., gradient norm at index 5.
+    """
+    check_interface()
+    genuine = train.train_step
+    train.train_step = wrapper(genuine)
+
+    def undo() -> None:
+        train.train_step = genuine
+
+    return undo
+
+
+def apply(startup: Startup) -> list[str]:
+    """The compat sets that Bridge's start needs as well as Megatron's. Returns one line each, to be shown."""
+    lines = []
+    if startup.allows("dataset-helpers") and patches.dataset_helpers_are_prebuilt():
+        initialize.compile_helpers = _nothing
+        lines.append("dataset-helpers: the compiled dataset index builder is used as shipped")
+    if startup.on_cpu:
+        if not isinstance(setup.initialize_megatron, functools.partial):
+            setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
+        setup.set_jit_fusion_options = _nothing
+        lines.append("cpu: CUDA calls answered by the CPU, no warm-up of fused kernels")
+    return lines
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None

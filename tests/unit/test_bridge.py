@@ -1,0 +1,73 @@
+"""Megatron Bridge's interface against what snip_megatron.bridge takes it for; skipped where Bridge is not installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+
+
+def installed() -> bool:
+    try:
+        importlib.import_module("megatron.bridge.training.train")
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def bridge() -> Any:
+    if not installed():
+        pytest.skip("Megatron Bridge is not installed")
+    return importlib.import_module("snip_megatron.bridge")
+
+
+def test_says_what_is_missing() -> None:
+    if installed():
+        pytest.skip("Megatron Bridge is installed")
+    with pytest.raises(SnipError, match=r"needs megatron-bridge 0\.6.*No module named 'megatron\.bridge'"):
+        importlib.import_module("snip_megatron.bridge")
+
+
+def test_the_loop_is_known(bridge: Any) -> None:
+    bridge.bridge_compat.check_interface()
+    pretrain = importlib.import_module("megatron.bridge.training.pretrain").pretrain
+    assert list(inspect.signature(inspect.unwrap(pretrain)).parameters) == ["config", "forward_step_func", "callbacks"]
+
+
+def test_a_changed_step_is_refused(bridge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge.bridge_compat.train, "train_step", lambda model, data_iterator: None)
+    with pytest.raises(SnipError, match="train_step"):
+        bridge.SnipCallback(SnipConfig(enabled=True))
+
+
+def test_events_exist(bridge: Any) -> None:
+    callbacks = importlib.import_module("megatron.bridge.training.callbacks")
+    own = {name for name in vars(bridge.SnipCallback) if name.startswith("on_")}
+    assert own
+    assert own <= callbacks.VALID_EVENTS
+    assert "total_loss_dict" in {field.name for field in dataclasses.fields(callbacks.CallbackContext)}
+
+
+def test_configuration_has_the_names_that_are_read(bridge: Any) -> None:
+    config = importlib.import_module("megatron.bridge.training.config")
+    provider = importlib.import_module("megatron.bridge.models.gpt_provider").GPTModelProvider
+    assert "hook" in inspect.signature(provider.register_pre_wrap_hook).parameters
+
+    def names(kind: type) -> set[str]:
+        return {field.name for field in dataclasses.fields(kind)}
+
+    parts = {"model", "optimizer", "ddp", "train", "validation", "checkpoint", "dist"}
+    assert parts <= names(config.ConfigContainer)
+    assert {"num_query_groups", "gated_linear_unit", "should_pad_vocab", "transformer_layer_spec"} <= names(provider)
+    assert {"load", "save", "finetune", "ckpt_step"} <= names(config.CheckpointConfig)
+    assert {"use_megatron_fsdp", "use_torch_fsdp2"} <= names(config.DistributedInitConfig)
+    assert {"global_batch_size", "micro_batch_size"} <= names(config.TrainingConfig)
+    assert "grad_reduce_in_fp32" in names(config.DistributedDataParallelConfig)
+    assert {"optimizer", "clip_grad"} <= names(config.OptimizerConfig)
