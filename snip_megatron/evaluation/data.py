@@ -50,7 +50,7 @@ def load_data(folder: Path, tokenizer: str) -> Data:
         )
     except FileNotFoundError:
         raise SnipError(f"--data {folder}: holds no prepared text; {how}") from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise SnipError(f"--data {folder}: manifest.json cannot be used ({error}); {how} --overwrite") from None
     if data.tokenizer != tokenizer:
         raise SnipError(f"--data {folder}: its tokenizer is {data.tokenizer}, the experiment wants {tokenizer}; {how}")

@@ -34,7 +34,7 @@ class WarmCheckpoint:
         """Hash of all weights after ``warm.steps`` steps; None while there is no whole checkpoint."""
         try:
             value = json.loads((self.folder / HASHES).read_text(encoding="utf-8"))[str(self.warm.steps)]
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
         return value if isinstance(value, str) else None
 

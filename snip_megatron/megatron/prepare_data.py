@@ -116,14 +116,17 @@ def _existing(output: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return manifest if isinstance(manifest, dict) and manifest.get("schema") == SCHEMA else None
 
 
 def _is_whole(output: Path, manifest: dict[str, Any]) -> bool:
     """Whether every file of the manifest is there with its hash."""
-    files: dict[str, str] = manifest.get("files_sha256", {})
+    files = manifest.get("files_sha256", {})
+    # A manifest of ours names files below it; no other is opened.
+    if not isinstance(files, dict) or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+        return False
     return all((output / name).is_file() and _sha256(output / name) == digest for name, digest in files.items())
 
 

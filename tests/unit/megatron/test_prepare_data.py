@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -271,3 +272,13 @@ def test_a_failure_leaves_the_old_result(texts: Path, tmp_path: Path, monkeypatc
         prepare(texts, "--output", output, "--tokenizer", "bytes", "--holdout", "0.4", "--overwrite")
     assert (output / "manifest.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "a/../../outside"])
+def test_a_manifest_names_only_files_below_it(name: str, tmp_path: Path) -> None:
+    from snip_megatron.megatron.prepare_data import _is_whole
+
+    (tmp_path / "outside").write_text("x")
+    (tmp_path / "out").mkdir()
+    assert not _is_whole(tmp_path / "out", {"files_sha256": {name: hashlib.sha256(b"x").hexdigest()}})
+    assert not _is_whole(tmp_path / "out", {"files_sha256": [name]})
