@@ -36,7 +36,7 @@ def install() -> None:
         return
     # torch.compile has no use here (one compilation a rank, no fusion worth it) and needs a C++ compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Imported before the patches: it registers torch's functions in tables that reject two names for one function.
+    # Imported before the patches: it registers torch's own functions.
     importlib.import_module("torch._dynamo")
 
     _redirect_devices()
@@ -171,8 +171,9 @@ def _peak_memory(*args: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """A new function for each name: torch's compiler knows functions by identity, each with one rule of its own."""
+    return lambda *args, **kwargs: None
 
 
 def _replace_cuda_runtime() -> None:
@@ -180,8 +181,8 @@ def _replace_cuda_runtime() -> None:
     stand_ins: dict[str, Any] = {
         "current_device": lambda: 0,
         "device_count": lambda: 1,
-        "set_device": _nothing,
-        "synchronize": _nothing,
+        "set_device": _nothing(),
+        "synchronize": _nothing(),
         "get_device_name": lambda *a: _Properties.name,
         "get_device_properties": lambda *a: _Properties,
         "get_device_capability": lambda *a: (_Properties.major, _Properties.minor),
@@ -189,20 +190,20 @@ def _replace_cuda_runtime() -> None:
         "Event": _Event,
         "current_stream": lambda *a: stream,
         "default_stream": lambda *a: stream,
-        "set_stream": _nothing,
+        "set_stream": _nothing(),
         "stream": lambda s=None: contextlib.nullcontext(s),
         "is_current_stream_capturing": lambda: False,
-        "empty_cache": _nothing,
-        "ipc_collect": _nothing,
+        "empty_cache": _nothing(),
+        "ipc_collect": _nothing(),
         "memory_stats": lambda *a: _MemoryStats(),
         "memory_allocated": _resident_memory,
-        "memory_reserved": _resident_memory,
-        "device_memory_used": _resident_memory,
+        "memory_reserved": lambda *a: _resident_memory(),
+        "device_memory_used": lambda *a: _resident_memory(),
         "max_memory_allocated": _peak_memory,
-        "max_memory_reserved": _peak_memory,
-        "reset_peak_memory_stats": _nothing,
+        "max_memory_reserved": lambda *a: _peak_memory(),
+        "reset_peak_memory_stats": _nothing(),
         "mem_get_info": lambda *a: (_Properties.total_memory - _resident_memory(), _Properties.total_memory),
-        "_lazy_init": _nothing,
+        "_lazy_init": _nothing(),
         "_lazy_call": lambda call, **k: call(),
     }
     # The device's generator is the CPU's own: dropout and initialisation draw from it on this device.
@@ -211,14 +212,14 @@ def _replace_cuda_runtime() -> None:
         "get_rng_state": lambda *a, **k: torch.get_rng_state(),
         "set_rng_state": lambda state, *a, **k: torch.set_rng_state(state),
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
-        "manual_seed_all": _nothing,
+        "manual_seed_all": _nothing(),
     }
     for name, value in (stand_ins | generator).items():
         setattr(torch.cuda, name, value)
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
         setattr(torch.cuda.random, name, generator[name])
     for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, _nothing)
+        setattr(torch.cuda.nvtx, name, _nothing())
 
 
 def _separate_data_loader_seeds() -> None:

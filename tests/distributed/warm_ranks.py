@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,7 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **job["env"]}
         sys.argv = [job["module"], *job["args"]]
+        _separate_wandb_media()
         code = importlib.import_module(job["module"]).main() or 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
@@ -123,6 +125,12 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _separate_wandb_media() -> None:
+    """wandb stages tables in a folder made when it is imported, here in the server, and removed when a rank ends."""
+    if private := sys.modules.get("wandb.sdk.data_types._private"):
+        private.MEDIA_TMP.name = tempfile.mkdtemp(suffix="wandb-media")
 
 
 def _wait(pids: list[int], deadline: float) -> list[int]:
