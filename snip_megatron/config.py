@@ -59,6 +59,9 @@ class SnipConfig:
     policy: str = _option("snip", "how options are scored")
     estimator: str = _option("noise", "sensitivity estimator behind the snip policy")
     q: str = _option("split", "how loss and weight divergence combine to one score")
+    backward_share: float = _option(
+        0.145, "of --snip-q split: what dgrad and wgrad all in fp4 cost together, in fprops all in fp4", type=float
+    )
     backward_noise: bool = _option(False, "also run the paper's backward-noise probe")
     probe_microbatches: int = _option(1, "microbatches a probe runs on each data parallel rank", type=int, metavar="B")
     probe_tokens: int = _option(
@@ -222,7 +225,7 @@ class SnipConfig:
             raise SnipError(f"--snip-measured-share {self.measured_share}: must be above 0, 1 at most")
         if self.measured_twice and (self.policy, self.estimator) != ("snip", "measured"):
             raise SnipError("--snip-measured-twice has no effect without --snip-estimator measured: leave it out")
-        for name in ("wait", "change_penalty", "trigger"):
+        for name in ("wait", "change_penalty", "trigger", "backward_share"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be a finite number, 0 or more")
         for name in ("probe_noise", "solver_time", "deadline"):

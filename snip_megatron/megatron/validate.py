@@ -246,6 +246,7 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0
         policy=config.policy,
         estimator=config.estimator,
         q=config.q,
+        backward_share=config.backward_share,
         formats=config.formats,
         granularity=config.granularity,
         target=wanted if kind == "fp4" else 0.0,

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.sensitivity.quality import combine, monotone, rounded
 from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
@@ -22,6 +23,12 @@ def test_split_takes_fprop_from_the_loss_and_scales_the_rest() -> None:
     np.testing.assert_array_equal(q[:, 0], LOSS[:, 0])
     assert q[:, 1:, 1].sum() == pytest.approx(BACKWARD_SHARE * q[:, 0, 1].sum())
     np.testing.assert_allclose(q[:, 1:] / q[0, 1, 1], WEIGHT[:, 1:] / WEIGHT[0, 1, 1])
+
+
+def test_the_share_of_the_backward_pass_is_an_argument() -> None:
+    assert SnipConfig().backward_share == BACKWARD_SHARE
+    q = combine(SolveRequest(q="split", backward_share=0.08), LOSS, WEIGHT, VARIANCE)
+    assert q[:, 1:, 1].sum() == pytest.approx(0.08 * q[:, 0, 1].sum())
 
 
 def test_noise_is_in_nats() -> None:
