@@ -237,6 +237,11 @@ def _separate_data_loader_seeds() -> None:
 
 # -- gloo ------------------------------------------------------------------------------------------------------
 def _adapt_gloo() -> None:
+    _take_split_sizes_as_tensors()
+    _gather_shares_of_different_sizes()
+
+
+def _take_split_sizes_as_tensors() -> None:
     """Mixture-of-experts passes split sizes as tensors; off the GPU they stay tensors, where a list is needed."""
     all_to_all_single = dist.all_to_all_single
 
@@ -249,3 +254,34 @@ def _adapt_gloo() -> None:
         return all_to_all_single(*args, **kwargs)
 
     dist.all_to_all_single = with_lists
+
+
+class _Done:
+    """A collective that has ended."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _gather_shares_of_different_sizes() -> None:
+    """A layer-wise optimizer gathers whole parameters, of which ranks have shares of different sizes: NCCL takes them,
+    gloo does not. Each rank broadcasts its share instead."""
+    all_gather = dist.all_gather
+
+    @functools.wraps(all_gather)
+    def of_any_sizes(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if len({share.numel() for share in tensor_list}) < 2:
+            return all_gather(tensor_list, tensor, group, async_op)
+        for rank, share in enumerate(tensor_list):
+            if rank == dist.get_rank(group):
+                share.copy_(tensor)
+            if share.numel():
+                dist.broadcast(share, group=group, group_src=rank)
+        return _Done() if async_op else None
+
+    dist.all_gather = of_any_sizes

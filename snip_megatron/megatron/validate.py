@@ -152,6 +152,7 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
 def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
     if args.optimizer in compat.NEEDS_PACKAGE and not compat.has_package():
         raise SnipError(f"--optimizer {args.optimizer} needs a package that is not here: pip install {compat.PACKAGE}")
+    _check_sharding(args)
     if not config.updates or not needs_forward_noise(solve_request(config, args)):
         return
     if args.optimizer not in compat.SUPPORTED_OPTIMIZERS:
@@ -164,6 +165,21 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
         raise SnipError(
             f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: {args.optimizer}"
             " has no moments before its first step; use --snip-first-update 1 or later"
+        )
+
+
+def _check_sharding(args: argparse.Namespace) -> None:
+    """Optimizers that Megatron cannot share out among data parallel ranks: it would say so after minutes, or not at
+    all."""
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise SnipError(
+            "--optimizer sgd cannot be combined with --use-distributed-optimizer: Megatron shards the state of adam"
+            " alone; leave one of them out"
+        )
+    if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
+        raise SnipError(
+            f"--optimizer {args.optimizer} with --use-distributed-optimizer needs --bf16: Megatron shares out whole"
+            " parameters of 16-bit models only; add --bf16 or leave --use-distributed-optimizer out"
         )
 
 

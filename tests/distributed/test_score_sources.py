@@ -4,11 +4,13 @@ maps whose groups share a format."""
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from launch import error_lines, tiny_llama_args
+from layouts import STATISTICS_LIMIT, worst_differences
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
@@ -60,6 +62,31 @@ def test_drift_of_other_optimizers_on_two_layouts(
     # Tokens of a sequence are not independent: the variance over microbatches is of another size than theirs.
     assert (one.linear["gv2"] > 0.2 * one.linear["s2"]).all()
     assert (one.linear["gv2"] < 20.0 * one.linear["s2"]).all()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "overlap"), [("muon", ""), ("lion", "--overlap-grad-reduce --overlap-param-gather")]
+)
+def test_drift_where_ranks_share_out_whole_parameters(
+    warm: WarmRanks, tmp_path: Path, optimizer: str, overlap: str
+) -> None:
+    """Megatron's layer-wise distributed optimizer, which these get with --use-distributed-optimizer.
+
+    It takes 16-bit weights only. They stay where they are, or a last bit of a step would be a last bit of bf16.
+    """
+    still = f"--optimizer {optimizer} --bf16 --lr 1e-20 --min-lr 0"
+    one = table_of(warm, tmp_path / "one", 1, 2, still)
+    two = table_of(warm, tmp_path / "two", 2, 1, f"{still} --use-distributed-optimizer {overlap}")
+    assert two.non_finite() == []
+    assert (two.linear["m2"] > 0).all()
+    assert (two.drift2[:, -1] > 0).all()
+    # The second microbatch of one rank is multiplied out once more, in bf16.
+    np.testing.assert_allclose(two.linear["gv2"], one.linear["gv2"], rtol=1e-3)
+    two = replace(two, linear=dict(two.linear, gv2=one.linear["gv2"]))
+    found = worst_differences(one, two)
+    assert found["value"] <= STATISTICS_LIMIT, found
+    assert found["drift_over_limit"] <= 1.0, found
+    assert found["same_rows"]
 
 
 def test_hessian_traces_on_three_layouts(warm: WarmRanks, tmp_path: Path) -> None:

@@ -133,6 +133,19 @@ def test_optimizers_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPat
     validate.check(config(), arguments(optimizer="sgd"))
 
 
+def test_optimizers_that_megatron_cannot_share_out() -> None:
+    sharded = refused(config(estimator="fisher"), arguments(optimizer="sgd", use_distributed_optimizer=True))
+    assert sharded.startswith("--optimizer sgd cannot be combined with --use-distributed-optimizer")
+    validate.check(config(), arguments(optimizer="adam", use_distributed_optimizer=True))
+    # Megatron's own validation turns the one into the other.
+    for optimizer in ("lion", "muon"):
+        whole = {"optimizer": optimizer, "use_layer_wise_distributed_optimizer": True}
+        assert refused(config(), arguments(**whole, bf16=False)).startswith(
+            f"--optimizer {optimizer} with --use-distributed-optimizer needs --bf16"
+        )
+        validate.check(config(), arguments(**whole))
+
+
 def test_a_probe_before_the_first_optimizer_step() -> None:
     assert "--snip-first-update 0" in refused(config(first_update=0), arguments())
     validate.check(config(first_update=0), arguments(load="checkpoints"))
