@@ -53,13 +53,26 @@ def check_compat_names(names: Sequence[str]) -> frozenset[str]:
     return frozenset(names)
 
 
+def check_sources(argv: Sequence[str]) -> None:
+    """Raise SnipError if arguments shall come from a file: Megatron would drop the command line, ``--snip-*`` with it.
+
+    What it makes of the file has other names and levels than its arguments; our entry reads the arguments.
+    """
+    if any(given.partition("=")[0] == "--yaml-cfg" for given in argv):
+        raise SnipError(
+            "--yaml-cfg is not supported: Megatron would ignore all other arguments, --snip-* among them; give its"
+            " arguments on the command line"
+        )
+
+
 def prepare(argv: Sequence[str], no_compat: Sequence[str]) -> Startup:
     """Set the environment, decide between GPU and CPU and, on CPU, patch torch. Call before importing Megatron.
 
     ``argv`` is the command line without the program's name, ``no_compat`` the values of ``--snip-no-compat``. What
-    the user set in the environment stays. Raises SnipError on an unknown name, or without a CUDA device when the
-    ``cpu`` set is off.
+    the user set in the environment stays. Raises SnipError on an unknown name, on arguments of a file, or without a
+    CUDA device when the ``cpu`` set is off.
     """
+    check_sources(argv)
     disabled = check_compat_names(no_compat)
     if not {"--use-megatron-fsdp", "--use-torch-fsdp2"}.intersection(argv):
         # Overlap of communication and GEMMs relies on one hardware queue; Megatron asserts it (FSDP the opposite).

@@ -41,6 +41,7 @@ def test_unknown_compat_set_is_one_line_over_all_ranks(tmp_path: Path) -> None:
         (["--snip-lag", "soon"], "argument --snip-lag: invalid int value: 'soon'"),
         (["--snip-no-compat", "cpu"], "no CUDA device is visible and --snip-no-compat cpu forbids running on the CPU"),
         (["--snip-colour", "blue"], "unrecognized arguments: --snip-colour blue"),
+        (["--yaml-cfg", "run.yaml", "--snip"], "--yaml-cfg is not supported: "),
         (["--tensor-model-parallel-size", "2"], "Megatron refuses the arguments: world size (1) is not divisible"),
     ],
 )
