@@ -80,6 +80,7 @@ class Controller:
         sink: Megatron's own wandb run and TensorBoard log, which only its last rank has; a no-op elsewhere.
         clip_grad: Megatron's ``--clip-grad``; 0 for none.
         restored: state from a checkpoint; None for a fresh run.
+        unquantised: FLOPs a token of the decoder's linears that no map covers, all GEMMs together.
     """
 
     def __init__(
@@ -93,16 +94,19 @@ class Controller:
         sink: Sink,
         clip_grad: float,
         restored: ControllerState | None = None,
+        *,
+        unquantised: float = 0.0,
     ) -> None:
         self._config = config
         self._registry = registry
         self._channel = channel
         self._report = report
         self._flops = dict(flops)
+        self._unquantised = unquantised
         self._coordinator = coordinator
         self._sink = sink
         self._clip_grad = clip_grad
-        self._fraction = fp4_fraction(registry.current, self._flops)
+        self._fraction = fp4_fraction(registry.current, self._flops, unquantised)
         self._fractions: dict[int, float] = {}  # of steps whose loss is still on its way
         self._started = False
         self._next_step = 0
@@ -280,7 +284,7 @@ class Controller:
         self._registry.adopt(new)
         self.state.precision_map = new
         self.state.version = max(self.state.version, new.version)
-        fraction = self._fraction = fp4_fraction(new, self._flops)
+        fraction = self._fraction = fp4_fraction(new, self._flops, self._unquantised)
         self._event(
             step,
             "adopt",

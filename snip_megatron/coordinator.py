@@ -50,6 +50,7 @@ class RankZeroCoordinator:
         linears: the model's linears.
         static_map: the map of ``--snip-map``, already checked.
         run: the run directory; None when the run keeps none.
+        tokens_per_step: that ``request`` is of; None where its FLOPs do not depend on them.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class RankZeroCoordinator:
         linears: tuple[LinearRow, ...],
         static_map: PrecisionMap | None,
         run: RunDirectory | None,
+        tokens_per_step: int | None = None,
     ) -> None:
         self._config = config
         self._request = request
+        self._tokens_per_step = tokens_per_step
         self._linears = linears
         self._flops = {row.name: 2.0 * row.n * row.k for row in linears}
         self._static_map = static_map
@@ -85,6 +88,8 @@ class RankZeroCoordinator:
         if self._run is not None:
             self._run.write_statistics(step, table)
         request = dataclasses.replace(self._request, version=version)
+        if self._tokens_per_step is not None:
+            request = request.of_step(table.tokens_per_step / self._tokens_per_step)
         self._sidecar.submit(SolveJob(table=table, request=request, hint=self._hint()))
 
     def _hint(self) -> dict[str, Format] | None:

@@ -264,10 +264,13 @@ class PrecisionMap:
         )
 
 
-def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float]) -> float:
-    """FLOPs of four-bit GEMMs over all; ``flops``: linear's name → FLOPs of one GEMM (its three are equal)."""
+def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float], unquantised: float = 0.0) -> float:
+    """FLOPs of four-bit GEMMs over all; ``flops``: linear's name → FLOPs of one GEMM (its three are equal).
+
+    ``unquantised``: FLOPs of the decoder's linears that are no candidates, all GEMMs together.
+    """
     four_bit = {Format.FP4, Format.NVFP4, Format.MXFP4}
-    total = 3.0 * sum(flops.values())
+    total = 3.0 * sum(flops.values()) + unquantised
     low = sum(flops[name] for name in flops for gemm in Gemm if precision_map.format_of(name, gemm) in four_bit)
     return low / total if total else 0.0
 

@@ -17,6 +17,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
 from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
@@ -51,7 +52,9 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     tensor_parallel = model_config.tensor_model_parallel_size > 1
     selection = select_backend(config.gemm, formats_in_use(config), tensor_parallel=tensor_parallel)
     context = StepContext(seed=config.seed, backend=selection.backend)
-    registry = LinearRegistry(decoder_linear_names(model_config.num_layers), context)
+    experts = ExpertLayers.of(model_config)
+    expert_layers = frozenset() if experts is None else experts.layers
+    registry = LinearRegistry(decoder_linear_names(model_config.num_layers, expert_layers), context)
     for layer in layers:
         for kind in LINEAR_KINDS:
             module = _descend(layer, kind)
@@ -59,6 +62,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
                 _convert_linear(module, LinearId(layer.layer_number - 1, kind), registry)
     if int(os.environ.get("RANK", "0")) == 0:
         _announce(selection, registry)
+        if expert_layers:
+            print(f"snip: experts of {len(expert_layers)} layers stay bf16; they count in the fp4 share", flush=True)
     return registry
 
 

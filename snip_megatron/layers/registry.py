@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.precision import LINEAR_KINDS, Gemm, LinearId, PrecisionMap
 
 
-def decoder_linear_names(num_layers: int) -> list[str]:
-    """Global names of all linears of a dense decoder, in order: what maps and broadcasts index."""
-    return [str(LinearId(layer, kind)) for layer in range(num_layers) for kind in LINEAR_KINDS]
+def decoder_linear_names(num_layers: int, expert_layers: Collection[int] = ()) -> list[str]:
+    """Global names of a decoder's candidate linears, in order: what maps and broadcasts index.
+
+    Of ``expert_layers``, those whose MLP is a mixture of experts, the attention's alone.
+    """
+    return [
+        str(LinearId(layer, kind))
+        for layer in range(num_layers)
+        for kind in LINEAR_KINDS
+        if layer not in expert_layers or not kind.startswith("mlp.")
+    ]
 
 
 def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str) -> None:

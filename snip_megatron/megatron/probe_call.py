@@ -59,7 +59,10 @@ class StepCall:
 
 @contextmanager
 def undisturbed(call: StepCall, context: StepContext) -> Iterator[compat.RandomState]:
-    """Passes inside leave random states, gradients and the rerun machine as they were. Gives the random states."""
+    """Passes inside leave random states, gradients and the rerun machine as they were. Gives the random states.
+
+    So do the routers of experts, pass by pass (:func:`run_schedule`): every pass routes from the same state.
+    """
     states = compat.rng_state()
     try:
         with compat.rerun_disabled(), compat.quiet_schedule(call.config):
@@ -90,6 +93,7 @@ def run_schedule(
         call.optimizer.zero_grad()  # an FP32 optimizer's step leaves p.grad an alias of main_grad
         for chunk in call.model:
             stack.enter_context(chunk.no_sync())
+        stack.enter_context(compat.routers_kept(call.model))
         call.forward_backward_func(
             forward_step_func=forward_step_func or call.forward_step_func,
             data_iterator=compat.peek(call.data_iterator, max(microbatches) + 1).iterator(microbatches),

@@ -6,6 +6,7 @@ buffers are zeroed again before training continues.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -103,6 +104,7 @@ class ProbeRunner:
         self._tp_rank = tp_rank
         self._device = next(model[0].parameters()).device
         self._rng: Any = None
+        self._routing: compat.RepeatedRouting | None = None
         self._table_shape = TableShape(
             names=tuple(registry.names),
             formats=snip.measured_formats,
@@ -135,6 +137,7 @@ class ProbeRunner:
         with undisturbed(call, self._registry.context) as self._rng, ExitStack() as stack:
             stack.enter_context(attached(recorders))
             stack.enter_context(stream.attached())
+            self._routing = stack.enter_context(compat.routing_repeated(self._model))
             self._registry.context.probing = True
             seconds["statistics"] = self._run_pass(Pass.STATISTICS, call, microbatches, recorders, stream)
             started = time.perf_counter()
@@ -172,12 +175,14 @@ class ProbeRunner:
         """Adds the linears' Hessian traces to ``table``; returns the seconds of their passes."""
         started = time.perf_counter()
         context = self._registry.context
-        with undisturbed(call, context) as states:
+        with undisturbed(call, context) as states, compat.routing_repeated(self._model) as routing:
             context.probing = True
+            routes = itertools.chain([True], itertools.repeat(False))
 
             def run_pass() -> None:
                 self._registry.start_step(call.step)
                 compat.set_rng_state(states)
+                routing.start(first=next(routes))
                 run_schedule(call, self._shape, range(microbatches))
 
             add_hessian_traces(
@@ -251,6 +256,8 @@ class ProbeRunner:
         stream.start(phase, sigma)
         self._registry.start_step(call.step)
         compat.set_rng_state(self._rng)  # dropout, if any, draws the same masks in every pass
+        assert self._routing is not None
+        self._routing.start(first=phase is Pass.STATISTICS)
         run_schedule(call, self._shape, range(microbatches))
         return time.perf_counter() - started
 

@@ -264,7 +264,8 @@ class SnipRun:
         if is_rank_zero():
             static_map = validate.load_map(config.map, registry.names) if config.map is not None else None
             run = self._run_directory(step, request, linears)
-            self._coordinator = RankZeroCoordinator(config, request, linears, static_map, run)
+            tokens = args.global_batch_size * args.seq_length
+            self._coordinator = RankZeroCoordinator(config, request, linears, static_map, run, tokens)
         restored = self._restored_state()
         self._controller = Controller(
             config,
@@ -276,6 +277,7 @@ class SnipRun:
             self._sinks(),
             clip_grad=args.clip_grad,
             restored=restored,
+            unquantised=sum(validate.unquantised_flops(args).values()),
         )
         return self._controller
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 from snip_megatron.config import SnipConfig
 from snip_megatron.coordinator import replay_schedule
 from snip_megatron.errors import SnipError
+from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import check_map_fits, decoder_linear_names
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.step_costs import option_times
-from snip_megatron.precision import LinearId, PrecisionMap
+from snip_megatron.precision import Gemm, LinearId, PrecisionMap
 from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
 from snip_megatron.sensitivity.problem import check_groups, check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
@@ -50,7 +52,8 @@ def _more_than_one(value: Any) -> bool:
 _OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out"
 _CAPTURED = "a captured graph would keep the precision of the step it was captured in; leave it out"
 _SHARDED = "its parameters have no FP32 main_grad of DDP to accumulate into; use --use-distributed-optimizer"
-_DENSE = "only dense decoders are supported so far"
+_WIDTH = "experts of another width than the decoder are not supported; leave it out"
+_DENSE = "not supported so far"
 
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict("--fp8-format", "fp8", _given, _OWN_PRECISION),
@@ -116,7 +119,15 @@ CONFLICTS: tuple[Conflict, ...] = (
         "not supported yet: probes take the optimizer's state to be sharded once; use 1",
     ),
     Conflict("--context-parallel-size", "context_parallel_size", _more_than_one, "not supported yet; use 1"),
-    Conflict("--num-experts", "num_experts", _given, _DENSE),
+    Conflict(
+        "--moe-latent-size", "moe_latent_size", _given, "experts of another width than the decoder are not supported"
+    ),
+    Conflict(
+        "--moe-router-fusion",
+        "moe_router_fusion",
+        _given,
+        "probes route a batch as they did at first, which a fused router cannot; leave it out",
+    ),
     Conflict("--mtp-num-layers", "mtp_num_layers", _given, _DENSE),
     Conflict("--multi-latent-attention", "multi_latent_attention", _given, _DENSE),
     Conflict("--experimental-attention-variant", "experimental_attention_variant", _given, _DENSE),
@@ -143,10 +154,38 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
         if conflict.present(value):
             shown = "" if value is True or conflict.derived else f" {value}"
             raise SnipError(f"{conflict.argument}{shown} cannot be combined with --snip: {conflict.why}")
+    _check_experts(config, args)
     _check_optimizer(config, args)
     _check_main_grad(args)
     _check_fixed_map(config, args)
     _check_reachable(config, args)
+
+
+def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
+    """What mixtures of experts do not work with, or have not been run with."""
+    if ExpertLayers.of(args) is None:
+        return
+    here = f"--num-experts {args.num_experts} cannot be combined with"
+    if args.transformer_impl == "transformer_engine":
+        raise SnipError(
+            f"{here} --transformer-impl transformer_engine under --snip: SNIP's layer is dense there; use"
+            " --transformer-impl local"
+        )
+    routing = args.moe_router_load_balancing_type
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in ([routing] if isinstance(routing, str) else routing):
+            raise SnipError(
+                f"{here} --moe-router-load-balancing-type {kind} under --snip: probes route a batch as they did at"
+                " first, which it cannot; use aux_loss, seq_aux_loss, global_aux_loss or none"
+            )
+    if config.timed and config.updates:
+        raise SnipError(f"{here} --snip-budget {config.budget}: times of experts are not predicted; use fp4=")
+    if config.estimator == "measured" and config.updates:
+        raise SnipError(f"{here} --snip-estimator measured: not supported yet; use noise or fisher")
+    if config.updates and not compat.routing_repeats():
+        raise SnipError(
+            f"{here} --snip and this Megatron, whose routers cannot repeat a routing; use megatron-core 0.19"
+        )
 
 
 def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -194,7 +233,7 @@ def _check_main_grad(args: argparse.Namespace) -> None:
 
 def _check_fixed_map(config: SnipConfig, args: argparse.Namespace) -> None:
     """Maps that are known before training: of files, of another run, or of a policy that chooses nothing."""
-    names = decoder_linear_names(args.num_layers)
+    names = linear_names(args)
     if config.map is not None:
         load_map(config.map, names)
     elif config.replay is not None:
@@ -225,8 +264,14 @@ def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str],
     return (*own, *config.pins)
 
 
+def linear_names(args: argparse.Namespace) -> list[str]:
+    """Global names of the model's candidate linears."""
+    experts = ExpertLayers.of(args)
+    return decoder_linear_names(args.num_layers, frozenset() if experts is None else experts.layers)
+
+
 def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
-    """All decoder linears with their unsharded shapes, from Megatron's arguments alone.
+    """All candidate linears with their unsharded shapes, from Megatron's arguments alone.
 
     Stages are those of an even split; a custom pipeline layout is known only to the built model.
     """
@@ -239,14 +284,33 @@ def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
         "mlp.linear_fc1": (ffn * (2 if args.swiglu else 1), hidden),
         "mlp.linear_fc2": (hidden, ffn),
     }
+    rows = []
+    for name in linear_names(args):
+        linear = LinearId.parse(name)
+        rows.append(LinearRow(name, _stage(args, linear.layer), *shapes[linear.kind]))
+    return tuple(rows)
+
+
+def _stage(args: argparse.Namespace, layer: int) -> int:
+    """Of an even split."""
     chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
     per_chunk = max(1, -(-args.num_layers // chunks))
-    rows = []
-    for name in decoder_linear_names(args.num_layers):
-        linear = LinearId.parse(name)
-        stage = linear.layer // per_chunk % args.pipeline_model_parallel_size
-        rows.append(LinearRow(name, stage, *shapes[linear.kind]))
-    return tuple(rows)
+    return int(layer // per_chunk % args.pipeline_model_parallel_size)
+
+
+def unquantised_flops(args: argparse.Namespace) -> dict[int, float]:
+    """Pipeline stage → FLOPs a token of decoder linears that are no candidates, all GEMMs together: the experts'.
+
+    Those that a token goes through; dropped tokens and padding are not known beforehand. Empty for a dense decoder.
+    """
+    experts = ExpertLayers.of(args)
+    if experts is None:
+        return {}
+    of_layer = 2.0 * len(Gemm) * experts.bf16_elements(args.hidden_size, gated=args.swiglu)
+    stages = dict.fromkeys(range(args.pipeline_model_parallel_size), 0.0)
+    for layer in experts.layers:
+        stages[_stage(args, layer)] += of_layer
+    return stages
 
 
 def gemm_flops(rows: Sequence[LinearRow]) -> dict[str, float]:
@@ -258,6 +322,7 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0
     """What every update of this run asks. Raises SnipError where predicted times are needed and there are none."""
     kind, wanted = config.wanted
     timed = config.timed and config.updates
+    unquantised = unquantised_flops(args)
     return SolveRequest(
         policy=config.policy,
         estimator=config.estimator,
@@ -278,7 +343,13 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0
         version=version,
         deterministic_time=config.solver_time,
         backward_noise=config.backward_noise,
+        unquantised_stage_flops={k: v * _tokens_per_step(args) for k, v in unquantised.items()} or None,
     )
+
+
+def _tokens_per_step(args: argparse.Namespace) -> int:
+    """Of a whole global batch; one that ramps up is smaller at first (:meth:`SolveRequest.of_step`)."""
+    return int(args.global_batch_size * args.seq_length)
 
 
 def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -290,9 +361,18 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
         check_reachable(model_linears(args), request)
         return
     check_groups(model_linears(args), request)
-    share = reachable_share(model_linears(args), request)
+    tokens = 1 if request.unquantised_stage_flops is None else _tokens_per_step(args)
+    share = reachable_share(model_linears(args), request, tokens_per_step=tokens)
     if share < request.target - 1e-9:
+        limits, way = ("--snip-pin", "lower the budget or pin less")
+        if request.unquantised_stage_flops is not None:
+            limits, way = (f"--num-experts {args.num_experts}, whose experts stay bf16", "lower the budget")
         raise SnipError(
-            f"--snip-budget {config.budget} is out of reach with --snip-pin: at most fp4={share:.4f} of the FLOPs can"
-            " be four-bit; lower the budget or pin less"
+            f"--snip-budget {config.budget} is out of reach with {limits}: at most fp4={_down(share)} of the FLOPs can"
+            f" be four-bit; {way}"
         )
+
+
+def _down(share: float) -> str:
+    """Rounded down, so that asking for the figure shown succeeds."""
+    return f"{math.floor(share * 1e4) / 1e4:.4f}"

@@ -110,6 +110,15 @@ class SolveRequest:
         """Whether an option costs seconds rather than FLOPs."""
         return self.speedup is not None or self.loss is not None
 
+    def of_step(self, share: float) -> SolveRequest:
+        """For a step of ``share`` of the tokens: unquantised FLOPs go with them, as the candidates' do."""
+        stages = self.unquantised_stage_flops
+        return dataclasses.replace(
+            self,
+            unquantised_flops=self.unquantised_flops * share,
+            unquantised_stage_flops=None if stages is None else {k: v * share for k, v in stages.items()},
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: what a run's config.json keeps, to solve its statistics again."""
         body = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import REPOSITORY
-from layouts import FAST, LAYOUTS, LOSS_LIMIT, STATISTICS_LIMIT, LayoutRuns
+from layouts import FAST, LAYOUTS, LOSS_LIMIT, MODELS, STATISTICS_LIMIT, LayoutRuns
 from resumes import FAST_OTHER, OTHER_LAYOUT, RESHARDED_POINTS, SAME_LAYOUT, ResumeRuns
 from warm_ranks import WarmRanks
 
@@ -36,7 +36,8 @@ STEPS, LAG = 20, 2
 
 def layout_rows(runs: LayoutRuns, *, full: bool) -> Rows:
     """(key, what makes the row) of the matrix of layouts."""
-    for name in (n for n in LAYOUTS if n != "world-1") if full else FAST:
+    bases = {model.base for model in MODELS.values()}
+    for name in (n for n in LAYOUTS if n not in bases) if full else FAST:
         yield f"layout {name}", lambda name=name: runs.compare(name)  # type: ignore[misc]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,9 @@ MODEL = shlex.split(
 )
 AT = 3
 """Steps in the checkpoint; the probe runs before the next one."""
-PROBED = 2
-"""Microbatches of the probe, over all data parallel ranks."""
 # Pipeline stages have budgets of their own: without a stage constraint all layouts are asked the same.
 SNIP = shlex.split(
-    f"--snip --snip-first-update {AT} --snip-update-interval 1000 --snip-wait 240 --snip-stage-tolerance none"
+    "--snip --snip-update-interval 1000 --snip-wait 240 --snip-stage-tolerance none"
     " --snip-backward-noise --snip-probe-tokens 96"
 )
 SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
@@ -44,18 +42,60 @@ STATISTICS_LIMIT, LOSS_LIMIT = 1e-5, 1e-3
 
 
 @dataclass(frozen=True)
+class Model:
+    """What is trained.
+
+    Attributes:
+        base: the layout on one rank.
+        arguments: Megatron's, beside the common ones. snip: ours, likewise.
+        probed: microbatches of the probe, over all data parallel ranks.
+        at: the step before which it runs.
+    """
+
+    base: str
+    arguments: str = ""
+    snip: str = ""
+    probed: int = 2
+    at: int = AT
+
+
+_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-layer-freq [0,1,1,0] --moe-ffn-hidden-size 128"
+    " --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
+    " --moe-token-dispatcher-type alltoall --global-batch-size 8 --adam-eps 1e-4"
+)
+# Megatron keeps experts' optimizer apart where they are parallel, and does not load one kind into the other: weights
+# alone come from the checkpoint, the moments from a step after it whose learning rate is 0: weights are still the same.
+_EXPERTS += " --no-load-optim --no-load-rng"
+MODELS: dict[str, Model] = {
+    "dense": Model("world-1"),
+    # Two layers of four are mixtures of experts, which stay in bf16.
+    "experts-bf16": Model(
+        "experts-bf16-world-1",
+        f"{_EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 128 --moe-router-enable-expert-bias"
+        " --moe-router-score-function sigmoid",
+        "--snip-budget fp4=0.4",
+        probed=4,
+        at=AT + 1,
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Layout:
     """One row of the matrix.
 
     Attributes:
         ranks: all of them. arguments: Megatron's. data: data parallel size.
         bitwise: the layout that this one must equal bit for bit; None: one rank, within the limits.
+        model: of MODELS.
     """
 
     ranks: int
     arguments: str = ""
     data: int = 1
     bitwise: str | None = None
+    model: str = "dense"
 
     @property
     def sharded(self) -> bool:
@@ -91,6 +131,24 @@ LAYOUTS: dict[str, Layout] = {
         2, f"{SHARDED} {FULL_RECOMPUTE}", data=2, bitwise="dp2-distributed-optimizer"
     ),
 }
+_EP2 = "--expert-model-parallel-size 2"
+for _model in ("experts-bf16",):
+    LAYOUTS |= {
+        f"{_model}-{name}": replace(layout, model=_model)
+        for name, layout in {
+            "world-1": Layout(1),
+            "dp2": Layout(2, data=2),
+            "ep2": Layout(2, _EP2, data=2),
+            "ep2-distributed-optimizer": Layout(2, f"{_EP2} {SHARDED}", data=2),
+            "ep2-dp2": Layout(4, _EP2, data=4),
+            "pp2": Layout(2, "--pipeline-model-parallel-size 2"),
+            "tp2-sp": Layout(2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+            "tp2-sp-ep2": Layout(
+                2, f"--tensor-model-parallel-size 2 --sequence-parallel {_EP2} --expert-tensor-parallel-size 1"
+            ),
+            "recompute-full": Layout(1, FULL_RECOMPUTE, bitwise=f"{_model}-world-1"),
+        }.items()
+    }
 FAST = (
     "tp2", "tp2-sp", "pp2-virtual", "dp2-per-token-loss", "dp2-distributed-optimizer-overlap", "recompute-full",
     "recompute-selective",
@@ -122,24 +180,29 @@ class LayoutRuns:
         self.trained = functools.cache(self._trained)
         self.checkpoint = functools.cache(self._checkpoint)
 
-    def _train(self, ranks: int, name: str, *arguments: str, steps: int) -> None:
-        args = tiny_llama_args(*MODEL, *arguments, "--exit-interval", str(steps), iters=AT + 40)
+    def _train(self, ranks: int, name: str, model: str, *arguments: str, steps: int) -> None:
+        of_model = MODELS[model].arguments.split()
+        args = tiny_llama_args(*MODEL, *of_model, *arguments, "--exit-interval", str(steps), iters=AT + 40)
         done = self._warm.run(ranks, args, tmp=self._folder / name, timeout=1200)
         if done.returncode:
             raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
 
-    def _checkpoint(self, sharded: bool) -> Path:
+    def _checkpoint(self, sharded: bool, model: str = "dense") -> Path:
         """One rank's, by optimizer: Megatron does not load one kind into the other."""
-        path = self._folder / ("saved-sharded" if sharded else "saved")
+        path = self._folder / f"saved-{model}{'-sharded' if sharded else ''}"
         # Unclipped: each optimizer adds up the norm in an order of its own, and the two would be a last bit apart.
         saving = ["--save", str(path), "--save-interval", str(AT), "--clip-grad", "0"]
-        self._train(1, f"to-{path.name}", *saving, *(SHARDED.split() if sharded else []), steps=AT)
+        self._train(1, f"to-{path.name}", model, *saving, *(SHARDED.split() if sharded else []), steps=AT)
         return path
 
     def checkpoints_differ(self) -> list[str]:
         """Weights in which the two checkpoints are not the same."""
         one, other = (
-            {name: value for name, value in read_checkpoint(self.checkpoint(sharded), AT).items() if ".weight" in name}
+            {
+                name: value
+                for name, value in read_checkpoint(self.checkpoint(sharded, "dense"), AT).items()
+                if ".weight" in name
+            }
             for sharded in (False, True)
         )
         kept = one.keys() & other.keys()
@@ -150,17 +213,20 @@ class LayoutRuns:
     def _loaded(self, name: str, layout: Layout, *snip: str) -> Path:
         """The run directory of a run that goes on from the checkpoint."""
         run = self._folder / name / "run"
-        place = ("--load", str(self.checkpoint(layout.sharded)), "--snip-dir", str(run))
-        self._train(layout.ranks, name, *place, *snip, *layout.arguments.split(), steps=AT + self._steps)
+        place = ("--load", str(self.checkpoint(layout.sharded, layout.model)), "--snip-dir", str(run))
+        steps = MODELS[layout.model].at + self._steps
+        self._train(layout.ranks, name, layout.model, *place, *snip, *layout.arguments.split(), steps=steps)
         return run
 
     def _trained(self, name: str) -> Trained:
         layout = LAYOUTS[name]
-        probe = ["--snip-probe-microbatches", str(PROBED // layout.data)]
+        model = MODELS[layout.model]
+        probe = ["--snip-probe-microbatches", str(model.probed // layout.data), "--snip-first-update", str(model.at)]
+        probe += model.snip.split()
         run = self._loaded(name, layout, *SNIP, *self._lag, *probe)
         (precision_map,) = read_maps(run).values()
         return Trained(
-            table=StatisticsTable.load(run / "stats" / f"step_{AT}.npz"),
+            table=StatisticsTable.load(run / "stats" / f"step_{model.at}.npz"),
             precision_map=precision_map,
             adopted=[(e["step"], e["changed"]) for e in read_events(run) if e["event"] == "adopt"],
             figures=figures(run),
@@ -177,7 +243,7 @@ class LayoutRuns:
     def compare(self, name: str) -> dict[str, Any]:
         """The matrix's row: worst relative difference of the statistics, whether maps are the same, relative Δ loss."""
         layout = LAYOUTS[name]
-        base = layout.bitwise or "world-1"
+        base = layout.bitwise or MODELS[layout.model].base
         expected, actual = self.trained(base), self.trained(name)
         statistics = worst_differences(expected.table, actual.table)
         last, worst = loss_differences(expected.figures, actual.figures)

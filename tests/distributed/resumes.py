@@ -22,6 +22,10 @@ from snip_megatron.precision import PrecisionMap
 from snip_megatron.reporting.readers import read_events, read_maps
 
 _DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-layer-freq [0,1,1,0]"
+    " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+)
 _NOISE = "--snip --snip-first-update 3 --snip-update-interval 5 --snip-lag 3 --snip-wait 240 --snip-probe-tokens 32"
 # Steps 16 to 18 spike: the guard takes the map of 14 back before 20. Then gradient norms are looked at every tenth
 # step, from 50 on there is something to compare with, and the least drift starts an update before 52.
@@ -65,6 +69,14 @@ SAME_LAYOUT: dict[str, Interrupted] = {
     "dp2-distributed-optimizer-async-save": Interrupted(
         2,
         f"{_NOISE} {_DROPOUT} --use-distributed-optimizer --overlap-grad-reduce --async-save",
+        12,
+        every=2,
+        fast=(4,),
+    ),
+    "expert-parallel": Interrupted(
+        2,
+        f"{_NOISE} {_DROPOUT} {EXPERTS} --expert-model-parallel-size 2 --moe-input-jitter-eps 0.05"
+        " --moe-router-enable-expert-bias --moe-router-score-function sigmoid --snip-budget fp4=0.4",
         12,
         every=2,
         fast=(4,),

@@ -6,6 +6,7 @@ That what they measure does not depend on the parallel layout is in test_layout_
 from __future__ import annotations
 
 import functools
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from checkpoints import differences, read_checkpoint
-from launch import losses, tiny_llama_args
+from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.reporting.readers import read_events
@@ -25,6 +26,15 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "tensor-and-sequence-bf16": (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16"),
     "pipeline": (2, "--pipeline-model-parallel-size 2"),
     "distributed-optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    # All that routers keep between forwards: jitter, biases, tokens counted for two of three auxiliary losses.
+    "expert-parallel": (
+        2,
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96"
+        " --moe-layer-freq [0,1,1,0] --moe-token-dispatcher-type alltoall --moe-input-jitter-eps 0.05"
+        " --moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-z-loss-coeff 0.001"
+        " --moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 0.01 0.01"
+        " --moe-expert-capacity-factor 1.25",
+    ),
 }
 ALL_BF16 = ("--snip", "--snip-policy", "bf16")
 # Everything pinned to bf16: updates run, maps are solved and adopted, and change nothing.
@@ -51,7 +61,7 @@ class Runs:
         self._warm, self.folder = warm, folder
         self.run = functools.cache(self._run)
 
-    def _run(self, layout: str, *snip: str) -> tuple[dict[int, float], dict[str, Any], Path]:
+    def _run(self, layout: str, *snip: str) -> tuple[dict[int, str], dict[str, Any], Path]:
         """(printed losses by step, everything in the checkpoint, the run directory)."""
         nproc, extra = LAYOUTS[layout]
         tmp = self.folder / f"{len(list(self.folder.iterdir()))}-{layout}"
@@ -61,7 +71,12 @@ class Runs:
         args = tiny_llama_args(*DROPOUT, *extra.split(), *saving, *snip, iters=STEPS)
         process = self._warm.run(nproc, args, tmp=tmp)
         check(process)
-        return losses(process), read_checkpoint(tmp / "checkpoint", STEPS), tmp / "checkpoint" / "snip"
+        return printed_losses(process), read_checkpoint(tmp / "checkpoint", STEPS), tmp / "checkpoint" / "snip"
+
+
+def printed_losses(process: subprocess.CompletedProcess[str]) -> dict[int, str]:
+    """Step (from 1) → everything that Megatron prints of losses, auxiliary ones of experts included."""
+    return {int(s): text for s, text in re.findall(r"iteration +(\d+)/.*?\| (lm loss: .*?) \| loss sc", process.stdout)}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +96,7 @@ def assert_same(runs: Runs, layout: str, snip: tuple[str, ...]) -> None:
 
 
 # -- bitwise ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("layout", ["world-1", "tensor-and-sequence-bf16"])
+@pytest.mark.parametrize("layout", ["world-1", "tensor-and-sequence-bf16", "expert-parallel"])
 def test_an_all_bf16_map_without_updates_is_training_without_snip(runs: Runs, layout: str) -> None:
     assert_same(runs, layout, ALL_BF16)
     _, _, directory = runs.run(layout, *ALL_BF16)

@@ -19,6 +19,7 @@ from snip_megatron.precision import (
     Gemm,
     LinearId,
     PrecisionMap,
+    fp4_fraction,
     option_id,
     split_option_id,
 )
@@ -219,3 +220,10 @@ def test_one_item_named_twice_is_refused() -> None:
 def test_a_map_written_by_hand_needs_choices_only() -> None:
     made = PrecisionMap.from_json(json.dumps({"schema": "snip.map/1", "choices": body()["choices"]}))
     assert (made.version, made.status, made.objective) == (0, "static", None)
+
+
+def test_unquantised_flops_are_in_the_denominator() -> None:
+    precision_map = PrecisionMap.uniform(["decoder.layers.0.mlp.linear_fc1"], Format.FP4)
+    flops = {"decoder.layers.0.mlp.linear_fc1": 4.0, "decoder.layers.0.mlp.linear_fc2": 4.0}
+    assert fp4_fraction(precision_map, flops) == 0.5
+    assert fp4_fraction(precision_map, flops, unquantised=6.0) == 0.4

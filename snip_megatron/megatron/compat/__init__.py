@@ -21,6 +21,7 @@ from snip_megatron.megatron.compat.optimizer_state import (
 )
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
+from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated, routing_repeats
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, SUPPORTED, check_signature, check_version
 
@@ -34,6 +35,7 @@ __all__ = [
     "PeekedBatches",
     "ProcessGroups",
     "RandomState",
+    "RepeatedRouting",
     "TrainStep",
     "adamw_state",
     "apply",
@@ -51,6 +53,9 @@ __all__ = [
     "quiet_schedule",
     "rerun_disabled",
     "rng_state",
+    "routers_kept",
+    "routing_repeated",
+    "routing_repeats",
     "set_defaults",
     "set_rng_state",
     "update_of",

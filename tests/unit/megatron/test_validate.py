@@ -42,7 +42,7 @@ VALUES: dict[str, Any] = {
     "gtp_weight_remat_size": 2,
     "num_distributed_optimizer_instances": 2,
     "context_parallel_size": 2,
-    "num_experts": 8,
+    "moe_latent_size": 32,
     "mtp_num_layers": 1,
     "experimental_attention_variant": "dsa",
     "heterogeneous_layers_config_path": "blocks.json",
@@ -219,6 +219,58 @@ def test_layers_that_megatron_keeps_in_bf16_are_pins_and_the_users_come_after() 
     )
     assert validate.pins(config(pin=("*=fp8",)), arguments()) == (("*", "fp8"),)
     assert "at most fp4=0.2500" in refused(config(), args)
+
+
+# -- mixtures of experts ---------------------------------------------------------------------------------------
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_layer_freq": [0, 1, 1, 0],
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "transformer_impl": "local",
+    "moe_router_load_balancing_type": ["aux_loss"],
+    "moe_grouped_gemm": True,
+    "seq_length": 32,
+    "global_batch_size": 8,
+}
+
+
+def test_experts_count_in_the_share_and_are_no_candidates() -> None:
+    """A dense layer has 30,720 weights, of them 18,432 in its MLP; the experts that a token meets 18,432, too."""
+    args = arguments(**EXPERTS, pipeline_model_parallel_size=2)
+    assert validate.unquantised_flops(args) == {0: 6.0 * 18432, 1: 6.0 * 18432}
+    assert validate.unquantised_flops(arguments()) == {}
+    names = validate.linear_names(args)
+    assert len(names) == 12
+    assert [row.name for row in validate.model_linears(args)] == names
+    assert not any(name.startswith(("decoder.layers.1.mlp", "decoder.layers.2.mlp")) for name in names)
+    request = validate.solve_request(config(), args)
+    assert request.unquantised_stage_flops == dict.fromkeys((0, 1), 6.0 * 18432 * 32 * 8)
+    assert validate.solve_request(config(), arguments()).unquantised_stage_flops is None
+    message = refused(config(), args)
+    assert message.startswith("--snip-budget fp4=0.75 is out of reach with --num-experts 4, whose experts stay bf16:")
+    assert "at most fp4=0.7000" in message
+    validate.check(config(budget="fp4=0.7"), args)
+
+
+@pytest.mark.parametrize(
+    ("given", "fields", "words"),
+    [
+        ({"transformer_impl": "transformer_engine"}, {}, "--transformer-impl transformer_engine under --snip"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, {}, "--moe-router-load-balancing-type sinkhorn under --snip"),
+        ({}, {"budget": "loss=0.01", "cost": "flops"}, "--snip-budget loss=0.01"),
+        ({}, {"estimator": "measured"}, "--snip-estimator measured"),
+    ],
+)
+def test_what_experts_do_not_work_with(given: dict[str, Any], fields: dict[str, Any], words: str) -> None:
+    message = refused(config(**fields), arguments(**{**EXPERTS, **given}))
+    assert message.startswith(f"--num-experts 4 cannot be combined with {words}")
+
+
+def test_routers_that_cannot_repeat_a_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate.compat, "routing_repeats", lambda: False)
+    assert "routers cannot repeat a routing" in refused(config(budget="fp4=0.5"), arguments(**EXPERTS))
+    validate.check(config(policy="uniform-fp4"), arguments(**EXPERTS))
 
 
 # -- the model -------------------------------------------------------------------------------------------------

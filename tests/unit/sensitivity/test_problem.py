@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.sensitivity import FIXED, POLICIES, SolveRequest, build_problem, check_reachable, reachable_share
+from snip_megatron.sensitivity.problem import list_options
 from snip_megatron.solver import solve
 from snip_megatron.solver.problem import Item, Problem
 
@@ -192,6 +193,16 @@ def test_unquantised_flops_count_in_the_denominator() -> None:
     assert math.isclose(sum(i.cost for i in spread.items), 1.25 * sum(stage_flops.values()))
     elsewhere, _ = build_problem(table, SolveRequest(unquantised_stage_flops={7: sum(stage_flops.values())}))
     assert math.isclose(sum(i.cost for i in elsewhere.items), 2 * sum(stage_flops.values()))
+
+
+def test_unquantised_flops_go_with_the_tokens_of_a_step() -> None:
+    """A batch that ramps up: the denominator stays in proportion."""
+    rows = linear_rows(layers=4, stages=2)
+    whole = SolveRequest(unquantised_stage_flops={0: 3e9, 1: 1e9}, target=0.3)
+    full = list_options(rows, whole, 1000)
+    part = list_options(rows, whole.of_step(0.25), 250)
+    assert [o.cost for o in part] == pytest.approx([o.cost / 4 for o in full], rel=1e-12)
+    assert SolveRequest(unquantised_flops=8.0).of_step(0.5).unquantised_flops == 4.0
 
 
 def test_reachable_share_counts_pins_and_unquantised_linears() -> None:

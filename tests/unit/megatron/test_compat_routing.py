@@ -1,0 +1,139 @@
+"""Real routers of Megatron: passes that are no training leave nothing in them, and route as the first one did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from snip_megatron.megatron.compat.routing import _tracked, routers_kept, routing_repeated, routing_repeats
+
+EXPERTS, HIDDEN, TOKENS, CAPACITY = 4, 16, 24, 9  # of 12 tokens an expert on average
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+    """A chunk of two routers with everything that they count."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=2,
+        moe_router_enable_expert_bias=True,
+        moe_router_score_function="sigmoid",
+        moe_router_load_balancing_type=["aux_loss", "global_aux_loss"],
+        moe_aux_loss_coeff=[0.01, 0.01],
+        moe_z_loss_coeff=0.001,
+        moe_expert_capacity_factor=0.75,
+        moe_ffn_hidden_size=32,
+        use_cpu_initialization=True,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    torch.manual_seed(3)
+    routers = [TopKRouter(config, groups) for _ in range(2)]
+    for number, router in enumerate(routers):
+        router.set_layer_number(number + 1)
+        with torch.no_grad():
+            router.weight.normal_()
+    return [torch.nn.ModuleList(routers)]
+
+
+def forward(model: list[torch.nn.Module], *inputs: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [router(x) for x in inputs for router in model[0]]  # type: ignore[attr-defined]
+
+
+def tokens(seed: int) -> torch.Tensor:
+    return torch.randn(TOKENS // 2, 2, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def test_nothing_is_left_behind(model: list[torch.nn.Module]) -> None:
+    forward(model, tokens(0))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(0.25))
+    buffers = {name: value.clone() for name, value in model[0].named_buffers()}
+    tracked = {name: value.clone() for name, value in _tracked().items()}
+    assert {name.split(".")[1] for name in buffers} >= {"local_tokens_per_expert", "global_tokens_per_expert"}
+    assert all(float(values.abs().sum()) > 0 for values in tracked.values())
+    assert len(tracked) == 3
+    with routers_kept(model):
+        forward(model, tokens(1))
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(0.5))
+        assert any(not torch.equal(value, buffers[name]) for name, value in model[0].named_buffers())
+        assert any(not torch.equal(value, tracked[name]) for name, value in _tracked().items())
+    assert all(torch.equal(value, buffers[name]) for name, value in model[0].named_buffers())
+    assert all(torch.equal(value, tracked[name]) for name, value in _tracked().items())
+    assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == 0.25
+
+
+def test_noise_sends_no_token_to_another_expert(model: list[torch.nn.Module]) -> None:
+    assert routing_repeats()
+    first, second = tokens(1), tokens(2)
+    noise = 0.5 * tokens(3)
+    with routing_repeated(model) as routing:
+        routing.start(first=True)
+        noted = forward(model, first, second)
+        routing.start(first=False)
+        again = forward(model, first + noise, second + noise)
+    free = forward(model, first + noise, second + noise)
+    for (probs, where), (weights, same), (_, other) in zip(noted, again, free, strict=True):
+        assert torch.equal(where, same)
+        assert not torch.equal(where, other)  # the noise is large enough to matter
+        assert where.sum(0).max() == CAPACITY  # tokens were dropped
+        assert not torch.equal(probs, weights)
+        assert bool((weights[~same] == 0).all())
+        assert bool((weights[same] > 0).all())
+
+
+def test_the_first_pass_and_what_follows_the_last_are_megatron_s_own(model: list[torch.nn.Module]) -> None:
+    expected, drop = forward(model, tokens(1)), router_module.apply_router_token_dropping
+    with routing_repeated(model) as routing:
+        routing.start(first=True)
+        noted = forward(model, tokens(1))
+    assert router_module.apply_router_token_dropping is drop
+    for outputs in (noted, forward(model, tokens(1))):
+        for one, other in zip(outputs, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_recompute_runs_a_forward_twice(model: list[torch.nn.Module]) -> None:
+    """Without gradients ahead, with them when the backward comes: both follow the first pass."""
+    inputs = [tokens(seed) for seed in (1, 2, 3)]
+
+    def recomputed(noise: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        outputs = []
+        for ahead, x in enumerate(inputs):
+            with torch.no_grad():
+                forward(model, *[y + noise for y in (inputs[:2] if ahead == 0 else inputs[ahead + 1 : ahead + 2])])
+            outputs += forward(model, x + noise)
+        return outputs
+
+    with routing_repeated(model) as routing:
+        routing.start(first=True)
+        noted = recomputed(0.0)
+        routing.start(first=False)
+        again = recomputed(0.7)
+    assert all(torch.equal(one[1], other[1]) for one, other in zip(noted, again, strict=True))
+
+
+def test_a_dense_model_has_nothing_to_keep() -> None:
+    dense: list[torch.nn.Module] = [torch.nn.Linear(2, 2)]
+    with routers_kept(dense), routing_repeated(dense) as routing:
+        routing.start(first=True)
