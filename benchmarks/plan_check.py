@@ -45,9 +45,7 @@ def layer_rows(result: dict[str, Any], timings: str) -> list[Row]:
         formats = (fmt,) * 3
         stage = step.step(lambda block, kind, formats=formats: formats).stages[0]
         blocks = stage.linears + stage.attention + stage.elementwise
-        memory = stage_memory(
-            layout, 0, lambda block, kind, formats=formats: formats, probe_microbatches=0, probe_tokens=0
-        )
+        memory = stage_memory(layout, 0, lambda block, kind, formats=formats: formats)
         saved = shape["blocks"] * sum(saved_input(layout, kind, formats) for kind in LINEAR_KINDS)
         if fmt is Format.BF16:  # the benchmark counts the attention's output, which it shares with linear_proj
             saved += shape["blocks"] * 2.0 * layout.tokens * hidden

@@ -24,8 +24,8 @@ _GIB = 2.0**30
 
 def expected(layout: Layout) -> dict[str, Any]:
     """``snip plan`` of a layout, under the budget that ``snip launch`` gives. Raises SnipError."""
-    from snip_megatron.planner.overhead import Probes
     from snip_megatron.planner.plan import make_plan
+    from snip_megatron.planner.probes import Probes
     from snip_megatron.planner.question import parse_question
     from snip_megatron.planner.step_time import StepModel
     from snip_megatron.solver.costs import load_cost_model

@@ -14,6 +14,7 @@ from snip_megatron.output_file import check_folder, deliver
 
 if TYPE_CHECKING:
     from snip_megatron.planner.layout import Layout
+    from snip_megatron.planner.probes import Probes
     from snip_megatron.planner.rates import Links
 
 _RECOMPUTE = ("none", "selective", "full")
@@ -54,8 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--probe-microbatches", type=_count, default=1, metavar="B", help="as --snip-probe-microbatches")
     add("--probe-tokens", type=_count, default=512, metavar="N", help="as --snip-probe-tokens")
-    add("--estimator", choices=("noise", "fisher"), default="noise", help="as --snip-estimator")
+    add("--policy", default="snip", metavar="NAME", help="as --snip-policy: what an update measures; default: snip")
+    add("--estimator", choices=("noise", "fisher", "measured"), default="noise", help="as --snip-estimator")
     add("--backward-noise", action="store_true", help="as --snip-backward-noise")
+    add("--measured-share", type=_share, default=0.25, metavar="X", help="as --snip-measured-share; default: 0.25")
+    add("--measured-twice", action="store_true", help="as --snip-measured-twice")
+    add("--hessian-probes", type=_count, default=8, metavar="N", help="as --snip-hessian-probes; default: 8")
     add("--update-interval", type=_count, default=1000, metavar="N", help="as --snip-update-interval")
     add("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
     add("--node-bandwidth", type=_rate, default=350.0, metavar="GB/s", help="a GPU to its node's; default: 350")
@@ -75,7 +80,6 @@ _FLAGS = {
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print tables, write JSON; 0 for a plan, 3 for a budget out of reach. Raises SnipError on bad input."""
-    from snip_megatron.planner.overhead import Probes
     from snip_megatron.planner.plan import make_plan
     from snip_megatron.planner.question import parse_question
     from snip_megatron.planner.render import render
@@ -94,10 +98,7 @@ def run(args: argparse.Namespace) -> int:
         statistics=args.statistics,
         seed=args.seed,
     )
-    probes = Probes(
-        args.probe_microbatches, args.probe_tokens, args.estimator, args.backward_noise, args.update_interval
-    )
-    plan = make_plan(StepModel(layout, model, _links(args)), question, probes)
+    plan = make_plan(StepModel(layout, model, _links(args)), question, _probes(args))
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
     sys.stdout.write(render(plan))
@@ -132,6 +133,25 @@ def _layout(args: argparse.Namespace) -> Layout:
     )
 
 
+def _probes(args: argparse.Namespace) -> Probes:
+    from snip_megatron.planner.probes import Probes
+    from snip_megatron.sensitivity.policies import POLICIES
+
+    if args.policy not in POLICIES:
+        raise SnipError(f"--policy {args.policy}: unknown; choose one of {', '.join(POLICIES)}")
+    return Probes(
+        microbatches=args.probe_microbatches,
+        tokens=args.probe_tokens,
+        estimator=args.estimator,
+        backward_noise=args.backward_noise,
+        interval=args.update_interval,
+        policy=args.policy,
+        measured_share=args.measured_share,
+        measured_twice=args.measured_twice,
+        hessian_probes=args.hessian_probes,
+    )
+
+
 def _links(args: argparse.Namespace) -> Links:
     from snip_megatron.planner.rates import Links
 
@@ -154,6 +174,16 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text[:12]) > 0 and len(text) < 12):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0, 1 at most")
+    return value
 
 
 def _rate(text: str) -> float:

@@ -124,10 +124,18 @@ class Layout:
             count += model.hidden + (embedding if not model.tied or self.pp > 1 else 0)
         return count
 
-    def in_flight(self, stage: int) -> float:
+    def probed_parameters(self, stage: int) -> int:
+        """Parameters of a rank of ``stage`` whose gradients a probe reads: all but the output layer's."""
+        model = self.model
+        count = len(self.stages[stage]) * (model.block_weights // self.tp + 2 * model.hidden)
+        if stage == 0:
+            count += self.vocabulary * model.hidden // self.tp
+        return count + (model.hidden if stage == self.pp - 1 else 0)
+
+    def in_flight(self, stage: int, microbatches: int | None = None) -> float:
         """Microbatches whose activations of a whole stage are kept at once: 1F1B, or Megatron's interleaved schedule
-        (its chunks in flight as a share of the stage)."""
-        most = float(self.microbatches)
+        (its chunks in flight as a share of the stage). ``microbatches`` of the call; None: a training step's."""
+        most = float(self.microbatches if microbatches is None else microbatches)
         if self.vpp == 1:
             return min(most, float(self.pp - stage))
         chunks = 2 * (self.pp - stage - 1) + (self.vpp - 1) * self.pp + 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.probes import Probes, forced_passes, probe_microbatches
 from snip_megatron.precision import LINEAR_KINDS, Format
 from snip_megatron.solver.costs import Formats, LinearShape
 
@@ -24,7 +25,10 @@ _LOGIT = 8  # bf16 logit, FP32 softmax, bf16 gradient
 _TILE, _BLOCK = 128, 128 * 128
 _STORED = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
 """Formats with kernels of their own; the others keep bf16 operands and are quantised in the GEMM."""
-_PROBE_COPIES = 6  # FP32 copies of one linear's largest operand while a probe records it (statistics/README.md)
+# FP32 copies of one linear's largest operand while a probe records it (statistics/README.md), or of a parameter's own
+# elements while drift is evaluated: gradient, error, their sum, both updates, their moments.
+_PROBE_COPIES = 6
+_MOVED_COPIES = 3  # of a weight that policy hawq moves: it, the signs, their sum
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class StageMemory:
         activations: kept for the backward at the schedule's peak.
         logits: of the last stage. working: temporaries of the backward.
         probe: what a probe has instead of activations, quantised weights and working memory.
+        probe_copies: the part of it that is a copy of the gradients (estimator measured) or weights (policy hawq).
     """
 
     parameters: float
@@ -47,6 +52,7 @@ class StageMemory:
     logits: float
     working: float
     probe: float
+    probe_copies: float
 
     @property
     def fixed(self) -> float:
@@ -70,9 +76,9 @@ class StageMemory:
 
 
 def stage_memory(
-    layout: Layout, stage: int, formats_of: FormatsOf, *, probe_microbatches: int, probe_tokens: int
+    layout: Layout, stage: int, formats_of: FormatsOf, probes: Probes | None = None, candidates: Sequence[str] = ()
 ) -> StageMemory:
-    """Memory of a stage whose linears run in given formats. ``probe_microbatches`` 0: no probes."""
+    """Memory of a stage whose linears run in given formats, and of what an update measures: ``candidates``."""
     parameters = layout.stage_parameters(stage)
     shards = layout.dp if layout.distributed_optimizer else 1
     shapes = layout.linear_shapes()
@@ -91,7 +97,7 @@ def stage_memory(
         activations=kept * layout.in_flight(stage),
         logits=_LOGIT * layout.tokens * layout.vocabulary / layout.tp if stage == layout.pp - 1 else 0.0,
         working=working_block + 2.0 * layout.tokens * 2 * layout.model.ffn / layout.tp,
-        probe=_probe(layout, stage, shapes, probe_microbatches, probe_tokens),
+        **_probe(layout, stage, probes, candidates),
     )
 
 
@@ -136,21 +142,39 @@ def quantised_weight(shape: LinearShape, formats: Formats) -> float:
     return float(shape.n * shape.k) * sum(each)
 
 
-def _probe(
-    layout: Layout, stage: int, shapes: Mapping[str, LinearShape], microbatches: int, probe_tokens: int
-) -> float:
-    """bf16 activations of the probe's microbatches, sampled rows, and one linear's temporaries."""
-    if microbatches == 0:
-        return 0.0
+def _probe(layout: Layout, stage: int, probes: Probes | None, candidates: Sequence[str]) -> dict[str, float]:
+    """The largest of an update's passes: bf16 activations, rows sampled by the statistics pass and kept to the end,
+    copies, and temporaries of one linear, or of one parameter whose drift is evaluated."""
+    if probes is None or not probes.updates:
+        return {"probe": 0.0, "probe_copies": 0.0}
+    shapes = layout.linear_shapes().values()
     blocks = len(layout.stages[stage])
-    bf16 = (Format.BF16,) * 3
-    kept = blocks * block_activations(layout, dict.fromkeys(LINEAR_KINDS, bf16))
-    if layout.recompute == "full":
-        kept += _kept_without_recompute(layout, dict.fromkeys(LINEAR_KINDS, bf16)) / max(microbatches, 1)
-    rows = min(probe_tokens, layout.tokens) * microbatches
-    samples = rows * blocks * (sum(s.n + s.k for s in shapes.values()) + 2 * 2 * layout.model.hidden)
-    largest = max(max(s.tokens * s.k, s.tokens * s.n, s.n * s.k) for s in shapes.values())
-    return kept * min(layout.in_flight(stage), float(microbatches)) + 2.0 * samples + 4.0 * _PROBE_COPIES * largest
+    each = probe_microbatches(layout, probes)
+    rows = min(probes.tokens, layout.tokens) * each
+    samples = 2.0 * rows * blocks * (sum(s.n + s.k for s in shapes) + 2 * 2 * layout.model.hidden)
+    operand = max(max(s.tokens * s.k, s.tokens * s.n, s.n * s.k) for s in shapes)
+    peak, copies = _bf16_activations(layout, stage, each) + 4.0 * _PROBE_COPIES * operand, 0.0
+    if probes.hessian:
+        copies = float(_WEIGHT * blocks * sum(s.n * s.k for s in shapes))
+        moved = 4.0 * _MOVED_COPIES * max(s.n * s.k for s in shapes)
+        peak = max(peak, copies + _bf16_activations(layout, stage, each) + moved)
+    if probes.forces:
+        shards = layout.dp if layout.distributed_optimizer else 1
+        copies = float(_WEIGHT * layout.probed_parameters(stage)) / shards
+        largest = max(s.n * s.k for s in shapes)
+        if stage == 0:
+            largest = max(largest, layout.vocabulary * layout.model.hidden // layout.tp)
+        own = min(float(largest), layout.probed_parameters(stage) / shards)  # a rank's range may hold it whole
+        activations = _bf16_activations(layout, stage, forced_passes(layout, probes, candidates))
+        peak = max(peak, copies + activations + 4.0 * _PROBE_COPIES * own)
+    return {"probe": samples + peak, "probe_copies": copies}
+
+
+def _bf16_activations(layout: Layout, stage: int, microbatches: int) -> float:
+    """Of a call of the schedule with so many microbatches, all linears in bf16."""
+    formats = dict.fromkeys(LINEAR_KINDS, (Format.BF16,) * 3)
+    kept = len(layout.stages[stage]) * block_activations(layout, formats) * layout.in_flight(stage, microbatches)
+    return kept + (_kept_without_recompute(layout, formats) if layout.recompute == "full" else 0.0)
 
 
 def _row(formats_of: FormatsOf, block: int) -> dict[str, Formats]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snip_megatron.errors import SnipError
 from snip_megatron.planner import memory, overhead, step_time, synthetic
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, stage_memory
-from snip_megatron.planner.overhead import Probes
+from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.question import Question, pose
 from snip_megatron.planner.step_time import ALL_BF16, StepModel, StepTime
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap
@@ -40,18 +40,18 @@ def make_plan(step: StepModel, question: Question, probes: Probes) -> Body:
         raise SnipError(f"--budget {question.text}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
     variants = _variants(step, solution)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
-    candidates = sum(fmt is not Format.BF16 for fmt in question.formats)
-    costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"])
+    candidates = [fmt.value for fmt in question.formats if fmt is not Format.BF16]
+    costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"], step.links)
     return {
         "schema": PLAN_SCHEMA,
         "model": dataclasses.asdict(layout.model) | {"parameters": layout.model.parameters},
         "layout": _layout(layout),
         "timings": step.model.name,
         "linears": [_linear(step, kind) for kind in LINEAR_KINDS],
-        "stages": [_stage(step, stage, variants, steps, probes) for stage in range(layout.pp)],
+        "stages": [_stage(step, stage, variants, steps, probes, candidates) for stage in range(layout.pp)],
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
         "budget": _budget(step, question, solution, variants["map"]),
-        "overhead": dataclasses.asdict(costs) | {"interval": probes.interval},
+        "overhead": _overhead(costs, probes),
         "assumptions": _assumptions(step, question),
     }
 
@@ -99,22 +99,19 @@ def _linear(step: StepModel, kind: str) -> Body:
 
 
 def _stage(
-    step: StepModel, stage: int, variants: Mapping[str, FormatsOf], steps: Mapping[str, StepTime], probes: Probes
+    step: StepModel,
+    stage: int,
+    variants: Mapping[str, FormatsOf],
+    steps: Mapping[str, StepTime],
+    probes: Probes,
+    candidates: Sequence[str],
 ) -> Body:
     layout = step.layout
     blocks = layout.stages[stage]
     shapes = step.shapes.values()
     flops = 3.0 * len(blocks) * layout.microbatches * math.fsum(shape.flops for shape in shapes)
     bytes_by_variant = {
-        name: _memory(
-            stage_memory(
-                layout,
-                stage,
-                formats_of,
-                probe_microbatches=overhead.probe_microbatches(layout, probes),
-                probe_tokens=probes.tokens,
-            )
-        )
+        name: _memory(stage_memory(layout, stage, formats_of, probes, candidates))
         for name, formats_of in variants.items()
     }
     return {
@@ -186,6 +183,11 @@ def _budget(step: StepModel, question: Question, solution: Solution, formats_of:
         "fp4_share": four_bit / total,
         "snip_budget": as_argument,
     }
+
+
+def _overhead(costs: overhead.Overhead, probes: Probes) -> Body:
+    asked = {name: getattr(probes, name) for name in ("policy", "estimator", "interval")}
+    return dataclasses.asdict(costs) | asked
 
 
 def _assumptions(step: StepModel, question: Question) -> list[str]:

@@ -106,10 +106,15 @@ def _budget(plan: Body) -> str:
 
 def _overhead(plan: Body) -> str:
     costs = plan["overhead"]
+    if not costs["passes"]:
+        return f"policy {costs['policy']}: its map is fixed, nothing is measured"
+    source = f"estimator {costs['estimator']}" if costs["policy"] == "snip" else f"policy {costs['policy']}"
+    kinds = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in costs["by_kind"].items())
     return (
-        f"an update of SNIP: {costs['passes']} probe passes, {costs['microbatches']} microbatches a GPU,"
-        f" {costs['steps']:.2f} bf16 steps ({costs['seconds']:.2f} s); every {costs['interval']} steps"
-        f" {costs['share']:.2%} of training\n"
+        f"an update of SNIP ({source}): {costs['microbatches']} microbatch passes a GPU ({kinds}) in {costs['passes']}"
+        f" calls of the schedule,\n"
+        f"  {costs['steps']:.2f} bf16 steps ({costs['seconds']:.2f} s, {costs['reducing_seconds']:.2f} s of it for"
+        f" gradients over data parallel ranks); every {costs['interval']} steps {costs['share']:.2%} of training\n"
         f"  moved: table {_size(costs['gathered'])}, column norms {_size(costs['column_bytes'])}, probe gradients"
         f" {_size(costs['gradient_bytes'])} a GPU; map {_size(costs['broadcast'])}; {costs['per_step']} bytes each step"
     )

@@ -13,6 +13,9 @@ import pytest
 from launch import losses, tiny_llama_args
 from warm_ranks import WarmRanks
 
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape
+from snip_megatron.planner.probes import Probes, calls, microbatches_by_kind
 from snip_megatron.precision import Gemm
 from snip_megatron.reporting.readers import read_events
 from snip_megatron.statistics.measured import MEASURED_COLUMNS
@@ -144,12 +147,29 @@ def test_what_an_update_measures_and_costs(alone: tuple[StatisticsTable, Path]) 
     assert event["seconds"] > 0
 
 
+def planned_passes(layout: str) -> int:
+    """As ``snip plan`` counts them."""
+    ranks, microbatches, extra = LAYOUTS[layout]
+    sizes = {
+        "tp": 2 if "tensor" in extra else 1,
+        "pp": 2 if "pipeline" in extra else 1,
+        "vpp": 2 if "virtual" in extra else 1,
+        "dp": ranks if "model-parallel" not in extra else 1,
+    }
+    shape = ModelShape("small", 4, 256, 256, 4, 2, 64, vocabulary=255, context=128)
+    chosen = Layout(shape, **sizes, seq_length=128, micro_batch_size=2, global_batch_size=4)
+    made = calls(chosen, Probes(microbatches, estimator="measured"), ["fp4"])
+    return microbatches_by_kind(made)["measured"]
+
+
 # -- layouts ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "world-1"])
 def test_layouts_measure_the_same(
     alone: tuple[StatisticsTable, Path], warm: WarmRanks, checkpoint: Path, layout: str
 ) -> None:
-    expected, (table, _) = alone[0].measured, measured_on(layout, warm, checkpoint)
+    expected, (table, run) = alone[0].measured, measured_on(layout, warm, checkpoint)
+    (event,) = [e for e in read_events(run) if e["event"] == "probe" and e["kind"] == "measured"]
+    assert event["passes"] == planned_passes(layout)
     assert table.measured is not None
     assert expected is not None
     known = expected.known

@@ -9,6 +9,7 @@ import functools
 import re
 import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape
+from snip_megatron.planner.probes import Probes, calls, microbatches_by_kind
 from snip_megatron.reporting.readers import read_events
 
 # Dropout, so that a lost or shifted random state shows.
@@ -47,6 +51,7 @@ MEASUREMENT = shlex.split(
     "--snip --snip-estimator measured --snip-measured-share 0.1 --snip-measured-twice --snip-first-update 3"
     " --snip-update-interval 100 --snip-lag 50 --snip-probe-tokens 48"
 )
+HAWQ = (*PROBES, "--snip-policy", "hawq", "--snip-hessian-probes", "2")
 STEPS = 20
 
 
@@ -118,9 +123,8 @@ def test_probes_leave_no_trace(runs: Runs, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["tensor-and-sequence-bf16", "distributed-optimizer"])
 def test_moved_weights_leave_no_trace(runs: Runs, layout: str) -> None:
     """Policy hawq: passes with weights that are not the model's."""
-    hawq = (*PROBES, "--snip-policy", "hawq", "--snip-hessian-probes", "2")
-    assert_same(runs, layout, hawq)
-    _, _, directory = runs.run(layout, *hawq)
+    assert_same(runs, layout, HAWQ)
+    _, _, directory = runs.run(layout, *HAWQ)
     kinds = [event["kind"] for event in read_events(directory) if event["event"] == "probe"]
     assert kinds[:2] == ["statistics", "hessian"]
 
@@ -133,6 +137,27 @@ def test_options_forced_alone_leave_no_trace(runs: Runs, layout: str) -> None:
     assert [event["kind"] for event in probes] == ["statistics", "forward_noise", "measured"]
     # A nudge, four linears and all wgrads in two formats: an on and an off pass each, and one of none; all twice.
     assert probes[-1]["passes"] == 2 * (2 * (1 + 4 * 2 + 2) + 1)
+
+
+# -- the same as was planned ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("layout", "snip", "probes"),
+    [
+        ("pipeline", PROBES, Probes(backward_noise=True)),
+        ("tensor-and-sequence-bf16", HAWQ, Probes(policy="hawq", hessian_probes=2)),
+        ("pipeline", MEASUREMENT, Probes(estimator="measured", measured_share=0.1, measured_twice=True)),
+    ],
+)
+def test_snip_plan_counts_the_passes_that_an_update_runs(
+    runs: Runs, layout: str, snip: Sequence[str], probes: Probes
+) -> None:
+    _, _, directory = runs.run(layout, *snip)
+    events = [event for event in read_events(directory) if event["event"] == "probe"]
+    tiny = ModelShape("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64)
+    pp = 2 if layout == "pipeline" else 1
+    planned = calls(Layout(tiny, 1, pp, 1, 1, 64, 2, 8), probes, ("fp8", "fp4"))
+    first = events[0]["step"]
+    assert microbatches_by_kind(planned) == {e["kind"]: e["passes"] for e in events if e["step"] == first}
 
 
 def test_a_map_that_quantises_does_leave_one(runs: Runs) -> None:

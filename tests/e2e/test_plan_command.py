@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.cli import main
+from snip_megatron.config import SnipConfig
+from snip_megatron.planner.command import _probes, add_arguments
 from snip_megatron.planner.plan import PLAN_SCHEMA
+from snip_megatron.planner.probes import Probes
 
 SEVENTY = ("--model", "llama-70b", "--tp", 8, "--pp", 8)
 
@@ -52,6 +56,43 @@ def test_405b_with_an_embedding_and_a_loss_as_layers(capsys: pytest.CaptureFixtu
     assert "TP 8 × PP 16 × VPP 8 × DP 1 = 128 GPUs" in capsys.readouterr().out
 
 
+def test_what_an_update_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    args = ["plan", "--model", "1b", "--timings", "flops", "--dp", "2", "--json", str(out)]
+    passes = {}
+    for name, given in {
+        "noise": [],
+        "measured": ["--estimator", "measured", "--measured-share", "0.5"],
+        "hawq": ["--policy", "hawq", "--hessian-probes", "3"],
+        "fixed": ["--policy", "uniform-fp8"],
+    }.items():
+        assert exit_code([*args, *given]) == 0
+        plan = json.loads(out.read_text())
+        passes[name] = plan["overhead"]["microbatches"]
+        copies = plan["stages"][0]["bytes"]["map"]["probe_copies"]
+        assert (copies > 0) == (name in ("measured", "hawq"))
+        assert sum(plan["overhead"]["by_kind"].values()) == passes[name]
+    assert passes["noise"] == 2
+    assert passes["hawq"] == 1 + 2 * 3
+    assert passes["measured"] > 100
+    assert passes["fixed"] == 0
+    said = capsys.readouterr().out
+    assert "an update of SNIP (policy hawq): 7 microbatch passes a GPU (statistics 1, hessian 6) in 7 calls" in said
+    assert "policy uniform-fp8: its map is fixed, nothing is measured" in said
+
+
+def test_the_defaults_are_those_of_training() -> None:
+    ours, theirs = Probes(), SnipConfig()
+    for name in ("policy", "estimator", "backward_noise", "measured_share", "measured_twice", "hessian_probes"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert (ours.microbatches, ours.tokens) == (theirs.probe_microbatches, theirs.probe_tokens)
+    assert ours.interval == theirs.update_interval
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = parser.parse_args(["--model", "1b"])
+    assert _probes(given) == ours
+
+
 def test_a_budget_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["plan", "--model", "8b", "--timings", "flops", "--budget", "speedup=3"]) == 3
     output, error = capsys.readouterr()
@@ -76,6 +117,11 @@ def test_a_budget_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "8b", "--statistics", "none.npz"), "none.npz: cannot be read"),
         (("--model", "8b", "--json", "/nowhere/p.json"), "--json /nowhere/p.json: there is no folder /nowhere"),
         (("--model", "8b", "--stage-tolerance", "2"), "--stage-tolerance 2: must be a share from 0 to 1, or none"),
+        (("--model", "8b", "--policy", "best"), "--policy best: unknown; choose one of snip, random, "),
+        (
+            ("--model", "8b", "--measured-share", "0"),
+            "argument --measured-share: '0' is not a share above 0, 1 at most",
+        ),
         (("--model", "8b", "--node-bandwidth", "-1"), "argument --node-bandwidth: '-1' is not a bandwidth above 0"),
     ],
 )

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import block_activations, quantised_weight, saved_input, stage_memory
+from snip_megatron.planner.memory import (
+    StageMemory,
+    block_activations,
+    quantised_weight,
+    saved_input,
+    stage_memory,
+)
 from snip_megatron.planner.models import ModelShape
+from snip_megatron.planner.probes import Probes
 from snip_megatron.precision import LINEAR_KINDS, Format
 from snip_megatron.solver.costs import Formats, LinearShape
 
@@ -44,7 +52,7 @@ def test_bf16_inputs_are_those_measured_but_for_attentions_own_output() -> None:
 
 @pytest.mark.parametrize(("row", "formats"), [("snip bf16", BF16), ("snip fp8", FP8), ("snip fp8_tensor", TENSOR)])
 def test_the_measured_peak_within_a_twentieth(row: str, formats: Formats) -> None:
-    found = stage_memory(measured_layout(), 0, lambda block, kind: formats, probe_microbatches=0, probe_tokens=0)
+    found = stage_memory(measured_layout(), 0, lambda block, kind: formats)
     # The quantised weights of the step before were there when the measurement began.
     peak = found.activations + found.working
     assert peak == pytest.approx(MEASURED["rows"][row]["peak_bytes_above_start"], rel=0.05)
@@ -52,13 +60,13 @@ def test_the_measured_peak_within_a_twentieth(row: str, formats: Formats) -> Non
 
 def test_parameters_gradients_and_the_optimizer() -> None:
     chosen = layout("8b", dp=4)
-    found = stage_memory(chosen, 0, lambda block, kind: BF16, probe_microbatches=0, probe_tokens=0)
+    found = stage_memory(chosen, 0, lambda block, kind: BF16)
     parameters = chosen.stage_parameters(0)
     assert (found.parameters, found.gradients, found.optimizer) == (2 * parameters, 4 * parameters, 3 * parameters)
     assert found.quantised_weights == 0
     whole = layout("8b", dp=4, distributed_optimizer=False)
     assert stage_memory(
-        whole, 0, lambda block, kind: BF16, probe_microbatches=0, probe_tokens=0
+        whole, 0, lambda block, kind: BF16
     ).optimizer == 12 * parameters  # fmt: skip
 
 
@@ -84,21 +92,44 @@ def test_recomputation_keeps_the_blocks_input() -> None:
     assert block_activations(chosen, dict.fromkeys(LINEAR_KINDS, FP8)) == 2 * 8192 * 4096
 
 
+def fp8(chosen: Layout, probes: Probes | None) -> StageMemory:
+    return stage_memory(chosen, 0, lambda block, kind: FP8, probes, ("fp8", "fp4"))
+
+
 def test_a_probe_needs_no_more_microbatches_than_it_runs() -> None:
     chosen = layout("70b", tp=8, pp=8)
-    one, two = (
-        stage_memory(chosen, 0, lambda block, kind: FP8, probe_microbatches=b, probe_tokens=512) for b in (1, 2)
-    )
+    one, two = (fp8(chosen, Probes(microbatches=b)) for b in (1, 2))
     assert 0 < one.probe < two.probe < 2 * one.probe
     assert one.training == two.training
-    none = stage_memory(chosen, 0, lambda block, kind: FP8, probe_microbatches=0, probe_tokens=512)
-    assert none.probe == 0
+    assert fp8(chosen, None).probe == fp8(chosen, Probes(policy="bf16")).probe == 0
+    assert one.probe_copies == fp8(chosen, Probes(estimator="fisher")).probe_copies == 0
+
+
+def test_options_forced_alone_fill_the_pipeline_and_keep_a_copy_of_the_gradients() -> None:
+    measured = Probes(estimator="measured")
+    chosen = layout("70b", tp=8, pp=8, dp=4)
+    found = fp8(chosen, measured)
+    embedding = chosen.vocabulary * 8192 // 8
+    norms = 10 * 2 * 8192
+    assert found.probe_copies == 2 * (10 * chosen.model.block_weights // 8 + norms + embedding) / 4
+    whole = fp8(layout("70b", tp=8, pp=8, dp=4, distributed_optimizer=False), measured)
+    assert whole.probe_copies == 4 * found.probe_copies
+    block = block_activations(chosen, dict.fromkeys(LINEAR_KINDS, BF16))
+    in_eight = found.probe - fp8(chosen, Probes()).probe
+    assert in_eight > 6 * 10 * block  # eight microbatches on their way instead of one, fewer temporaries
+    assert fp8(chosen, replace(measured, measured_twice=True)).probe == found.probe
+
+
+def test_hessian_traces_keep_a_copy_of_the_weights() -> None:
+    chosen = layout("8b", tp=2)
+    found = fp8(chosen, Probes(policy="hawq"))
+    assert found.probe_copies == 2 * 32 * chosen.model.block_weights / 2
+    assert found.probe >= fp8(chosen, Probes(estimator="fisher")).probe
+    assert found.probe > found.probe_copies
 
 
 def test_only_the_last_stage_has_logits() -> None:
     chosen = layout("8b", tp=2, pp=2)
-    first, last = (
-        stage_memory(chosen, stage, lambda block, kind: BF16, probe_microbatches=0, probe_tokens=0) for stage in (0, 1)
-    )
+    first, last = (stage_memory(chosen, stage, lambda block, kind: BF16) for stage in (0, 1))
     assert first.logits == 0
     assert last.logits == 8 * 8192 * 128256 / 2

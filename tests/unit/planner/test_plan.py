@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.planner.overhead import Probes
 from snip_megatron.planner.plan import make_plan
+from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.question import parse_question, pose
 from snip_megatron.planner.render import render
 from snip_megatron.planner.synthetic import synthetic_losses
