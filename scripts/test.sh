@@ -25,8 +25,8 @@ echo "== pytest"
 if ((${#failed[@]})); then
     echo "FAILED before the tests: ${failed[*]} (see above); this run will exit non-zero"
 fi
-# Two workers on two cores. Tests that start ranks or commands share one worker (tests/conftest.py), so they run one
-# after the other and each rank keeps to one thread.
+# Two workers on two cores. Tests that start ranks stay on one, those that run commands on another (tests/conftest.py),
+# and each rank keeps to one thread.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 python -m pytest --numprocesses 2 --dist loadgroup "$@"
 status=$?

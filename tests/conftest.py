@@ -8,8 +8,9 @@ import pytest
 from hypothesis import settings
 
 TESTS = Path(__file__).resolve().parent
-# Under xdist (--dist loadgroup) these share one worker: they start ranks and commands that want the cores themselves.
-SERIAL_FOLDERS = ("distributed", "e2e", "gpu", "compatibility")
+# Under xdist (--dist loadgroup) a group stays on one worker. Ranks share a server of warm processes and want the cores
+# themselves; commands, mostly one process, run beside them.
+GROUPS = {"distributed": "ranks", "e2e": "commands", "faults": "commands", "gpu": "ranks", "compatibility": "ranks"}
 
 # A deadline would assert a time; derandomised, a failure on one machine is a failure on every machine.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
@@ -29,9 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not item.path.is_relative_to(TESTS):
             continue
         folder = item.path.relative_to(TESTS).parts[0]
-        if folder in SERIAL_FOLDERS:
+        if folder in GROUPS:
             item.add_marker(getattr(pytest.mark, folder))
-            item.add_marker(pytest.mark.xdist_group("serial"))
+            item.add_marker(pytest.mark.xdist_group(GROUPS[folder]))
         if folder == "gpu":
             if skip_gpu is None:
                 skip_gpu = not cuda_is_available()

@@ -16,7 +16,6 @@ from faults.kinds import KINDS, Lost
 from faults.plan import Batch, Fault, make_plan, window
 from faults.table import table, write_table
 
-pytestmark = pytest.mark.xdist_group("serial")  # starts ranks, which want the cores themselves
 TWO_STAGES = ("--pipeline-model-parallel-size", "2")
 
 
