@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,14 @@ class Probe(Protocol):
 
     @property
     def passes(self) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """An update that cannot be measured now, by the verdict of all ranks: why, in words and figures."""
+
+    reason: str
+    figures: Mapping[str, float]
 
 
 class Coordinator(Protocol):
@@ -125,7 +134,7 @@ class Controller:
             self._trigger.restore(self.state.trigger, "SNIP state in the checkpoint")
 
     # -- step boundary -----------------------------------------------------------------------------------------
-    def before_step(self, step: int, probe: Callable[[float], Probe]) -> None:
+    def before_step(self, step: int, probe: Callable[[float], Probe | Unmeasured]) -> None:
         """Everything that precedes ``train_step(step)``: start, decision due, update due.
 
         Args:
@@ -316,7 +325,7 @@ class Controller:
         if self._trigger is not None:
             self._trigger.restart(step)
 
-    def _update(self, step: int, probe: Callable[[float], Probe]) -> None:
+    def _update(self, step: int, probe: Callable[[float], Probe | Unmeasured]) -> None:
         if self.state.pending is not None:
             self._event(step, "skipped", reason="the previous update is still undecided")
             return
@@ -324,6 +333,9 @@ class Controller:
         started = time.perf_counter()
         result = probe(self._clip_factor())
         seconds = _since(started)
+        if isinstance(result, Unmeasured):
+            self._event(step, "dropped", reason=result.reason, **result.figures, wait_s=seconds)
+            return
         for kind, value in result.seconds.items():
             event = "collect" if kind == "reduction" else "probe"
             passes = {"passes": result.passes[kind]} if kind in result.passes else {}

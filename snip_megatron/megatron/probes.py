@@ -18,12 +18,14 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.controller import Unmeasured
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.megatron import compat
+from snip_megatron.megatron import compat, probe_memory
 from snip_megatron.megatron.drift_probe import DriftProbe, sink_rows
 from snip_megatron.megatron.hessian_probe import add_hessian_traces
 from snip_megatron.megatron.measured_probe import MeasuredProbe
 from snip_megatron.megatron.probe_call import LoopShape, StepCall, run_schedule, undisturbed
+from snip_megatron.megatron.probe_memory import Pipeline, ProbeMemory, probed_shapes
 from snip_megatron.megatron.stream import ResidualStream
 from snip_megatron.precision import Gemm
 from snip_megatron.quantization import derive_seed
@@ -71,6 +73,9 @@ class ProbeRunner:
         with_hessian: whether the policy uses Hessian traces: two more passes a probe vector.
         measures: whether options are forced alone (``--snip-estimator measured``).
         pinned: (linear, GEMM) that need no measuring.
+
+    Attributes:
+        has_trained: whether this process has done a training step: its peak of memory says what a pass takes.
     """
 
     def __init__(
@@ -114,6 +119,27 @@ class ProbeRunner:
             self._model, self._table_shape, groups, snip.seed, optimizer_sharded=shape.optimizer_sharded
         )
         self._measured = MeasuredProbe(registry, shape, self._table_shape, groups, self._drift, self._pass_group())
+
+        self.has_trained = False
+        self._memory = ProbeMemory(
+            probed_shapes(registry, self._drift.local_sinks(), shape, groups, hidden=self._config.hidden_size),
+            list(registry),
+            Pipeline.of(registry, self._config, shape),
+            snip.probe_tokens,
+            forces=measures,
+            moves=with_hessian,
+            gathers=bool(self._config.sequence_parallel),
+            recomputes=self._config.recompute_granularity == "full",
+        )
+
+    def shortage(self, call: StepCall) -> Unmeasured | None:
+        """Why this update cannot be measured, by the verdict of all ranks; on a CPU nothing is asked. Collective."""
+        memory = probe_memory.device_memory(self._device)
+        if memory is None:
+            return None
+        peak = memory.peak if self.has_trained else None
+        needed = self._memory.needed(peak, self._microbatches(call), call.num_microbatches)
+        return probe_memory.shortage(needed, memory, self._groups, self._device)
 
     # -- the passes --------------------------------------------------------------------------------------------
     def run(self, call: StepCall) -> ProbeResult:

@@ -19,7 +19,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from snip_megatron import __version__
 from snip_megatron.adoption import MapChannel
 from snip_megatron.config import SnipConfig
-from snip_megatron.controller import Controller
+from snip_megatron.controller import Controller, Unmeasured
 from snip_megatron.controller_state import ControllerState
 from snip_megatron.coordinator import RankZeroCoordinator
 from snip_megatron.errors import SnipError
@@ -215,13 +215,19 @@ class SnipRun:
         """
         controller = self._controller or self._build(call.model, call.optimizer, call.step)
 
-        def probe(clip: float) -> ProbeResult:
+        def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
-            return self._probes.run(replace(call, clip=clip, measured=controller.state.measured))
+            asked = replace(call, clip=clip, measured=controller.state.measured)
+            refusal = self._probes.shortage(asked)
+            if refusal is not None and is_rank_zero():
+                print(f"snip: the update of step {call.step} is left out: {refusal.reason}", flush=True)
+            return refusal or self._probes.run(asked)
 
         controller.before_step(call.step, probe)
         started = time.perf_counter()
         result = train_step()
+        if self._probes is not None:
+            self._probes.has_trained = True
         if self._coordinator is not None:
             self._coordinator.step_took(time.perf_counter() - started)
         losses = result[0]

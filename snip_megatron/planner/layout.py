@@ -13,6 +13,14 @@ RECOMPUTE = ("none", "selective", "full")
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
 
 
+def microbatches_in_flight(microbatches: int, stage: int, pp: int, vpp: int = 1) -> float:
+    """See :meth:`Layout.in_flight`."""
+    if vpp == 1:
+        return min(float(microbatches), float(pp - stage))
+    chunks = 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
+    return min(float(microbatches), chunks / vpp)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes as Megatron's arguments of the same names give them.
@@ -135,11 +143,8 @@ class Layout:
     def in_flight(self, stage: int, microbatches: int | None = None) -> float:
         """Microbatches whose activations of a whole stage are kept at once: 1F1B, or Megatron's interleaved schedule
         (its chunks in flight as a share of the stage). ``microbatches`` of the call; None: a training step's."""
-        most = float(self.microbatches if microbatches is None else microbatches)
-        if self.vpp == 1:
-            return min(most, float(self.pp - stage))
-        chunks = 2 * (self.pp - stage - 1) + (self.vpp - 1) * self.pp + 1
-        return min(most, chunks / self.vpp)
+        most = self.microbatches if microbatches is None else microbatches
+        return microbatches_in_flight(most, stage, self.pp, self.vpp)
 
     # -- checks --------------------------------------------------------------------------------------------------
     @property

@@ -9,6 +9,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.probes import Probes, forced_passes, probe_microbatches
 from snip_megatron.precision import LINEAR_KINDS, Format
 from snip_megatron.solver.costs import Formats, LinearShape
+from snip_megatron.statistics.probe_memory import ProbedShapes
 
 FormatsOf = Callable[[int, str], Formats]
 """(block, kind of linear) → formats."""
@@ -25,10 +26,6 @@ _LOGIT = 8  # bf16 logit, FP32 softmax, bf16 gradient
 _TILE, _BLOCK = 128, 128 * 128
 _STORED = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
 """Formats with kernels of their own; the others keep bf16 operands and are quantised in the GEMM."""
-# FP32 copies of one linear's largest operand while a probe records it (statistics/README.md), or of a parameter's own
-# elements while drift is evaluated: gradient, error, their sum, both updates, their moments.
-_PROBE_COPIES = 6
-_MOVED_COPIES = 3  # of a weight that policy hawq moves: it, the signs, their sum
 
 
 @dataclass(frozen=True)
@@ -147,27 +144,31 @@ def _probe(layout: Layout, stage: int, probes: Probes | None, candidates: Sequen
     copies, and temporaries of one linear, or of one parameter whose drift is evaluated."""
     if probes is None or not probes.updates:
         return {"probe": 0.0, "probe_copies": 0.0}
-    shapes = layout.linear_shapes().values()
-    blocks = len(layout.stages[stage])
     each = probe_microbatches(layout, probes)
-    rows = min(probes.tokens, layout.tokens) * each
-    samples = 2.0 * rows * blocks * (sum(s.n + s.k for s in shapes) + 2 * 2 * layout.model.hidden)
-    operand = max(max(s.tokens * s.k, s.tokens * s.n, s.n * s.k) for s in shapes)
-    peak, copies = _bf16_activations(layout, stage, each) + 4.0 * _PROBE_COPIES * operand, 0.0
+    own = _probed_shapes(layout, stage)
+    peak, copies = _bf16_activations(layout, stage, each) + own.recording, 0.0
     if probes.hessian:
-        copies = float(_WEIGHT * blocks * sum(s.n * s.k for s in shapes))
-        moved = 4.0 * _MOVED_COPIES * max(s.n * s.k for s in shapes)
-        peak = max(peak, copies + _bf16_activations(layout, stage, each) + moved)
+        copies = own.weight_copy
+        peak = max(peak, copies + _bf16_activations(layout, stage, each) + own.moving)
     if probes.forces:
-        shards = layout.dp if layout.distributed_optimizer else 1
-        copies = float(_WEIGHT * layout.probed_parameters(stage)) / shards
-        largest = max(s.n * s.k for s in shapes)
-        if stage == 0:
-            largest = max(largest, layout.vocabulary * layout.model.hidden // layout.tp)
-        own = min(float(largest), layout.probed_parameters(stage) / shards)  # a rank's range may hold it whole
+        copies = own.gradient_copy
         activations = _bf16_activations(layout, stage, forced_passes(layout, probes, candidates))
-        peak = max(peak, copies + activations + 4.0 * _PROBE_COPIES * own)
-    return {"probe": samples + peak, "probe_copies": copies}
+        peak = max(peak, copies + activations + own.evaluating)
+    return {"probe": own.samples(probes.tokens, each) + peak, "probe_copies": copies}
+
+
+def _probed_shapes(layout: Layout, stage: int) -> ProbedShapes:
+    shapes = [(shape.n, shape.k) for shape in layout.linear_shapes().values()]
+    embedding = layout.vocabulary * layout.model.hidden // layout.tp if stage == 0 else 0
+    return ProbedShapes(
+        linears=shapes * len(layout.stages[stage]),
+        tokens=layout.tokens,
+        hidden=layout.model.hidden,
+        parameters=layout.probed_parameters(stage),
+        largest=max(embedding, *(n * k for n, k in shapes)),
+        shards=layout.dp if layout.distributed_optimizer else 1,
+        element=_WEIGHT,
+    )
 
 
 def _bf16_activations(layout: Layout, stage: int, microbatches: int) -> float:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from snip_megatron.adoption import Decision, MapChannel, Verdict
 from snip_megatron.config import SnipConfig
-from snip_megatron.controller import Controller, fp4_fraction
+from snip_megatron.controller import Controller, Unmeasured, fp4_fraction
 from snip_megatron.controller_state import ControllerState
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
@@ -147,6 +147,7 @@ class Run:
         self.clips: list[float] = []
         self.looks: list[int] = []
         self.value = 1.0
+        self.short: set[int] = set()
         self.formats: dict[int, Format] = {}
 
     def steps(
@@ -159,8 +160,10 @@ class Run:
     ) -> None:
         for step in range(start, end):
 
-            def probe(clip: float, step: int = step) -> Measured:
+            def probe(clip: float, step: int = step) -> Measured | Unmeasured:
                 self.clips.append(clip)
+                if step in self.short:
+                    return Unmeasured("too little", {"free_bytes": 1.0})
                 return Measured(table(step, self.value))
 
             self.controller.before_step(step, probe)
@@ -172,6 +175,19 @@ class Run:
                 return torch.tensor(gradients(step), dtype=torch.float64)
 
             self.controller.after_step(step, torch.tensor(loss(step)), grad_norm, gradients and share)
+
+
+def test_an_update_that_cannot_be_measured_is_left_out() -> None:
+    run = Run(Script({1: [ready(1)]}))
+    run.short = {2}
+    run.steps(0, 12)
+    assert run.script.of("dropped") == [2]
+    assert run.script.of("probe") == [8]
+    assert run.script.submitted == [(8, 1)]
+    assert run.script.of("adopt") == [10]
+    (fields,) = [fields for _, kind, fields in run.script.events if kind == "dropped"]
+    assert (fields["reason"], fields["free_bytes"]) == ("too little", 1.0)
+    assert run.formats[7] is Format.BF16
 
 
 def test_an_update_is_adopted_after_its_lag() -> None:

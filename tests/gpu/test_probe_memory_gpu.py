@@ -1,0 +1,29 @@
+"""What a rank is told about its device's memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from snip_megatron.megatron.probe_memory import device_memory
+
+SIZE = 2**28
+
+
+def test_memory_that_a_rank_has() -> None:
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = device_memory(device)
+    held = torch.empty(SIZE, dtype=torch.uint8, device=device)
+    during = device_memory(device)
+    del held
+    after = device_memory(device)
+    assert before is not None
+    assert during is not None
+    assert after is not None
+    assert before.available - during.available == pytest.approx(SIZE, rel=0.1)
+    # Now it belongs to torch's allocator: no longer free on the device, and yet available.
+    assert after.available == pytest.approx(before.available, abs=0.1 * SIZE)
+    assert during.peak == pytest.approx(0.0, abs=0.1 * SIZE)
+    assert after.peak == pytest.approx(SIZE, rel=0.1)
