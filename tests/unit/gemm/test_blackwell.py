@@ -113,12 +113,43 @@ def test_nvfp4_operands_are_the_definition_s_numbers() -> None:
     assert torch.equal(w_col, w_row)
 
 
-def test_mxfp8_scales_are_powers_of_two_that_nothing_saturates_under() -> None:
-    """Transformer Engine rounds the scale up, the reference (OCP) down: at most half the step, and no saturation."""
-    x = torch.full((32, 32), 500.0)  # the reference's scale would be 1: it saturates to 448
+def rounded_up(x: Tensor) -> Tensor:
+    """MXFP8 by Transformer Engine's rule: a 1×32 tile's scale is amax · fl(1/448), rounded up to a power of two."""
+    tiles = x.float().unflatten(1, (-1, 32))
+    mantissa, exponent = torch.frexp(tiles.abs().amax(-1, keepdim=True) * (1.0 / torch.tensor(448.0)))
+    scale = torch.exp2((exponent - (mantissa == 0.5).int()).float())
+    return ((tiles / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+
+
+def test_mxfp8_operands_are_transformer_engine_s_numbers() -> None:
+    """To the bit: its rule, not the OCP text's that ``quantize_dequantize`` follows."""
+    x, w, g = operands(*EVEN)
+    x[:, 0] = torch.tensor([448.0, 450.0, 224.0, 446.0]).repeat(64) * 2.0 ** torch.arange(-128.0, 128.0).div(4).floor()
+    x[3, :32] = 0.0
+    made = map(decoded, sides(backend(), x, w, g, (MXFP8,) * 3))
+    expected = [rounded_up(x), rounded_up(x.t()).t(), rounded_up(w), rounded_up(w.t()).t(), rounded_up(g)]
+    for side, numbers in zip(made, [*expected, rounded_up(g.t()).t()], strict=True):
+        assert torch.equal(side, numbers)
+
+
+def test_where_the_two_rules_of_mxfp8_differ() -> None:
+    """In tiles whose amax is above 1.75 times a power of two: OCP's scale saturates, the other is twice as large."""
+    x, _, _ = operands(*EVEN)
     row, _ = backend().quantize_input(x, MXFP8, None)
+    ours, theirs = (q.unflatten(1, (-1, 32)) for q in (quantize_dequantize(x, "mxfp8"), decoded(row)))
+    mantissa, _ = torch.frexp(x.float().unflatten(1, (-1, 32)).abs().amax(-1))
+    saturated = mantissa > 1.75 / 2
+    assert 0.1 < float(saturated.float().mean()) < 0.3
+    assert torch.equal(ours[~saturated], theirs[~saturated])
+    largest = [q[saturated].abs().amax(-1) for q in (ours, theirs)]
+    assert (largest[0] <= largest[1]).all()
+    assert (largest[0] < largest[1]).float().mean() > 0.5
+    assert decibel(x, theirs.flatten(1)) > decibel(x, ours.flatten(1)) + 0.5
+    # What a whole tile of them looks like.
+    alike = torch.full((32, 32), 500.0)
+    row, _ = backend().quantize_input(alike, MXFP8, None)
     assert torch.equal(decoded(row), torch.full((32, 32), 512.0))
-    assert float(quantize_dequantize(x, "mxfp8").max()) == 448.0
+    assert float(quantize_dequantize(alike, "mxfp8").max()) == 448.0
 
 
 @pytest.mark.parametrize("formats", UNIFORM + MIXED, ids=lambda formats: "-".join(formats))
