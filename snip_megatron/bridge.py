@@ -111,6 +111,8 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
                 "virtual_pipeline_model_parallel_size is not supported under"
                 " Megatron Bridge, whose step shares one iterator among model chunks; use None"
             )
+        if args.num_experts:
+            raise SnipError("num_moe_experts is not supported under Megatron Bridge; use SNIP's own entry")
         if self._snip.eval == "both":
             raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
         self._run = _BridgeRun(self._snip, args)

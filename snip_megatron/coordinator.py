@@ -66,7 +66,7 @@ class RankZeroCoordinator:
         self._request = request
         self._tokens_per_step = tokens_per_step
         self._linears = linears
-        self._flops = {row.name: 2.0 * row.n * row.k for row in linears}
+        self._flops = {row.name: row.flops for row in linears}
         self._static_map = static_map
         self._run = run
         self._replay = dict(replay_schedule(config.replay)) if config.replay is not None else {}

@@ -56,12 +56,16 @@ class Gemm(str, Enum):
 
 
 LINEAR_KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-_NAME = re.compile(r"decoder\.layers\.(0|[1-9][0-9]{0,5})\.(" + "|".join(re.escape(k) for k in LINEAR_KINDS) + r")\Z")
+"""Of a dense decoder layer, in order."""
+EXPERT_KINDS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
+"""Of a layer whose MLP is a mixture of experts, in the place of the dense MLP's: one name for those of all experts."""
+_KINDS = "|".join(re.escape(k) for k in (*LINEAR_KINDS, *EXPERT_KINDS))
+_NAME = re.compile(rf"decoder\.layers\.(0|[1-9][0-9]{{0,5}})\.({_KINDS})\Z")
 
 
 @dataclass(frozen=True, order=True)
 class LinearId:
-    """A linear of the decoder: ``layer`` is the global 0-based index, ``kind`` one of :data:`LINEAR_KINDS`."""
+    """A linear of the decoder: ``layer`` is the global 0-based index, ``kind`` of LINEAR_KINDS or EXPERT_KINDS."""
 
     layer: int
     kind: str
@@ -87,7 +91,12 @@ class LinearId:
     @property
     def is_first(self) -> bool:
         """Whether the linear reads the residual stream (qkv, fc1) rather than writes to it (proj, fc2)."""
-        return self.kind in ("self_attention.linear_qkv", "mlp.linear_fc1")
+        return self.kind.endswith(("linear_qkv", "linear_fc1"))
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether the name stands for a linear of each expert of a layer."""
+        return self.kind in EXPERT_KINDS
 
 
 def option_id(linear: str, gemm: Gemm | None) -> str:

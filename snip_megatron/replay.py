@@ -70,7 +70,7 @@ class Stored:
         """A map asked for by time or loss, with its share of FLOPs in fp4 where the statistics' shapes are at hand."""
         if precision_map.budget is None or not self.path("stats").exists():
             return precision_map
-        flops = {row.name: float(row.n) * row.k for row in self.table().linears}
+        flops = {row.name: row.flops for row in self.table().linears}
         return precision_map.with_fields(fp4_share=fp4_fraction(precision_map, flops))
 
     def _fact(self, name: str) -> Any:

@@ -209,6 +209,8 @@ def _layers(collapsed: Collapsed, source: Path) -> int:
     """How many layers the map has; it must name every linear of them."""
     if not collapsed.formats:
         raise SnipError(f"{source}: names no linear")
+    if experts := [str(linear) for linear in collapsed.formats if linear.of_experts]:
+        raise SnipError(f"{source}: names {min(experts)}: maps of mixtures of experts are not exported")
     layers = 1 + max(linear.layer for linear in collapsed.formats)
     for linear in (LinearId(layer, kind) for layer in range(layers) for kind in LINEAR_KINDS):
         if linear not in collapsed.formats:

@@ -119,7 +119,8 @@ class QuantizedLinear(torch.autograd.Function):
             reduction.wait()
         if ctx.recorder is not None:  # in probes everything is bf16: X was kept as it is
             with torch.no_grad():
-                ctx.recorder.on_backward(kept.tensor, weight.detach(), g, d_local, d.reshape(-1, d.shape[-1]))
+                whole = _expert_gradient(handle, d) if handle.expert is not None else d
+                ctx.recorder.on_backward(kept.tensor, weight.detach(), g, d_local, whole.reshape(-1, d.shape[-1]))
         return d.view(ctx.x_shape), grad_weight, grad_bias, None
 
 
@@ -136,13 +137,21 @@ def _keys(call: LinearCall) -> GradientKeys:
     """Keys of stochastic rounding of G in the linear's next backward."""
     handle = call.handle
     context = handle.context
-    microbatch = handle.backwards if call.forced is None else call.forced.microbatch
-    global_microbatch = microbatch * context.dp_size + context.dp_rank
+    global_microbatch = handle.global_microbatch(handle.backwards if call.forced is None else call.forced.microbatch)
     dgrad, wgrad = (
         derive_seed(context.seed, context.step, global_microbatch, handle.index, GEMM_INDEX[gemm])
         for gemm in (Gemm.DGRAD, Gemm.WGRAD)
     )
     return GradientKeys(dgrad, wgrad, handle.out_features)
+
+
+def _expert_gradient(handle: LinearHandle, d: torch.Tensor) -> torch.Tensor:
+    """D of an expert summed over the ranks that share it, for a recorder: in training Megatron's dispatcher does it."""
+    if handle.tp_group is None or handle.parallel == "row":
+        return d
+    total = d.clone()
+    dist.all_reduce(total, group=handle.tp_group)
+    return total
 
 
 def _accumulate(backend: GemmBackend, weight: torch.Tensor, g: Side, x: Side) -> torch.Tensor | None:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.layers.amax import is_shared, shared_amax
 from snip_megatron.layers.weights import WeightCache
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId
+from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId
 
 ALL_BF16 = (Format.BF16, Format.BF16, Format.BF16)
+_EXPERTS, _EXPERTS_A_LINEAR = 2**48, 2**20  # numbers of experts' linears, apart from all others
 GEMM_INDEX = {gemm: index for index, gemm in enumerate(Gemm)}
 
 
@@ -57,6 +58,8 @@ class StepContext:
         seed: ``--snip-seed``.
         dp_rank, dp_size: position among data parallel ranks: microbatch i of a rank is global microbatch
             i·dp_size + dp_rank.
+        expert_dp_rank, expert_dp_size: the same among ranks with the same experts, one of whose GEMMs has tokens of all
+            expert parallel ranks.
         backend: runs the GEMMs.
         probing: a probe runs: every GEMM in bf16, backwards are recorded.
         forcing: a measuring pass runs: what it asks of a linear in the microbatch at hand. No linear is stock then:
@@ -68,6 +71,8 @@ class StepContext:
     seed: int = 0
     dp_rank: int = 0
     dp_size: int = 1
+    expert_dp_rank: int = 0
+    expert_dp_size: int = 1
     backend: GemmBackend = REFERENCE
     probing: bool = False
     forcing: Callable[[LinearHandle], Forced] | None = None
@@ -90,6 +95,7 @@ class LinearHandle:
         module: the converted linear; its ``weight`` is the local shard [N local, K local].
         formats: (fprop, dgrad, wgrad) in force.
         weights: the weight as this step's GEMMs take it.
+        expert: global number of the expert that it belongs to; None: to none. All experts share the name.
     """
 
     id: LinearId
@@ -107,6 +113,7 @@ class LinearHandle:
     recorder: BackwardRecorder | None = None
     tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
     weights: WeightCache = field(default_factory=WeightCache, repr=False)
+    expert: int | None = None
     backwards: int = field(default=0)
     """Backwards done in this step. They come in microbatch order on every schedule, recomputed or not, so this is the
     microbatch's number on this rank: what the counters of stochastic rounding need."""
@@ -139,7 +146,16 @@ class LinearHandle:
     @property
     def index(self) -> int:
         """A number of the linear that no parallel layout changes."""
-        return self.id.layer * len(LINEAR_KINDS) + LINEAR_KINDS.index(self.id.kind)
+        if self.expert is None:
+            return self.id.layer * len(LINEAR_KINDS) + LINEAR_KINDS.index(self.id.kind)
+        of_layer = self.id.layer * len(EXPERT_KINDS) + EXPERT_KINDS.index(self.id.kind)
+        return _EXPERTS + of_layer * _EXPERTS_A_LINEAR + self.expert
+
+    def global_microbatch(self, microbatch: int) -> int:
+        """Number of this rank's ``microbatch`` among those of all ranks that have the same weight."""
+        if self.expert is None:
+            return microbatch * self.context.dp_size + self.context.dp_rank
+        return microbatch * self.context.expert_dp_size + self.context.expert_dp_rank
 
     @property
     def is_stock(self) -> bool:

@@ -19,8 +19,8 @@ from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.linear import SnipColumnParallelLinear, SnipRowParallelLinear
-from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
-from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
+from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, linear_kinds
+from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.sensitivity.policies import FIXED
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _SNIP_CLASS: dict[type, type] = {
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
     """Convert every decoder linear of this rank's chunks. Parameters, their names and the checkpoint stay the same.
 
-    Linears outside the dense decoder (multi-token prediction, experts, the output layer) stay bf16.
+    Linears outside of it (multi-token prediction, the output layer), grouped and shared experts stay bf16.
 
     Args:
         model_chunks: the chunks as built, before or after Float16Module and DDP.
@@ -53,17 +53,16 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     selection = select_backend(config.gemm, formats_in_use(config), tensor_parallel=tensor_parallel)
     context = StepContext(seed=config.seed, backend=selection.backend)
     experts = ExpertLayers.of(model_config)
-    expert_layers = frozenset() if experts is None else experts.layers
-    registry = LinearRegistry(decoder_linear_names(model_config.num_layers, expert_layers), context)
+    names = decoder_linear_names(model_config.num_layers, experts)
+    registry = LinearRegistry(names, context, (1, 1) if experts is None else experts.mixture)
     for layer in layers:
-        for kind in LINEAR_KINDS:
-            module = _descend(layer, kind)
-            if module is not None:
-                _convert_linear(module, LinearId(layer.layer_number - 1, kind), registry)
+        for kind in linear_kinds(layer.layer_number - 1, experts):
+            linear = LinearId(layer.layer_number - 1, kind)
+            for expert, module in _modules(layer, linear):
+                _convert_linear(module, linear, registry, expert)
     if int(os.environ.get("RANK", "0")) == 0:
         _announce(selection, registry)
-        if expert_layers:
-            print(f"snip: experts of {len(expert_layers)} layers stay bf16; they count in the fp4 share", flush=True)
+        _announce_experts(experts)
     return registry
 
 
@@ -90,24 +89,42 @@ def _announce(selection: Selection, registry: LinearRegistry) -> None:
         print(f"snip: too small to be faster in fp8 or fp4: {listed} (--snip-pin '*.KIND=bf16' keeps bf16)", flush=True)
 
 
+def _announce_experts(experts: ExpertLayers | None) -> None:
+    """Say once which of them no map covers."""
+    if experts is None or not (experts.grouped or experts.shared_ffn):
+        return
+    which = "experts (--moe-grouped-gemm)" if experts.grouped else "shared experts"
+    print(f"snip: {which} of {len(experts.layers)} layers stay bf16; they count in the fp4 share", flush=True)
+
+
 def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:
     for name, module in chunk.named_modules():
         if isinstance(module, TransformerLayer) and "mtp" not in name.split("."):
             yield module
 
 
-def _descend(layer: torch.nn.Module, kind: str) -> Any:
-    """The linear, or None."""
+def _modules(layer: torch.nn.Module, linear: LinearId) -> list[tuple[int | None, Any]]:
+    """(expert, module) of what ``linear`` names on this rank: its local experts', else one; none where it is absent."""
+    if linear.of_experts:
+        mlp: Any = layer.mlp
+        local = getattr(mlp.experts, "local_experts", None)
+        if local is None:
+            raise SnipError(
+                f"{linear}: cannot quantise experts of a {type(mlp.experts).__qualname__};"
+                " use --transformer-impl local, or --moe-grouped-gemm, under which experts stay bf16"
+            )
+        name = linear.kind.rpartition(".")[2]
+        return [(e, getattr(expert, name)) for e, expert in zip(mlp.local_expert_indices, local, strict=True)]
     module: Any = layer
-    for part in kind.split("."):
+    for part in linear.kind.split("."):
         module = getattr(module, part, None)
         if module is None:
-            logger.info("%s of layer %s is absent or made of experts: stays bf16", kind, layer.layer_number)
-            return None
-    return module
+            logger.info("%s of layer %s is absent: stays bf16", linear.kind, layer.layer_number)
+            return []
+    return [(None, module)]
 
 
-def _convert_linear(module: Any, linear: LinearId, registry: LinearRegistry) -> None:
+def _convert_linear(module: Any, linear: LinearId, registry: LinearRegistry, expert: int | None) -> None:
     target = _SNIP_CLASS.get(type(module))
     if target is None:
         raise SnipError(
@@ -119,16 +136,16 @@ def _convert_linear(module: Any, linear: LinearId, registry: LinearRegistry) -> 
         registry.frozen.append(str(linear))
         return
     module.__class__ = target
-    module.snip = _handle(module, linear, registry.context)
+    module.snip = _handle(module, linear, registry.context, expert)
     registry.add(module.snip)
 
 
-def _handle(module: Any, linear: LinearId, context: StepContext) -> LinearHandle:
+def _handle(module: Any, linear: LinearId, context: StepContext, expert: int | None) -> LinearHandle:
     group = module.tp_group
     rank, size = group.rank(), group.size()
     n, k = module.output_size, module.input_size
     column = isinstance(module, ColumnParallelLinear)
-    gated = linear.kind == "mlp.linear_fc1" and module.config.gated_linear_unit
+    gated = linear.kind.endswith("linear_fc1") and module.config.gated_linear_unit
     everything = (torch.arange(n), torch.arange(k))
     return LinearHandle(
         id=linear,
@@ -143,6 +160,7 @@ def _handle(module: Any, linear: LinearId, context: StepContext) -> LinearHandle
         context=context,
         module=module,
         tp_group=group if size > 1 else None,
+        expert=expert,
     )
 
 

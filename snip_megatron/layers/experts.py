@@ -18,6 +18,8 @@ class ExpertLayers:
         active: of them that a token goes through (top-k).
         ffn: their hidden size (of each half where gated).
         shared_ffn: hidden size of the expert that every token goes through; 0: there is none.
+        grouped: their GEMMs are one (``--moe-grouped-gemm``), which stays bf16; else they are linears like others. A
+            shared expert stays bf16 in any case.
     """
 
     layers: frozenset[int]
@@ -25,6 +27,7 @@ class ExpertLayers:
     active: int
     ffn: int
     shared_ffn: int = 0
+    grouped: bool = False
 
     @classmethod
     def of(cls, config: Any) -> ExpertLayers | None:
@@ -41,11 +44,18 @@ class ExpertLayers:
             active=int(config.moe_router_topk),
             ffn=int(config.moe_ffn_hidden_size or config.ffn_hidden_size),
             shared_ffn=int(config.moe_shared_expert_intermediate_size or 0),
+            grouped=bool(config.moe_grouped_gemm),
         )
 
     def bf16_elements(self, hidden: int, *, gated: bool) -> int:
-        """Elements of the weights that a token meets in one layer's experts, N·K summed over fc1 and fc2."""
-        return hidden * (self.active * self.ffn + self.shared_ffn) * (3 if gated else 2)
+        """Elements of the bf16 weights that a token meets in one layer's experts, N·K summed over fc1 and fc2."""
+        routed = self.active * self.ffn if self.grouped else 0
+        return hidden * (routed + self.shared_ffn) * (3 if gated else 2)
+
+    @property
+    def mixture(self) -> tuple[int, int]:
+        """(experts, active) as :class:`snip_megatron.statistics.table.LinearRow` has them."""
+        return self.experts, self.active
 
 
 def _expert_layers(pattern: Any, num_layers: int) -> frozenset[int]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.precision import LINEAR_KINDS, Gemm, LinearId, PrecisionMap
+from snip_megatron.layers.experts import ExpertLayers
+from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Gemm, LinearId, PrecisionMap
 
 
-def decoder_linear_names(num_layers: int, expert_layers: Collection[int] = ()) -> list[str]:
-    """Global names of a decoder's candidate linears, in order: what maps and broadcasts index.
+def decoder_linear_names(num_layers: int, experts: ExpertLayers | None = None) -> list[str]:
+    """Global names of a decoder's candidate linears, in order: what maps and broadcasts index."""
+    return [str(LinearId(layer, kind)) for layer in range(num_layers) for kind in linear_kinds(layer, experts)]
 
-    Of ``expert_layers``, those whose MLP is a mixture of experts, the attention's alone.
-    """
-    return [
-        str(LinearId(layer, kind))
-        for layer in range(num_layers)
-        for kind in LINEAR_KINDS
-        if layer not in expert_layers or not kind.startswith("mlp.")
-    ]
+
+def linear_kinds(layer: int, experts: ExpertLayers | None) -> tuple[str, ...]:
+    """Kinds of the candidate linears of ``layer``; ``experts`` None: of a dense decoder."""
+    if experts is None or layer not in experts.layers:
+        return LINEAR_KINDS
+    attention = tuple(kind for kind in LINEAR_KINDS if not kind.startswith("mlp."))
+    return attention if experts.grouped else (*attention, *EXPERT_KINDS)
 
 
 def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str) -> None:
@@ -51,22 +52,25 @@ class LinearRegistry:
         context: the step's state that all of them share.
         current: the map in force.
         frozen: names of this rank's linears that are left alone because their weight takes no gradient.
+        mixture: number of experts that share a name, and how many of them a token goes through; (1, 1) without experts.
     """
 
-    def __init__(self, names: Sequence[str], context: StepContext) -> None:
+    def __init__(self, names: Sequence[str], context: StepContext, mixture: tuple[int, int] = (1, 1)) -> None:
         self.names = list(names)
+        self.mixture = mixture
         self.context = context
         self.current = PrecisionMap(choices={})
         self.frozen: list[str] = []
-        self._handles: dict[str, LinearHandle] = {}
+        self._handles: dict[tuple[str, int | None], LinearHandle] = {}
         self._ordered: list[LinearHandle] = []
 
     def add(self, handle: LinearHandle) -> None:
-        """Register a linear. Raises SnipError when its name is taken or unknown."""
-        if handle.name in self._handles or handle.name not in self.names:
+        """Register a linear, or one of several experts. Raises SnipError when its name is taken or unknown."""
+        key = (handle.name, handle.expert)
+        if key in self._handles or handle.name not in self.names:
             raise SnipError(f"{handle.name}: registered twice or not a linear of this model")
-        self._handles[handle.name] = handle
-        self._ordered = sorted(self._handles.values(), key=lambda handle: handle.id)
+        self._handles[key] = handle
+        self._ordered = sorted(self._handles.values(), key=lambda handle: (handle.id, handle.expert or 0))
 
     def __iter__(self) -> Iterator[LinearHandle]:
         return iter(self._ordered)
@@ -75,7 +79,7 @@ class LinearRegistry:
         return len(self._handles)
 
     def __getitem__(self, name: str) -> LinearHandle:
-        return self._handles[name]
+        return self._handles[name, None]
 
     def adopt(self, precision_map: PrecisionMap) -> None:
         """Run under ``precision_map`` from the next forward on. Call between steps only, on all ranks alike.

@@ -46,7 +46,7 @@ class DriftProbe:
         optimizer_sharded: data parallel ranks hold shards of the optimizer's state, not all the same.
 
     Attributes:
-        reports: whether this rank's optimizer state counts: no other holds the same.
+        reports: whether this rank's optimizer state counts: no other holds the same. Not of experts.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class DriftProbe:
         self._groups = groups
         self._seed = seed
         self._tp_rank = dist.get_rank(groups.tp)
+        self._sharded = optimizer_sharded
         self.reports = optimizer_sharded or groups.dp_rank == 0
 
     def collect(
@@ -74,7 +75,7 @@ class DriftProbe:
         scale: StepScale,
         step: int,
     ) -> None:
-        """Add this rank's share to ``drift``. Collective over the tensor and data parallel groups.
+        """Add this rank's share to ``drift``. Collective over the tensor and data parallel groups, of experts too.
 
         Args:
             drift: to be reduced by the caller.
@@ -98,26 +99,33 @@ class DriftProbe:
         update_of: UpdateOf,
         scale: StepScale,
     ) -> None:
-        handle = recorder.handle
-        gradient = self._reduced_gradient(handle.weight)
+        handle, groups = recorder.handle, self._groups.of(recorder.handle)
+        gradient = self._reduced_gradient(handle.weight, groups)
         total = sum_squares(gradient)
-        noise = gradient_noise(recorder.each_gw2, total, self._groups, recorder.microbatches)
-        drift.add_linear(handle.name, "gv2", noise * scale.gradient**2)
-        if self._groups.dp_rank == 0:
+        if handle.expert is None:  # an expert's microbatches are not apart where it is shared by ranks
+            noise = gradient_noise(recorder.each_gw2, total, groups, recorder.microbatches)
+            drift.add_linear(handle.name, "gv2", noise * scale.gradient**2)
+        if groups.dp_rank == 0:
             drift.add_linear(handle.name, "gw2", total * scale.gradient**2)
         state = update_of(handle.weight)
-        if state is None or not self.reports:
+        if state is None or not (self._sharded or groups.dp_rank == 0):
             return
         name = handle.name
+        x2, g2, s2 = (table.linear(name, column) for column in ("x2", "g2", "s2"))
+        tokens = None
+        if recorder.whole is not None:
+            x2, g2, s2, tokens = recorder.whole.tolist()
+            g2, s2 = g2 * scale.gradient**2, s2 * scale.gradient**2
         result = linear_drift(
             recorder,
             gradient,
             state,
             scale,
-            s2=table.linear(name, "s2"),
-            x2=table.linear(name, "x2"),
-            g2=table.linear(name, "g2"),
+            s2=s2,
+            x2=x2,
+            g2=g2,
             seed=derive_seed(self._seed, _SIGNS, handle.index),
+            tokens=tokens,
         )
         drift.add_drift(name, result.drift2)
         drift.add_by_format(name, "wdrift2", result.wdrift2)
@@ -135,7 +143,7 @@ class DriftProbe:
         update_of: UpdateOf,
         scale: StepScale,
     ) -> None:
-        gradient = self._reduced_gradient(weight)
+        gradient = self._reduced_gradient(weight, self._groups)
         state = update_of(weight)
         if state is None or not self.reports or (replicated and self._tp_rank != 0):
             return
@@ -143,13 +151,13 @@ class DriftProbe:
         w2 = sum_squares(weight.detach().reshape(-1)[state.start : state.end])
         drift.add_sink(index, sink_drift(gradient, state, scale, seed=seed, first_row=first_row), w2)
 
-    def _reduced_gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
+    def _reduced_gradient(self, weight: torch.nn.Parameter, groups: ProbeGroups) -> torch.Tensor:
         """The probe's gradient of a parameter summed over data parallel ranks, in place: it is discarded later."""
         gradient: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
         if getattr(weight, "sequence_parallel", False):  # a norm on token shards
-            dist.all_reduce(gradient, group=self._groups.tp)
-        if self._groups.dp_size > 1:
-            dist.all_reduce(gradient, group=self._groups.dp)
+            dist.all_reduce(gradient, group=groups.tp)
+        if groups.dp_size > 1:
+            dist.all_reduce(gradient, group=groups.dp)
         return gradient
 
     def local_sinks(self) -> list[tuple[int, torch.nn.Parameter, bool, int]]:

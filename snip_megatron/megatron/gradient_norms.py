@@ -37,7 +37,7 @@ class GradientNorms:
             self._ranges = self._own(optimizer)
         sums = torch.zeros(len(self._row), dtype=torch.float64, device=self._device)
         for row, weight, start, end in self._ranges:
-            sums[row] = sum_squares(weight.main_grad.view(-1)[start:end])  # type: ignore[attr-defined]
+            sums[row] += sum_squares(weight.main_grad.view(-1)[start:end])  # type: ignore[attr-defined]
         return sums
 
     @property
@@ -54,7 +54,7 @@ class GradientNorms:
                 if held is None:
                     continue
                 start, end = held.start, held.end
-            elif self._groups.dp_rank != 0:
+            elif self._groups.of(handle).dp_rank != 0:
                 continue
             own.append((self._row[handle.name], weight, start, end))
         return own

@@ -40,14 +40,16 @@ def add_hessian_traces(
         gradient_scale: recorded gradients times this, summed over data parallel ranks, are of the mean token loss.
     """
     row = {name: index for index, name in enumerate(table.shape.names)}
-    w2 = {handle.name: table.linear(handle.name, "w2") for handle in handles}
+    matrices = table.matrices().tolist()
+    w2 = {handle.name: table.linear(handle.name, "w2") / matrices[row[handle.name]] for handle in handles}
     own = HutchinsonTrace(handles, w2, derive_seed(seed, _STREAM), probes).measure(run_pass)
     own[:, 0] *= gradient_scale
-    if groups.dp_rank != 0:
-        own[:, 1] = 0.0  # every copy of a weight took the same step
+    for share, handle in zip(own, handles, strict=True):
+        if groups.of(handle).dp_rank != 0:
+            share[1] = 0.0  # every copy of a weight took the same step
     sums = torch.zeros(len(row), 2, probes, dtype=torch.float64, device=own.device)
-    sums[[row[handle.name] for handle in handles]] = own
+    sums.index_add_(0, torch.tensor([row[handle.name] for handle in handles], device=own.device), own)
     dist.all_reduce(sums, group=groups.world)
-    elements = table.arrays["layout"][:, 1:].prod(dim=1)
+    elements = table.arrays["layout"][:, 1:].prod(dim=1) * table.matrices()
     mean = traces(sums.cpu(), elements).mean(dim=1)
     table.arrays["linear.htrace"] = mean.clamp_min(0.0)

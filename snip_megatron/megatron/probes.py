@@ -114,6 +114,7 @@ class ProbeRunner:
             names=tuple(registry.names),
             formats=snip.measured_formats,
             sinks=sink_rows(self._config, shape.padded_vocab_size),
+            mixture=registry.mixture,
         )
         self._drift = DriftProbe(
             self._model, self._table_shape, groups, snip.seed, optimizer_sharded=shape.optimizer_sharded
@@ -293,7 +294,7 @@ class ProbeRunner:
 
     def _collect(self, table: PartialTable, recorders: list[LinearRecorder], stream: ResidualStream) -> None:
         for recorder in recorders:
-            table.add_recorder(recorder, self._groups.dp_rank)
+            table.add_recorder(recorder, self._groups.of(recorder.handle).dp_rank)
         for boundary in stream.reported:
             table.add_boundary(boundary)
 
@@ -304,9 +305,9 @@ class ProbeRunner:
         reduce_columns(recorders, self._groups)
         table = self._partial(scale)
         self._collect(table, recorders, stream)
-        if self._groups.dp_rank == 0 and self._tp_rank == 0:
-            for recorder in recorders:
-                handle = recorder.handle
+        for handle in (recorder.handle for recorder in recorders):
+            first = self._groups.of(handle).dp_rank == 0 and handle.tp_rank == 0
+            if first and not handle.expert:  # of experts the first alone
                 table.add_layout(handle.name, handle.stage, handle.n, handle.k)
         table.reduce(self._groups.world, self._device)
         return table

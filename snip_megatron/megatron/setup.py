@@ -31,6 +31,7 @@ from snip_megatron.megatron.checkpoint_state import SnipState
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation
 from snip_megatron.megatron.gradient_norms import GradientNorms
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
+from snip_megatron.megatron.model_linears import gemm_flops, model_linears, unquantised_flops
 from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, StepCall
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.step_costs import linear_shapes
@@ -240,11 +241,14 @@ class SnipRun:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
         args, config, registry = self._current_arguments(), self._config, self._registry
         process_groups = compat.process_groups(model[0])
-        groups = ProbeGroups(tp=process_groups.tp, dp=process_groups.dp_cp)
+        groups = ProbeGroups(tp=process_groups.tp, dp=process_groups.dp_cp, experts=_expert_groups(process_groups))
         device = next(model[0].parameters()).device
         registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
+        if groups.experts is not None:
+            registry.context.expert_dp_rank = groups.experts.dp_rank
+            registry.context.expert_dp_size = groups.experts.dp_size
         request = validate.solve_request(config, args)
-        linears = validate.model_linears(args)
+        linears = model_linears(args)
         sharded = bool(args.use_distributed_optimizer) or bool(
             getattr(args, "use_layer_wise_distributed_optimizer", False)
         )
@@ -278,12 +282,12 @@ class SnipRun:
             registry,
             MapChannel(registry.names, device),
             StepReport(device, arrived=None if restored is None else restored.in_flight),
-            validate.gemm_flops(linears),
+            gemm_flops(linears),
             self._coordinator,
             self._sinks(),
             clip_grad=args.clip_grad,
             restored=restored,
-            unquantised=sum(validate.unquantised_flops(args).values()),
+            unquantised=sum(unquantised_flops(args).values()),
         )
         return self._controller
 
@@ -314,3 +318,9 @@ class SnipRun:
         }
         resume = step if args.load or step > 0 else None
         return RunDirectory(path, identity, overwrite=config.overwrite, resume_step=resume, facts=facts)
+
+
+def _expert_groups(groups: compat.ProcessGroups) -> ProbeGroups | None:
+    if groups.expt_tp is None or groups.expt_dp is None:
+        return None
+    return ProbeGroups(tp=groups.expt_tp, dp=groups.expt_dp)

@@ -95,22 +95,31 @@ def rest_of_step(args: argparse.Namespace, model: CostModel) -> dict[int, float]
 
 def linear_shapes(args: argparse.Namespace, linears: Sequence[LinearRow]) -> Mapping[str, LinearShape]:
     """Every linear's shape on one rank in a step; by kind where nothing differs between layers."""
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    shapes = {
-        row.name: local_shape(
-            row.id.kind,
-            row.n,
-            row.k,
-            tokens=args.seq_length * args.micro_batch_size,
-            tensor_parallel=args.tensor_model_parallel_size,
-            microbatches=max(1, microbatches),
-            sequence_parallel=args.sequence_parallel,
-            recompute=_recomputed(args, row),
-        )
-        for row in linears
-    }
+    shapes = {row.name: _linear_shape(args, row) for row in linears}
     by_kind = {row.id.kind: shapes[row.name] for row in linears}
     return by_kind if all(shapes[row.name] == by_kind[row.id.kind] for row in linears) else shapes
+
+
+def _linear_shape(args: argparse.Namespace, row: LinearRow) -> LinearShape:
+    """Of experts that share the tokens evenly: one GEMM for each of a rank's experts."""
+    tokens = args.seq_length * args.micro_batch_size
+    microbatches = max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    tensor_parallel, sequence_parallel = args.tensor_model_parallel_size, args.sequence_parallel
+    if row.id.of_experts:
+        own, expert_parallel = args.expert_tensor_parallel_size or tensor_parallel, args.expert_model_parallel_size
+        tokens = max(1, tokens * row.active * expert_parallel * own // (tensor_parallel * row.experts))
+        microbatches *= row.experts // expert_parallel
+        tensor_parallel, sequence_parallel = own, False
+    return local_shape(
+        row.id.kind,
+        row.n,
+        row.k,
+        tokens=tokens,
+        tensor_parallel=tensor_parallel,
+        microbatches=microbatches,
+        sequence_parallel=sequence_parallel,
+        recompute=_recomputed(args, row),
+    )
 
 
 def _recomputed(args: argparse.Namespace, row: LinearRow) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.coordinator import replay_schedule
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.experts import ExpertLayers
-from snip_megatron.layers.registry import check_map_fits, decoder_linear_names
+from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.model_linears import linear_names, model_linears, unquantised_flops
 from snip_megatron.megatron.step_costs import option_times
-from snip_megatron.precision import Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
 from snip_megatron.sensitivity.problem import check_groups, check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.table import LinearRow
 
 
 @dataclass(frozen=True)
@@ -262,60 +262,6 @@ def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str],
         layers = [*range(start), *range(args.num_layers - end, args.num_layers)]
         own = [(f"decoder.layers.{layer}.*", "bf16") for layer in layers]
     return (*own, *config.pins)
-
-
-def linear_names(args: argparse.Namespace) -> list[str]:
-    """Global names of the model's candidate linears."""
-    experts = ExpertLayers.of(args)
-    return decoder_linear_names(args.num_layers, frozenset() if experts is None else experts.layers)
-
-
-def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
-    """All candidate linears with their unsharded shapes, from Megatron's arguments alone.
-
-    Stages are those of an even split; a custom pipeline layout is known only to the built model.
-    """
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else heads
-    head, ffn = args.kv_channels, args.ffn_hidden_size
-    shapes = {
-        "self_attention.linear_qkv": ((heads + 2 * groups) * head, hidden),
-        "self_attention.linear_proj": (hidden, heads * head),
-        "mlp.linear_fc1": (ffn * (2 if args.swiglu else 1), hidden),
-        "mlp.linear_fc2": (hidden, ffn),
-    }
-    rows = []
-    for name in linear_names(args):
-        linear = LinearId.parse(name)
-        rows.append(LinearRow(name, _stage(args, linear.layer), *shapes[linear.kind]))
-    return tuple(rows)
-
-
-def _stage(args: argparse.Namespace, layer: int) -> int:
-    """Of an even split."""
-    chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-    per_chunk = max(1, -(-args.num_layers // chunks))
-    return int(layer // per_chunk % args.pipeline_model_parallel_size)
-
-
-def unquantised_flops(args: argparse.Namespace) -> dict[int, float]:
-    """Pipeline stage → FLOPs a token of decoder linears that are no candidates, all GEMMs together: the experts'.
-
-    Those that a token goes through; dropped tokens and padding are not known beforehand. Empty for a dense decoder.
-    """
-    experts = ExpertLayers.of(args)
-    if experts is None:
-        return {}
-    of_layer = 2.0 * len(Gemm) * experts.bf16_elements(args.hidden_size, gated=args.swiglu)
-    stages = dict.fromkeys(range(args.pipeline_model_parallel_size), 0.0)
-    for layer in experts.layers:
-        stages[_stage(args, layer)] += of_layer
-    return stages
-
-
-def gemm_flops(rows: Sequence[LinearRow]) -> dict[str, float]:
-    """FLOPs a token of one GEMM of each linear; its three are equal."""
-    return {row.name: 2.0 * row.n * row.k for row in rows}
 
 
 def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0) -> SolveRequest:

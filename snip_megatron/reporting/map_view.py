@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.reporting.figures import FORMAT_COLOURS
 from snip_megatron.reporting.run_data import Adoption, number
 
 SHORT_KINDS = {kind: kind.rpartition("linear_")[2] for kind in LINEAR_KINDS}
+SHORT_KINDS |= {kind: "experts " + kind.rpartition("linear_")[2] for kind in EXPERT_KINDS}
 SCORE_FIELDS = ("delta_loss", "delta_weight", "q")
 
 
@@ -26,7 +27,7 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
         return None
     present = {str(linear) for linear in linears}
     layers = sorted({linear.layer for linear in linears})
-    kinds = [kind for kind in LINEAR_KINDS if any(linear.kind == kind for linear in linears)]
+    kinds = [kind for kind in SHORT_KINDS if any(linear.kind == kind for linear in linears)]
     rows = [(kind, gemm) for kind in kinds for gemm in Gemm]
     tables = {id(a.scores): a.scores for a in known if a.scores}  # a map that a guard went back to shares its scores
     maps: list[dict[str, Any]] = []

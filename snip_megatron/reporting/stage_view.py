@@ -87,7 +87,7 @@ def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageVi
         end=max(last, known[-1][0]),
         linears={stage: len(rows) for stage, rows in by_stage.items()},
         shares=[
-            {stage: fp4_fraction(m, {r.name: float(r.n) * r.k for r in rows}) for stage, rows in by_stage.items()}
+            {stage: fp4_fraction(m, {r.name: r.flops for r in rows}) for stage, rows in by_stage.items()}
             for _, m in known
         ],
         times=times,

@@ -43,6 +43,11 @@ def linear_shape(table: StatisticsTable) -> tuple[FloatArray, FloatArray]:
     )
 
 
+def experts(table: StatisticsTable) -> FloatArray:
+    """Matrices that each row stands for, float64 [linears]: 1 but for experts."""
+    return np.array([row.experts for row in table.linears], dtype=np.float64)
+
+
 def _only_fprop(values: FloatArray) -> FloatArray:
     full = np.zeros((values.shape[0], len(Gemm), values.shape[1]))
     full[:, FPROP] = values
@@ -63,8 +68,9 @@ def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
     The RMS of the first-order change. It falls as 1/√T and is not additive: for ranking single options only (METHOD).
     """
     n, k = linear_shape(table)
-    from_x = (table.linear["d2"] / (table.tokens * k))[:, None] * format_column(table, "dx_row2", formats)
-    from_w = (table.linear["gw2"] / (n * k))[:, None] * format_column(table, "dw2", formats)
+    active = np.array([row.active for row in table.linears])
+    from_x = (table.linear["d2"] / (table.tokens * active * k))[:, None] * format_column(table, "dx_row2", formats)
+    from_w = (table.linear["gw2"] / (n * k * experts(table)))[:, None] * format_column(table, "dw2", formats)
     return _only_fprop(np.sqrt(from_x + from_w))
 
 

@@ -77,7 +77,7 @@ def _hawq(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
 
     It knows weights as operands of the forward alone: nothing for dgrad and wgrad.
     """
-    elements = np.array([float(row.n) * row.k for row in table.linears])
+    elements = np.array([row.elements for row in table.linears])
     scores = np.zeros_like(loss)
     average = table.linear["htrace"] / elements
     scores[:, FPROP] = 0.5 * average[:, None] * format_column(table, "dw2", request.formats)
@@ -108,7 +108,7 @@ def _min_rel_err(table: StatisticsTable, request: SolveRequest, loss: FloatArray
 
 def _rule(table: StatisticsTable, request: SolveRequest, protection: FloatArray) -> FloatArray:
     """Scores from a protection [linears, 3], in proportion to FLOPs; formats of more bits are (almost) free."""
-    flops = np.array([float(row.n) * row.k for row in table.linears])
+    flops = np.array([row.flops for row in table.linears])
     by_bits = {16: 0.0, 8: _EIGHT_BIT_SHARE, 4: 1.0}
     weights = np.array([by_bits[BITS[f]] for f in request.formats])
     scores: FloatArray = protection[:, :, None] * (flops / flops.mean())[:, None, None] * weights

@@ -63,7 +63,7 @@ def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per
     names = [row.name for row in linears]
     groups = option_groups(names, request.groups, request.granularity)
     pinned = spread_pins(pinned_formats(names, request.pins, request.granularity), groups)
-    flops = [2.0 * tokens_per_step * row.n * row.k * gemms_each for row in linears]
+    flops = [tokens_per_step * row.flops * gemms_each for row in linears]
     factors = _cost_factors([(row.stage, f * len(gemms)) for row, f in zip(linears, flops, strict=True)], request)
     return [
         Option(key, row.stage, f, f * factors[row.stage], pinned.get(key), groups.get(key))

@@ -18,7 +18,15 @@ import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Gemm
-from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, WGRAD, FloatArray, format_column, linear_shape
+from snip_megatron.sensitivity.loss_divergence import (
+    DGRAD,
+    FPROP,
+    WGRAD,
+    FloatArray,
+    experts,
+    format_column,
+    linear_shape,
+)
 from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
 
 EMBEDDING = "embedding"
@@ -110,10 +118,14 @@ def fprop_reach(table: StatisticsTable, fmt: str) -> Reach:
 
 
 def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
-    """‖E_D‖² ≈ (‖δG‖²‖W‖² + ‖G‖²‖δW‖²)/N of every linear's dgrad, float64 [linears] (METHOD, weight divergence)."""
+    """‖E_D‖² ≈ (‖δG‖²‖W‖² + ‖G‖²‖δW‖²)/N of every linear's dgrad, float64 [linears] (METHOD, weight divergence).
+
+    Of experts the sums of products are taken to be products of sums, over the number of experts: their weights are of
+    about one size.
+    """
     n, _ = linear_shape(table)
     dg2, dw2 = (format_column(table, c, (fmt,))[:, 0] for c in ("dg_row2", "dw2"))
-    error: FloatArray = (dg2 * table.linear["w2"] + table.linear["g2"] * dw2) / n
+    error: FloatArray = (dg2 * table.linear["w2"] + table.linear["g2"] * dw2) / (n * experts(table))
     return error
 
 
@@ -220,8 +232,8 @@ def added_variance(table: StatisticsTable, formats: Sequence[str], *, backward_n
     of one step; Var(∇W) is :func:`natural_noise2`. 1 means: as much noise again as the gradient has anyway (METHOD,
     putting ΔL and ΔW together). Sinks, whose own variance is not measured, count with the linears' overall ratio.
     """
-    n, k = linear_shape(table)
-    weights = np.concatenate([n * k, np.array([row.numel for row in table.sinks], dtype=np.float64)])
+    elements = np.array([row.elements for row in table.linears])
+    weights = np.concatenate([elements, np.array([row.numel for row in table.sinks], dtype=np.float64)])
     weights /= weights.sum()
     natural, tokens = natural_noise2(table), table.linear["s2"]
     overall = float(tokens.sum() / natural.sum()) if natural.sum() > 0.0 else 1.0

@@ -166,7 +166,7 @@ def _table_path(name: str, device_name: str | None) -> Path:
 
 
 # -- shapes --------------------------------------------------------------------------------------------------------
-_COLUMN_PARALLEL = ("self_attention.linear_qkv", "mlp.linear_fc1")
+_COLUMN_PARALLEL = ("self_attention.linear_qkv", "mlp.linear_fc1", "mlp.experts.linear_fc1")
 
 
 def local_shape(

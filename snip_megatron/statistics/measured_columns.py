@@ -103,7 +103,7 @@ class _Sums:
         variance = min(1.0, table.tokens / table.tokens_per_step)
         w2 = np.concatenate([table.linear["w2"], table.sink_w2])
         self._drift2 = step_drift2(readings, variance) / np.where(w2 > 0.0, w2, np.inf)
-        numbers = np.array([float(row.n * row.k) for row in table.linears] + [float(row.numel) for row in table.sinks])
+        numbers = np.array([row.elements for row in table.linears] + [float(row.numel) for row in table.sinks])
         # The sinks' own noise is known from several microbatches only, the linears' from one as well.
         natural = np.concatenate([natural_noise2, readings.natural2[len(table.linears) :]]) * variance
         weights = numbers / numbers.sum() / np.where(natural > 0.0, natural, np.inf)

@@ -89,6 +89,7 @@ class LinearRecorder:
         dots: per microbatch.
         each_gw2: Σ over microbatches of ‖∇W‖² of one alone, as recorded.
         microbatches: seen in the statistics pass.
+        whole: of an expert, ‖X‖², ‖G‖², Σ_t ‖G_t‖²‖X_t‖² and the number of its tokens, [4], summed over ranks.
     """
 
     handle: LinearHandle
@@ -104,6 +105,9 @@ class LinearRecorder:
     dots: list[Dots] = field(default_factory=list)
     each_gw2: torch.Tensor | None = None
     microbatches: int = 0
+    whole: torch.Tensor | None = None
+    _weighed: bool = False
+    _rows: int = 0
     _samples: list[_Samples] = field(default_factory=list)
     _compared: int = 0
 
@@ -122,8 +126,13 @@ class LinearRecorder:
     ) -> None:
         """See :class:`snip_megatron.layers.context.BackwardRecorder`."""
         if self.phase is Pass.STATISTICS:
-            self._note_gradient(x, g)
-            self._record(x, w, g, d_local, d_reduced)
+            if self.handle.expert is None:
+                self._note_gradient(x, g)
+            self._record_weight(w)
+            if x.shape[0]:
+                self._record(x, w, g, d_local, d_reduced)
+            else:  # an expert that no token was sent to
+                self._samples.append(_Samples(x, g, 0.0))
         else:
             self._compare(x, g)
 
@@ -136,7 +145,31 @@ class LinearRecorder:
             gradient = g.t() @ x
         self.each_gw2 = _plus(self.each_gw2, sum_squares(gradient))
 
+    def complete_columns(self) -> None:
+        """Zeros where nothing was recorded: experts that no token was sent to."""
+        if self.x_cols is not None:
+            return
+        n, k = self.handle.weight.shape
+        shapes = {"x_cols": (k,), "g_cols": (n,), "dx_cols": (len(self.formats), k), "dg_cols": (len(self.formats), n)}
+        for name, shape in shapes.items():
+            setattr(self, name, torch.zeros(shape, dtype=torch.float64, device=self.handle.weight.device))
+
+    def own_sums(self) -> torch.Tensor:
+        """This rank's share of :attr:`whole`; before a table takes the sums."""
+        nothing = torch.zeros((), dtype=torch.float64, device=self.handle.weight.device)
+        rows = nothing + self._rows * self._once
+        return torch.stack([*(self.sums.get(name, nothing) for name in ("x2", "g2", "s2")), rows])
+
     # -- statistics pass ---------------------------------------------------------------------------------------
+    def _record_weight(self, w: torch.Tensor) -> None:
+        """Once a probe: it is the same in all microbatches."""
+        if self._weighed:
+            return
+        self._weighed = True
+        w2, *dw2 = _implementation(w).weight_sums(w, self.formats, amax=self._amax("w", w))
+        self._add("w2", w2)
+        self._add_formats("dw2", torch.stack(dw2))
+
     def _record(
         self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_local: torch.Tensor, d_reduced: torch.Tensor
     ) -> None:
@@ -150,10 +183,7 @@ class LinearRecorder:
         d = d_local if x.shape[0] > OUTPUT_TOKENS else None
         of_x = summed.tensor_sums(x, self.formats, amax=amax["x"], d=d)
         of_g = summed.tensor_sums(g, self.formats, stochastic=True, amax=amax["g"])
-        if not self.dots:
-            w2, *dw2 = summed.weight_sums(w, self.formats, amax=amax["w"])
-            self._add("w2", w2)
-            self._add_formats("dw2", torch.stack(dw2))
+        self._rows += x.shape[0]
         self._add("x2", _owned(of_x.cols.sum(), x_own))
         self._add("g2", _owned(of_g.cols.sum(), g_own))
         self._add("d2", _owned(sum_squares(d_reduced), d_own))

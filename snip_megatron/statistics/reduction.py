@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import LinearId
 from snip_megatron.statistics.boundaries import Boundary
 from snip_megatron.statistics.recorder import Dots, LinearRecorder
@@ -42,11 +43,25 @@ class ProbeGroups:
         tp: tensor parallel group.
         dp: data parallel group whose ranks hold distinct tokens.
         world: all training ranks.
+        experts: the same of the weights of experts, whose data parallel ranks are those with the same experts; None
+            without experts.
     """
 
     tp: dist.ProcessGroup | None
     dp: dist.ProcessGroup | None
     world: dist.ProcessGroup | None = None
+    experts: ProbeGroups | None = None
+
+    def of(self, handle: LinearHandle) -> ProbeGroups:
+        """Those of one linear."""
+        return self if handle.expert is None or self.experts is None else self.experts
+
+    def split(self, recorders: Sequence[LinearRecorder]) -> list[tuple[ProbeGroups, list[LinearRecorder]]]:
+        """Recorders by groups; kinds that this rank has none of are left out, as by all of its peers."""
+        kinds = [(self, [r for r in recorders if self.of(r.handle) is self])]
+        if self.experts is not None:
+            kinds.append((self.experts, [r for r in recorders if self.of(r.handle) is self.experts]))
+        return [(groups, own) for groups, own in kinds if own]
 
     @property
     def dp_rank(self) -> int:
@@ -61,11 +76,15 @@ class ProbeGroups:
 
 @dataclass(frozen=True)
 class TableShape:
-    """What the table has rows for, on every rank the same."""
+    """What the table has rows for, on every rank the same.
+
+    ``mixture``: how many matrices a row of experts stands for, and how many of them a token goes through.
+    """
 
     names: tuple[str, ...]
     formats: tuple[str, ...]
     sinks: tuple[SinkRow, ...]
+    mixture: tuple[int, int] = (1, 1)
 
     @property
     def boundaries(self) -> int:
@@ -108,6 +127,10 @@ class PartialTable:
         for part, (array, row, value, scale) in zip(parts, self._on_device, strict=True):
             self.arrays[array][row] += part.view(value.shape) * scale
         self._on_device.clear()
+
+    def _linear_row(self, name: str, layout: np.ndarray) -> LinearRow:
+        stage, n, k = map(int, layout)
+        return LinearRow(name, stage, n, k, *(self.shape.mixture if LinearId.parse(name).of_experts else (1, 1)))
 
     def add_recorder(self, recorder: LinearRecorder, dp_rank: int) -> None:
         """Add the sums a recorder holds, then forget them. Weights are the same on all data parallel ranks."""
@@ -168,11 +191,16 @@ class PartialTable:
         """One reduced value."""
         return float(self.arrays[f"linear.{column}"][self._row[name]])
 
+    def matrices(self) -> torch.Tensor:
+        """How many each row stands for, float64 [linears]."""
+        each = [self.shape.mixture[0] if LinearId.parse(name).of_experts else 1 for name in self.shape.names]
+        return torch.tensor(each, dtype=torch.float64)
+
     def to_table(self, *, step: int, tokens: int, tokens_per_step: int, meta: dict[str, float]) -> StatisticsTable:
         """The finished table, with the entries that follow from others."""
         arrays = {name: array.numpy() for name, array in self.arrays.items()}
         layout = arrays.pop("layout").astype(np.int64)
-        rows = tuple(LinearRow(name, *map(int, layout[i])) for i, name in enumerate(self.shape.names))
+        rows = tuple(self._linear_row(name, layout[i]) for i, name in enumerate(self.shape.names))
         groups: dict[str, dict[str, np.ndarray]] = {"linear": {}, "by_format": {}, "boundary": {}}
         for name, array in arrays.items():
             group, _, column = name.partition(".")
@@ -209,11 +237,17 @@ def _complete_row_parallel(
         if row.id.is_first:
             continue
         linear["y2"][i] = boundary["branch_h2"][row.id.sub_block]
-        by_format["e2"][i] = (by_format["dx_row2"][i] * linear["w2"][i] + linear["x2"][i] * by_format["dw2"][i]) / row.k
+        products = by_format["dx_row2"][i] * linear["w2"][i] + linear["x2"][i] * by_format["dw2"][i]
+        by_format["e2"][i] = products / (row.k * row.experts)  # experts' weights are of about one size
 
 
 def finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
-    """Turn the recorders' partial G_t·E_t into ``c2``, with one all-reduce over the tensor parallel group."""
+    """Turn the recorders' partial G_t·E_t into ``c2``, with one all-reduce over each tensor parallel group."""
+    for own, some in groups.split(recorders):
+        _finish_dots(some, own)
+
+
+def _finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
     dots = [one for recorder in recorders for one in recorder.dots]
     if dist.get_world_size(groups.tp) > 1 and dots:
         parts = iter(_summed([part for one in dots for part in _sums_of(one)], groups.tp))
@@ -231,11 +265,23 @@ def _sums_of(dots: Dots) -> list[torch.Tensor]:
 
 
 def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
-    """Sum the recorders' column norms over data parallel ranks, in one all-reduce."""
-    if groups.dp_size == 1 or not recorders:
+    """Sum the recorders' column norms over data parallel ranks, in one all-reduce of each kind of group; of experts
+    their own sums, too, which the table does not tell apart."""
+    for own, some in groups.split(recorders):
+        for recorder in some:
+            recorder.complete_columns()
+        if own is not groups:
+            for recorder in some:
+                recorder.whole = recorder.own_sums()
+            _reduce(some, ("whole",), own.tp)
+            _reduce(some, ("whole",), own.dp)
+        _reduce(some, ("x_cols", "g_cols", "dx_cols", "dg_cols"), own.dp)
+
+
+def _reduce(recorders: Sequence[LinearRecorder], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    if dist.get_world_size(group) == 1:
         return
-    names = ("x_cols", "g_cols", "dx_cols", "dg_cols")
-    whole = iter(_summed([getattr(recorder, name) for recorder in recorders for name in names], groups.dp))
+    whole = iter(_summed([getattr(recorder, name) for recorder in recorders for name in names], group))
     for recorder in recorders:
         for name in names:
             setattr(recorder, name, next(whole))

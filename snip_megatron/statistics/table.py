@@ -72,17 +72,33 @@ BOUNDARY_COLUMNS = (
 
 @dataclass(frozen=True)
 class LinearRow:
-    """One linear of the model: global name, pipeline stage, global (unsharded) shape of W [n, k]."""
+    """One linear of the model: global name, pipeline stage, global (unsharded) shape of W [n, k].
+
+    A linear of experts stands for ``experts`` such matrices, of which a token goes through ``active``; sums of squares
+    are over all of them.
+    """
 
     name: str
     stage: int
     n: int
     k: int
+    experts: int = 1
+    active: int = 1
 
     @property
     def id(self) -> LinearId:
         """The parsed name."""
         return LinearId.parse(self.name)
+
+    @property
+    def elements(self) -> float:
+        """Of its weights."""
+        return float(self.n) * self.k * self.experts
+
+    @property
+    def flops(self) -> float:
+        """Of one of its GEMMs, a token."""
+        return 2.0 * self.n * self.k * self.active
 
 
 @dataclass(frozen=True)
@@ -184,7 +200,7 @@ class StatisticsTable:
             "tokens": self.tokens,
             "tokens_per_step": self.tokens_per_step,
             "formats": list(self.formats),
-            "linears": [[r.name, r.stage, r.n, r.k] for r in self.linears],
+            "linears": [_row(r) for r in self.linears],
             "sinks": [[r.name, r.boundary, r.numel] for r in self.sinks],
             "meta": dict(self.meta),
         }
@@ -226,7 +242,7 @@ class StatisticsTable:
                     tokens=int(header["tokens"]),
                     tokens_per_step=int(header["tokens_per_step"]),
                     formats=tuple(header["formats"]),
-                    linears=tuple(LinearRow(str(a), int(b), int(c), int(d)) for a, b, c, d in header["linears"]),
+                    linears=tuple(_linear_row(*fields) for fields in header["linears"]),
                     sinks=tuple(SinkRow(str(a), int(b), int(c)) for a, b, c in header["sinks"]),
                     **groups,
                     drift2=data["drift2"],
@@ -238,6 +254,15 @@ class StatisticsTable:
                 )
         except UNREADABLE as error:
             raise SnipError(f"{where}: not a statistics file ({error})") from None
+
+
+def _row(row: LinearRow) -> list[Any]:
+    of_experts = [row.experts, row.active] if row.experts != 1 else []
+    return [row.name, row.stage, row.n, row.k, *of_experts]
+
+
+def _linear_row(name: Any, stage: Any, n: Any, k: Any, experts: Any = 1, active: Any = 1) -> LinearRow:
+    return LinearRow(str(name), int(stage), int(n), int(k), int(experts), int(active))
 
 
 def _measured(data: Mapping[str, np.ndarray], group: str, header: Mapping[str, Any]) -> Measured | None:

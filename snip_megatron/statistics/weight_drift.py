@@ -62,6 +62,7 @@ def linear_drift(
     x2: float,
     g2: float,
     seed: int,
+    tokens: float | None = None,
 ) -> LinearDrift:
     """Evaluate this rank's elements [start, end) of the local weight.
 
@@ -72,15 +73,17 @@ def linear_drift(
         scale: units.
         s2, x2, g2: the table's reduced entries (global, in units of the table).
         seed: of the random signs.
+        tokens: that the linear saw; None: all of the probe's.
     """
     handle = recorder.handle
     assert recorder.x_cols is not None
     assert recorder.g_cols is not None
     assert recorder.dx_cols is not None
     assert recorder.dg_cols is not None
-    power = scale.gradient**2 * scale.variance / scale.tokens
+    tokens = scale.tokens if tokens is None else max(tokens, 1.0)
+    power = scale.gradient**2 * scale.variance / tokens
     # The outer product of column norms has the right shape; its norm is brought to Σ_t ‖G_t‖²‖X_t‖².
-    rescale = s2 * scale.tokens / (g2 * x2) if g2 > 0 and x2 > 0 else 0.0
+    rescale = s2 * tokens / (g2 * x2) if g2 > 0 and x2 > 0 else 0.0
     if isinstance(state, AdamWState) and _has_kernel(gradient):
         return _linear_drift_by_kernel(recorder, gradient, state, scale, power, rescale, seed)
 

@@ -76,7 +76,7 @@ SAME_LAYOUT: dict[str, Interrupted] = {
     "expert-parallel": Interrupted(
         2,
         f"{_NOISE} {_DROPOUT} {EXPERTS} --expert-model-parallel-size 2 --moe-input-jitter-eps 0.05"
-        " --moe-router-enable-expert-bias --moe-router-score-function sigmoid --snip-budget fp4=0.4",
+        " --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
         12,
         every=2,
         fast=(4,),

@@ -22,8 +22,8 @@ class ProcessGroups:
         mp: tensor × pipeline parallel, the ranks of one model copy.
         dp_cp: data × context parallel: ranks with equal weights and distinct tokens.
         intra_dp_cp: the part of it over which one distributed optimizer is sharded.
-        expt_dp: data parallel group of experts; None without experts.
-        tp_ep_pp: one model copy including experts; None without experts.
+        expt_tp, expt_dp: tensor and data parallel group of experts' weights; None where the host names none.
+        tp_ep_pp: one model copy including experts; likewise.
     """
 
     tp: Group
@@ -31,6 +31,7 @@ class ProcessGroups:
     mp: Group
     dp_cp: Group
     intra_dp_cp: Group
+    expt_tp: Group | None
     expt_dp: Group | None
     tp_ep_pp: Group | None
 
@@ -51,6 +52,7 @@ def process_groups(model_chunk: torch.nn.Module) -> ProcessGroups:
         mp=of("mp", parallel_state.get_model_parallel_group),
         dp_cp=dp_cp,
         intra_dp_cp=of("intra_dp_cp", lambda: dp_cp),
+        expt_tp=of("expt_tp"),
         expt_dp=of("expt_dp"),
         tp_ep_pp=of("tp_ep_pp"),
     )

@@ -208,6 +208,10 @@ def test_sources_that_are_no_map(tmp_path: Path, capsys: pytest.CaptureFixture, 
     source.write_text(holes.to_json())
     assert main(["export", "--format", "megatron", str(source), "--out", str(tmp_path / "out")]) == 2
     assert "says nothing about decoder.layers.0.self_attention.linear_qkv" in capsys.readouterr().err
+    experts = PrecisionMap(dict(holes.choices) | {"decoder.layers.0.mlp.experts.linear_fc1": Format.FP8})
+    source.write_text(experts.to_json())
+    assert main(["export", "--format", "megatron", str(source), "--out", str(tmp_path / "out")]) == 2
+    assert "decoder.layers.0.mlp.experts.linear_fc1: maps of mixtures of experts" in capsys.readouterr().err
     assert main(["export", "--format", "megatron", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

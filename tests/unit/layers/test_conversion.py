@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -103,6 +103,80 @@ def test_converting_again_is_harmless() -> None:
     first, second = convert_model([chunk], CONFIG), convert_model([chunk], CONFIG)
     assert [h.name for h in first] == [h.name for h in second]
     assert all(module.snip is second[name] for name, module in linears(chunk).items())
+
+
+@pytest.fixture
+def experts_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GPTModel]:
+    """Megatron's dispatcher of tokens asks for the current CUDA device and a stream."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
+    return build_experts_model
+
+
+def build_experts_model(**given: Any) -> GPTModel:
+    """The second layer is a mixture of four experts of 32 each, of which a token goes through two."""
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=96,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        use_cpu_initialization=True,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=32,
+        moe_layer_freq=[0, 1],
+        moe_token_dispatcher_type="alltoall",
+        moe_shared_expert_intermediate_size=48,
+        **given,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    return GPTModel(config, spec, vocab_size=128, max_sequence_length=32, position_embedding_type="rope")
+
+
+def test_each_expert_is_converted_under_one_name(experts_model: Callable[..., GPTModel]) -> None:
+    chunk = experts_model()
+    keys = list(chunk.state_dict())
+    registry = convert_model([chunk], CONFIG)
+    mlp = chunk.decoder.layers[1].mlp
+    assert registry.mixture == (4, 2)
+    assert len(registry.names) == 8
+    assert len(registry) == 6 + 2 * 4
+    for kind, cls, shape in (
+        ("linear_fc1", SnipColumnParallelLinear, (64, 64)),
+        ("linear_fc2", SnipRowParallelLinear, (64, 32)),
+    ):
+        handles = [h for h in registry if h.name == f"decoder.layers.1.mlp.experts.{kind}"]
+        assert [h.expert for h in handles] == [0, 1, 2, 3]
+        for handle, expert in zip(handles, mlp.experts.local_experts, strict=True):
+            module = getattr(expert, kind)
+            assert type(module) is cls
+            assert handle.weight is module.weight
+            assert (handle.n, handle.k) == shape == tuple(module.weight.shape)
+    assert type(mlp.shared_experts.linear_fc1) is ColumnParallelLinear
+    assert list(chunk.state_dict()) == keys
+
+
+def test_grouped_experts_stay_megatron_s(
+    experts_model: Callable[..., GPTModel], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunk = experts_model(moe_grouped_gemm=True)
+    registry = convert_model([chunk], CONFIG)
+    assert len(registry) == len(registry.names) == 6
+    assert type(chunk.decoder.layers[1].mlp.experts.local_experts[0].linear_fc1) is ColumnParallelLinear
+    assert "snip: experts (--moe-grouped-gemm) of 1 layers stay bf16" in capsys.readouterr().out
+
+
+def test_experts_of_another_kind_are_refused(experts_model: Callable[..., GPTModel]) -> None:
+    chunk = experts_model()
+    chunk.decoder.layers[1].mlp.experts = torch.nn.Identity()
+    with pytest.raises(SnipError, match=r"layers\.1\.mlp\.experts\.linear_fc1: cannot quantise experts of a Identity"):
+        convert_model([chunk], CONFIG)
 
 
 class FusedLinear(ColumnParallelLinear):  # type: ignore[misc]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
+from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits, decoder_linear_names
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
 
@@ -35,6 +38,38 @@ def test_names_are_global_and_in_order() -> None:
 def test_the_index_of_a_linear_is_its_place_among_all() -> None:
     """Part of the key of stochastic rounding: distinct, and the same on every pipeline stage."""
     assert [handle(LinearId.parse(name), StepContext()).index for name in NAMES] == list(range(12))
+
+
+def test_experts_take_the_place_of_the_dense_mlp() -> None:
+    experts = ExpertLayers(frozenset({1}), experts=4, active=2, ffn=8)
+    names = decoder_linear_names(2, experts)
+    assert names[4:] == [
+        "decoder.layers.1.self_attention.linear_qkv",
+        "decoder.layers.1.self_attention.linear_proj",
+        "decoder.layers.1.mlp.experts.linear_fc1",
+        "decoder.layers.1.mlp.experts.linear_fc2",
+    ]
+    assert decoder_linear_names(2, replace(experts, grouped=True)) == names[:6]
+    parsed = LinearId.parse(names[6])
+    assert (parsed.of_experts, parsed.is_first, parsed.sub_block) == (True, True, 3)
+    assert not LinearId.parse(names[7]).is_first
+
+
+def test_one_decision_for_all_experts_and_a_number_for_each() -> None:
+    linear = LinearId(1, "mlp.experts.linear_fc1")
+    registry = LinearRegistry([str(linear)], StepContext(dp_size=4, dp_rank=3, expert_dp_size=2, expert_dp_rank=1))
+    for number in (3, 2):
+        one = handle(linear, registry.context)
+        one.expert = number
+        registry.add(one)
+    with pytest.raises(SnipError, match="registered twice"):
+        registry.add(one)
+    registry.adopt(PrecisionMap(choices={str(linear): Format.FP4}))
+    assert [h.expert for h in registry] == [2, 3]
+    assert all(h.formats == (Format.FP4,) * 3 for h in registry)
+    dense = handle(LinearId(1, "mlp.linear_fc1"), registry.context)
+    assert len({h.index for h in [*registry, dense]}) == 3
+    assert [h.global_microbatch(5) for h in (one, dense)] == [5 * 2 + 1, 5 * 4 + 3]
 
 
 def test_adopt_sets_all_three_formats_of_every_local_linear() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
 from snip_megatron.megatron import gradient_norms
 from snip_megatron.megatron.gradient_norms import GradientNorms
@@ -21,6 +22,10 @@ PRESENT = ("decoder.layers.1.self_attention.linear_proj", "decoder.layers.1.mlp.
 @dataclass(frozen=True)
 class Groups:
     dp_rank: int
+    expert_dp_rank: int = 0
+
+    def of(self, handle: LinearHandle) -> Groups:
+        return self if handle.expert is None else Groups(self.expert_dp_rank)
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,21 @@ def test_copies_of_a_gradient_count_once() -> None:
     assert shares[0].tolist() == expected()
     assert not shares[1].any()
     assert not shares[2].any()
+
+
+def test_experts_of_a_layer_add_up() -> None:
+    """Two of them on this rank, of which another data parallel rank holds no copy."""
+    names = decoder_linear_names(1, ExpertLayers(frozenset({0}), experts=4, active=2, ffn=5))
+    found = LinearRegistry(names, StepContext())
+    for expert in (2, 3):
+        module = torch.nn.Linear(5, 4, bias=False)
+        module.weight.main_grad = torch.full((4, 5), float(expert))
+        features = torch.arange(4), torch.arange(5)
+        linear = LinearId(0, "mlp.experts.linear_fc2")
+        found.add(LinearHandle(linear, "row", 4, 5, 0, 0, 1, *features, found.context, module, expert=expert))
+    share = GradientNorms(found, Groups(1, expert_dp_rank=0), optimizer_sharded=False).share(None)  # type: ignore[arg-type]
+    assert share.tolist() == [0.0, 0.0, 0.0, 20 * (4.0 + 9.0)]
+    assert not GradientNorms(found, Groups(0, expert_dp_rank=1), optimizer_sharded=False).share(None).any()  # type: ignore[arg-type]
 
 
 def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import validate
+from snip_megatron.megatron.model_linears import model_linears
 from snip_megatron.megatron.step_costs import linear_shapes, option_times, rest_of_step
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import ModelShape
@@ -41,7 +42,7 @@ def arguments(**given: Any) -> argparse.Namespace:
 
 def shapes(**given: Any) -> dict[str, LinearShape]:
     args = arguments(**given)
-    return dict(linear_shapes(args, validate.model_linears(args)))
+    return dict(linear_shapes(args, model_linears(args)))
 
 
 def test_shapes_are_those_of_one_rank() -> None:
@@ -52,6 +53,17 @@ def test_shapes_are_those_of_one_rank() -> None:
         FC2: LinearShape(4096, 1024, 2048, microbatches=4),
     }
     assert not any(shape.gathered for shape in shapes(sequence_parallel=False).values())
+
+
+def test_experts_share_a_rank_s_tokens() -> None:
+    """8 experts on 2 expert parallel ranks, 2 of them a token: 4 GEMMs of a quarter of the two ranks' tokens each."""
+    experts = {"num_experts": 8, "moe_layer_freq": 1, "moe_router_topk": 2, "moe_ffn_hidden_size": 512,
+               "moe_shared_expert_intermediate_size": None, "moe_grouped_gemm": False,
+               "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}  # fmt: skip
+    tokens = 2048 * 2 // 2 * 2 * 2 // 8  # of a sequence parallel rank, twice, from two ranks, over 8 experts
+    assert shapes(**experts)["mlp.experts.linear_fc1"] == LinearShape(tokens, 1024, 1024, microbatches=4 * 4)
+    both = shapes(**experts | {"expert_tensor_parallel_size": 2})["mlp.experts.linear_fc1"]
+    assert both == LinearShape(2 * tokens, 512, 1024, microbatches=4 * 4)
 
 
 def test_recomputation_runs_forwards_twice() -> None:
@@ -69,7 +81,7 @@ def test_recomputation_runs_forwards_twice() -> None:
 
 def test_times_of_a_table_and_of_flops() -> None:
     args = arguments()
-    linears = validate.model_linears(args)
+    linears = model_linears(args)
     by_table = option_times(SnipConfig(**WANTED, timings="h200", pin=("*.0.*=fp4",)), args, linears)
     assert by_table.model == "NVIDIA H200"
     for fmt in ("bf16", "fp8", "fp8_tensor", "fp4"):
@@ -84,7 +96,7 @@ def test_times_of_a_table_and_of_flops() -> None:
 def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
     """All linears in fp8_tensor: predicted by the planner, and from the stages' savings as a run knows them."""
     args = arguments()
-    linears = validate.model_linears(args)
+    linears = model_linears(args)
     times = option_times(SnipConfig(**WANTED, timings="h200"), args, linears)
     model = load_cost_model("h200")
     shape = ModelShape("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
@@ -133,7 +145,7 @@ def test_where_the_planner_cannot_say_the_rest_is_not_known(given: dict[str, Any
 def test_times_that_are_not_known_are_named(fields: dict[str, Any], words: str) -> None:
     args = arguments()
     with pytest.raises(SnipError) as caught:
-        option_times(SnipConfig(**WANTED, **fields), args, validate.model_linears(args))
+        option_times(SnipConfig(**WANTED, **fields), args, model_linears(args))
     assert words in str(caught.value)
 
 

@@ -14,6 +14,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.megatron import validate
+from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
 from snip_megatron.megatron.validate import CONFLICTS, Conflict
 from snip_megatron.precision import Format, PrecisionMap
 
@@ -238,11 +239,11 @@ EXPERTS: dict[str, Any] = {
 def test_experts_count_in_the_share_and_are_no_candidates() -> None:
     """A dense layer has 30,720 weights, of them 18,432 in its MLP; the experts that a token meets 18,432, too."""
     args = arguments(**EXPERTS, pipeline_model_parallel_size=2)
-    assert validate.unquantised_flops(args) == {0: 6.0 * 18432, 1: 6.0 * 18432}
-    assert validate.unquantised_flops(arguments()) == {}
-    names = validate.linear_names(args)
+    assert unquantised_flops(args) == {0: 6.0 * 18432, 1: 6.0 * 18432}
+    assert unquantised_flops(arguments()) == {}
+    names = linear_names(args)
     assert len(names) == 12
-    assert [row.name for row in validate.model_linears(args)] == names
+    assert [row.name for row in model_linears(args)] == names
     assert not any(name.startswith(("decoder.layers.1.mlp", "decoder.layers.2.mlp")) for name in names)
     request = validate.solve_request(config(), args)
     assert request.unquantised_stage_flops == dict.fromkeys((0, 1), 6.0 * 18432 * 32 * 8)
@@ -251,6 +252,19 @@ def test_experts_count_in_the_share_and_are_no_candidates() -> None:
     assert message.startswith("--snip-budget fp4=0.75 is out of reach with --num-experts 4, whose experts stay bf16:")
     assert "at most fp4=0.7000" in message
     validate.check(config(budget="fp4=0.7"), args)
+
+
+def test_experts_that_are_linears_are_candidates() -> None:
+    args = arguments(**{**EXPERTS, "moe_grouped_gemm": False})
+    assert unquantised_flops(args) == {}
+    rows = {row.id.kind: row for row in model_linears(args) if row.id.layer == 1}
+    first, second = rows["mlp.experts.linear_fc1"], rows["mlp.experts.linear_fc2"]
+    assert (first.n, first.k, first.experts, first.active) == (96, 64, 4, 2)
+    assert (second.n, second.k, second.experts, second.active) == (64, 48, 4, 2)
+    assert gemm_flops(list(rows.values()))[first.name] == 2.0 * 96 * 64 * 2
+    validate.check(config(), args)  # the default budget is within reach
+    shared = arguments(**{**EXPERTS, "moe_grouped_gemm": False, "moe_shared_expert_intermediate_size": 24})
+    assert unquantised_flops(shared) == {0: 6.0 * 2 * 24 * 64 * 3}
 
 
 @pytest.mark.parametrize(
@@ -275,7 +289,7 @@ def test_routers_that_cannot_repeat_a_routing(monkeypatch: pytest.MonkeyPatch) -
 
 # -- the model -------------------------------------------------------------------------------------------------
 def shapes(**given: Any) -> dict[str, tuple[int, int]]:
-    return {row.id.kind: (row.n, row.k) for row in validate.model_linears(arguments(**given))[:4]}
+    return {row.id.kind: (row.n, row.k) for row in model_linears(arguments(**given))[:4]}
 
 
 def test_shapes_follow_attention_and_mlp() -> None:
@@ -304,13 +318,13 @@ def test_stages_of_an_even_split(layers: int, stages: int, virtual: int | None, 
     args = arguments(
         num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual
     )
-    rows = validate.model_linears(args)
+    rows = model_linears(args)
     assert [row.stage for row in rows[::4]] == expected
     assert [row.name for row in rows] == decoder_linear_names(layers)
 
 
 def test_flops_count_one_gemm_of_each_linear() -> None:
-    flops = validate.gemm_flops(validate.model_linears(arguments()))
+    flops = gemm_flops(model_linears(arguments()))
     assert len(flops) == 16
     assert flops["decoder.layers.0.mlp.linear_fc1"] == 2 * 192 * 64
 

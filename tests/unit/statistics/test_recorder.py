@@ -15,7 +15,7 @@ from snip_megatron.precision import LinearId
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.statistics.errors import squared_errors
 from snip_megatron.statistics.recorder import Dots, LinearRecorder, Pass, attached
-from snip_megatron.statistics.reduction import PartialTable, ProbeGroups, TableShape, finish_dots
+from snip_megatron.statistics.reduction import PartialTable, ProbeGroups, TableShape, finish_dots, reduce_columns
 from snip_megatron.statistics.sums import sample_rows
 
 FORMATS = ("fp8", "fp4")
@@ -244,7 +244,65 @@ def test_no_tokens_leave_no_nan() -> None:
     record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
     finish_dots([recorder], alone())
     assert all(torch.isfinite(value).all() for value in (recorder.sums | recorder.by_format).values())
-    assert float(recorder.sums["x2"]) == 0.0
+    assert set(recorder.sums) == {"w2"}
+    recorder.start(Pass.FORWARD_NOISE)
+    record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
+    assert float(recorder.sums["fx2"]) == float(recorder.sums["fg2"]) == 0.0
+
+
+# -- experts ---------------------------------------------------------------------------------------------------
+def expert(number: int, weight: torch.Tensor) -> LinearRecorder:
+    handle = handle_of(LinearId(1, "mlp.experts.linear_fc1"))
+    handle.parallel, handle.expert, handle.module = "column", number, torch.nn.Linear(K, N, bias=False)
+    with torch.no_grad():
+        handle.module.weight.copy_(weight)
+    return LinearRecorder(handle, FORMATS, 64)
+
+
+def test_a_microbatch_without_tokens_changes_nothing() -> None:
+    (b,) = microbatches(1, tokens=200)
+    none = torch.empty(0, K).bfloat16(), b.w, torch.empty(0, N).bfloat16()
+    plain, mixed = expert(0, b.w), expert(0, b.w)
+    record(plain, 0, b.x, b.w, b.g, b.d, b.d)
+    record(mixed, 0, *none, none[0], none[0])
+    record(mixed, 1, b.x, b.w, b.g, b.d, b.d)
+    for recorder in (plain, mixed):
+        finish_dots([recorder], alone())
+    for name, value in (plain.sums | plain.by_format).items():
+        assert torch.equal((mixed.sums | mixed.by_format)[name], value), name
+    assert torch.equal(mixed.own_sums(), plain.own_sums())
+    assert plain.own_sums()[3] == 200
+
+
+def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
+    """One busy expert, one that no token was sent to: sums over both, column norms of each."""
+    (b,) = microbatches(1, tokens=T)
+    busy, idle = expert(0, b.w), expert(3, 2 * b.w)
+    record(busy, 0, b.x, b.w, b.g, b.d, b.d)
+    groups = ProbeGroups(tp=None, dp=None, experts=ProbeGroups(tp=None, dp=None))
+    assert groups.of(busy.handle) is groups.experts
+    assert groups.of(handle_of(COLUMN)) is groups
+    finish_dots([busy, idle], groups)
+    reduce_columns([busy, idle], groups)
+    assert idle.whole is not None
+    assert busy.whole is not None
+    assert not idle.whole.any()
+    assert busy.whole.tolist() == [float(busy.sums[n]) for n in ("x2", "g2", "s2")] + [T]
+    assert idle.x_cols is not None
+    assert (idle.x_cols.shape, idle.dg_cols.shape) == ((K,), (len(FORMATS), N))  # type: ignore[union-attr]
+    record(idle, 0, torch.empty(0, K), 2 * b.w, torch.empty(0, N), torch.empty(0, K), torch.empty(0, K))
+    shape = TableShape(names=("decoder.layers.1.mlp.experts.linear_fc1",), formats=FORMATS, sinks=(), mixture=(4, 2))
+    table = PartialTable(shape, 1.0)
+    for recorder in (busy, idle):
+        table.add_recorder(recorder, dp_rank=0)
+    expected = definitions([b], 64)
+    name = shape.names[0]
+    assert table.linear(name, "w2") == pytest.approx(5 * expected["w2"])
+    assert table.linear(name, "x2") == pytest.approx(expected["x2"], rel=1e-6)
+    table.add_layout(name, 0, N, K)
+    (row,) = table.to_table(step=0, tokens=T, tokens_per_step=T, meta={}).linears
+    assert (row.n, row.k, row.experts, row.active) == (N, K, 4, 2)
+    assert (row.elements, row.flops) == (4.0 * N * K, 2.0 * 2 * N * K)
 
 
 def test_recorders_are_detached_after_an_error() -> None:

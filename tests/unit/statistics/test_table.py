@@ -51,6 +51,14 @@ def table() -> StatisticsTable:
     )
 
 
+def test_rows_of_experts_round_trip(tmp_path: Path) -> None:
+    original = table()
+    rows = [*original.linears[:-1], LinearRow("decoder.layers.1.mlp.experts.linear_fc2", 1, 12, 8, 16, 4)]
+    original, path = replace(original, linears=tuple(rows)), tmp_path / "step_40.npz"
+    original.save(path)
+    assert StatisticsTable.load(path).linears == original.linears
+
+
 VALID = table().to_bytes()
 
 
