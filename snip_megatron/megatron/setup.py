@@ -314,6 +314,7 @@ class SnipRun:
             "micro_batch_size": args.micro_batch_size,
             "sequence_parallel": args.sequence_parallel,
             "request": request.as_dict(),  # what `snip solve RUN` starts from
+            "unquantised_flops": {str(stage): flops for stage, flops in unquantised_flops(args).items()},
             "linear_shapes": {name: asdict(s) for name, s in linear_shapes(args, linears).items()},
         }
         resume = step if args.load or step > 0 else None

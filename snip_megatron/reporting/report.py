@@ -116,7 +116,9 @@ def _tiles(run: RunData) -> list[tuple[str, str]]:
 
 def _plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Without what `snip solve` needs and nobody reads: the request and the shapes behind it."""
-    return {name: value for name, value in facts.items() if name not in ("request", "linear_shapes")}
+    return {
+        name: value for name, value in facts.items() if name not in ("request", "linear_shapes", "unquantised_flops")
+    }
 
 
 def policy_line(config: Mapping[str, Any]) -> str:

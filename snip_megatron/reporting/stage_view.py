@@ -71,6 +71,7 @@ def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageVi
     by_stage: dict[str, list[LinearRow]] = {}
     for row in sorted(rows, key=lambda row: row.stage):
         by_stage.setdefault(str(row.stage), []).append(row)
+    outside = _unquantised(run)
     name = ""
     assumptions: Sequence[str] = ()
     times: list[dict[str, StageTime]] = []
@@ -87,7 +88,7 @@ def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageVi
         end=max(last, known[-1][0]),
         linears={stage: len(rows) for stage, rows in by_stage.items()},
         shares=[
-            {stage: fp4_fraction(m, {r.name: r.flops for r in rows}) for stage, rows in by_stage.items()}
+            {s: fp4_fraction(m, {r.name: r.flops for r in rows}, outside.get(s, 0.0)) for s, rows in by_stage.items()}
             for _, m in known
         ],
         times=times,
@@ -118,6 +119,13 @@ def _rows(run: RunData, unreadable: list[str]) -> tuple[LinearRow, ...]:
             if str(error) not in unreadable:
                 unreadable.append(str(error))
     return ()
+
+
+def _unquantised(run: RunData) -> dict[str, float]:
+    """Stage → FLOPs a token of linears that no map covers; an older run does not say."""
+    found = run.facts.get("unquantised_flops")
+    items = found.items() if isinstance(found, Mapping) else ()
+    return {str(stage): float(value) for stage, value in items if isinstance(value, (int, float)) and value >= 0}
 
 
 def _times(run: RunData, model: Any, formats: set[Format]) -> tuple[OptionTimes | None, Sequence[str]]:

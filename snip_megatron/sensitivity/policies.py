@@ -148,7 +148,8 @@ def _layer_type(table: StatisticsTable, request: SolveRequest, loss: FloatArray,
     """Protects the kinds of ``request.protected_kinds``, the first ten times more than the second, and so on."""
     kinds = request.protected_kinds
     levels = {kind: 10.0**-rank for rank, kind in enumerate(kinds)}
-    values = np.array([levels.get(row.id.kind, 0.0) for row in table.linears])
+    # Of experts like the dense MLP's that they stand for.
+    values = np.array([levels.get(row.id.kind.replace(".experts.", "."), 0.0) for row in table.linears])
     return _rule(table, request, np.repeat(values[:, None], len(Gemm), axis=1))
 
 

@@ -158,7 +158,7 @@ for _model in ("experts", "experts-dropless", "experts-bf16"):
             "world-1": Layout(1),
             "dp2": Layout(2, data=2),
             "ep2": Layout(2, _EP2, data=2),
-            "ep2-distributed-optimizer": Layout(2, f"{_EP2} {SHARDED}", data=2),
+            "ep2-distributed-optimizer-overlap": Layout(2, f"{_EP2} {SHARDED} {OVERLAP}", data=2),
             "ep2-dp2": Layout(4, _EP2, data=4),
             "pp2": Layout(2, "--pipeline-model-parallel-size 2"),
             "tp2-sp": Layout(2, "--tensor-model-parallel-size 2 --sequence-parallel"),

@@ -44,6 +44,13 @@ def test_flops_as_time(path):
     assert list(lines[0]["x"]) == [*view.steps, view.end]
 
 
+def test_linears_that_no_map_covers_are_in_the_denominator(path):
+    """On stage 1 as many FLOPs again: half the share; a figure that is none is left out."""
+    flops = 12 * 3 * 2.0 * 128 * 128
+    view = stage_view(with_facts(path, unquantised_flops={"1": flops, "0": "many"}), None, [])
+    assert view.shares[0] == {"0": 0.75, "1": 0.375}
+
+
 def test_the_times_that_the_run_solved_with_come_first(path):
     names = [f.value for f in Format]
     seconds = {n: {g.value: dict.fromkeys(names, 2.0) | {"fp4": 1.0} for g in Gemm} for n in synthetic_run.LINEARS}

@@ -60,6 +60,18 @@ def make_table(
     )
 
 
+def with_experts(table: StatisticsTable, experts: int = 8, active: int = 2) -> StatisticsTable:
+    """The table with the last layer's MLP as a mixture of experts."""
+    last = table.linears[-1].id.layer
+    rows = [
+        replace(row, name=row.name.replace(".mlp.", ".mlp.experts."), experts=experts, active=active)
+        if row.id.layer == last and ".mlp." in row.name
+        else row
+        for row in table.linears
+    ]
+    return replace(table, linears=tuple(rows))
+
+
 def with_columns(table: StatisticsTable, group: str, **columns: np.ndarray | float) -> StatisticsTable:
     """A copy with whole columns replaced (a number fills the column)."""
     old = getattr(table, group)

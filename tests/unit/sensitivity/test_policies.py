@@ -22,7 +22,7 @@ from snip_megatron.sensitivity.policies import (
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import StatisticsTable
 
-from .synthetic import linear_rows, make_table, with_columns
+from .synthetic import linear_rows, make_table, with_columns, with_experts
 
 NAMES = [row.name for row in linear_rows(2)]
 
@@ -110,6 +110,13 @@ def test_layer_type_protects_the_named_kinds_in_order() -> None:
     assert fc2 > proj > fc1 == qkv == 0.0
     swapped = scores_of(table, policy="layer-type", protected_kinds=("mlp.linear_fc1",))
     assert np.flatnonzero(swapped[:4, 0, 1]).tolist() == [2]
+
+
+def test_experts_are_protected_like_the_mlp_in_whose_place_they_are() -> None:
+    table = with_experts(make_table())
+    assert table.linears[-1].id.of_experts
+    scores = scores_of(table, policy="layer-type")
+    assert scores[-1, 0, 1] / scores[3, 0, 1] == pytest.approx(2.0)  # the dense fc2; by FLOPs: two experts a token
 
 
 def test_fisher_is_the_loss_divergence_and_nothing_else() -> None:

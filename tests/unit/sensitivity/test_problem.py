@@ -18,7 +18,7 @@ from snip_megatron.sensitivity.problem import list_options
 from snip_megatron.solver import solve
 from snip_megatron.solver.problem import Item, Problem
 
-from .synthetic import linear_rows, make_table, scaled_loss, with_columns
+from .synthetic import linear_rows, make_table, scaled_loss, with_columns, with_experts
 
 SOLVED = [p for p in POLICIES if p not in FIXED]
 
@@ -177,6 +177,16 @@ def test_pins_leave_one_choice_and_stay_in_the_denominator() -> None:
     assert choice.format is Format.FP4
     assert choice.saving == items["decoder.layers.1.mlp.linear_fc2:wgrad"].cost
     assert len(items["decoder.layers.0.mlp.linear_fc1:fprop"].choices) == 2
+
+
+def test_experts_cost_what_a_token_goes_through() -> None:
+    table = make_table(layers=2)
+    dense, _ = build_problem(table, SolveRequest())
+    mixed, _ = build_problem(with_experts(table, experts=8, active=2), SolveRequest())
+    for one, other in zip(dense.items, mixed.items, strict=True):
+        assert other.cost == one.cost * (2 if ".experts." in other.id else 1)
+        assert other.choices[1].saving == other.cost
+    assert sum(".experts." in item.id for item in mixed.items) == 6
 
 
 def test_unquantised_flops_count_in_the_denominator() -> None:

@@ -21,7 +21,7 @@ from snip_megatron.sensitivity.weight_divergence import (
 )
 from snip_megatron.statistics.table import RHO_GRID
 
-from .synthetic import make_table, scaled_loss, with_columns
+from .synthetic import make_table, scaled_loss, with_columns, with_experts
 
 QKV, PROJ, FC1, FC2 = range(4)  # of layer 0; layer 1 follows
 
@@ -187,6 +187,15 @@ def test_added_variance_is_a_share_of_the_gradient_noise() -> None:
     numel = np.array([row.n * row.k for row in table.linears])
     total = numel.sum() + sum(row.numel for row in table.sinks)
     np.testing.assert_allclose(variance[:, 2], 0.25 * numel / total)
+
+
+def test_sums_over_experts() -> None:
+    """Σ_e ‖δG_e‖²‖W_e‖² of weights of one size is an eighth of the product of sums; elements are those of all."""
+    dense, mixed = quiet_table(), with_experts(quiet_table(), experts=8)
+    ratio = dgrad_error2(mixed, "fp4") / dgrad_error2(dense, "fp4")
+    assert ratio.tolist() == pytest.approx([1.0] * 6 + [1 / 8] * 2)
+    one, other = (added_variance(table, ("fp4",))[:, 2, 0] for table in (dense, mixed))
+    assert (other / one)[-1] / (other / one)[0] == pytest.approx(8.0)
 
 
 def test_added_variance_goes_by_the_variance_over_microbatches() -> None:

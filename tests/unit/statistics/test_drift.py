@@ -206,6 +206,18 @@ def test_shards_of_weight_and_optimizer_add_up_to_the_whole() -> None:
     torch.testing.assert_close(total, whole, rtol=1e-6, atol=0.0)
 
 
+def test_a_linear_that_saw_a_part_of_the_tokens() -> None:
+    """An expert: the probe's token noise over a step's is the same, the number of tokens is its own."""
+    state, _ = trained((N, K), 6, torch.float32)
+    g = gradient((N, K)).float().view(N, K)
+    whole = flat(linear_drift(whole_recorder(), g, state, SCALE, seed=33, **totals()))
+    more = replace(SCALE, tokens=4 * SCALE.tokens, tokens_per_step=4 * SCALE.tokens_per_step)
+    own = linear_drift(whole_recorder(), g, state, more, seed=33, **totals(), tokens=float(SCALE.tokens))
+    torch.testing.assert_close(flat(own), whole, rtol=1e-12, atol=0.0)
+    none = linear_drift(whole_recorder(), g, state, more, seed=33, s2=0.0, x2=0.0, g2=0.0, tokens=0.0)
+    assert not none.drift2.any()
+
+
 def test_a_linear_without_gradient_has_no_drift() -> None:
     state, _ = trained((N, K), 6, torch.float32)
     recorder = whole_recorder()

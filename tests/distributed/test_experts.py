@@ -1,0 +1,44 @@
+"""Mixtures of experts through the real entry, where the layouts' harness does not reach: experts without any token."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+
+from launch import losses, tiny_llama_args
+from warm_ranks import WarmRanks
+
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.reporting.readers import read_maps
+from snip_megatron.statistics.table import StatisticsTable
+
+# 2 ranks × 8 tokens go to one of 32 experts each: at least 16 get none, in every microbatch.
+STARVED = shlex.split(
+    "--num-experts 32 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 32"
+    " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none --expert-model-parallel-size 2"
+    " --num-layers 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 4"
+)
+SNIP = shlex.split(
+    "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 1 --snip-wait 120 --snip-budget fp4=0.9"
+    " --snip-trigger 0.5"
+)
+
+
+def test_experts_that_no_token_is_sent_to(warm: WarmRanks, tmp_path: Path) -> None:
+    args = tiny_llama_args(*STARVED, *SNIP, "--snip-dir", str(tmp_path / "run"), iters=6)
+    done = warm.run(2, args, tmp=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    curve = losses(done)
+    assert len(curve) == 6
+    assert all(math.isfinite(loss) for loss in curve.values())
+    table = StatisticsTable.load(tmp_path / "run" / "stats" / "step_2.npz")
+    assert table.non_finite() == []
+    rows = [i for i, row in enumerate(table.linears) if row.id.of_experts]
+    assert [(table.linears[i].experts, table.linears[i].active) for i in rows] == [(32, 1)] * 4
+    for column in ("x2", "w2", "g2", "d2", "gw2", "s2", "m2"):
+        assert (table.linear[column][rows] > 0).all(), column
+    assert (table.by_format["wdrift2"][rows] > 0).all()
+    (precision_map,) = read_maps(tmp_path / "run").values()
+    formats = {precision_map.format_of(table.linears[i].name, gemm) for i in rows for gemm in Gemm}
+    assert Format.FP4 in formats
