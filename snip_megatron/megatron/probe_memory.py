@@ -6,6 +6,7 @@ leave the update out and train on under their map.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,11 @@ import torch.distributed as dist
 
 from snip_megatron.controller import Unmeasured
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
+from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.probe_call import LoopShape
 from snip_megatron.planner.layout import microbatches_in_flight
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.statistics.probe_memory import ProbedShapes
+from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.statistics.reduction import ProbeGroups
 
 _GIB = 2.0**30
@@ -72,7 +74,7 @@ class ProbeMemory:
 
     Args:
         shapes: of what is recorded here.
-        handles: this rank's linears, whose formats tell what training keeps of their inputs.
+        handles: this rank's linears in the same order, whose formats tell what training keeps of their inputs.
         pipeline: this rank's place.
         probe_tokens: ``--snip-probe-tokens``.
         forces, moves: whether options are forced alone, whether weights are moved (policy ``hawq``).
@@ -123,41 +125,47 @@ class ProbeMemory:
         """One call of the schedule with all linears in bf16."""
         flights = self._pipeline.in_flight(microbatches)
         if peak is None:
-            features = sum(n + k for n, k in self._shapes.linears)
-            return flights * self._layers_at_once * self._shapes.element * self._shapes.tokens * features
+            return flights * self._layers_at_once * self._shapes.element * self._shapes.features
         share = min(1.0, flights / self._pipeline.in_flight(step_microbatches))
         return share * peak + flights * self._layers_at_once * self._quantised_inputs()
 
     def _quantised_inputs(self) -> float:
         """What bf16 inputs of a microbatch take beyond the quantised ones that training keeps in their place."""
-        features = sum(
-            handle.weight.shape[1]
-            for handle in self._handles
+        elements = sum(
+            linear.rows * linear.k
+            for handle, linear in zip(self._handles, self._shapes.linears, strict=True)
             if handle.formats[GEMM_INDEX[Gemm.WGRAD]] is not Format.BF16
             and not (self._gathers and handle.parallel == "column")
         )
-        return float((self._shapes.element - 1) * self._shapes.tokens * features)
+        return float((self._shapes.element - 1) * elements)
 
 
 def probed_shapes(
-    handles: Iterable[LinearHandle],
+    registry: LinearRegistry,
     sinks: Iterable[tuple[int, torch.nn.Parameter, bool, int]],
     shape: LoopShape,
     groups: ProbeGroups,
     *,
     hidden: int,
 ) -> ProbedShapes:
-    """Of a rank's linears and :meth:`snip_megatron.megatron.drift_probe.DriftProbe.local_sinks`."""
-    linears = [handle.weight for handle in handles]
-    weights = [*linears, *(weight for _, weight, _, _ in sinks)]
+    """Of a rank's linears and :meth:`snip_megatron.megatron.drift_probe.DriftProbe.local_sinks`. Tokens are taken to be
+    spread evenly over experts."""
+    handles, tokens = list(registry), shape.tokens(1, 1)
+    copies = Counter(handle.name for handle in handles)  # experts share a name
+    linears = []
+    for handle in handles:
+        rows = tokens if handle.expert is None else -(-tokens * registry.mixture[1] // copies[handle.name])
+        linears.append(LinearRows(rows, int(handle.weight.shape[0]), int(handle.weight.shape[1])))
+    sizes = [handle.weight.numel() for handle in handles] + [weight.numel() for _, weight, _, _ in sinks]
     return ProbedShapes(
-        linears=[(int(weight.shape[0]), int(weight.shape[1])) for weight in linears],
-        tokens=shape.tokens(1, 1),
+        linears=linears,
+        tokens=tokens,
         hidden=hidden,
-        parameters=sum(weight.numel() for weight in weights),
-        largest=max((weight.numel() for weight in weights), default=0),
+        boundaries=2 * len({handle.id.layer for handle in handles}),
+        parameters=sum(sizes),
+        largest=max(sizes, default=0),
         shards=groups.dp_size if shape.optimizer_sharded else 1,
-        element=weights[0].element_size() if weights else 2,
+        element=handles[0].weight.element_size() if handles else 2,
     )
 
 

@@ -9,7 +9,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.probes import Probes, forced_passes, probe_microbatches
 from snip_megatron.precision import LINEAR_KINDS, Format
 from snip_megatron.solver.costs import Formats, LinearShape
-from snip_megatron.statistics.probe_memory import ProbedShapes
+from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 
 FormatsOf = Callable[[int, str], Formats]
 """(block, kind of linear) → formats."""
@@ -158,14 +158,16 @@ def _probe(layout: Layout, stage: int, probes: Probes | None, candidates: Sequen
 
 
 def _probed_shapes(layout: Layout, stage: int) -> ProbedShapes:
-    shapes = [(shape.n, shape.k) for shape in layout.linear_shapes().values()]
+    linears = [LinearRows(layout.tokens, shape.n, shape.k) for shape in layout.linear_shapes().values()]
+    blocks = len(layout.stages[stage])
     embedding = layout.vocabulary * layout.model.hidden // layout.tp if stage == 0 else 0
     return ProbedShapes(
-        linears=shapes * len(layout.stages[stage]),
+        linears=linears * blocks,
         tokens=layout.tokens,
         hidden=layout.model.hidden,
+        boundaries=2 * blocks,
         parameters=layout.probed_parameters(stage),
-        largest=max(embedding, *(n * k for n, k in shapes)),
+        largest=max(embedding, *(linear.elements for linear in linears)),
         shards=layout.dp if layout.distributed_optimizer else 1,
         element=_WEIGHT,
     )

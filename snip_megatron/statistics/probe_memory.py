@@ -16,21 +16,35 @@ _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
+class LinearRows:
+    """One linear of a rank: rows that its GEMMs have in a microbatch, its local weight [n, k]."""
+
+    rows: int
+    n: int
+    k: int
+
+    @property
+    def elements(self) -> int:
+        """Of the weight."""
+        return self.n * self.k
+
+
+@dataclass(frozen=True)
 class ProbedShapes:
     """One rank's share of what a probe records.
 
     Attributes:
-        linears: (n, k) of its own linears' local weights.
-        tokens: rows that their GEMMs have in a microbatch.
-        hidden: features of the residual stream.
+        linears: its own; experts one by one.
+        tokens: of a microbatch in the residual stream. hidden: its features. boundaries: of its sub-blocks, recorded.
         parameters: elements of all parameters whose gradients are read. largest: of the largest one.
         shards: data parallel ranks that share out the optimizer's state.
         element: bytes of a weight or activation.
     """
 
-    linears: Sequence[tuple[int, int]]
+    linears: Sequence[LinearRows]
     tokens: int
     hidden: int
+    boundaries: int
     parameters: int
     largest: int
     shards: int = 1
@@ -38,14 +52,19 @@ class ProbedShapes:
 
     def samples(self, probe_tokens: int, microbatches: int) -> float:
         """Rows of X and G of every linear, of h and r of every boundary, kept until the update is measured."""
-        rows = min(probe_tokens, self.tokens) * microbatches
-        boundaries = len(self.linears) / 2  # of two sub-blocks with two linears each
-        return self.element * rows * (sum(n + k for n, k in self.linears) + 2 * boundaries * self.hidden)
+        of_linears = sum(min(probe_tokens, linear.rows) * (linear.n + linear.k) for linear in self.linears)
+        of_stream = min(probe_tokens, self.tokens) * self.boundaries * 2 * self.hidden
+        return float(self.element * microbatches * (of_linears + of_stream))
+
+    @property
+    def features(self) -> float:
+        """Elements that the linears read and write in a microbatch."""
+        return float(sum(linear.rows * (linear.n + linear.k) for linear in self.linears))
 
     @property
     def recording(self) -> float:
         """Temporaries of the statistics pass."""
-        sizes = (max(self.tokens * k, self.tokens * n, n * k) for n, k in self.linears)
+        sizes = (max(linear.rows * max(linear.n, linear.k), linear.elements) for linear in self.linears)
         return float(_FLOAT32 * WIDE_COPIES * max(sizes, default=0))
 
     @property
@@ -61,9 +80,9 @@ class ProbedShapes:
     @property
     def weight_copy(self) -> float:
         """Policy ``hawq``: the linears' weights, to be put back."""
-        return float(self.element * sum(n * k for n, k in self.linears))
+        return float(self.element * sum(linear.elements for linear in self.linears))
 
     @property
     def moving(self) -> float:
         """Temporaries of a weight that is moved."""
-        return float(_FLOAT32 * _MOVED_COPIES * max((n * k for n, k in self.linears), default=0))
+        return float(_FLOAT32 * _MOVED_COPIES * max((linear.elements for linear in self.linears), default=0))

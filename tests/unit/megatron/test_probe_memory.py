@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from snip_megatron.controller import Unmeasured
 from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.probe_call import LoopShape
 from snip_megatron.megatron.probe_memory import (
     DeviceMemory,
@@ -25,8 +26,8 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import stage_memory
 from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.probes import Probes
-from snip_megatron.precision import LINEAR_KINDS, Format, LinearId
-from snip_megatron.statistics.probe_memory import ProbedShapes
+from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, LinearId
+from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.statistics.reduction import ProbeGroups
 
 CPU = torch.device("cpu")
@@ -52,11 +53,12 @@ def handles(layers: int = 2) -> list[LinearHandle]:
             features = torch.arange(n), torch.arange(k)
             module = torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
             found.append(LinearHandle(LinearId(layer, kind), side, n, k, 0, 0, 1, *features, StepContext(), module))
-    return found
+    return sorted(found, key=lambda handle: handle.id)
 
 
-def shapes(**fields: Any) -> ProbedShapes:
-    given = {"linears": [(96, 64), (64, 64), (256, 64), (64, 128)] * 2, "tokens": 512, "hidden": 64}
+def shapes(tokens: int = 512, **fields: Any) -> ProbedShapes:
+    linears = [LinearRows(tokens, n, k) for n, k in [(256, 64), (64, 128), (64, 64), (96, 64)] * 2]
+    given = {"linears": linears, "tokens": tokens, "hidden": 64, "boundaries": 4}
     return ProbedShapes(**given | {"parameters": 200_000, "largest": 65_536} | fields)
 
 
@@ -64,14 +66,38 @@ def memory(own: ProbedShapes | None = None, pipeline: Pipeline | None = None, **
     return ProbeMemory(own or shapes(), handles(), pipeline or Pipeline(), 128, **fields)
 
 
+def registry(linears: list[LinearHandle], mixture: tuple[int, int] = (1, 1)) -> LinearRegistry:
+    found = LinearRegistry(sorted({handle.name for handle in linears}), StepContext(), mixture)
+    for handle in linears:
+        found.add(handle)
+    return found
+
+
 def test_shapes_of_a_rank(one_rank: ProbeGroups) -> None:
     embedding = torch.nn.Parameter(torch.zeros(1024, 64, dtype=torch.bfloat16))
     norm = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
     linears = handles()
-    found = probed_shapes(linears, [(0, embedding, False, 0), (1, norm, True, 0)], LOOP, one_rank, hidden=64)
+    sinks = [(0, embedding, False, 0), (1, norm, True, 0)]
+    found = probed_shapes(registry(linears), sinks, LOOP, one_rank, hidden=64)
     weights = sum(handle.weight.numel() for handle in linears)
     assert found == shapes(parameters=weights + 1024 * 64 + 64, largest=1024 * 64)
     assert Pipeline.of(linears, _Config(3), LOOP) == Pipeline(0, 3, 1)
+
+
+def test_experts_share_a_microbatch_s_tokens(one_rank: ProbeGroups) -> None:
+    """Four of eight experts are here, two are active: half of 512 tokens each, of this rank and its peer."""
+    attention = handles(1)[2:]
+    experts = []
+    for kind, side in zip(EXPERT_KINDS, ("column", "row"), strict=True):
+        for expert in range(4):
+            module = torch.nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)
+            features = torch.arange(16), torch.arange(32)
+            place = (side, 16, 32, 0, 0, 1, *features, StepContext(), module)
+            experts.append(LinearHandle(LinearId(0, kind), *place, expert=expert))
+    found = probed_shapes(registry(attention + experts, (8, 2)), [], LOOP, one_rank, hidden=64)
+    assert sorted(linear.rows for linear in found.linears) == [256] * 8 + [512] * 2
+    assert found.boundaries == 2
+    assert found.features == 512 * (160 + 128) + 8 * 256 * (16 + 32)
 
 
 @dataclass
@@ -129,16 +155,17 @@ def test_the_same_as_is_planned(probes: Probes, runs: dict[str, bool]) -> None:
     """With the planner's own activations for the peak of a training pass."""
     chosen = Layout(ModelShape("small", 8, 512, 1408, 8, 4, 64, 1000, 256), 1, 4, 1, 2, 256, 1, 64)
     planned = stage_memory(chosen, 0, lambda block, kind: (Format.BF16,) * 3, probes, ("fp8", "fp4"))
-    local = [(s.n, s.k) for s in chosen.linear_shapes().values()] * 2
+    local = [LinearRows(256, s.n, s.k) for s in chosen.linear_shapes().values()] * 2
     own = ProbedShapes(
         linears=local,
         tokens=256,
         hidden=512,
+        boundaries=4,
         parameters=chosen.probed_parameters(0),
-        largest=max(1024 * 512, *(n * k for n, k in local)),
+        largest=max(1024 * 512, *(linear.elements for linear in local)),
         shards=2,
     )
-    here = ProbeMemory(own, [], Pipeline(0, 4), probes.tokens, **runs)
+    here = ProbeMemory(own, handles(), Pipeline(0, 4), probes.tokens, **runs)
     assert here.needed(planned.activations, 1, chosen.microbatches) == pytest.approx(planned.probe, rel=1e-12)
 
 
