@@ -2,9 +2,10 @@
 
     PYTHONPATH=.:tests/distributed python -m layout_matrix --full --out benchmarks/layouts_cpu_<date>.json
 
-Without ``--full``: the part that the suite runs. ``--only layouts`` or ``--only resumes`` for one of the two. Rows are
-written as they come; a command that was interrupted goes on after those that its file holds. Beside the file goes the
-table as Markdown. Exit code 1 when a row is beyond its limits.
+Without ``--full``: the part that the suite runs. ``--only layouts`` or ``--only resumes`` for one of the two,
+``--rows 'layout experts*'`` for rows of such names. Rows are written as they come; a command that was interrupted goes
+on after those that its file holds. Beside the file goes the table as Markdown. Exit code 1 when a row is beyond its
+limits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +153,8 @@ def write(path: Path, result: Row) -> None:
         temporary.replace(target)
 
 
-def run(out: Path, folder: Path, *, full: bool, only: str | None) -> Row:
-    """Make the rows that ``out`` does not hold yet; a row that fails to run is one with its error."""
+def run(out: Path, folder: Path, *, full: bool, only: str | None, names: str = "*") -> Row:
+    """Make the rows that ``out`` does not hold yet, of those whose name matches the glob ``names``."""
     here = header()
     result: Row = json.loads(out.read_text()) if out.is_file() else here | {"rows": {}}
     if here["command"] not in result["command"].split("; "):
@@ -163,14 +165,14 @@ def run(out: Path, folder: Path, *, full: bool, only: str | None) -> Row:
         layouts = LayoutRuns(warm, folder, STEPS, LAG)
         todo: list[tuple[str, Callable[[], Row]]] = []
         if only != "resumes":
-            if "yardstick" not in result:
+            if "yardstick" not in result and names == "*":
                 result["checkpoints_differ_in"] = layouts.checkpoints_differ()
                 result["yardstick"] = layouts.other_draws()
             todo += layout_rows(layouts, full=full)
         if only != "layouts":
             todo += resume_rows(ResumeRuns(warm, folder), full=full)
         for key, make in todo:
-            if key in result["rows"]:
+            if key in result["rows"] or not fnmatchcase(key, names):
                 continue
             started = time.perf_counter()
             result["rows"][key] = row = make()
@@ -186,12 +188,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Matrices of layouts and resumes")
     parser.add_argument("--full", action="store_true", help="every row, not only the suite's")
     parser.add_argument("--only", choices=("layouts", "resumes"))
+    parser.add_argument("--rows", default="*", metavar="GLOB", help="only rows whose names match")
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON); its table goes beside it")
     parser.add_argument("--work", type=Path, help="folder for runs and checkpoints (default: a temporary one)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.work or Path(temporary)
-        result = run(arguments.out, folder, full=arguments.full, only=arguments.only)
+        result = run(arguments.out, folder, full=arguments.full, only=arguments.only, names=arguments.rows)
     print(markdown(result))
     rows = result["rows"].values()
     return 0 if all(row["passed"] for row in rows) and not result.get("checkpoints_differ_in") else 1
