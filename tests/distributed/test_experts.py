@@ -1,4 +1,4 @@
-"""Mixtures of experts through the real entry, where the layouts' harness does not reach: experts without any token."""
+"""Mixtures of experts through the real entry, where the layouts' harness does not reach: of one expert, and starved."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 import shlex
 from pathlib import Path
 
+import numpy as np
 from launch import losses, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.reporting.readers import read_maps
+from snip_megatron.reporting.readers import read_maps, read_metrics
 from snip_megatron.statistics.table import StatisticsTable
 
 # 2 ranks × 8 tokens go to one of 32 experts each: at least 16 get none, in every microbatch.
@@ -42,3 +43,36 @@ def test_experts_that_no_token_is_sent_to(warm: WarmRanks, tmp_path: Path) -> No
     (precision_map,) = read_maps(tmp_path / "run").values()
     formats = {precision_map.format_of(table.linears[i].name, gemm) for i in rows for gemm in Gemm}
     assert Format.FP4 in formats
+
+
+ONE = shlex.split(
+    "--num-experts 1 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 192"
+    " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
+)
+PROBED = shlex.split(
+    "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 1 --snip-wait 120 --snip-backward-noise"
+    " --snip-probe-microbatches 2 --global-batch-size 4"
+)
+
+
+def test_a_mixture_of_one_expert_is_the_dense_decoder(warm: WarmRanks, tmp_path: Path) -> None:
+    """Every column, the map, and the losses under it."""
+    tables, maps, figures = [], [], []
+    for name, extra in (("dense", ()), ("one", ONE)):
+        run = tmp_path / name / "run"
+        args = tiny_llama_args(*PROBED, *extra, "--snip-dir", str(run), iters=5)
+        done = warm.run(1, args, module="one_expert_pretrain", tmp=tmp_path / name)
+        assert done.returncode == 0, done.stderr[-4000:]
+        tables.append(StatisticsTable.load(run / "stats" / "step_2.npz"))
+        (precision_map,) = read_maps(run).values()
+        maps.append({key.replace(".experts.", "."): fmt for key, fmt in precision_map.choices.items()})
+        figures.append([(m["step"], m["loss"], m["fp4_fraction"]) for m in read_metrics(run)])
+    dense, one = tables
+    assert [row.id.of_experts for row in one.linears] == [False, False, True, True] * 4
+    for name, array in dense.arrays().items():
+        if name == "linear.gv2":  # of experts left to the estimate from tokens
+            continue
+        np.testing.assert_allclose(one.arrays()[name], array, rtol=1e-6, atol=0.0, err_msg=name)
+    assert maps[0] == maps[1]
+    assert figures[0] == figures[1]
+    assert figures[0][-1][2] > 0.7
