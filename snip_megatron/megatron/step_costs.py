@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
+from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.step_time import StepModel
@@ -48,7 +49,7 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
 def rest_of_step(args: argparse.Namespace, model: CostModel) -> dict[int, float]:
     """Stage → seconds a step that no format changes, as ``snip plan`` predicts them; empty where it cannot say.
 
-    It knows Llamas whose layers are split evenly over the stages.
+    It knows dense Llamas whose layers are split evenly over the stages.
     """
     uneven = (
         args.pipeline_model_parallel_layout,
@@ -56,7 +57,7 @@ def rest_of_step(args: argparse.Namespace, model: CostModel) -> dict[int, float]
         args.decoder_last_pipeline_num_layers,
     )
     vocabulary = getattr(args, "padded_vocab_size", None)  # known once Megatron has built its tokenizer
-    if not args.swiglu or not vocabulary or any(value is not None for value in uneven):
+    if not args.swiglu or not vocabulary or ExpertLayers.of(args) or any(value is not None for value in uneven):
         return {}
     try:
         shape = ModelShape(

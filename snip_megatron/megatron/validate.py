@@ -178,8 +178,10 @@ def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
                 f"{here} --moe-router-load-balancing-type {kind} under --snip: probes route a batch as they did at"
                 " first, which it cannot; use aux_loss, seq_aux_loss, global_aux_loss or none"
             )
-    if config.timed and config.updates:
-        raise SnipError(f"{here} --snip-budget {config.budget}: times of experts are not predicted; use fp4=")
+    if config.timed and config.updates and unquantised_flops(args):
+        raise SnipError(
+            f"{here} --snip-budget {config.budget}: times of grouped and shared experts are not predicted; use fp4="
+        )
     if config.estimator == "measured" and config.updates:
         raise SnipError(f"{here} --snip-estimator measured: not supported yet; use noise or fisher")
     if config.updates and not compat.routing_repeats():

@@ -62,6 +62,11 @@ def test_experts_share_a_rank_s_tokens() -> None:
                "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}  # fmt: skip
     tokens = 2048 * 2 // 2 * 2 * 2 // 8  # of a sequence parallel rank, twice, from two ranks, over 8 experts
     assert shapes(**experts)["mlp.experts.linear_fc1"] == LinearShape(tokens, 1024, 1024, microbatches=4 * 4)
+    args = arguments(**experts)
+    times = option_times(SnipConfig(**WANTED, timings="h200"), args, model_linears(args))
+    of_one = times.of("decoder.layers.3.mlp.experts.linear_fc1", Gemm.FPROP, "fp8")
+    assert 0.0 < of_one < times.of("decoder.layers.3.mlp.experts.linear_fc1", Gemm.FPROP, "bf16")
+    assert times.rest == {}
     both = shapes(**experts | {"expert_tensor_parallel_size": 2})["mlp.experts.linear_fc1"]
     assert both == LinearShape(2 * tokens, 512, 1024, microbatches=4 * 4)
 

@@ -263,6 +263,8 @@ def test_experts_that_are_linears_are_candidates() -> None:
     assert (second.n, second.k, second.experts, second.active) == (64, 48, 4, 2)
     assert gemm_flops(list(rows.values()))[first.name] == 2.0 * 96 * 64 * 2
     validate.check(config(), args)  # the default budget is within reach
+    single = arguments(**{**EXPERTS, "moe_grouped_gemm": False}, data_parallel_size=1, micro_batch_size=2)
+    validate.check(config(budget="loss=0.01", cost="flops"), single)
     shared = arguments(**{**EXPERTS, "moe_grouped_gemm": False, "moe_shared_expert_intermediate_size": 24})
     assert unquantised_flops(shared) == {0: 6.0 * 2 * 24 * 64 * 3}
 
