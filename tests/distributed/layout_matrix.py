@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import REPOSITORY
-from layouts import FAST, LAYOUTS, LOSS_LIMIT, MODELS, RAGGED_LIMIT, STATISTICS_LIMIT, LayoutRuns
+from layouts import FAST, LAYOUTS, LOSS_LIMIT, MODELS, RAGGED_LIMIT, STATISTICS_LIMIT, TIES_LIMIT, LayoutRuns
 from resumes import FAST_OTHER, OTHER_LAYOUT, RESHARDED_POINTS, SAME_LAYOUT, ResumeRuns
 from warm_ranks import WarmRanks
 
@@ -118,7 +118,8 @@ def _layout_table(rows: list[Row], result: Row) -> list[str]:
         f"Worst relative difference of the statistics (limit {STATISTICS_LIMIT:g}; drift at ρ < 1e-2 as a share of its"
         f" own limit), map, relative difference of the loss after {steps} steps and the worst of any step (limit"
         f" {LOSS_LIMIT:g}). In brackets: experts' tiles along tokens, whose number is no multiple of 128 (limit"
-        f" {RAGGED_LIMIT:g}).",
+        f" {RAGGED_LIMIT:g}), or, of experts-bf16, c2 and e2, which a value on a boundary of roundings moves (limit"
+        f" {TIES_LIMIT:g}).",
     ]
     if "yardstick" in result:
         lines += [
@@ -131,7 +132,7 @@ def _layout_table(rows: list[Row], result: Row) -> list[str]:
         if row["bitwise"]:
             figures = ["bitwise" if row["identical"] else f"{row['statistics']:.1e}", "–"]
         else:
-            apart = f" ({row['ragged']:.0e})" if row.get("ragged") else ""
+            apart = "".join(f" ({row[name]:.0e})" for name in ("ragged", "ties") if row.get(name))
             figures = [f"{row['statistics']:.1e}{apart}", f"{row['drift_over_limit']:.2f}"]
         figures += ["equal" if row["map_equal"] else "**differs**"]
         figures += [f"{row[name]:.1e}" if row[name] else "0" for name in ("loss_difference", "worst_loss_difference")]

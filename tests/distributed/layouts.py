@@ -39,8 +39,8 @@ FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --reco
 _VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 
 STATISTICS_LIMIT, LOSS_LIMIT = 1e-5, 1e-3
-RAGGED_LIMIT = 0.1
-_RAGGED = ("dx_col2", "dg_col2", "wdrift2", "wsigma2")
+RAGGED_LIMIT, TIES_LIMIT = 0.1, 1e-3
+_RAGGED, _TIES = ("dx_col2", "dg_col2", "wdrift2", "wsigma2"), ("c2", "e2")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class Model:
         at: the step before which it runs.
         ragged: experts' tokens are no multiple of 128: their tiles along tokens fall otherwise where ranks share
             experts (rule 10), and RAGGED_LIMIT holds for what is measured by these tiles.
+        ties: a value on the boundary of two roundings falls to either side where ranks add in another order: its error
+            has the same size and another sign, and TIES_LIMIT holds for what depends on that. Seen with each of four
+            seeds under tensor parallelism with a shared expert.
     """
 
     base: str
@@ -62,6 +65,7 @@ class Model:
     probed: int = 2
     at: int = AT
     ragged: bool = False
+    ties: bool = False
 
 
 _EXPERTS = (
@@ -95,6 +99,7 @@ MODELS: dict[str, Model] = {
         "--snip-budget fp4=0.4",
         probed=4,
         at=AT + 1,
+        ties=True,
     ),
 }
 
@@ -265,7 +270,7 @@ class LayoutRuns:
         layout = LAYOUTS[name]
         base = layout.bitwise or MODELS[layout.model].base
         expected, actual = self.trained(base), self.trained(name)
-        statistics = worst_differences(expected.table, actual.table, ragged=MODELS[layout.model].ragged)
+        statistics = worst_differences(expected.table, actual.table, MODELS[layout.model])
         last, worst = loss_differences(expected.figures, actual.figures)
         row = {
             "layout": name,
@@ -277,6 +282,7 @@ class LayoutRuns:
             "column": statistics["column"],
             "drift_over_limit": statistics["drift_over_limit"],
             "ragged": statistics["ragged"],
+            "ties": statistics["ties"],
             "same_rows": statistics["same_rows"],
             "map_equal": actual.precision_map.choices == expected.precision_map.choices,
             "adopted": actual.adopted,
@@ -303,6 +309,7 @@ def passed(row: dict[str, Any]) -> bool:
     if row["bitwise"]:
         return bool(same and row["identical"])
     within = row["statistics"] <= STATISTICS_LIMIT and row["drift_over_limit"] <= 1.0 and row["ragged"] <= RAGGED_LIMIT
+    within = within and row["ties"] <= TIES_LIMIT
     return bool(same and within and row["worst_loss_difference"] <= LOSS_LIMIT)
 
 
@@ -314,23 +321,26 @@ def identical(expected: Trained, actual: Trained) -> bool:
     )
 
 
-def worst_differences(expected: StatisticsTable, actual: StatisticsTable, *, ragged: bool = False) -> dict[str, Any]:
-    """Worst relative difference and its column, the drift of small errors aside, and experts' ragged tiles.
+def worst_differences(expected: StatisticsTable, actual: StatisticsTable, model: Model | None = None) -> dict[str, Any]:
+    """Worst relative difference and its column; the drift of small errors aside, and what a model has aside.
 
     Drift is the difference of two FP32 updates that are almost equal when the error ρ is small: below ρ = 1e-2 its
     limit grows as 1/ρ, and ``drift_over_limit`` is the worst share of that limit.
     """
     limits = STATISTICS_LIMIT * np.maximum(1.0, 1e-2 / RHO_GRID)
-    worst, column, drift, apart = 0.0, "", 0.0, 0.0
+    worst, column, drift, apart, ties = 0.0, "", 0.0, 0.0, 0.0
     experts = np.array([row.id.of_experts for row in expected.linears])
     for name, array in expected.arrays().items():
         distance = np.abs(actual.arrays()[name] - array) / np.where(array == 0.0, 1.0, np.abs(array))
         if name in ("drift2", "sink_drift2"):
             drift = max(drift, float((distance / limits).max()))
             distance = distance[..., limits == STATISTICS_LIMIT]
-        if ragged and name.endswith(_RAGGED):
+        if model is not None and model.ragged and name.endswith(_RAGGED):
             apart = max(apart, float(distance[experts].max()))
             distance = distance[~experts]
+        if model is not None and model.ties and name.endswith(_TIES):
+            ties = max(ties, float(distance.max()))
+            continue
         if distance.size and float(distance.max()) > worst:
             worst, column = float(distance.max()), name
     shapes = [[(r.name, r.n, r.k) for r in table.linears] for table in (expected, actual)]
@@ -340,6 +350,7 @@ def worst_differences(expected: StatisticsTable, actual: StatisticsTable, *, rag
         "column": column,
         "drift_over_limit": drift,
         "ragged": apart,
+        "ties": ties,
         "same_rows": same and expected.tokens_per_step == actual.tokens_per_step,
     }
 
