@@ -77,8 +77,8 @@ SAME_LAYOUT: dict[str, Interrupted] = {
         2,
         f"{_NOISE} {_DROPOUT} {EXPERTS} --expert-model-parallel-size 2 --moe-input-jitter-eps 0.05"
         " --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
-        12,
-        every=2,
+        9,
+        every=4,
         fast=(4,),
     ),
     "everything": Interrupted(
