@@ -33,6 +33,7 @@ from snip_megatron.megatron.gradient_norms import GradientNorms
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.model_linears import gemm_flops, model_linears, unquantised_flops
 from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, StepCall
+from snip_megatron.megatron.shards import TILE, cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.step_costs import linear_shapes
 from snip_megatron.reporting.run_directory import RunDirectory
@@ -106,8 +107,18 @@ class SnipRun:
             )
         self._registry.context.bf16_eval = self._config.eval == "bf16"
         self._watch_evaluation(self._registry)
+        self._say_what_is_cut()
         model_chunks[0].snip_state = self._checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
         return model_chunks
+
+    def _say_what_is_cut(self) -> None:
+        cut = cut_tiles(self._args)
+        if cut and is_rank_zero():
+            print(
+                f"snip: not multiples of {TILE} on a rank: {', '.join(cut)}: quantisation tiles are cut there, so that"
+                " statistics and maps are slightly other ones than another layout's",
+                flush=True,
+            )
 
     def _leave_earlier_start(self) -> None:
         """An in-process restart builds the model anew: what belongs to the old one ends here, its peers may be gone."""

@@ -30,6 +30,7 @@ def train(tmp: Path, nproc: int, *extra: str, name: str = "run", steps: int = ST
     run = tmp / name
     process = run_ranks(nproc, arguments(run, *extra, steps=steps), tmp=tmp, timeout=300)
     check(process)
+    (tmp / f"{name}.out").write_text(process.stdout)
     return run, {figure["step"]: figure["loss"] for figure in read_metrics(run)}
 
 
@@ -75,6 +76,8 @@ def assert_maps_hold(run: Path, stages: int) -> None:
 def test_every_layout_adopts_optimal_maps(nproc: int, stages: int, layout: str, tmp_path: Path) -> None:
     run, curve = train(tmp_path, nproc, *layout.split())
     assert_maps_hold(run, stages)
+    sharded = "--tensor-model-parallel-size" in layout
+    assert (tmp_path / "run.out").read_text().count("snip: not multiples of 128 on a rank: ") == sharded
     assert list(curve) == list(range(STEPS))
     assert None not in curve.values()  # rank 0 knows the last stage's loss
     assert curve[STEPS - 1] < curve[0] - 1.0

@@ -1,0 +1,62 @@
+"""Layouts that cut quantisation tiles where others do not."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from snip_megatron.megatron.shards import cut_tiles
+
+LLAMA: dict[str, Any] = {
+    "num_layers": 4,
+    "num_attention_heads": 16,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "kv_channels": 64,
+    "ffn_hidden_size": 1536,
+    "seq_length": 256,
+    "micro_batch_size": 1,
+    "sequence_parallel": False,
+    "num_experts": None,
+    "expert_tensor_parallel_size": None,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_layer_freq": 1,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 384,
+    "moe_grouped_gemm": False,
+    "moe_shared_expert_intermediate_size": None,
+}
+
+
+def arguments(tp: int, **given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**LLAMA | {"tensor_model_parallel_size": tp} | given)
+
+
+@pytest.mark.parametrize(
+    ("tp", "given", "cut"),
+    [
+        (1, {"ffn_hidden_size": 100}, []),  # one shard is what every other layout is held against
+        (2, {}, []),
+        (2, {"sequence_parallel": True}, []),
+        (4, {"sequence_parallel": True}, ["tokens of a microbatch 256 / 4 ranks = 64"]),
+        (2, {"ffn_hidden_size": 1408}, ["ffn 1408 / 2 ranks = 704"]),
+        (4, {"kv_channels": 32}, ["rows of linear_qkv 768 / 4 ranks = 192"]),
+        (2, {"num_query_groups": 3, "num_attention_heads": 9}, ["rows of linear_qkv 960 / 2 ranks = 480"]),
+        (2, EXPERTS | {"ffn_hidden_size": 1408}, []),  # no layer is dense
+        (2, EXPERTS | {"moe_layer_freq": 2, "ffn_hidden_size": 1408}, ["ffn 1408 / 2 ranks = 704"]),
+        (2, EXPERTS | {"expert_tensor_parallel_size": 2}, ["ffn of an expert 384 / 2 ranks = 192"]),
+    ],
+)
+def test_what_is_cut(tp: int, given: dict[str, Any], cut: list[str]) -> None:
+    found = cut_tiles(arguments(tp, **given))
+    assert [text for text in found if not text.startswith("heads")] == cut
+
+
+def test_columns_of_the_projection_are_cut_with_the_heads() -> None:
+    assert "heads of linear_proj 576 / 2 ranks = 288" in cut_tiles(
+        arguments(2, num_query_groups=3, num_attention_heads=9)
+    )
