@@ -150,7 +150,7 @@ def run(
 
     linear = LinearId(3, case.kind)
     registry = LinearRegistry(decoder_linear_names(4), StepContext(step=6, seed=5))
-    _convert_linear(module, linear, registry)
+    _convert_linear(module, linear, registry, None)
     registry[str(linear)].formats = case.formats
     registry.start_step(6)
     recorder = LinearRecorder(registry[str(linear)], CANDIDATES, sample_tokens=16)

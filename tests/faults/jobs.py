@@ -214,7 +214,8 @@ def run_launcher(job: Job) -> dict[int, str]:
     if isinstance(KINDS[fault.kind], AgentKilled):
         codes = _kill_an_agent(job, fault, folder, arguments, env)
     else:
-        launcher = ("--standalone", "--max-restarts", "2")
+        # To files: what a killed rank leaves behind would hold a pipe open.
+        launcher = ("--standalone", "--max-restarts", "2", "--redirects", "3", "--log-dir", str(folder / "log"))
         process = start_ranks(2, arguments, module=MODULE, env={**env, **STORE_A_ROUND}, tmp=folder, launcher=launcher)
         codes = [finish(process, TIMEOUT_S).returncode]
     no_orphans(folder)
