@@ -22,9 +22,6 @@ from faults.storage import write_json
 
 MODULE = "faults.trainer"
 TIMEOUT_S = 600.0
-# torch 2.11 shares the first round's store between rounds by default: ranks started again read addresses of those that
-# have died, and an agent that joins later waits for its address in vain.
-STORE_A_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _MODEL = ("--num-layers", "2", "--global-batch-size", "4")
 _SNIP = (
     f"--snip --snip-first-update {FIRST_UPDATE} --snip-update-interval {INTERVAL} --snip-lag {LAG} --snip-wait 300"
@@ -216,7 +213,7 @@ def run_launcher(job: Job) -> dict[int, str]:
     else:
         # To files: what a killed rank leaves behind would hold a pipe open.
         launcher = ("--standalone", "--max-restarts", "2", "--redirects", "3", "--log-dir", str(folder / "log"))
-        process = start_ranks(2, arguments, module=MODULE, env={**env, **STORE_A_ROUND}, tmp=folder, launcher=launcher)
+        process = start_ranks(2, arguments, module=MODULE, env=env, tmp=folder, launcher=launcher)
         codes = [finish(process, TIMEOUT_S).returncode]
     no_orphans(folder)
     if any(codes):
@@ -256,7 +253,8 @@ def _kill_an_agent(job: Job, fault: Fault, folder: Path, arguments: Sequence[str
         tmp = folder / f"agent{number}"
         tmp.mkdir(exist_ok=True)
         own = {**env, "FAULTS_AGENT": f"{folder}/{number}"}
-        own |= STORE_A_ROUND
+        # torch shares the first round's store between rounds by default: who joins later waits for its address in vain.
+        own["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         return start_ranks(1, arguments, module=MODULE, env=own, tmp=tmp, launcher=launcher)
 
     survivor, victim = agent(1, 1), agent(2, 0)

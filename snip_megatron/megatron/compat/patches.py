@@ -13,7 +13,7 @@ import megatron.core.datasets.utils as dataset_utils
 import megatron.training.training as training
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat import checkpoint_fallback, distributed_optimizer, torch_norm
+from snip_megatron.megatron.compat import checkpoint_fallback, distributed_optimizer, restart_store, torch_norm
 from snip_megatron.megatron.compat.loop import hooks_in_source
 from snip_megatron.megatron.startup import Startup
 
@@ -30,6 +30,7 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
         "torch-norm-sequence-parallel": args.sequence_parallel and args.transformer_impl == "local",
         "distributed-optimizer-resume": args.use_distributed_optimizer and distributed_optimizer.uses_torch_adamw(),
         "checkpoint-fallback": bool(args.load),
+        "restart-store": restart_store.is_needed(),
     }
     patches = {
         "cpu": _patch_for_cpu,
@@ -38,6 +39,7 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
         "torch-norm-sequence-parallel": torch_norm.install,
         "distributed-optimizer-resume": distributed_optimizer.install,
         "checkpoint-fallback": checkpoint_fallback.install,
+        "restart-store": restart_store.install,
     }
     if args.snip and not startup.allows("step-hook") and not hooks_in_source():
         raise SnipError(
