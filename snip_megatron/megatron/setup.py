@@ -33,7 +33,7 @@ from snip_megatron.megatron.gradient_norms import GradientNorms
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.model_linears import gemm_flops, model_linears, unquantised_flops
 from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, StepCall
-from snip_megatron.megatron.shards import TILE, cut_tiles
+from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.step_costs import linear_shapes
 from snip_megatron.reporting.run_directory import RunDirectory

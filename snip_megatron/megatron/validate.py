@@ -119,9 +119,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "not supported yet: probes take the optimizer's state to be sharded once; use 1",
     ),
     Conflict("--context-parallel-size", "context_parallel_size", _more_than_one, "not supported yet; use 1"),
-    Conflict(
-        "--moe-latent-size", "moe_latent_size", _given, "experts of another width than the decoder are not supported"
-    ),
+    Conflict("--moe-latent-size", "moe_latent_size", _given, _WIDTH),
     Conflict(
         "--moe-router-fusion",
         "moe_router_fusion",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -21,6 +19,8 @@ from snip_megatron.layers.conversion import _shard
 from snip_megatron.layers.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.layers.registry import decoder_linear_names
 
+pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
+
 CONFIG = SnipConfig(enabled=True, seed=99)
 # hidden 64, 4 heads of 16, 2 query groups, gated MLP of 96
 SHAPES = {
@@ -31,29 +31,23 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+DENSE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 96,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "use_cpu_initialization": True,
+}
 
 
 def model() -> GPTModel:
     torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=96,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        use_cpu_initialization=True,
-    )
+    config = TransformerConfig(**DENSE)
     return GPTModel(
         config,
         get_gpt_layer_local_spec(normalization="RMSNorm"),
@@ -117,16 +111,7 @@ def build_experts_model(**given: Any) -> GPTModel:
     """The second layer is a mixture of four experts of 32 each, of which a token goes through two."""
     torch.manual_seed(0)
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=96,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        use_cpu_initialization=True,
+        **DENSE,
         num_moe_experts=4,
         moe_router_topk=2,
         moe_ffn_hidden_size=32,

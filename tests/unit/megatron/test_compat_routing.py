@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -16,16 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.megatron.compat.routing import _tracked, routers_kept, routing_repeated, routing_repeats
 
+pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
+
 EXPERTS, HIDDEN, TOKENS, CAPACITY = 4, 16, 24, 9  # of 12 tokens an expert on average
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 @pytest.fixture

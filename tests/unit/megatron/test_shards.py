@@ -11,6 +11,10 @@ from snip_megatron.megatron.shards import cut_tiles
 
 LLAMA: dict[str, Any] = {
     "num_layers": 4,
+    "hidden_size": 1024,
+    "swiglu": True,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
     "num_attention_heads": 16,
     "group_query_attention": True,
     "num_query_groups": 4,

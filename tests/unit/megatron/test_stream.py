@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,17 +17,10 @@ from snip_megatron.megatron.stream import ResidualStream
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.recorder import Pass
 
+pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
+
 LAYERS, SEQUENCE, BATCH, HIDDEN = 2, 24, 2, 32
 WHOLE = TokenShard(rank=0, size=1, reports=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 class TorchAttention(torch.nn.Module):
