@@ -36,6 +36,7 @@ from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, S
 from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.step_costs import linear_shapes
+from snip_megatron.quantization.formats import TILE
 from snip_megatron.reporting.run_directory import RunDirectory
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.reporting.tensorboard_sink import TensorBoardSink
