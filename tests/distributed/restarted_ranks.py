@@ -1,4 +1,4 @@
-"""A rank that fails once: under torchrun's ``--max-restarts``, what it finds in the store on its second attempt."""
+"""Ranks that fail twice under torchrun's ``--max-restarts``, and what each attempt finds in the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
     dist.barrier()
     store.set("mark", "")
     dist.barrier()
-    if attempt == "0":
+    if attempt != "2":
         os._exit(3)
     dist.destroy_process_group()
 

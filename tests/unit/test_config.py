@@ -322,3 +322,8 @@ def test_a_trigger_needs_no_interval() -> None:
         parse("--snip", "--snip-trigger", "-1")
     with pytest.raises(SnipError, match="--snip-trigger cannot be combined with --snip-replay"):
         parse("--snip", "--snip-trigger", "0.3", "--snip-replay", "run")
+
+
+def test_a_share_of_the_backward_pass_is_no_less_than_nothing() -> None:
+    with pytest.raises(SnipError, match=r"--snip-backward-share -1.0: must be a finite number, 0 or more"):
+        parse("--snip", "--snip-backward-share", "-1")

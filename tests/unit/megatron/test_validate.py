@@ -337,3 +337,7 @@ def test_the_request_carries_the_configuration() -> None:
     assert (request.target, request.formats, request.granularity) == (0.5, ("nvfp4", "mxfp8"), "layer")
     assert (request.stage_tolerance, request.seed, request.version) == (None, 9, 3)
     assert request.deterministic_time == snip.solver_time
+
+
+def test_the_share_of_the_backward_pass_reaches_the_solver() -> None:
+    assert validate.solve_request(config(backward_share=0.08), arguments()).backward_share == 0.08
