@@ -60,7 +60,7 @@ class SnipConfig:
     estimator: str = _option("noise", "sensitivity estimator behind the snip policy")
     q: str = _option("split", "how loss and weight divergence combine to one score")
     backward_share: float = _option(
-        0.145, "of --snip-q split: what dgrad and wgrad all in fp4 cost together, in fprops all in fp4", type=float
+        0.08, "of --snip-q split: what dgrad and wgrad all in fp4 cost together, in fprops all in fp4", type=float
     )
     backward_noise: bool = _option(False, "also run the paper's backward-noise probe")
     probe_microbatches: int = _option(1, "microbatches a probe runs on each data parallel rank", type=int, metavar="B")

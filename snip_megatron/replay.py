@@ -151,6 +151,11 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
     request = dataclasses.replace(request, **wanted, **fields)
     if budget.kind == "target" and Format.BF16.value in request.formats:
         raise SnipError(f"--formats {','.join(request.formats)}: bf16 is no candidate under fp4=: pin it instead")
+    if request.timed and (request.unquantised_flops or request.unquantised_stage_flops):
+        raise SnipError(
+            f"{stored.run}: times of its grouped and shared experts are not predicted; a budget of this run is a share"
+            " of FLOPs (fp4=)"
+        )
     if request.timed and (change.cost is not None or request.times is None):
         if change.cost is None:
             raise SnipError(

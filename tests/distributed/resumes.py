@@ -61,7 +61,7 @@ class Interrupted:
 
 # Updates begin before steps 3, 8 and 13 and are adopted before 6, 11 and 16.
 SAME_LAYOUT: dict[str, Interrupted] = {
-    "world-1": Interrupted(1, f"{_NOISE} {_DROPOUT}", 18),
+    "world-1": Interrupted(1, f"{_NOISE} {_DROPOUT}", 18, fast=(6,)),
     "tp2-sp-bf16": Interrupted(2, f"{_NOISE} {_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel --bf16", 18),
     "pp2-virtual": Interrupted(
         2, f"{_NOISE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 12
@@ -157,7 +157,7 @@ class ResumeRuns:
             "point": point,
             "state": state_at(whole, point),
             "figures": figures(run) == [figure for figure in figures(whole) if figure[0] >= point],
-            "decisions": decisions(run, point) == decisions(whole, point),
+            "decisions": _same_decisions(run, whole, point),
             "maps": _choices(run, point) == _choices(whole, point),
             "checkpoint": differences(*ends) == [] and all(SNIP_KEY + "state" in _keys(end) for end in ends),
         }
@@ -178,7 +178,7 @@ class ResumeRuns:
             "run": f"{source} → {target}",
             "point": point,
             "state": state_at(whole, point),
-            "decisions": decisions(run, point) == decisions(whole, point),
+            "decisions": _same_decisions(run, whole, point),
             "maps": _choices(run, point) == _choices(whole, point),
             "loss_difference": max(abs(a[1] - b[1]) / b[1] for a, b in pairs),
         }
@@ -265,17 +265,27 @@ _DECISIONS = ("submit", "adopt", "guard", "trigger", "postpone", "skipped", "dro
 _TOLD = ("step", "event", "version", "action", "alarm_step", "loss", "limit", "drift", "since", "changed", "until")
 
 
-def decisions(run: Path, point: int) -> list[dict[str, Any]]:
-    """What was decided from ``point`` on, without times; the map in force, adopted again on resume, aside."""
+def decisions(run: Path, point: int, *, in_force: bool) -> list[dict[str, Any]]:
+    """What was decided from ``point`` on, without times.
+
+    Args:
+        in_force: whether the checkpoint at ``point`` holds a map in force, which a resumed run adopts again: left out.
+            Without one, an adoption at ``point`` is the pending update's own.
+    """
     told = [
         {name: event[name] for name in _TOLD if name in event}
         for event in read_events(run)
         if event["event"] in _DECISIONS and event["step"] >= point
     ]
     resumed = any(event["event"] == "resume" for event in read_events(run))
-    if resumed and told and told[0]["event"] == "adopt" and told[0]["step"] == point:
+    if resumed and in_force and told and told[0]["event"] == "adopt" and told[0]["step"] == point:
         del told[0]
     return told
+
+
+def _same_decisions(run: Path, whole: Path, point: int) -> bool:
+    in_force = "map in force" in state_at(whole, point)
+    return decisions(run, point, in_force=in_force) == decisions(whole, point, in_force=in_force)
 
 
 def state_at(run: Path, point: int) -> str:

@@ -60,7 +60,7 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "formats": (["nvfp4,mxfp8"], ("nvfp4", "mxfp8")),
     "cost": (["flops"], "flops"),
     "timings": (["t.json"], "t.json"),
-    "backward_share": (["0.08"], 0.08),
+    "backward_share": (["0.145"], 0.145),
     "change_penalty": (["0.5"], 0.5),
     "granularity": (["layer"], "layer"),
     "update_interval": (["77"], 77),

@@ -340,4 +340,4 @@ def test_the_request_carries_the_configuration() -> None:
 
 
 def test_the_share_of_the_backward_pass_reaches_the_solver() -> None:
-    assert validate.solve_request(config(backward_share=0.08), arguments()).backward_share == 0.08
+    assert validate.solve_request(config(backward_share=0.145), arguments()).backward_share == 0.145

@@ -27,8 +27,8 @@ def test_split_takes_fprop_from_the_loss_and_scales_the_rest() -> None:
 
 def test_the_share_of_the_backward_pass_is_an_argument() -> None:
     assert SnipConfig().backward_share == BACKWARD_SHARE
-    q = combine(SolveRequest(q="split", backward_share=0.08), LOSS, WEIGHT, VARIANCE)
-    assert q[:, 1:, 1].sum() == pytest.approx(0.08 * q[:, 0, 1].sum())
+    q = combine(SolveRequest(q="split", backward_share=0.145), LOSS, WEIGHT, VARIANCE)
+    assert q[:, 1:, 1].sum() == pytest.approx(0.145 * q[:, 0, 1].sum())
 
 
 def test_noise_is_in_nats() -> None:
