@@ -97,10 +97,14 @@ def markdown(result: Row) -> str:
     moves = [row for key, row in rows.items() if key.startswith("move ")]
     if moves:
         lines += ["", "## Resumed on another layout: the same maps at the same steps", ""]
-        lines += ["| from → to | after step | the checkpoint holds | decisions | maps | worst relative Δ loss |"]
-        lines += ["|---|---|---|---|---|---|"]
+        lines += ["Later maps: what they cost more than the uninterrupted run's own, by its scores; 0: equal.", ""]
+        lines += [
+            "| from → to | after step | the checkpoint holds | decisions | first map | later maps | worst Δ loss |"
+        ]
+        lines += ["|---|---|---|---|---|---|---|"]
         for row in moves:
-            cells = (_yes(row["decisions"]), _yes(row["maps"]), f"{row['loss_difference']:.1e}")
+            later = f"+{100 * row['excess']:.2f} %" if row["excess"] else "0"
+            cells = (_yes(row["decisions"]), _yes(row["maps"]), later, f"{row['loss_difference']:.1e}")
             lines.append(f"| {row['run']} | {row['point']} | {row['state']} | {' | '.join(cells)} |")
     others = [row for key, row in rows.items() if key.split()[0] in ("leave", "enter")]
     if others:

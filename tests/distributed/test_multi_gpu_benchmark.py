@@ -1,10 +1,14 @@
-"""The benchmark of several GPUs runs on the CPU, so that its first call on GPUs works."""
+"""The benchmark of several GPUs runs on the CPU, so that its first call on GPUs works.
+
+Which runs go side by side, and on which GPUs: tests/unit/benchmarks/test_multi_gpu.py.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,18 +16,25 @@ import pytest
 from launch import cpu_environment
 from warm_ranks import WarmRanks
 
-from benchmarks import multi_gpu
+from benchmarks import multi_gpu, multi_gpu_runs
 
 
 def ranks(
-    warm: WarmRanks, count: int, arguments: Sequence[str], module: str, folder: Path
+    warm: WarmRanks,
+    one_job: threading.Lock,
+    count: int,
+    arguments: Sequence[str],
+    module: str,
+    folder: Path,
+    _: str | None,
 ) -> subprocess.CompletedProcess[str]:
-    return warm.run(count, arguments, module=module, tmp=folder, timeout=600)
+    with one_job:
+        return warm.run(count, arguments, module=module, tmp=folder, timeout=600)
 
 
 @pytest.fixture
 def run(warm: WarmRanks) -> Callable[..., subprocess.CompletedProcess[str]]:
-    return functools.partial(ranks, warm)
+    return functools.partial(ranks, warm, threading.Lock())
 
 
 def test_tensor_parallel_against_one_rank_and_its_times(
@@ -46,6 +57,8 @@ def test_tensor_parallel_against_one_rank_and_its_times(
     assert set(time["ms_a_step"]) == {"without", "all-bf16 map", "75 % map"}
     assert time["75 % map over without"] == pytest.approx(time["ms_a_step"]["75 % map"] / time["ms_a_step"]["without"])
     assert all(len(ms) == multi_gpu.SIZES["tiny"].timed_steps for ms in time["steps_ms"].values())
+    assert set(time["run_seconds"]) == {"time-tp2-without", "time-tp2-all-bf16", "time-tp2-75"}
+    assert set(row["run_seconds"]) == {"to-saved", "equal-1", "equal-tp2"}
     assert set(time["update"]["passes_ms"]) == {"statistics", "forward_noise", "reduction"}
     assert time["update"]["fp4_fraction"] == [pytest.approx(0.75, abs=0.02)]
     assert result["equivalence"]["cp2"] == {"skipped": "needs Transformer Engine's attention"}
@@ -73,7 +86,7 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
 def test_the_entry_lets_context_parallelism_through(warm: WarmRanks, tmp_path: Path) -> None:
     """Past SNIP's refusal, up to Megatron, whose own attention has none."""
     arguments = ["--context-parallel-size", "2", "--snip", "--snip-policy", "bf16", *multi_gpu.SIZES["tiny"].timed]
-    arguments += [*multi_gpu._COMMON, "--vocab-size", "255", "--train-iters", "2"]
+    arguments += [*multi_gpu_runs.COMMON, "--vocab-size", "255", "--train-iters", "2"]
     ours = warm.run(1, arguments, tmp=tmp_path / "ours", env={"WORLD_SIZE": "2"})  # refused before any communication
     lifted = warm.run(2, arguments, module="benchmarks.multi_gpu_entry", tmp=tmp_path / "lifted")
     assert "--context-parallel-size 2 cannot be combined with --snip" in ours.stderr
