@@ -7,9 +7,12 @@ off goes on after those in its file. Real runs of the training entry under torch
 
 - *equivalence*: one GPU trains three steps and saves. Every layout loads that, probes, solves without stage constraint,
   adopts and trains on; table, map and losses are held against one GPU's. bf16 rounds partial sums, so they agree within
-  its tolerance, not within fp32's (``tests/distributed/layout_matrix.py`` has that on a CPU).
+  its tolerance, not within fp32's (``tests/distributed/layout_matrix.py`` has that on a CPU). Nothing is timed, so
+  all these runs go side by side.
 - *time*: the entry without SNIP, with an all-bf16 map, and with an update whose 75 % map is then in force: medians of
-  Megatron's step times; the update's passes and Σ wait from the run's events.
+  Megatron's step times; the update's passes and Σ wait from the run's events. Layouts whose GPUs fit beside each other
+  run side by side, which their rows say; ``--alone`` for figures without a neighbour. A layout's own runs follow one
+  another.
 
 Context parallelism, which SNIP refuses until this has shown it, runs with Transformer Engine's attention; without it
 the row says so. ``--device cpu`` runs tiny models over gloo: for a look at the output, not for figures.
@@ -24,78 +27,21 @@ import os
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import ROOT, header, write
+from benchmarks.common import header, write
+from benchmarks.multi_gpu_runs import LAYOUTS, SIZES, Layout, Run, Runs, rounds, torchrun, visible_gpus
 from snip_megatron.precision import Gemm
 from snip_megatron.reporting.readers import read_events, read_maps, read_metrics
 from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
 
-Run = Callable[[int, Sequence[str], str, Path], subprocess.CompletedProcess[str]]
-"""(ranks, arguments, module, folder) → the finished ranks."""
-
-_COMMON = shlex.split("""
---group-query-attention --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
---untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --eval-interval 100000
---lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --seed 1234 --log-interval 1
---num-workers 0 --mock-data --tokenizer-type NullTokenizer --use-distributed-optimizer
---dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist --bf16
-""")
-
-
-def _model(layers: int, hidden: int, ffn: int, heads: int, groups: int, seq: int, micro: int, batch: int) -> list[str]:
-    return shlex.split(
-        f"--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {heads}"
-        f" --num-query-groups {groups} --seq-length {seq} --max-position-embeddings {seq} --micro-batch-size {micro}"
-        f" --global-batch-size {batch}"
-    )
-
-
-@dataclass(frozen=True)
-class Size:
-    """Models of the two parts, and steps after the checkpoint or of a timed run."""
-
-    equivalence: list[str]
-    timed: list[str]
-    vocab: int
-    steps: int
-    timed_steps: int
-
-
-# Every shard, gated half, query group and token share is a multiple of 128, on all layouts: tiles fall alike.
-SIZES = {
-    "tiny": Size(_model(2, 256, 256, 4, 2, 128, 2, 8), _model(2, 256, 256, 4, 2, 128, 2, 8), 255, 4, 9),
-    "gpu": Size(_model(8, 1024, 2816, 8, 4, 1024, 2, 8), _model(4, 4096, 14336, 32, 8, 4096, 1, 8), 32000, 20, 24),
-}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """GPUs, Megatron's arguments, data parallel size (with context parallel peers: of microbatches)."""
-
-    gpus: int
-    arguments: str
-    data: int = 1
-    needs_te: bool = False
-
-
-TP2, PP2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"
-LAYOUTS = {
-    "tp2": Layout(2, TP2),
-    "pp2": Layout(2, PP2),
-    "dp2": Layout(2, "", data=2),
-    "cp2": Layout(2, "--context-parallel-size 2", needs_te=True),
-    "tp2-pp2": Layout(4, f"{TP2} {PP2}"),
-    "dp4": Layout(4, "", data=4),
-}
 AT, LAG = 3, 2
 PROBED = 4
 """Microbatches of the probe over all data parallel ranks."""
@@ -107,101 +53,115 @@ _SNIP = shlex.split("--snip --snip-update-interval 100000 --snip-wait 240 --snip
 LIMITS = {"statistics_median": 4e-3, "map_agreement": 0.9, "loss": 2e-2}
 
 
-def torchrun(ranks: int, arguments: Sequence[str], module: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Ranks on this host."""
-    folder.mkdir(parents=True, exist_ok=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        [*launcher, "-m", module, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 class Bench:
-    """The runs in ``folder``.
+    """The parts. Both give (layout, row) as rows come; a row of a failed run says why.
 
     Args:
-        run: starts ranks. size: the models. megatron: more arguments for every run.
+        gpus: names for CUDA_VISIBLE_DEVICES; None: no GPUs, the layouts of part *time* one after the other.
+        alone: so with GPUs too.
     """
 
-    def __init__(self, run: Run, folder: Path, size: Size, megatron: Sequence[str]) -> None:
-        self._run, self._folder, self._size = run, folder, size
-        self._megatron = [*_COMMON, "--vocab-size", str(size.vocab), *megatron]
+    def __init__(self, runs: Runs, gpus: Sequence[str] | None, alone: bool = False) -> None:
+        self._runs, self._size, self._gpus, self._alone = runs, runs.size, gpus, alone
 
-    def _train(self, name: str, layout: Layout | None, steps: int, *arguments: str) -> str:
-        """Standard output. Raises RuntimeError with the end of a failed run's error output."""
-        extra = layout.arguments.split() if layout is not None else []
-        done = self._run(
-            layout.gpus if layout is not None else 1,
-            [*self._megatron, "--train-iters", str(steps), *arguments, *extra],
-            "benchmarks.multi_gpu_entry" if layout is not None and layout.needs_te else "snip_megatron.pretrain_gpt",
-            self._folder / name,
-        )
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            raise RuntimeError(f"{name}: exit code {done.returncode}: " + " / ".join(lines[-12:])[-2000:])
-        return done.stdout
+    def _row(self, make: Callable[[], dict[str, Any]], runs: Sequence[str]) -> dict[str, Any]:
+        """The row, or why there is none; with the seconds of those ``runs`` that this command made."""
+        try:
+            row = make()
+        except Exception as error:  # a failed run, or one without what it should have written
+            row = {"failed": f"{type(error).__name__}: {error}"}
+        return row | {"run_seconds": {name: self._runs.seconds[name] for name in runs if name in self._runs.seconds}}
 
     # -- equivalence -------------------------------------------------------------------------------------------
-    def _probed(self, name: str, layout: Layout | None) -> Path:
-        """The run directory of a run from the checkpoint; made once."""
-        saved, run = self._folder / "saved", self._folder / f"equal-{name}" / "run"
-        model, steps = self._size.equivalence, AT + self._size.steps
+    def equivalence(self, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Statistics, map and losses of layouts against one GPU's.
+
+        The checkpoint first, then all runs side by side, each on the first GPUs: nothing is timed.
+        """
+        with ThreadPoolExecutor(len(names) + 2) as pool:
+            saved = pool.submit(self._saved)
+            one = pool.submit(self._probed, "1", None, saved)
+            probed = {name: pool.submit(self._probed, name, LAYOUTS[name], saved) for name in names}
+            for name, run in probed.items():
+                runs = ("to-saved", "equal-1", f"equal-{name}")
+                yield name, self._row(lambda run=run: compared(one.result(), run.result()), runs)
+
+    def _saved(self) -> Path:
+        """The checkpoint of one GPU; made once."""
+        saved = self._runs.folder / "saved"
         if not (saved / "latest_checkpointed_iteration.txt").is_file():
             saving = ("--save", str(saved), "--save-interval", str(AT), "--exit-interval", str(AT))
-            self._train("to-saved", None, steps, *model, *saving)
+            self._runs.train("to-saved", None, AT + self._size.steps, *self._size.equivalence, *saving)
+        return saved
+
+    def _probed(self, name: str, layout: Layout | None, saved: Future[Path]) -> Path:
+        """The run directory of a run from the checkpoint; made once."""
+        load, run = ("--load", str(saved.result())), self._runs.folder / f"equal-{name}" / "run"
         if not (run / "report.html").is_file():
             data = layout.data if layout is not None else 1
             snip = [*_SNIP, "--snip-first-update", str(AT), "--snip-lag", str(LAG), "--snip-stage-tolerance", "none"]
             snip += ["--snip-probe-microbatches", str(max(1, PROBED // data)), "--snip-dir", str(run)]
-            self._train(f"equal-{name}", layout, steps, *model, "--load", str(saved), *snip, "--snip-overwrite")
+            steps, model = AT + self._size.steps, self._size.equivalence
+            self._runs.train(f"equal-{name}", layout, steps, *model, *load, *snip, "--snip-overwrite")
         return run
 
-    def equivalence(self, name: str) -> dict[str, Any]:
-        """Statistics, map and losses of a layout against one GPU's."""
-        expected, actual = self._probed("1", None), self._probed(name, LAYOUTS[name])
-        row = statistics_apart(*(StatisticsTable.load(r / "stats" / f"step_{AT}.npz") for r in (expected, actual)))
-        row |= maps_apart(expected, actual) | losses_apart(expected, actual)
-        within = (
-            row["statistics_median"] <= LIMITS["statistics_median"]
-            and row["map_agreement"] >= LIMITS["map_agreement"]
-            and row["loss"] <= LIMITS["loss"]
-            and row["same_tokens"]
-        )
-        return row | {"within_limits": bool(within)}
-
     # -- time --------------------------------------------------------------------------------------------------
-    def time(self, name: str) -> dict[str, Any]:
+    def time(self, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What SNIP costs on each layout; those that fit run side by side, each on GPUs of its own."""
+        if self._gpus is None:
+            for name in names:
+                yield name, self._timed(name, None)
+            return
+        for placed in rounds(names, self._gpus, self._alone):
+            with ThreadPoolExecutor(len(placed)) as pool:
+                names_of = {pool.submit(self._timed, name, ",".join(gpus)): name for name, gpus in placed.items()}
+                for done in as_completed(names_of):
+                    name = names_of[done]
+                    where = {"gpus": ",".join(placed[name]), "beside": [other for other in placed if other != name]}
+                    yield name, done.result() | where
+
+    def _timed(self, name: str, gpus: str | None) -> dict[str, Any]:
         """Median milliseconds of a step without SNIP, under an all-bf16 map, under a 75 % map; the update's cost."""
         layout, steps, model = LAYOUTS[name], self._size.timed_steps, self._size.timed
-        run = self._folder / f"time-{name}" / "run"
+        run = self._runs.folder / f"time-{name}" / "run"
         update = [*_SNIP, "--snip-first-update", str(UPDATE_AT), "--snip-lag", str(LAG), "--snip-dir", str(run)]
         contenders = {
             "without": [],
             "all-bf16 map": ["--snip", "--snip-policy", "bf16"],
             "75 % map": [*update, "--snip-overwrite"],
         }
+        runs = {kind: f"time-{name}-{kind.split()[0]}" for kind in contenders}
         warm = UPDATE_AT + LAG + 1  # steps that do not count: they compile, allocate, update
-        each = {
-            kind: [
-                float(ms)
-                for ms in _TIME.findall(
-                    self._train(f"time-{name}-{kind.split()[0]}", layout, steps, *model, *snip)
-                )  # Megatron prints on the last rank
-            ]
-            for kind, snip in contenders.items()
-        }
-        medians = {kind: statistics.median(ms[warm:]) for kind, ms in each.items()}
-        over = {f"{kind} over without": medians[kind] / medians["without"] for kind in contenders if kind != "without"}
-        return {"ms_a_step": medians, "steps_ms": each, **over, "update": update_cost(run, medians["75 % map"])}
+
+        def make() -> dict[str, Any]:
+            printed = {
+                kind: self._runs.train(runs[kind], layout, steps, *model, *snip, gpus=gpus)
+                for kind, snip in contenders.items()
+            }
+            each = {kind: [float(ms) for ms in _TIME.findall(text)] for kind, text in printed.items()}
+            medians = {kind: statistics.median(ms[warm:]) for kind, ms in each.items()}
+            over = {
+                f"{kind} over without": ms / medians["without"] for kind, ms in medians.items() if kind != "without"
+            }
+            return {"ms_a_step": medians, "steps_ms": each, **over, "update": update_cost(run, medians["75 % map"])}
+
+        return self._row(make, list(runs.values()))
 
 
 _TIME = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
+
+
+def compared(expected: Path, actual: Path) -> dict[str, Any]:
+    """A layout's run against that of one GPU."""
+    row = statistics_apart(*(StatisticsTable.load(r / "stats" / f"step_{AT}.npz") for r in (expected, actual)))
+    row |= maps_apart(expected, actual) | losses_apart(expected, actual)
+    within = (
+        row["statistics_median"] <= LIMITS["statistics_median"]
+        and row["map_agreement"] >= LIMITS["map_agreement"]
+        and row["loss"] <= LIMITS["loss"]
+        and row["same_tokens"]
+    )
+    return row | {"within_limits": bool(within)}
 
 
 def statistics_apart(expected: StatisticsTable, actual: StatisticsTable) -> dict[str, Any]:
@@ -282,18 +242,19 @@ def measure(bench: Bench, result: dict[str, Any], names: Sequence[str], parts: S
     """Fill ``result`` in; a row that cannot be made says why, and the others go on."""
     for part in parts:
         rows = result.setdefault(part, {})
-        for name in names:
-            if name in rows and "failed" not in rows[name]:
-                continue
-            if LAYOUTS[name].needs_te and not has_transformer_engine():
-                rows[name] = {"skipped": "needs Transformer Engine's attention"}
-            else:
-                try:
-                    rows[name] = getattr(bench, part)(name)
-                except RuntimeError as error:
-                    rows[name] = {"failed": str(error)}
-            print(f"{part} {name}: {_short(rows[name])}", flush=True)
+
+        def keep(name: str, row: dict[str, Any], part: str = part, rows: dict[str, Any] = rows) -> None:
+            rows[name] = row
+            print(f"{part} {name}: {_short(row)}", flush=True)
             write(out, result)
+
+        missing = [name for name in names if name not in rows or "failed" in rows[name]]
+        for name in [name for name in missing if LAYOUTS[name].needs_te and not has_transformer_engine()]:
+            keep(name, {"skipped": "needs Transformer Engine's attention"})
+            missing.remove(name)
+        if missing:
+            for name, row in getattr(bench, part)(missing):
+                keep(name, row)
 
 
 def _short(row: dict[str, Any]) -> str:
@@ -310,6 +271,7 @@ def main(argv: Sequence[str] | None = None, run: Run = torchrun) -> int:
     parser.add_argument("--size", choices=tuple(SIZES), help="default: gpu, on a CPU tiny")
     parser.add_argument("--layouts", help=f"comma separated, of {', '.join(LAYOUTS)}; default: all that fit")
     parser.add_argument("--part", choices=("equivalence", "time"), help="one of the two")
+    parser.add_argument("--alone", action="store_true", help="time one layout at a time, on an otherwise idle host")
     parser.add_argument("--work", type=Path, help="folder for runs and the checkpoint (default: a temporary one)")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     parser.add_argument("megatron", nargs="*", help="arguments for Megatron, after --")
@@ -317,13 +279,14 @@ def main(argv: Sequence[str] | None = None, run: Run = torchrun) -> int:
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     names = wanted(arguments.layouts, arguments.gpus)
+    gpus = visible_gpus(arguments.gpus) if arguments.device == "cuda" else None
     size = SIZES[arguments.size or ("tiny" if arguments.device == "cpu" else "gpu")]
     result = header(arguments.commit) | {"gpus": arguments.gpus, "limits": LIMITS, "layouts": names}
     if arguments.out is not None and arguments.out.is_file():
         result = json.loads(arguments.out.read_text())
     with contextlib.ExitStack() as stack:
         folder = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = Bench(run, folder.resolve(), size, arguments.megatron)
+        bench = Bench(Runs(run, folder.resolve(), size, arguments.megatron), gpus, arguments.alone)
         parts = [arguments.part] if arguments.part else ["equivalence", "time"]
         measure(bench, result, names, parts, arguments.out)
     failed = [f"{part} {name}" for part in parts for name in names if "failed" in result[part][name]]

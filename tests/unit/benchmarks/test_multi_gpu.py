@@ -1,0 +1,172 @@
+"""Which runs of the benchmark of several GPUs go side by side, and on which GPUs. The runs are made up here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import multi_gpu, multi_gpu_runs
+
+Answer = Callable[[str], int]
+"""Name of a run → its exit code."""
+
+
+class Host:
+    """Takes the place of torchrun; knows what ran, in which order, and what ran on a GPU that was taken."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer, self._lock = answer, threading.Lock()
+        self.started: list[str] = []
+        self.gpus: dict[str, str | None] = {}
+        self.running: set[str] = set()
+        self.most = 0
+        self.clashes: list[tuple[str, str]] = []
+
+    def run(
+        self, _ranks: int, _arguments: Sequence[str], _module: str, folder: Path, gpus: str | None
+    ) -> subprocess.CompletedProcess[str]:
+        name, mine = folder.name, set((gpus or "").split(",")) - {""}
+        with self._lock:
+            self.clashes += [(name, other) for other in self.running if mine & set((self.gpus[other] or "").split(","))]
+            self.started.append(name)
+            self.gpus[name] = gpus
+            self.running.add(name)
+            self.most = max(self.most, len(self.running))
+        code = self._answer(name)
+        with self._lock:
+            self.running.remove(name)
+        printed = "".join(f"elapsed time per iteration (ms): {ms}.0\n" for ms in range(1, 11))
+        return subprocess.CompletedProcess([], code, printed, f"RuntimeError: {name} broke\n" if code else "")
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-7")
+    monkeypatch.setattr(multi_gpu, "compared", lambda one, other: {"runs": [one.parent.name, other.parent.name]})
+    monkeypatch.setattr(multi_gpu, "update_cost", lambda run, ms: {"of": run.parent.name})
+
+
+def rows(tmp_path: Path, host: Host, code: int, *arguments: str, part: str) -> dict[str, Any]:
+    out = tmp_path / "result.json"
+    command = ["--gpus", "4", "--part", part, "--out", str(out), "--work", str(tmp_path), *arguments]
+    assert multi_gpu.main(command, host.run) == code
+    found: dict[str, Any] = json.loads(out.read_text())[part]
+    return found
+
+
+def pause(_: str) -> int:
+    """Long enough for a neighbour to start, were there one."""
+    time.sleep(0.05)
+    return 0
+
+
+def test_after_the_checkpoint_all_runs_of_equivalence_meet(tmp_path: Path) -> None:
+    together = threading.Barrier(4)
+
+    def answer(name: str) -> int:
+        if name == "to-saved":
+            return pause(name)
+        together.wait(timeout=20)  # broken, and its row a failed one, unless all four are there
+        return 3 if name == "equal-pp2" else 0
+
+    host = Host(answer)
+    found = rows(tmp_path, host, 1, "--layouts", "tp2,pp2,dp4", part="equivalence")
+    assert host.started[0] == "to-saved"
+    assert sorted(host.started[1:]) == ["equal-1", "equal-dp4", "equal-pp2", "equal-tp2"]
+    assert set(host.gpus.values()) == {None}  # all see all
+    assert list(found) == ["tp2", "pp2", "dp4"]
+    assert found["tp2"]["runs"] == ["equal-1", "equal-tp2"]
+    assert found["dp4"]["runs"] == ["equal-1", "equal-dp4"]
+    assert "equal-pp2 broke" in found["pp2"]["failed"]
+    assert set(found["pp2"]["run_seconds"]) == {"to-saved", "equal-1", "equal-pp2"}
+    assert found["dp4"]["run_seconds"]["to-saved"] > 0.0
+
+
+@pytest.mark.parametrize(("broken", "runs"), [("to-saved", 1), ("equal-1", 4)])
+def test_without_the_checkpoint_or_one_gpu_every_row_says_so(tmp_path: Path, broken: str, runs: int) -> None:
+    host = Host(lambda name: int(name == broken))
+    found = rows(tmp_path, host, 1, "--layouts", "tp2,pp2", part="equivalence")
+    assert all(f"{broken} broke" in found[name]["failed"] for name in ("tp2", "pp2"))
+    assert len(host.started) == runs
+
+
+def test_timed_layouts_side_by_side_on_gpus_of_their_own(tmp_path: Path) -> None:
+    """tp2 beside pp2, whose runs meet one by one; four GPUs alone; dp2, for which no place was left, alone."""
+    together = threading.Barrier(2)
+
+    def answer(name: str) -> int:
+        if name.startswith(("time-tp2-pp2", "time-dp2")):
+            return pause(name)
+        together.wait(timeout=20)
+        return 0
+
+    host = Host(answer)
+    found = rows(tmp_path, host, 0, "--layouts", "tp2,tp2-pp2,pp2,dp2", part="time")
+    assert not host.clashes
+    assert host.most == 2
+    where = {name: (row["gpus"], row["beside"]) for name, row in found.items()}
+    assert where == {
+        "tp2": ("4,5", ["pp2"]),
+        "pp2": ("6,GPU-7", ["tp2"]),
+        "tp2-pp2": ("4,5,6,GPU-7", []),
+        "dp2": ("4,5", []),
+    }
+    for name, row in found.items():
+        runs = [f"time-{name}-{kind}" for kind in ("without", "all-bf16", "75")]
+        assert [run for run in host.started if run in runs] == runs
+        assert {host.gpus[run] for run in runs} == {row["gpus"]}
+        assert list(row["run_seconds"]) == runs
+        assert row["ms_a_step"]["without"] == 9.0  # of the steps 8, 9 and 10
+        assert row["update"] == {"of": f"time-{name}"}
+
+
+def test_a_timed_run_that_fails_leaves_its_neighbour_alone(tmp_path: Path) -> None:
+    host = Host(lambda name: int(name == "time-pp2-all-bf16"))
+    found = rows(tmp_path, host, 1, "--layouts", "tp2,pp2", part="time")
+    assert "ms_a_step" in found["tp2"]
+    assert "time-pp2-all-bf16 broke" in found["pp2"]["failed"]
+    assert list(found["pp2"]["run_seconds"]) == ["time-pp2-without", "time-pp2-all-bf16"]
+    assert found["pp2"]["beside"] == ["tp2"]
+
+    again = Host(lambda _: 0)  # only what failed, with a GPU to itself
+    found = rows(tmp_path, again, 0, "--layouts", "tp2,pp2", part="time")
+    assert again.started == [f"time-pp2-{kind}" for kind in ("without", "all-bf16", "75")]
+    assert (found["pp2"]["gpus"], found["pp2"]["beside"]) == ("4,5", [])
+
+
+@pytest.mark.parametrize(("argument", "gpus"), [(["--alone"], "4,5"), (["--device", "cpu"], None)])
+def test_alone_and_on_a_cpu_one_layout_at_a_time(tmp_path: Path, argument: list[str], gpus: str | None) -> None:
+    host = Host(pause)
+    found = rows(tmp_path, host, 0, "--layouts", "tp2,pp2", *argument, part="time")
+    assert host.most == 1
+    assert set(host.gpus.values()) == {gpus}
+    assert {row.get("gpus") for row in found.values()} == {gpus}
+    assert not any(row.get("beside") for row in found.values())
+
+
+def test_gpus_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert multi_gpu_runs.visible_gpus(2) == ["4", "5"]
+    with pytest.raises(SystemExit, match=r"--gpus 5, but CUDA_VISIBLE_DEVICES=4,5,6,GPU-7 names 4"):
+        multi_gpu.main(["--gpus", "5"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert multi_gpu_runs.visible_gpus(3) == ["0", "1", "2"]
+
+
+def test_a_run_sees_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def started(_command: Sequence[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        seen.append(env["CUDA_VISIBLE_DEVICES"])
+        return subprocess.CompletedProcess([], 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", started)
+    for gpus in ("6,GPU-7", None):
+        multi_gpu_runs.torchrun(2, [], "a_module", tmp_path, gpus)
+    assert seen == ["6,GPU-7", "4,5,6,GPU-7"]
