@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 _WAIT_CYCLES = 4_000_000  # about 2 ms
+_LAUNCHES = 20  # of a batch: about six entries each in the launch queue, which has room for 1024
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -87,6 +89,46 @@ def interleaved(
             events[name].append((start, end))
     torch.cuda.synchronize()
     return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in events.items()}
+
+
+def cold_milliseconds(call: Callable[[], object], batches: int = 5) -> float:
+    """Median GPU milliseconds of a call that finds nothing of its own in the L2 cache, however long its launch takes.
+
+    The GPU sleeps until a batch of launches is queued; a batch that came too late does not count, and the next sleep is
+    longer. Raises RuntimeError where no sleep is long enough: ``call`` waits for the GPU.
+    """
+    _queued(call, _WAIT_CYCLES)  # compiles, allocates
+    cycles, times = _WAIT_CYCLES, []
+    while len(times) < batches * _LAUNCHES:
+        batch = _queued(call, cycles)
+        times += batch
+        if not batch:
+            cycles *= 2
+        if cycles > 256 * _WAIT_CYCLES:  # about half a second
+            raise RuntimeError("launches do not queue up behind a sleeping GPU: the call waits for it")
+    return statistics.median(times)
+
+
+def _queued(call: Callable[[], object], cycles: int) -> list[float]:
+    """Milliseconds of each call of a batch behind a sleep; none where the sleep ended before the last was queued."""
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_LAUNCHES)]
+    awake = torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(cycles)
+    awake.record()
+    for start, end in pairs:
+        _larger_than_l2().zero_()
+        start.record()
+        call()
+        end.record()
+    late = awake.query()
+    torch.cuda.synchronize()
+    return [] if late else [start.elapsed_time(end) for start, end in pairs]
+
+
+@functools.cache
+def _larger_than_l2() -> torch.Tensor:
+    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
 
 def geomean(values: Sequence[float]) -> float | None:

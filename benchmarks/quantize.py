@@ -3,8 +3,9 @@
     python benchmarks/quantize.py --out benchmarks/quantize_<hardware>_<date>.json [--sweep]
 
 Every row names a kernel and a shape; ``fraction`` is its bytes (read once, written once) over its time, divided by the
-same for a device-to-device copy of as many bytes in the same run. ``tensor`` reads its matrix twice unless the amax is
-known: that is counted. Exit code 1 when a kernel differs from the reference.
+same for a device-to-device copy of as many bytes in the same run. Both start with a cold L2 cache, neither waits for its
+launch: ``host_us`` is what that costs the host. ``tensor`` reads its matrix twice unless the amax is known: that is
+counted. Exit code 1 when a kernel differs from the reference.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from common import header, refuse_without_cuda, write
+from common import cold_milliseconds, header, refuse_without_cuda, write
 
 from snip_megatron.quantization import packed, triton_kernels, triton_quantize
 from snip_megatron.quantization.packed import Operand, Operands
@@ -143,12 +143,6 @@ def moved_bytes(name: str, x: torch.Tensor, operands: Operands) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    """Median over runs that start with a cold L2 cache."""
-    duration: float = triton.testing.do_bench(call, warmup=20, rep=100, return_mode="median")
-    return duration
-
-
 def compiled() -> dict[int, Any]:
     """Every kernel compiled so far."""
     kernels = (getattr(triton_kernels, f"{name}_kernel") for name in ("tile", "block", "amax", "tensor"))
@@ -174,7 +168,7 @@ def copy_bandwidth(size: int) -> float:
     """Bytes per second, read and written, of a device-to-device copy that moves ``size`` bytes in all."""
     source = torch.empty(size // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) * 1e3
+    return 2 * source.numel() / cold_milliseconds(lambda: target.copy_(source)) * 1e3
 
 
 def host_microseconds(call: Callable[[], object], count: int = 50) -> float:
@@ -211,7 +205,7 @@ def measure(shapes: Iterable[tuple[int, int]], names: Iterable[str]) -> list[dic
             call = functools.partial(ours[name], x)
             used = resources(name, call)
             size = moved_bytes(name, x, call())
-            duration, copy = milliseconds(call), copy_bandwidth(size)
+            duration, copy = cold_milliseconds(call), copy_bandwidth(size)
             speed = size / duration * 1e3
             row = {"kernel": name, "shape": [m, k], "bytes": size, "ms": duration, "copy_tb_s": copy / 1e12}
             row |= {"tb_s": speed / 1e12, "fraction": speed / copy, "host_us": host_microseconds(call)}
