@@ -3,8 +3,8 @@
     python benchmarks/quantize.py --out benchmarks/quantize_<hardware>_<date>.json [--sweep]
 
 Every row names a kernel and a shape; ``fraction`` is its bytes (read once, written once) over its time, divided by the
-same for a device-to-device copy of as many bytes in the same run. Both start with a cold L2 cache, neither waits for its
-launch: ``host_us`` is what that costs the host. ``tensor`` reads its matrix twice unless the amax is known: that is
+same for a device-to-device copy of as many bytes in the same run. Both start with a cold L2 cache, neither waits for
+its launch: ``host_us`` is what that costs the host. ``tensor`` reads its matrix twice unless the amax is known: that is
 counted. Exit code 1 when a kernel differs from the reference.
 """
 

@@ -113,6 +113,8 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
             )
         if args.num_experts:
             raise SnipError("num_moe_experts is not supported under Megatron Bridge; use SNIP's own entry")
+        if args.context_parallel_size > 1:
+            raise SnipError("context_parallel_size is not supported under Megatron Bridge; use SNIP's own entry")
         if self._snip.eval == "both":
             raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
         self._run = _BridgeRun(self._snip, args)

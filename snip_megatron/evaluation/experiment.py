@@ -142,9 +142,23 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
         phases=phases,
     )
     model(experiment.model)
+    _check_warmup(experiment, where)
     fields.raw("comment")
     fields.close()
     return experiment
+
+
+def _check_warmup(experiment: Experiment, where: str) -> None:
+    """Megatron asserts that the learning rate's warm-up ends before its schedule does."""
+    warmup = experiment.training.warmup_steps
+    for phase in experiment.phases:
+        steps = phase.steps
+        if experiment.warm is not None and phase.kind == "from_warm":
+            steps += experiment.warm.steps
+        if warmup >= steps:
+            raise SnipError(
+                f"{where}: training.warmup_steps: {warmup} must be less than the {steps} steps of {phase.kind}"
+            )
 
 
 def _training(body: Any, where: str) -> Training:

@@ -118,7 +118,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         _more_than_one,
         "not supported yet: probes take the optimizer's state to be sharded once; use 1",
     ),
-    Conflict("--context-parallel-size", "context_parallel_size", _more_than_one, "not supported yet; use 1"),
     Conflict("--moe-latent-size", "moe_latent_size", _given, _WIDTH),
     Conflict(
         "--moe-router-fusion",
@@ -152,11 +151,28 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
         if conflict.present(value):
             shown = "" if value is True or conflict.derived else f" {value}"
             raise SnipError(f"{conflict.argument}{shown} cannot be combined with --snip: {conflict.why}")
+    _check_context_parallel(config, args)
     _check_experts(config, args)
     _check_optimizer(config, args)
     _check_main_grad(args)
     _check_fixed_map(config, args)
     _check_reachable(config, args)
+
+
+def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> None:
+    """What ranks that share the tokens of a sequence need, or have not been run with."""
+    if args.context_parallel_size == 1:
+        return
+    here = f"--context-parallel-size {args.context_parallel_size} cannot be combined with"
+    if args.transformer_impl != "transformer_engine":
+        raise SnipError(
+            f"{here} --transformer-impl {args.transformer_impl}: it needs Transformer Engine's attention; use"
+            " --transformer-impl transformer_engine"
+        )
+    if config.updates and "measured" in (config.estimator, config.policy):
+        raise SnipError(f"{here} --snip-estimator measured: not supported yet; use noise or fisher")
+    if config.updates and config.policy == "hawq":
+        raise SnipError(f"{here} --snip-policy hawq: not supported yet; use another policy")
 
 
 def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:

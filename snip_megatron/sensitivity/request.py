@@ -27,8 +27,8 @@ BITS: Mapping[str, int] = {
 """Bits of an element: formats of four bits count towards the fp4 share."""
 
 BACKWARD_SHARE = 0.08
-"""Trained loss gap of all 4-bit dgrads and wgrads ÷ that of all 4-bit fprops: (.0013 − .0005) / (.0110 − .0013), from
-backward-first at 67 %, uniform-fp8 and uniform-fp4 of ``benchmarks/compare_26m-gemm-145_h200_2026-11-21.md``, three seeds."""
+"""Trained loss gap of all 4-bit dgrads and wgrads ÷ that of all 4-bit fprops: (.0013 − .0005) / (.0110 − .0013), three
+seeds: backward-first at 67 %, uniform-fp8 and -fp4 of ``benchmarks/compare_26m-gemm-145_h200_2026-11-21.md``."""
 
 NOISE_NATS = 0.025
 """Loss, in nats, that doubling the gradient's variance costs: METHOD's trained gaps of dgrad and wgrad in fp4 over the

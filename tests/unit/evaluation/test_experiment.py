@@ -58,13 +58,15 @@ def test_committed_experiments_give_runs_that_the_entry_accepts(path: Path) -> N
 
 
 def test_experiments_of_26m_share_checkpoint_and_references() -> None:
-    gemm, layer = (load_experiment(path) for path in FILES if path.stem in ("26m_gemm", "26m_layer"))
-    assert gemm.warm is not None
-    assert layer.warm is not None
-    assert warm_identity(gemm, data(), gemm.warm) == warm_identity(layer, data(), layer.warm)
-    fixed = [{r.identity(data(), "w") for r in experiment_runs(e, data()) if r.budget is None} for e in (gemm, layer)]
-    assert fixed[0] == fixed[1]
+    experiments = [load_experiment(path) for path in FILES if path.stem in ("26m_gemm", "26m_layer", "26m_q")]
+    assert len(experiments) == 3
+    assert len({warm_identity(e, data(), e.warm) for e in experiments if e.warm is not None}) == 1
+    runs = [experiment_runs(e, data()) for e in experiments]
+    fixed = [{run.identity(data(), "w") for run in own if run.budget is None} for own in runs]
+    assert fixed[0] == fixed[1] == fixed[2]
     assert len(fixed[0]) == 9
+    gemm, _, q = ({run.identity(data(), "w") for run in own if run.label == "snip"} for own in runs)
+    assert q < gemm
 
 
 def test_runs_come_seed_by_seed_references_first() -> None:
@@ -130,6 +132,15 @@ def test_faults_are_named_by_place(path: str, value: Any, message: str) -> None:
     with pytest.raises(SnipError) as caught:
         parse(changed(path, value))
     assert str(caught.value).startswith(message)
+
+
+def test_a_warm_up_ends_before_its_schedule() -> None:
+    steps = NANO["warm"]["steps"] + NANO["from_warm"]["steps"]
+    assert parse(changed("training.warmup_steps", steps - 1)).training.warmup_steps == steps - 1
+    with pytest.raises(
+        SnipError, match=rf"training.warmup_steps: {steps} must be less than the {steps} steps of from_warm"
+    ):
+        parse(changed("training.warmup_steps", steps))
 
 
 def test_toml_and_json_say_the_same(tmp_path: Path) -> None:

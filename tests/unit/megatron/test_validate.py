@@ -42,7 +42,6 @@ VALUES: dict[str, Any] = {
     "cuda_graph_impl": "local",
     "gtp_weight_remat_size": 2,
     "num_distributed_optimizer_instances": 2,
-    "context_parallel_size": 2,
     "moe_latent_size": 32,
     "mtp_num_layers": 1,
     "experimental_attention_variant": "dsa",
@@ -100,6 +99,19 @@ def test_each_conflict_is_an_argument_of_this_megatron(conflict: Conflict) -> No
     assert conflict.argument in dests
     assert dests[conflict.argument] == conflict.attribute or conflict.derived
     assert not conflict.present(DEFAULTS.get(conflict.attribute))
+
+
+def test_context_parallelism_needs_attention_that_knows_it() -> None:
+    cp2 = {"context_parallel_size": 2, "transformer_impl": "transformer_engine"}
+    validate.check(config(), arguments(**cp2))
+    message = refused(config(), arguments(**{**cp2, "transformer_impl": "local"}))
+    assert message.startswith("--context-parallel-size 2 cannot be combined with --transformer-impl local: ")
+    for fields, named in (
+        ({"estimator": "measured"}, "--snip-estimator measured"),
+        ({"policy": "hawq"}, "--snip-policy hawq"),
+    ):
+        assert f"cannot be combined with {named}" in refused(config(**fields), arguments(**cp2))
+        validate.check(config(**fields), arguments())
 
 
 def test_bf16_gradients() -> None:
