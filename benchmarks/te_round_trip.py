@@ -5,8 +5,9 @@
 Seven short runs of a small Llama in bf16 with ``--transformer-impl transformer_engine``, each a process of its own:
 stock training to step 4; from there SNIP under an all-bf16 map to step 8, and stock from its checkpoint to step 12; the
 same without SNIP (the control); and with a learning rate of 0 one step of SNIP, then one of stock, whose checkpoints
-must hold the very weights of step 4. Losses are compared step by step with the control's: SNIP's layer keeps norm and
-linear apart where Transformer Engine fuses them, so they agree up to bf16 arithmetic.
+must hold the very weights of step 4. These three pairs go side by side. Losses are compared step by step with the
+control's: SNIP's layer keeps norm and linear apart where Transformer Engine fuses them, so they agree up to bf16
+arithmetic.
 
 ``--transformer-impl local`` runs the same on any machine, on a CPU without Transformer Engine.
 """
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +122,23 @@ def round_trip(folder: Path, transformer_impl: str = "transformer_engine", timeo
     """All runs; what they say about weights and losses, JSON-ready. Raises RuntimeError when a run fails."""
     runs = RoundTrip(folder, transformer_impl, timeout)
     losses = {"stock": runs.train("stock", 4)}
-    losses["snip"] = runs.train("snip", 8, *SNIP, load="stock")
-    losses["stock_after_snip"] = runs.train("stock_after_snip", 12, load="snip")
-    losses["control"] = runs.train("control", 8, load="stock")
-    losses["control_after_control"] = runs.train("control_after_control", 12, load="control")
-    runs.train("snip_frozen", 5, *SNIP, *_FROZEN, load="stock")
-    runs.train("stock_frozen", 6, *_FROZEN, load="snip_frozen")
+
+    def there_and_back() -> None:
+        losses["snip"] = runs.train("snip", 8, *SNIP, load="stock")
+        losses["stock_after_snip"] = runs.train("stock_after_snip", 12, load="snip")
+
+    def control() -> None:
+        losses["control"] = runs.train("control", 8, load="stock")
+        losses["control_after_control"] = runs.train("control_after_control", 12, load="control")
+
+    def frozen() -> None:
+        runs.train("snip_frozen", 5, *SNIP, *_FROZEN, load="stock")
+        runs.train("stock_frozen", 6, *_FROZEN, load="snip_frozen")
+
+    pairs = (there_and_back, control, frozen)
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        for started in [pool.submit(pair) for pair in pairs]:
+            started.result()
     original = runs.weights("stock", 4)
     copies = {"stock -> snip": runs.weights("snip_frozen", 5), "snip -> stock": runs.weights("stock_frozen", 6)}
     trained = {
