@@ -14,8 +14,8 @@ off goes on after those in its file. Real runs of the training entry under torch
   run side by side, which their rows say; ``--alone`` for figures without a neighbour. A layout's own runs follow one
   another.
 
-Context parallelism, which SNIP refuses until this has shown it, runs with Transformer Engine's attention; without it
-the row says so. ``--device cpu`` runs tiny models over gloo: for a look at the output, not for figures.
+Context parallelism runs with Transformer Engine's attention; without it the row says so. ``--device cpu`` runs tiny
+models over gloo: for a look at the output, not for figures.
 """
 
 from __future__ import annotations

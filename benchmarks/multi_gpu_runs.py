@@ -112,7 +112,7 @@ class Runs:
         done = self._run(
             layout.gpus if layout is not None else 1,
             [*self._megatron, "--train-iters", str(steps), *arguments, *extra],
-            "benchmarks.multi_gpu_entry" if layout is not None and layout.needs_te else "snip_megatron.pretrain_gpt",
+            "snip_megatron.pretrain_gpt",
             self.folder / name,
             gpus,
         )

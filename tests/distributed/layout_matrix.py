@@ -81,6 +81,7 @@ def markdown(result: Row) -> str:
         f"# Layouts and resumes, {result['date']}",
         "",
         f"`{result['command']}` on {result['device']}; commit {result['commit'][:12]}.",
+        *([result["note"]] if "note" in result else []),
     ]
     rows = result["rows"]
     layouts = [row for key, row in rows.items() if key.startswith("layout ")]
