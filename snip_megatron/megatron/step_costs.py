@@ -49,15 +49,16 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
 def rest_of_step(args: argparse.Namespace, model: CostModel) -> dict[int, float]:
     """Stage → seconds a step that no format changes, as ``snip plan`` predicts them; empty where it cannot say.
 
-    It knows dense Llamas whose layers are split evenly over the stages.
+    It knows dense Llamas whose layers are split evenly over the stages, without context parallelism.
     """
-    uneven = (
+    unknown = (
         args.pipeline_model_parallel_layout,
         args.decoder_first_pipeline_num_layers,
         args.decoder_last_pipeline_num_layers,
+        None if args.context_parallel_size == 1 else args.context_parallel_size,
     )
     vocabulary = getattr(args, "padded_vocab_size", None)  # known once Megatron has built its tokenizer
-    if not args.swiglu or not vocabulary or ExpertLayers.of(args) or any(value is not None for value in uneven):
+    if not args.swiglu or not vocabulary or ExpertLayers.of(args) or any(value is not None for value in unknown):
         return {}
     try:
         shape = ModelShape(
@@ -103,7 +104,7 @@ def linear_shapes(args: argparse.Namespace, linears: Sequence[LinearRow]) -> Map
 
 def _linear_shape(args: argparse.Namespace, row: LinearRow) -> LinearShape:
     """Of experts that share the tokens evenly: one GEMM for each of a rank's experts."""
-    tokens = args.seq_length * args.micro_batch_size
+    tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
     microbatches = max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     tensor_parallel, sequence_parallel = args.tensor_model_parallel_size, args.sequence_parallel
     if row.id.of_experts:

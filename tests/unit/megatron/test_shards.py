@@ -23,6 +23,7 @@ LLAMA: dict[str, Any] = {
     "seq_length": 256,
     "micro_batch_size": 1,
     "sequence_parallel": False,
+    "context_parallel_size": 1,
     "num_experts": None,
     "expert_tensor_parallel_size": None,
 }
@@ -47,6 +48,13 @@ def arguments(tp: int, **given: Any) -> argparse.Namespace:
         (2, {}, []),
         (2, {"sequence_parallel": True}, []),
         (4, {"sequence_parallel": True}, ["tokens of a microbatch 256 / 4 ranks = 64"]),
+        (1, {"seq_length": 512, "context_parallel_size": 2}, []),
+        (1, {"context_parallel_size": 2}, ["tokens of a microbatch's pieces 128 / 2 ranks = 64"]),
+        (
+            4,
+            {"seq_length": 512, "context_parallel_size": 2, "sequence_parallel": True},
+            ["tokens of a microbatch 512 / 8 ranks = 64"],
+        ),
         (2, {"ffn_hidden_size": 1408}, ["ffn 1408 / 2 ranks = 704"]),
         (4, {"kv_channels": 32}, ["rows of linear_qkv 768 / 4 ranks = 192"]),
         (2, {"num_query_groups": 3, "num_attention_heads": 9}, ["rows of linear_qkv 960 / 2 ranks = 480"]),
