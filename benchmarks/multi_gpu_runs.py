@@ -47,7 +47,7 @@ class Size:
 
 # Every shard, gated half, query group and token share is a multiple of 128, on all layouts: tiles fall alike.
 SIZES = {
-    "tiny": Size(_model(2, 256, 256, 4, 2, 128, 2, 8), _model(2, 256, 256, 4, 2, 128, 2, 8), 255, 4, 9),
+    "tiny": Size(_model(2, 256, 256, 4, 2, 128, 2, 8), _model(2, 256, 256, 4, 2, 128, 2, 8), 255, 4, 20),
     "gpu": Size(_model(8, 1024, 2816, 8, 4, 1024, 2, 8), _model(4, 4096, 14336, 32, 8, 4096, 1, 8), 32000, 20, 24),
 }
 
