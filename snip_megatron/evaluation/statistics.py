@@ -43,7 +43,7 @@ class Difference:
     """``ours`` − ``theirs`` recovered, over the blocks that both have.
 
     ``low``, ``high``: 95 % interval of the mean by Student's t; ``p`` two-sided, ``adjusted`` by Holm over all
-    differences of a phase. None with fewer than two blocks.
+    differences of its table. None with fewer than two blocks. ``budget`` None: the mean over all budgets.
     """
 
     ours: str
@@ -102,6 +102,27 @@ def differences(table: Sequence[Row], kind: str, formats: str) -> list[Differenc
     return _adjust([difference for difference in found if difference.blocks])
 
 
+def overall(table: Sequence[Row], kind: str, formats: str) -> list[Difference]:
+    """``snip`` against every other policy, each block's mean over the budgets; adjusted among themselves.
+
+    One noise per block remains of several budgets', so small differences show sooner than at any one budget. Policies
+    with other budgets than ``snip``, and blocks without all of them, are left out; empty for a single budget.
+    """
+    own = [row for row in table if row.kind == kind and row.budget is not None]
+    budgets = {row.budget for row in own if row.label == REFERENCE}
+    if len(budgets) < 2:
+        return []
+    means: dict[str, dict[Block, float]] = {}
+    for label in dict.fromkeys(row.label for row in own):
+        by_budget = {row.budget: row.recovered[formats] for row in own if row.label == label and row.budget in budgets}
+        if set(by_budget) == budgets:
+            blocks = [b for b in next(iter(by_budget.values())) if all(b in values for values in by_budget.values())]
+            means[label] = {b: float(np.mean([values[b] for values in by_budget.values()])) for b in blocks}
+    mine = means.pop(REFERENCE)
+    found = [_paired(label, None, mine, theirs) for label, theirs in means.items()]
+    return _adjust([difference for difference in found if difference.blocks])
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted p-values by Holm's step-down procedure (Holm 1979), in the order given."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
@@ -152,7 +173,7 @@ def _row(
     return Row(kind, label, budget, str(members[0]["policy"]), mean_share, gap, share, update_steps)
 
 
-def _paired(theirs: str, budget: float, a: Mapping[Block, float], b: Mapping[Block, float]) -> Difference:
+def _paired(theirs: str, budget: float | None, a: Mapping[Block, float], b: Mapping[Block, float]) -> Difference:
     values = [a[block] - b[block] for block in a if block in b]
     if len(values) < 2:
         mean = values[0] if values else math.nan

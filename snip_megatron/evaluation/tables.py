@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from snip_megatron.evaluation.results import Results
-from snip_megatron.evaluation.statistics import VALIDATIONS, Difference, Row, differences, mean_std, rows
+from snip_megatron.evaluation.statistics import VALIDATIONS, Difference, Row, differences, mean_std, overall, rows
 
 TITLES = {"from_warm": "From the warm checkpoint", "from_scratch": "From scratch"}
 FORMATS = {"map": "validated in the map's formats", "bf16": "validated in bf16"}
@@ -25,6 +25,8 @@ def markdown(results: Results) -> str:
                 found = differences(table, kind, formats)
                 if found:
                     parts += [f"### `snip` − policy, gap recovered, {FORMATS[formats]}", _differences(found)]
+                if found := overall(table, kind, formats):
+                    parts += ["Means over the budgets, adjusted among themselves:", _differences(found)]
     failed = [entry for entry in results.runs.values() if entry["status"] != "done"]
     if failed:
         parts += ["## Failed", "\n".join(f"- {e['label']}, seed {e['seed']}: {e.get('error')}" for e in failed)]
@@ -71,7 +73,7 @@ def _differences(found: Sequence[Difference]) -> str:
     for d in found:
         interval = "–" if d.low is None or d.high is None else f"{d.low:+.3f} … {d.high:+.3f}"
         p = "–" if d.adjusted is None else f"{d.adjusted:.3f}"
-        budget = "–" if d.budget is None else f"{100 * d.budget:g} %"
+        budget = "all" if d.budget is None else f"{100 * d.budget:g} %"
         lines.append(f"| {budget} | {d.theirs} | {d.mean:+.3f} | {interval} | {p} | {d.verdict} |")
     return "\n".join(lines)
 
