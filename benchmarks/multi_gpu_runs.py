@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.common import ROOT
 
-Run = Callable[[int, Sequence[str], str, Path, str | None], subprocess.CompletedProcess[str]]
-"""(ranks, arguments, module, folder, CUDA_VISIBLE_DEVICES or None: as it is) → the finished ranks."""
+Run = Callable[[int, Sequence[str], Path, str | None], subprocess.CompletedProcess[str]]
+"""(ranks, arguments, folder, CUDA_VISIBLE_DEVICES or None: as it is) → the finished ranks."""
 
 # torch.compile of Megatron's small fused functions would take most of a run's start.
 COMMON = shlex.split("""
@@ -73,16 +73,14 @@ LAYOUTS = {
 }
 
 
-def torchrun(
-    ranks: int, arguments: Sequence[str], module: str, folder: Path, gpus: str | None
-) -> subprocess.CompletedProcess[str]:
-    """Ranks on this host."""
+def torchrun(ranks: int, arguments: Sequence[str], folder: Path, gpus: str | None) -> subprocess.CompletedProcess[str]:
+    """Ranks of the training entry on this host."""
     folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     return subprocess.run(
-        [*launcher, "-m", module, *arguments],
+        [*launcher, "-m", "snip_megatron.pretrain_gpt", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, **visible},
         capture_output=True,
@@ -112,7 +110,6 @@ class Runs:
         done = self._run(
             layout.gpus if layout is not None else 1,
             [*self._megatron, "--train-iters", str(steps), *arguments, *extra],
-            "snip_megatron.pretrain_gpt",
             self.folder / name,
             gpus,
         )

@@ -51,14 +51,15 @@ def rest_of_step(args: argparse.Namespace, model: CostModel) -> dict[int, float]
 
     It knows dense Llamas whose layers are split evenly over the stages, without context parallelism.
     """
-    unknown = (
+    uneven = (
         args.pipeline_model_parallel_layout,
         args.decoder_first_pipeline_num_layers,
         args.decoder_last_pipeline_num_layers,
-        None if args.context_parallel_size == 1 else args.context_parallel_size,
     )
     vocabulary = getattr(args, "padded_vocab_size", None)  # known once Megatron has built its tokenizer
-    if not args.swiglu or not vocabulary or ExpertLayers.of(args) or any(value is not None for value in unknown):
+    if not args.swiglu or not vocabulary or ExpertLayers.of(args) or args.context_parallel_size > 1:
+        return {}
+    if any(value is not None for value in uneven):
         return {}
     try:
         shape = ModelShape(

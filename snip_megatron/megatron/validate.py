@@ -169,7 +169,7 @@ def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> Non
             f"{here} --transformer-impl {args.transformer_impl}: it needs Transformer Engine's attention; use"
             " --transformer-impl transformer_engine"
         )
-    if config.updates and "measured" in (config.estimator, config.policy):
+    if config.updates and config.estimator == "measured":
         raise SnipError(f"{here} --snip-estimator measured: not supported yet; use noise or fisher")
     if config.updates and config.policy == "hawq":
         raise SnipError(f"{here} --snip-policy hawq: not supported yet; use another policy")

@@ -24,12 +24,11 @@ def ranks(
     one_job: threading.Lock,
     count: int,
     arguments: Sequence[str],
-    module: str,
     folder: Path,
     _: str | None,
 ) -> subprocess.CompletedProcess[str]:
     with one_job:
-        return warm.run(count, arguments, module=module, tmp=folder, timeout=600)
+        return warm.run(count, arguments, tmp=folder, timeout=600)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ class Host:
         self.clashes: list[tuple[str, str]] = []
 
     def run(
-        self, _ranks: int, _arguments: Sequence[str], _module: str, folder: Path, gpus: str | None
+        self, _ranks: int, _arguments: Sequence[str], folder: Path, gpus: str | None
     ) -> subprocess.CompletedProcess[str]:
         name, mine = folder.name, set((gpus or "").split(",")) - {""}
         with self._lock:
@@ -168,5 +168,5 @@ def test_a_run_sees_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(subprocess, "run", started)
     for gpus in ("6,GPU-7", None):
-        multi_gpu_runs.torchrun(2, [], "a_module", tmp_path, gpus)
+        multi_gpu_runs.torchrun(2, [], tmp_path, gpus)
     assert seen == ["6,GPU-7", "4,5,6,GPU-7"]
