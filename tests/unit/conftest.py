@@ -1,4 +1,4 @@
-"""What several rooms' tests need of Megatron."""
+"""Process groups of one, for tests of several rooms."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import torch.distributed as dist
 
 
 @pytest.fixture(scope="module")
-def model_parallel_of_one() -> Iterator[None]:
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model_parallel_of_one(one_rank: None) -> Iterator[None]:
     """Megatron's process groups over this process alone."""
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
