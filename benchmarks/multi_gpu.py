@@ -14,6 +14,9 @@ off goes on after those in its file. Real runs of the training entry under torch
   run side by side, which their rows say; ``--alone`` for figures without a neighbour. A layout's own runs follow one
   another.
 
+``--share N`` admits to *equivalence* layouts of up to N ranks a GPU, each rank as a host of its own, over sockets
+(:mod:`benchmarks.one_gpu_hosts`): for layouts of more GPUs than there are.
+
 Context parallelism runs with Transformer Engine's attention; without it the row says so. ``--device cpu`` runs tiny
 models over gloo: for a look at the output, not for figures.
 """
@@ -34,13 +37,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common import header, write
+from benchmarks.multi_gpu_rows import LIMITS, compared, update_cost
 from benchmarks.multi_gpu_runs import LAYOUTS, SIZES, Layout, Run, Runs, rounds, torchrun, visible_gpus
-from snip_megatron.precision import Gemm
-from snip_megatron.reporting.readers import read_events, read_maps, read_metrics
-from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
 
 AT, LAG = 3, 2
 PROBED = 4
@@ -51,15 +50,13 @@ steps later."""
 COUNTED_FROM = FIRST_UPDATE + EVERY + LAG + 1
 _SNIP = shlex.split("--snip --snip-wait 240 --snip-budget fp4=0.75")
 
-# bf16's rounding unit is 2^-8 = 3.9e-3: what a reduction over ranks in another order may move.
-LIMITS = {"statistics_median": 4e-3, "map_agreement": 0.9, "loss": 2e-2}
-
 
 class Bench:
     """The parts. Both give (layout, row) as rows come; a row of a failed run says why.
 
     Args:
-        gpus: names for CUDA_VISIBLE_DEVICES; None: no GPUs, the layouts of part *time* one after the other.
+        gpus: names for CUDA_VISIBLE_DEVICES; None: no GPUs, the layouts of part *time* one after the other. Layouts of
+            more ranks share them in part *equivalence* and have no row of *time*.
         alone: so with GPUs too.
     """
 
@@ -74,6 +71,18 @@ class Bench:
             row = {"failed": f"{type(error).__name__}: {error}"}
         return row | {"run_seconds": {name: self._runs.seconds[name] for name in runs if name in self._runs.seconds}}
 
+    def impossible(self, part: str, layout: Layout) -> str | None:
+        """Why there can be no row, where there can't."""
+        if layout.needs_te and not has_transformer_engine():
+            return "needs Transformer Engine's attention"
+        if part == "time" and self._shared(layout):
+            return f"needs {layout.gpus} GPUs"
+        return None
+
+    def _shared(self, layout: Layout | None) -> str | None:
+        """The GPUs that a layout of more ranks shares."""
+        return ",".join(self._gpus) if self._gpus and layout and layout.gpus > len(self._gpus) else None
+
     # -- equivalence -------------------------------------------------------------------------------------------
     def equivalence(self, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Statistics, map and losses of layouts against one GPU's.
@@ -85,8 +94,9 @@ class Bench:
             one = pool.submit(self._probed, "1", None, saved)
             probed = {name: pool.submit(self._probed, name, LAYOUTS[name], saved) for name in names}
             for name, run in probed.items():
-                runs = ("to-saved", "equal-1", f"equal-{name}")
-                yield name, self._row(lambda run=run: compared(one.result(), run.result()), runs)
+                runs, shared = ("to-saved", "equal-1", f"equal-{name}"), self._shared(LAYOUTS[name])
+                where = {"shared_gpus": shared} if shared else {}
+                yield name, where | self._row(lambda run=run: compared(one.result(), run.result(), AT), runs)
 
     def _saved(self) -> Path:
         """The checkpoint of one GPU; made once."""
@@ -105,7 +115,8 @@ class Bench:
             snip += ["--snip-update-interval", "100000"]
             snip += ["--snip-probe-microbatches", str(max(1, PROBED // data)), "--snip-dir", str(run)]
             steps, model = AT + self._size.steps, self._size.equivalence
-            self._runs.train(f"equal-{name}", layout, steps, *model, *load, *snip, "--snip-overwrite")
+            snip += ["--snip-overwrite"]
+            self._runs.train(f"equal-{name}", layout, steps, *model, *load, *snip, gpus=self._shared(layout))
         return run
 
     # -- time --------------------------------------------------------------------------------------------------
@@ -154,84 +165,15 @@ class Bench:
 _TIME = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 
 
-def compared(expected: Path, actual: Path) -> dict[str, Any]:
-    """A layout's run against that of one GPU."""
-    row = statistics_apart(*(StatisticsTable.load(r / "stats" / f"step_{AT}.npz") for r in (expected, actual)))
-    row |= maps_apart(expected, actual) | losses_apart(expected, actual)
-    within = (
-        row["statistics_median"] <= LIMITS["statistics_median"]
-        and row["map_agreement"] >= LIMITS["map_agreement"]
-        and row["loss"] <= LIMITS["loss"]
-        and row["same_tokens"]
-    )
-    return row | {"within_limits": bool(within)}
-
-
-def statistics_apart(expected: StatisticsTable, actual: StatisticsTable) -> dict[str, Any]:
-    """Relative differences over all columns (drift from ρ = 1e-2 on): median, 95th percentile, worst and its column."""
-    parts: dict[str, np.ndarray] = {}
-    for name, array in expected.arrays().items():
-        other = actual.arrays()[name]
-        if name in ("drift2", "sink_drift2"):
-            array, other = array[..., RHO_GRID >= 1e-2], other[..., RHO_GRID >= 1e-2]
-        there = array != 0.0
-        parts[name] = np.abs(other - array)[there] / np.abs(array[there])
-    everything = np.concatenate([part.ravel() for part in parts.values()])
-    worst = max((name for name in parts if parts[name].size), key=lambda name: float(parts[name].max()))
-    return {
-        "statistics_median": float(np.median(everything)),
-        "statistics_p95": float(np.quantile(everything, 0.95)),
-        "statistics_worst": float(parts[worst].max()),
-        "worst_column": worst,
-        "columns_median": {name: float(np.median(part)) for name, part in parts.items() if part.size},
-        "same_tokens": (expected.tokens, expected.tokens_per_step) == (actual.tokens, actual.tokens_per_step),
-    }
-
-
-def maps_apart(expected: Path, actual: Path) -> dict[str, Any]:
-    """Share of the GEMMs with the same format, and the fp4 share of each map."""
-    (one,), (other,) = read_maps(expected).values(), read_maps(actual).values()
-    names = [row.name for row in StatisticsTable.load(expected / "stats" / f"step_{AT}.npz").linears]
-    same = [one.format_of(name, gemm) is other.format_of(name, gemm) for name in names for gemm in Gemm]
-    return {
-        "map_agreement": sum(same) / len(same),
-        "achieved": [one.achieved, other.achieved],
-        "adopted": [[e["step"] for e in read_events(run) if e["event"] == "adopt"] for run in (expected, actual)],
-    }
-
-
-def losses_apart(expected: Path, actual: Path) -> dict[str, Any]:
-    """Worst relative difference of a step's loss, and after the last step."""
-    one, other = ({m["step"]: m["loss"] for m in read_metrics(run)} for run in (expected, actual))
-    apart = [abs(other[step] - loss) / loss for step, loss in one.items()]
-    return {"loss": max(apart), "last_loss": apart[-1], "losses": [list(one.values()), list(other.values())]}
-
-
-def update_cost(run: Path, step_ms: float) -> dict[str, Any]:
-    """Passes and blocked time of the run's last update, in milliseconds and in steps."""
-    events = read_events(run)
-    submit = [e for e in events if e["event"] == "submit"][-1]
-    events = [e for e in events if e["step"] >= submit["step"]]
-    passes = {e["kind"]: 1e3 * e["seconds"] for e in events if e["event"] in ("probe", "collect")}
-    blocked = sum(e.get("wait_s") or 0.0 for e in events if e["event"] in ("submit", "adopt", "solved", "postpone"))
-    return {
-        "ms": 1e3 * submit["update_seconds"],
-        "steps": 1e3 * submit["update_seconds"] / step_ms,
-        "passes_ms": passes,
-        "wait_besides_probes_ms": 1e3 * blocked,
-        "fp4_fraction": [e["fp4_fraction"] for e in events if e["event"] == "adopt"],
-    }
-
-
 # -- the command -----------------------------------------------------------------------------------------------
-def wanted(layouts: str | None, gpus: int) -> list[str]:
+def wanted(layouts: str | None, ranks: int) -> list[str]:
     """Names of layouts that fit; those of ``layouts`` where given. Exits on one that is unknown or too large."""
-    names = layouts.split(",") if layouts else [name for name, layout in LAYOUTS.items() if layout.gpus <= gpus]
+    names = layouts.split(",") if layouts else [name for name, layout in LAYOUTS.items() if layout.gpus <= ranks]
     for name in names:
         if name not in LAYOUTS:
             sys.exit(f"multi_gpu.py: --layouts {name}: unknown; choose among {', '.join(LAYOUTS)}")
-        if LAYOUTS[name].gpus > gpus:
-            sys.exit(f"multi_gpu.py: --layouts {name} needs {LAYOUTS[name].gpus} GPUs, --gpus is {gpus}")
+        if LAYOUTS[name].gpus > ranks:
+            sys.exit(f"multi_gpu.py: --layouts {name} needs {LAYOUTS[name].gpus} ranks, --gpus x --share is {ranks}")
     return names
 
 
@@ -252,13 +194,26 @@ def measure(bench: Bench, result: dict[str, Any], names: Sequence[str], parts: S
             print(f"{part} {name}: {_short(row)}", flush=True)
             write(out, result)
 
-        missing = [name for name in names if name not in rows or "failed" in rows[name]]
-        for name in [name for name in missing if LAYOUTS[name].needs_te and not has_transformer_engine()]:
-            keep(name, {"skipped": "needs Transformer Engine's attention"})
-            missing.remove(name)
+        missing = [name for name in names if name not in rows or {"failed", "skipped"} & rows[name].keys()]
+        for name, reason in [(name, bench.impossible(part, LAYOUTS[name])) for name in missing]:
+            if reason is not None:
+                keep(name, {"skipped": reason})
+                missing.remove(name)
         if missing:
             for name, row in getattr(bench, part)(missing):
                 keep(name, row)
+
+
+def _continued(result: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """An earlier command's result, to which this one adds rows. Exits where they are of other machines or code."""
+    for name in ("device", "commit", "versions", "gpus", "limits"):
+        if result[name] != now[name]:
+            sys.exit(
+                f"multi_gpu.py: --out: its rows are of {name} {result[name]}, not {now[name]}: choose another file"
+            )
+    commands = [*result["command"].split(" && "), now["command"]]
+    layouts = [*result["layouts"], *now["layouts"]]
+    return result | {"command": " && ".join(dict.fromkeys(commands)), "layouts": list(dict.fromkeys(layouts))}
 
 
 def _short(row: dict[str, Any]) -> str:
@@ -276,18 +231,21 @@ def main(argv: Sequence[str] | None = None, run: Run = torchrun) -> int:
     parser.add_argument("--layouts", help=f"comma separated, of {', '.join(LAYOUTS)}; default: all that fit")
     parser.add_argument("--part", choices=("equivalence", "time"), help="one of the two")
     parser.add_argument("--alone", action="store_true", help="time one layout at a time, on an otherwise idle host")
+    parser.add_argument(
+        "--share", type=int, default=1, metavar="N", help="ranks a GPU, at most, where they are too few"
+    )
     parser.add_argument("--work", type=Path, help="folder for runs and the checkpoint (default: a temporary one)")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     parser.add_argument("megatron", nargs="*", help="arguments for Megatron, after --")
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    names = wanted(arguments.layouts, arguments.gpus)
+    names = wanted(arguments.layouts, arguments.gpus * arguments.share)
     gpus = visible_gpus(arguments.gpus) if arguments.device == "cuda" else None
     size = SIZES[arguments.size or ("tiny" if arguments.device == "cpu" else "gpu")]
     result = header(arguments.commit) | {"gpus": arguments.gpus, "limits": LIMITS, "layouts": names}
     if arguments.out is not None and arguments.out.is_file():
-        result = json.loads(arguments.out.read_text())
+        result = _continued(json.loads(arguments.out.read_text()), result)
     with contextlib.ExitStack() as stack:
         folder = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(Runs(run, folder.resolve(), size, arguments.megatron), gpus, arguments.alone)

@@ -74,13 +74,15 @@ LAYOUTS = {
 
 
 def torchrun(ranks: int, arguments: Sequence[str], folder: Path, gpus: str | None) -> subprocess.CompletedProcess[str]:
-    """Ranks of the training entry on this host."""
+    """Ranks of the training entry on this host; more than there are ``gpus`` share those."""
     folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    shared = gpus is not None and len(gpus.split(",")) < ranks
+    entry = ["benchmarks.one_gpu_hosts", str(gpus)] if shared else ["snip_megatron.pretrain_gpt"]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     return subprocess.run(
-        [*launcher, "-m", "snip_megatron.pretrain_gpt", *arguments],
+        [*launcher, "-m", *entry, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, **visible},
         capture_output=True,

@@ -79,7 +79,7 @@ def test_a_run_that_fails_is_a_row_that_says_so(tmp_path: Path) -> None:
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(SystemExit, match="dp4 needs 4 GPUs"):
+    with pytest.raises(SystemExit, match="dp4 needs 4 ranks"):
         multi_gpu.main(["--gpus", "2", "--layouts", "dp4"])
 
 

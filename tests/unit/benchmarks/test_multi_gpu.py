@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import multi_gpu, multi_gpu_runs
+from benchmarks import multi_gpu, multi_gpu_runs, one_gpu_hosts
 
 Answer = Callable[[str], int]
 """Name of a run → its exit code."""
@@ -25,18 +25,19 @@ class Host:
         self._answer, self._lock = answer, threading.Lock()
         self.started: list[str] = []
         self.gpus: dict[str, str | None] = {}
+        self.ranks: dict[str, int] = {}
         self.running: set[str] = set()
         self.most = 0
         self.clashes: list[tuple[str, str]] = []
 
     def run(
-        self, _ranks: int, _arguments: Sequence[str], folder: Path, gpus: str | None
+        self, ranks: int, _arguments: Sequence[str], folder: Path, gpus: str | None
     ) -> subprocess.CompletedProcess[str]:
         name, mine = folder.name, set((gpus or "").split(",")) - {""}
         with self._lock:
             self.clashes += [(name, other) for other in self.running if mine & set((self.gpus[other] or "").split(","))]
             self.started.append(name)
-            self.gpus[name] = gpus
+            self.gpus[name], self.ranks[name] = gpus, ranks
             self.running.add(name)
             self.most = max(self.most, len(self.running))
         code = self._answer(name)
@@ -49,7 +50,7 @@ class Host:
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-7")
-    monkeypatch.setattr(multi_gpu, "compared", lambda one, other: {"runs": [one.parent.name, other.parent.name]})
+    monkeypatch.setattr(multi_gpu, "compared", lambda one, other, _: {"runs": [one.parent.name, other.parent.name]})
     monkeypatch.setattr(multi_gpu, "update_cost", lambda run, ms: {"of": run.parent.name})
 
 
@@ -151,6 +152,37 @@ def test_alone_and_on_a_cpu_one_layout_at_a_time(tmp_path: Path, argument: list[
     assert not any(row.get("beside") for row in found.values())
 
 
+def test_more_ranks_than_gpus_share_them_but_are_not_timed(tmp_path: Path) -> None:
+    host = Host(lambda _: 0)
+    shared = ("--gpus", "2", "--share", "2", "--layouts", "tp2,tp2-pp2")
+    found = rows(tmp_path, host, 0, *shared, part="equivalence")
+    assert (host.ranks["equal-tp2-pp2"], host.gpus["equal-tp2-pp2"]) == (4, "4,5")
+    assert (host.ranks["equal-tp2"], host.gpus["equal-tp2"]) == (2, None)
+    assert {name: row.get("shared_gpus") for name, row in found.items()} == {"tp2": None, "tp2-pp2": "4,5"}
+
+    found = rows(tmp_path, host, 0, *shared, part="time")
+    assert found["tp2-pp2"] == {"skipped": "needs 4 GPUs"}
+    assert found["tp2"]["gpus"] == "4,5"
+    assert not any(name.startswith("time-tp2-pp2") for name in host.started)
+
+
+def test_a_skipped_row_is_made_by_a_command_that_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(lambda _: 0)
+    monkeypatch.setattr(multi_gpu, "has_transformer_engine", lambda: False)
+    assert "skipped" in rows(tmp_path, host, 0, "--layouts", "cp2", part="time")["cp2"]
+    monkeypatch.setattr(multi_gpu, "has_transformer_engine", lambda: True)
+    assert "ms_a_step" in rows(tmp_path, host, 0, "--layouts", "cp2", part="time")["cp2"]
+
+
+def test_a_file_keeps_rows_of_one_commit(tmp_path: Path) -> None:
+    host = Host(lambda _: 0)
+    rows(tmp_path, host, 0, "--layouts", "tp2", "--commit", "abc", part="time")
+    rows(tmp_path, host, 0, "--layouts", "pp2", "--commit", "abc", part="time")
+    assert json.loads((tmp_path / "result.json").read_text())["layouts"] == ["tp2", "pp2"]
+    with pytest.raises(SystemExit, match="its rows are of commit abc, not def: choose another file"):
+        rows(tmp_path, host, 0, "--layouts", "pp2", "--commit", "def", part="time")
+
+
 def test_gpus_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert multi_gpu_runs.visible_gpus(2) == ["4", "5"]
     with pytest.raises(SystemExit, match=r"--gpus 5, but CUDA_VISIBLE_DEVICES=4,5,6,GPU-7 names 4"):
@@ -170,3 +202,23 @@ def test_a_run_sees_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for gpus in ("6,GPU-7", None):
         multi_gpu_runs.torchrun(2, [], tmp_path, gpus)
     assert seen == ["6,GPU-7", "4,5,6,GPU-7"]
+
+
+def test_ranks_that_share_gpus_are_hosts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[Sequence[str]] = []
+
+    def started(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command[command.index("2") + 1 :] if "2" in command else command[command.index("4") + 1 :])
+        return subprocess.CompletedProcess([], 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", started)
+    multi_gpu_runs.torchrun(2, ["--x"], tmp_path, "6,GPU-7")
+    multi_gpu_runs.torchrun(4, ["--x"], tmp_path, "6,GPU-7")
+    assert commands == [
+        ["-m", "snip_megatron.pretrain_gpt", "--x"],
+        ["-m", "benchmarks.one_gpu_hosts", "6,GPU-7", "--x"],
+    ]
+    hosts = [one_gpu_hosts.as_host(rank, "6,GPU-7") for rank in range(4)]
+    assert [host["CUDA_VISIBLE_DEVICES"] for host in hosts] == ["6", "GPU-7", "6", "GPU-7"]
+    assert len({host["NCCL_HOSTID"] for host in hosts}) == 4
+    assert {(host["LOCAL_RANK"], host["LOCAL_WORLD_SIZE"]) for host in hosts} == {("0", "1")}
