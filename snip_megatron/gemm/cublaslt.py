@@ -11,7 +11,7 @@ import ctypes
 import functools
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,8 +55,7 @@ class _Heuristic(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class _Matrix:
+class _Matrix(NamedTuple):  # made and hashed for every product: a dataclass costs the host five times as much
     """A matrix as the library sees it (column-major): its type, stored rows and columns, leading dimension."""
 
     dtype: torch.dtype
@@ -68,8 +67,7 @@ class _Matrix:
     alignment: int
 
 
-@dataclass(frozen=True)
-class _Problem:
+class _Problem(NamedTuple):
     """C = op(A)·op(B) or C += op(A)·op(B): what a plan is made for; ``choice`` counts the heuristic's proposals."""
 
     a: _Matrix

@@ -82,6 +82,10 @@ class HopperBackend:
         cols: Tensor | None = None,
     ) -> Sides:
         """Both orientations in one read where both have tiles (or blocks), or both one scale a tensor."""
+        first, second = formats
+        if (first is None or first in STORED) and (second is None or second in STORED):
+            tiled = tiles(x, first, second)
+            return tiled.row, tiled.col
         stored = [fmt if fmt in STORED else None for fmt in formats]
         scaled = [fmt is Format.FP8_TENSOR for fmt in formats]
         tiled = tiles(x, *stored) if any(stored) else _NOTHING

@@ -19,7 +19,9 @@ from snip_megatron.gemm.operands import GradientKeys, Plain, Side, disassemble
 from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHandle
 from snip_megatron.layers.forcing import nudged, output_error, report_error
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import derive_seed
+from snip_megatron.quantization import derive_seeds
+
+_GRADIENT_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,7 @@ def _keys(call: LinearCall) -> GradientKeys:
     handle = call.handle
     context = handle.context
     global_microbatch = handle.global_microbatch(handle.backwards if call.forced is None else call.forced.microbatch)
-    dgrad, wgrad = (
-        derive_seed(context.seed, context.step, global_microbatch, handle.index, GEMM_INDEX[gemm])
-        for gemm in (Gemm.DGRAD, Gemm.WGRAD)
-    )
+    dgrad, wgrad = derive_seeds((context.seed, context.step, global_microbatch, handle.index), _GRADIENT_GEMMS)
     return GradientKeys(dgrad, wgrad, handle.out_features)
 
 

@@ -226,6 +226,12 @@ class SnipRun:
         Args:
             call: what the step is called with; ``clip`` and ``measured`` are filled in here.
         """
+        # Backwards run in this thread: each hand-over to the engine's own and back costs the host as much as the Python
+        # code of a small linear (gemm/README.md), and a rank has one device, whose thread this one would wait for.
+        with torch.autograd.set_multithreading_enabled(False):
+            return self._controlled(train_step, call)
+
+    def _controlled(self, train_step: Callable[[], Any], call: StepCall) -> Any:
         controller = self._controller or self._build(call.model, call.optimizer, call.step)
 
         def probe(clip: float) -> ProbeResult | Unmeasured:

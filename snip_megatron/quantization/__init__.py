@@ -8,12 +8,13 @@ from snip_megatron.quantization.reference import (
     quantize_dequantize,
     squared_error,
 )
-from snip_megatron.quantization.rounding import derive_seed, random_normal, random_signs
+from snip_megatron.quantization.rounding import derive_seed, derive_seeds, random_normal, random_signs
 
 __all__ = [
     "FOUR_BIT",
     "Quantized",
     "derive_seed",
+    "derive_seeds",
     "fake_quantize",
     "quantize",
     "quantize_dequantize",

@@ -10,6 +10,7 @@ the odd column; a last multiplication makes the even column's of it. Seeds are d
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,10 +34,15 @@ def derive_seed(*parts: int) -> int:
 
     Order and number of the parts matter; each is taken modulo 2^64.
     """
-    state = len(parts)
+    return derive_seeds(parts[:-1], parts[-1:])[0] if parts else 0
+
+
+def derive_seeds(parts: Sequence[int], last: Sequence[int]) -> list[int]:
+    """``[derive_seed(*parts, each) for each in last]``, the common parts mixed once: the host pays for every launch."""
+    state = len(parts) + 1
     for part in parts:
         state = _splitmix64(state ^ _splitmix64(int(part) & _MASK64))
-    return state
+    return [_splitmix64(state ^ _splitmix64(int(part) & _MASK64)) for part in last]
 
 
 def _splitmix64(value: int) -> int:

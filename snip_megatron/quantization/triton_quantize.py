@@ -6,12 +6,13 @@ Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
@@ -37,7 +38,10 @@ LAUNCH: dict[str, dict[str, int]] = {
 that many warps with few registers each hide each other's latency."""
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _WIDTH = {Format.FP8: 8, Format.FP4: 4}
-_PAIRED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # ids of columns → (version, whether they are pairs (2i, 2i + 1))
+# Of values and scales: a kernel writes values along rows as pairs of bytes.
+_ROW, _COL = (torch.int16, torch.float32), (torch.uint8, torch.float32)
+_PAIRED: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}
+"""id(ids of columns) → (the ids, their version, whether they are pairs (2i, 2i + 1))."""
 
 
 def quantize_tiles(
@@ -67,19 +71,19 @@ def quantize_tiles(
     row_random, col_random = row_seed is not None, col_seed is not None
     partial = x.new_zeros((1 + 2 * len(places), _parts(M), K), dtype=torch.float32) if places else x
     if x.numel():
-        source, options = _source(x)
-        random = 4 in (row_width * row_random, col_width * col_random)
-        ids = (x if rows is None else rows, x if cols is None else cols)
+        source = _source(x)
+        random = (row_random and row_width == 4) or (col_random and col_width == 4)
+        row_ids, col_ids = x if rows is None else rows, x if cols is None else cols
         launch(
-            tile_kernel, (_parts(K), _parts(M)),
-            (source, *_row_pointers(row, x), *_pointers(col, x), partial, *ids),
-            (M, K, *source.shape[1:], _stride(col)), (*offset, *_words(row_seed), *_words(col_seed)),
+            tile_kernel, (_parts(K), _parts(M)), (x, *_memory(row, x), *_memory(col, x), partial, row_ids, col_ids),
+            (source.dtype, *_types(row, _ROW, x), *_types(col, _COL, x), partial.dtype, row_ids.dtype, col_ids.dtype),
+            (M, K, source.width, _stride(col)), (*offset, *_words(row_seed), *_words(col_seed)),
             {
-                "x_stride": source.stride(0), "row_stride": _stride(row) // 2,
+                "x_stride": source.stride, "row_stride": _stride(row) // 2,
                 "ROW": row_width, "COL": col_width, "ROW_RANDOM": row_random, "COL_RANDOM": col_random,
                 "SUMS": bool(places), "SUM_8": places.get(Format.FP8, 0), "SUM_4": places.get(Format.FP4, 0),
                 "GIVEN_ROWS": rows is not None, "GIVEN_COLS": cols is not None,
-                "PAIRED": _paired(cols, offset[1]) if row_random or col_random else True, **options,
+                "PAIRED": _paired(cols, offset[1]) if row_random or col_random else True, **source.options,
             },
             LAUNCH["sums" if places else "stochastic" if random else "fp8 rows" if row_width == 8 and col else "tiles"],
         )  # fmt: skip
@@ -93,13 +97,14 @@ def quantize_blocks(w: Tensor, row_format: Format | str | None, col_format: Form
     row, row_width = _block_output(w, row_format, N, K)
     col, col_width = _block_output(w, col_format, K, N)
     if w.numel():
-        source, options = _source(w)
+        source = _source(w)
         launch(
-            block_kernel, (_parts(K), _parts(N)), (source, *_row_pointers(row, w), *_pointers(col, w)),
-            (N, K, *source.shape[1:], _stride(col), _scale_stride(row), _scale_stride(col)), (),
+            block_kernel, (_parts(K), _parts(N)), (w, *_memory(row, w), *_memory(col, w)),
+            (source.dtype, *_types(row, _ROW, w), *_types(col, _COL, w)),
+            (N, K, source.width, _stride(col), _scale_stride(row), _scale_stride(col)), (),
             {
-                "x_stride": source.stride(0), "row_stride": _stride(row) // 2, "ROW": row_width, "COL": col_width,
-                **options,
+                "x_stride": source.stride, "row_stride": _stride(row) // 2, "ROW": row_width, "COL": col_width,
+                **source.options,
             },
             LAUNCH["blocks"],
         )  # fmt: skip
@@ -115,12 +120,16 @@ def quantize_tensor(x: Tensor, *, row: bool = True, col: bool = False, amax: Ten
     row_side = Operand(_values(x, M, K), scale, "tensor", K) if row else None
     col_side = Operand(_values(x, K, M), scale, "tensor", M) if col else None
     if bits is not None:
-        source, options = _source(x)
+        source = _source(x)
         launch(
             tensor_kernel, (_parts(K), _parts(M)),
-            (source, bits, _row_pointers(row_side, x)[0], _pointers(col_side, x)[0], scale),
-            (M, K, *source.shape[1:], _stride(col_side)), (),
-            {"x_stride": source.stride(0), "row_stride": _stride(row_side) // 2, "ROW": row, "COL": col, **options},
+            (x, bits, _memory(row_side, x)[0], _memory(col_side, x)[0], scale),
+            (source.dtype, bits.dtype, _types(row_side, _ROW, x)[0], _types(col_side, _COL, x)[0], scale.dtype),
+            (M, K, source.width, _stride(col_side)), (),
+            {
+                "x_stride": source.stride, "row_stride": _stride(row_side) // 2, "ROW": row, "COL": col,
+                **source.options,
+            },
             LAUNCH["tensor"],
         )  # fmt: skip
     return Operands(row_side, col_side)
@@ -130,10 +139,10 @@ def largest_magnitude(x: Tensor) -> Tensor:
     """int32 [5]: the FP32 bits of max|x| (NaN if x holds one), and last room for a scale. ``x`` [M, K], not empty."""
     M, K = x.shape
     bits = torch.zeros(_SCALE + 1, dtype=torch.int32, device=x.device)  # one fill for both
-    source, options = _source(x)
+    source = _source(x)
     launch(
-        amax_kernel, (-(-K // (TILE * _AMAX_PARTS)), _parts(M)), (source, bits), (M, *source.shape[1:]), (),
-        {"x_stride": source.stride(0), "PARTS": _AMAX_PARTS, **options}, LAUNCH["amax"],
+        amax_kernel, (-(-K // (TILE * _AMAX_PARTS)), _parts(M)), (x, bits), (source.dtype, bits.dtype),
+        (M, source.width), (), {"x_stride": source.stride, "PARTS": _AMAX_PARTS, **source.options}, LAUNCH["amax"],
     )  # fmt: skip
     return bits
 
@@ -167,7 +176,7 @@ def _values(x: Tensor, rows: int, depth: int) -> Tensor:
 def _tile_output(x: Tensor, format: Format | str | None, rows: int, depth: int) -> tuple[Operand | None, int]:
     if format is None:
         return None, 0
-    width = _WIDTH[stored_format(format)]
+    width = _WIDTH.get(format) or _WIDTH[stored_format(format)]  # type: ignore[call-overload]
     scale = torch.empty_strided((rows, _parts(depth)), (1, rows), dtype=torch.float32, device=x.device)
     return Operand(_values(x, rows, depth), scale, "tile", depth), width
 
@@ -175,21 +184,20 @@ def _tile_output(x: Tensor, format: Format | str | None, rows: int, depth: int) 
 def _block_output(w: Tensor, format: Format | str | None, rows: int, depth: int) -> tuple[Operand | None, int]:
     if format is None:
         return None, 0
-    width = _WIDTH[stored_format(format)]
+    width = _WIDTH.get(format) or _WIDTH[stored_format(format)]  # type: ignore[call-overload]
     padded = -(-_parts(depth) // 4) * 4
     create = torch.empty if padded == _parts(depth) else torch.ones
     scale = create(_parts(rows), padded, dtype=torch.float32, device=w.device)
     return Operand(_values(w, rows, depth), scale.t(), "block", depth), width
 
 
-def _pointers(side: Operand | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """Values as bytes and scales; any pointer where the side is not wanted."""
-    return (unused, unused) if side is None else (side.values.view(torch.uint8), side.scale)
+def _memory(side: Operand | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales; any memory where the side is not wanted."""
+    return (unused, unused) if side is None else (side.values, side.scale)
 
 
-def _row_pointers(side: Operand | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with values as pairs of bytes."""
-    return (unused, unused) if side is None else (side.values.view(torch.int16), side.scale)
+def _types(side: Operand | None, types: tuple[torch.dtype, torch.dtype], unused: Tensor) -> tuple[torch.dtype, ...]:
+    return (unused.dtype, unused.dtype) if side is None else types
 
 
 def _stride(side: Operand | None) -> int:
@@ -209,24 +217,35 @@ def _paired(cols: Tensor | None, start: int) -> bool:
     """Whether neighbouring columns are pairs (2i, 2i + 1): known of counted ids, looked at once for given ones."""
     if cols is None:
         return start % 2 == 0
-    if cols not in _PAIRED or _PAIRED[cols][0] != cols._version:
+    known = _PAIRED.get(id(cols))
+    if known is None or known[0]() is not cols or known[1] != cols._version:
         even, odd = cols[: cols.numel() // 2 * 2].view(-1, 2).unbind(1)
         paired = bool(((cols[::2] % 2 == 0).all() & (odd == even + 1).all()).item())
-        _PAIRED[cols] = (cols._version, paired)
-    return _PAIRED[cols][1] is True
+        key = id(cols)
+        known = _PAIRED[key] = (weakref.ref(cols, lambda _: _PAIRED.pop(key, None)), cols._version, paired)
+    return known[2]
 
 
-def _source(x: Tensor) -> tuple[Tensor, dict[str, object]]:
-    """What a kernel reads, 16-bit numbers as words of two where they lie so, and how."""
-    words = x.element_size() == 2 and x.stride(0) % 2 == 0 and x.shape[1] % 2 == 0 and x.storage_offset() % 2 == 0
+class _Source(NamedTuple):
+    """What a kernel reads, and how: numbers, or words of two 16-bit numbers where they lie so."""
+
+    dtype: torch.dtype
+    width: int
+    stride: int
+    options: dict[str, object]
+
+
+def _source(x: Tensor) -> _Source:
+    (_, width), stride, size = x.shape, x.stride(0), x.element_size()
+    words = size == 2 and stride % 2 == 0 and width % 2 == 0 and x.storage_offset() % 2 == 0
     options = {"DTYPE": _DTYPES[x.dtype], "WORDS": words, "HARDWARE": _hardware(x)}
-    return x.view(torch.int32) if words else x, options
+    return _Source(torch.int32, width // 2, stride // 2, options) if words else _Source(x.dtype, width, stride, options)
 
 
 def _wants_reference(x: Tensor, *, stochastic: bool, sums: bool) -> bool:
     """On an H200 the kernels drew other bits than the reference along rows, and summed other errors, for a matrix of
     777 columns, which is not read as words of two numbers. No linear of a model is so; torch's functions are right."""
-    return (stochastic or sums) and _hardware(x) and not _source(x)[1]["WORDS"]
+    return (stochastic or sums) and _hardware(x) and not _source(x).options["WORDS"]
 
 
 def _hardware(x: Tensor) -> bool:

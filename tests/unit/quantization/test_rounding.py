@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from snip_megatron.quantization import derive_seed, random_normal, random_signs
+from snip_megatron.quantization import derive_seed, derive_seeds, random_normal, random_signs
 from snip_megatron.quantization.formats import E2M1, E4M3, Element
 from snip_megatron.quantization.rounding import random_bits, round_to_element
 
@@ -215,6 +215,20 @@ def test_derive_seed_depends_on_every_part(parts: list[int], at: int) -> None:
     if at < len(parts):
         changed = [*parts[:at], parts[at] + 1, *parts[at + 1 :]]
         assert derive_seed(*changed) != seed
+
+
+@given(st.lists(st.integers(0, 2**64), max_size=5), st.lists(st.integers(0, 2**32), max_size=3))
+def test_seeds_with_a_common_start_are_those_made_one_by_one(parts: list[int], last: list[int]) -> None:
+    assert derive_seeds(parts, last) == [derive_seed(*parts, each) for each in last]
+
+
+def test_derive_seed_is_what_checkpoints_and_replays_have_drawn_with() -> None:
+    assert derive_seed() == 0
+    assert [derive_seed(1), derive_seed(1, 2), derive_seed(1234, 7, 3, 12, 2)] == [
+        16860738450190168606,
+        16102348862467931958,
+        4670749645677676337,
+    ]
 
 
 def test_derive_seed_depends_on_order_and_does_not_collide() -> None:

@@ -18,11 +18,13 @@ class Kernel:
     def __init__(self, compiles: bool = True) -> None:
         self.compiles = compiles
         self.compiled: list[dict[str, Any]] = []
+        self.dtypes: list[torch.dtype] = []
         self.launched: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., Any]:
         def first(*arguments: Any, **named: Any) -> Any:
             self.compiled.append(named)
+            self.dtypes = [a.dtype for a in arguments if isinstance(a, torch.Tensor)]
             return Compiled(self) if self.compiles else None
 
         return first
@@ -46,10 +48,20 @@ ALIGNED = MEMORY[(-MEMORY.data_ptr() % 16) // 4 :][:16]
 OPTIONS = {"num_warps": 8}
 
 
+class Elsewhere:
+    """The same address on another device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.data_ptr, self.view = tensor.dtype, tensor.data_ptr, tensor.view
+
+    def get_device(self) -> int:
+        return 1
+
+
 def run(kernel: Kernel, **changes: Any) -> None:
     arguments = {
-        "grid": (3, 2), "tensors": (ALIGNED, ALIGNED), "numbers": (128, 256), "counters": (7, -1),
-        "constants": {"ROW": 8}, "options": OPTIONS,
+        "grid": (3, 2), "tensors": (ALIGNED, ALIGNED), "dtypes": (torch.float32, torch.int32),
+        "numbers": (128, 256), "counters": (7, -1), "constants": {"ROW": 8}, "options": OPTIONS,
     }  # fmt: skip
     launch(kernel, **(arguments | changes))
 
@@ -61,7 +73,8 @@ def test_the_second_launch_takes_the_remembered_kernel_with_all_arguments_in_ord
     assert kernel.compiled == [{"ROW": 8, "num_warps": 8}]
     grid, arguments = kernel.launched[0]
     assert grid == (5, 6, 1)
-    assert [a is ALIGNED for a in arguments[:2]] == [True, True]
+    assert kernel.dtypes == [torch.float32, torch.int32]
+    assert arguments[:2] == (ALIGNED.data_ptr(), ALIGNED.data_ptr())
     assert arguments[2:] == (128, 256, 9, 2**31 - 1, 8)
 
 
@@ -69,7 +82,8 @@ def test_the_second_launch_takes_the_remembered_kernel_with_all_arguments_in_ord
     "changes",
     [
         {"tensors": (ALIGNED, ALIGNED[1:])},
-        {"tensors": (ALIGNED, ALIGNED.to(torch.float64))},
+        {"dtypes": (torch.float32, torch.float64)},
+        {"tensors": (ALIGNED, Elsewhere(ALIGNED))},
         {"numbers": (128, 1)},
         {"counters": (7, 2**31)},
         {"constants": {"ROW": 4}},

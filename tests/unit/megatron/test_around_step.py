@@ -1,0 +1,45 @@
+"""What surrounds a training step. The controller is made up here; tests/distributed have the real one."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.megatron.probe_call import StepCall
+from snip_megatron.megatron.setup import SnipRun
+
+
+def test_backwards_of_a_step_run_in_its_own_thread_and_other_code_s_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def note(name: str, *_: Any) -> None:
+        seen[name] = torch._C._is_multithreading_enabled()
+
+    def step() -> tuple[Any, ...]:
+        note("train")
+        return {}, 0, False, 0, 0, 1.0
+
+    run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
+    controller = SimpleNamespace(
+        before_step=lambda *_: note("probe"), after_step=lambda *found: seen.update(norm=found[2])
+    )
+    monkeypatch.setattr(run, "_controller", controller)
+    call = StepCall(
+        step=3, forward_step_func=None, data_iterator=None, model=[], optimizer=None, config=None,
+        forward_backward_func=None, num_microbatches=1, clip=1.0,
+    )  # fmt: skip
+    assert run.around_step(step, call)[5] == 1.0
+    assert seen == {"probe": False, "train": False, "norm": 1.0}
+    assert torch._C._is_multithreading_enabled()
+
+    def fails() -> None:
+        raise RuntimeError("a step")
+
+    with pytest.raises(RuntimeError, match="a step"):
+        run.around_step(fails, call)
+    assert torch._C._is_multithreading_enabled()
