@@ -79,11 +79,15 @@ class _Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
+    """What a product is called with, made once: the host pays for every product of every microbatch."""
+
     operation: ctypes.c_void_p
     a: ctypes.c_void_p
     b: ctypes.c_void_p
     c: ctypes.c_void_p
-    algorithm: _Heuristic
+    algorithm: Any  # reference to a _Heuristic
+    workspace: int
+    scales: tuple[ctypes.c_void_p, ctypes.c_void_p]
 
 
 class CublasLt:
@@ -104,7 +108,7 @@ class CublasLt:
         self._handles: dict[int, ctypes.c_void_p] = {}
         self._plans: dict[tuple[int, _Problem], _Plan | None] = {}
         self._lock = threading.Lock()
-        self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
+        self._zero, self._one = ctypes.byref(ctypes.c_float(0.0)), ctypes.byref(ctypes.c_float(1.0))
 
     # -- products ------------------------------------------------------------------------------------------------
     def accumulate(self, a: Operand, b: Operand, out: Tensor) -> bool:
@@ -148,27 +152,28 @@ class CublasLt:
         if out.is_cuda and out.get_device() != torch.cuda.current_device():
             with torch.cuda.device(out.device):
                 return self._run(problem, values, scales, out, add)
+        device = torch.cuda.current_device()
         with self._lock:
-            plan = self._plan(problem, scales)
+            plan = self._plan(device, problem, scales)
             if plan is None:
                 return False
             if scales is not None:
-                self._set_scales(plan.operation, scales)
-            size = plan.algorithm.workspace
+                self._set_scales(plan.operation, plan.scales, scales)
             # Freed to the stream's own allocator at return: later work of the stream may have it, other streams not.
+            size = plan.workspace
             workspace = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None
-            beta = self._one if add else self._zero
+            result = _pointer(out)
             self._call(
-                "cublasLtMatmul", self._handle(), plan.operation, ctypes.byref(self._one), _pointer(values[0]), plan.a,
-                _pointer(values[1]), plan.b, ctypes.byref(beta), _pointer(out), plan.c, _pointer(out), plan.c,
-                ctypes.byref(plan.algorithm), None if workspace is None else _pointer(workspace), ctypes.c_size_t(size),
-                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+                "cublasLtMatmul", self._handle(device), plan.operation, self._one, _pointer(values[0]), plan.a,
+                _pointer(values[1]), plan.b, self._one if add else self._zero, result, plan.c, result, plan.c,
+                plan.algorithm, None if workspace is None else _pointer(workspace), ctypes.c_size_t(size),
+                ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)),
             )  # fmt: skip
         return True
 
     # -- plans ---------------------------------------------------------------------------------------------------
-    def _plan(self, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
-        key = (torch.cuda.current_device(), problem)
+    def _plan(self, device: int, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
+        key = (device, problem)
         if key not in self._plans:
             self._plans[key] = self._make_plan(problem, scales)
         return self._plans[key]
@@ -177,11 +182,15 @@ class CublasLt:
         operation = self.operation(
             problem.a.transposed, problem.b.transposed, problem.a.scaling, problem.b.scaling, fast=problem.fast
         )
+        held = ctypes.c_void_p(), ctypes.c_void_p()
         if scales is not None:
-            self._set_scales(operation, scales)
+            self._set_scales(operation, held, scales)
         a, b, c = (self.layout(_TYPES[m.dtype], m.rows, m.cols, m.ld) for m in (problem.a, problem.b, problem.c))
         found = self._heuristics(problem, operation, a, b, c)
-        return _Plan(operation, a, b, c, found[problem.choice]) if len(found) > problem.choice else None
+        if len(found) <= problem.choice:
+            return None
+        chosen = found[problem.choice]
+        return _Plan(operation, a, b, c, ctypes.byref(chosen), chosen.workspace, held)
 
     def operation(
         self,
@@ -225,23 +234,36 @@ class CublasLt:
         preference = self.preference((problem.a.alignment, problem.b.alignment, problem.c.alignment))
         count = problem.choice + 1
         results, found = (_Heuristic * count)(), ctypes.c_int()
-        arguments = (self._handle(), operation, a, b, c, c, preference, count, results, ctypes.byref(found))
+        arguments = (
+            self._handle(torch.cuda.current_device()),
+            operation,
+            a,
+            b,
+            c,
+            c,
+            preference,
+            count,
+            results,
+            ctypes.byref(found),
+        )
         status = self._library.cublasLtMatmulAlgoGetHeuristic(*arguments)
         self._call("cublasLtMatmulPreferenceDestroy", preference)
         return [r for r in results[: found.value] if r.state == 0] if status == 0 else []
 
     # -- calls ---------------------------------------------------------------------------------------------------
-    def _handle(self) -> ctypes.c_void_p:
-        device = torch.cuda.current_device()
+    def _handle(self, device: int) -> ctypes.c_void_p:
         if device not in self._handles:
             handle = ctypes.c_void_p()
             self._call("cublasLtCreate", ctypes.byref(handle))
             self._handles[device] = handle
         return self._handles[device]
 
-    def _set_scales(self, operation: ctypes.c_void_p, scales: tuple[Tensor, Tensor]) -> None:
-        for name, scale in zip((_A_SCALE, _B_SCALE), scales, strict=True):
-            self._set(operation, name, _pointer(scale))
+    def _set_scales(
+        self, operation: ctypes.c_void_p, held: tuple[ctypes.c_void_p, ctypes.c_void_p], scales: tuple[Tensor, Tensor]
+    ) -> None:
+        for name, pointer, scale in zip((_A_SCALE, _B_SCALE), held, scales, strict=True):
+            pointer.value = scale.data_ptr()
+            self._set(operation, name, pointer)
 
     def _set(self, target: Any, name: int, value: Any, call: str = "cublasLtMatmulDescSetAttribute") -> None:
         self._call(call, target, name, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))

@@ -57,29 +57,32 @@ class ScaledProducts:
         """
         if a.rows == 0 or not _runs(b):
             return (a.dequantize() @ b.dequantize().t()).to(dtype)
-        chosen = self._chosen(a, b) if fast and dtype is torch.bfloat16 and a.scaling == "tensor" else None
-        if chosen is not None:
-            return chosen
-        padded = _padded(a)
-        product = self._scaled_mm(
-            padded.values,
-            b.values.t(),
-            padded.scale,
-            _RECIPES[a.scaling],
-            b.scale,
-            _RECIPES[b.scaling],
-            output_dtype=dtype if dtype in _OUTPUTS else torch.float32,
-            use_fast_accum=fast and a.scaling == "tensor",
-        )
-        return product[: a.rows].to(dtype)
+        fast = fast and a.scaling == "tensor"
+        output = dtype if dtype in _OUTPUTS else torch.float32
+        found = self._by_library(a, b, output, fast=fast)
+        if found is None:
+            padded = _padded(a)
+            found = self._scaled_mm(
+                padded.values,
+                b.values.t(),
+                padded.scale,
+                _RECIPES[a.scaling],
+                b.scale,
+                _RECIPES[b.scaling],
+                output_dtype=output,
+                use_fast_accum=fast,
+            )[: a.rows]
+        return found if output is dtype else found.to(dtype)
 
-    def _chosen(self, a: Operand, b: Operand) -> Tensor | None:
-        """The bf16 product by a proposal that was measured to be faster; None where there is none."""
-        choice = self._choices.get((a.rows, b.rows, a.values.shape[1]), 0)
-        if self._library is None or choice == 0:
+    def _by_library(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool) -> Tensor | None:
+        """The product without torch's detour, which asks the library for its proposals at every call; by a proposal
+        that was measured to be faster where there is one. None: the library is not there or has no kernel."""
+        if self._library is None or a.rows % _ROWS_OF_A:
             return None
-        out = torch.empty(a.rows, b.rows, dtype=torch.bfloat16, device=a.values.device)
-        return out if self._library.multiply(a, b, out, fast=True, choice=choice) else None
+        measured = fast and dtype is torch.bfloat16
+        choice = self._choices.get((a.rows, b.rows, a.values.shape[1]), 0) if measured else 0
+        out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
+        return out if self._library.multiply(a, b, out, fast=fast, choice=choice) else None
 
     def accumulate(self, a: Operand, b: Operand, out: Tensor | None) -> Tensor:
         """a·bᵀ [a.rows, b.rows] in FP32, exactly accumulated; added to ``out`` when given."""

@@ -92,9 +92,8 @@ def test_no_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- layouts, on an emulated library -------------------------------------------------------------------------------
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
-    stream = type("Stream", (), {"cuda_stream": 0})()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(ctypes, "CDLL", lambda _: EmulatedLibrary())
     return CublasLt()

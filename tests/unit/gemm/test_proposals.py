@@ -53,7 +53,7 @@ def test_a_product_in_the_table_runs_by_its_proposal(runs: bool) -> None:
     torch.testing.assert_close(found.float(), a.dequantize() @ b.dequantize().t(), rtol=1e-2, atol=1e-2)
 
 
-def test_other_products_do_not() -> None:
+def test_other_products_take_the_first() -> None:
     library = Library()
     a, b = operands("tensor")
     products(library).multiply(a, b, torch.float32)
@@ -61,7 +61,18 @@ def test_other_products_do_not() -> None:
     products(library).multiply(b, a, torch.bfloat16)
     products(library).multiply(*operands("tile"), torch.bfloat16)
     ScaledProducts(scaled_mm, library).multiply(a, b, torch.bfloat16)
+    fast = [True, False, True, False, True]  # accumulation in the tensor core: with one scale a tensor only
+    assert library.calls == [{"fast": each, "choice": 0} for each in fast]
+
+
+def test_rows_that_the_library_refuses_are_padded_for_torch() -> None:
+    library = Library()
+    a = packed.quantize_tiles(torch.randn(6, DEPTH).bfloat16(), "fp8", None).row
+    _, b = operands("tile")
+    assert a is not None
+    found = products(library).multiply(a, b, torch.bfloat16)
     assert library.calls == []
+    torch.testing.assert_close(found.float(), a.dequantize() @ b.dequantize().t(), rtol=1e-2, atol=1e-2)
 
 
 def test_a_table_holds_for_its_library_and_device_only(tmp_path: Path) -> None:
