@@ -11,6 +11,7 @@ from typing import Any
 from snip_megatron.adoption import Decision, Verdict
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
+from snip_megatron.pace import Pace
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction, option_id
 from snip_megatron.reporting.readers import read_events
 from snip_megatron.reporting.run_directory import RunDirectory
@@ -51,6 +52,7 @@ class RankZeroCoordinator:
         static_map: the map of ``--snip-map``, already checked.
         run: the run directory; None when the run keeps none.
         tokens_per_step: that ``request`` is of; None where its FLOPs do not depend on them.
+        pace: compares step times under maps with bf16's; None where quantised GEMMs are emulated, which is slow anyway.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RankZeroCoordinator:
         static_map: PrecisionMap | None,
         run: RunDirectory | None,
         tokens_per_step: int | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._config = config
         self._request = request
@@ -69,6 +72,7 @@ class RankZeroCoordinator:
         self._flops = {row.name: row.flops for row in linears}
         self._static_map = static_map
         self._run = run
+        self._pace = pace
         self._replay = dict(replay_schedule(config.replay)) if config.replay is not None else {}
         self._decisions: dict[int, Decision] = {}
         self._submitted: dict[int, int] = {}
@@ -202,10 +206,14 @@ class RankZeroCoordinator:
         if self._run is not None:
             self._run.event(step, kind, **fields)
 
-    def step_took(self, seconds: float) -> None:
-        """How long the last training step took; stands in the events that follow."""
+    def step_took(self, step: int, seconds: float) -> None:
+        """How long a training step took; stands in the events that follow. Says so if maps make steps longer."""
         if self._run is not None:
             self._run.step_s = round(seconds, 6)
+        slower = None if self._pace is None else self._pace.step(seconds)
+        if slower is not None:
+            self.event(step, "slower", **dataclasses.asdict(slower), ratio=slower.ratio)
+            print(f"snip: {slower}", flush=True)
 
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
         """One line of metrics.jsonl."""
@@ -220,6 +228,8 @@ class RankZeroCoordinator:
     def adopted(self, step: int, precision_map: PrecisionMap) -> None:
         """Keep the adopted map; the next update starts from it."""
         self._in_force = precision_map
+        if self._pace is not None:
+            self._pace.adopted(precision_map)
         self._speedups.append((step, precision_map.speedup))
         if self._run is not None:
             self._run.write_map(step, precision_map)

@@ -36,6 +36,7 @@ from snip_megatron.megatron.probes import LoopShape, ProbeResult, ProbeRunner, S
 from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.step_costs import linear_shapes
+from snip_megatron.pace import Pace
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.reporting.run_directory import RunDirectory
 from snip_megatron.reporting.sinks import Sinks
@@ -248,7 +249,7 @@ class SnipRun:
         if self._probes is not None:
             self._probes.has_trained = True
         if self._coordinator is not None:
-            self._coordinator.step_took(time.perf_counter() - started)
+            self._coordinator.step_took(call.step, time.perf_counter() - started)
         losses = result[0]
         norms = None if self._norms is None else functools.partial(self._norms.share, call.optimizer)
         controller.after_step(call.step, losses.get(_LOSS) if losses else None, result[_GRAD_NORM], norms)
@@ -293,7 +294,8 @@ class SnipRun:
             static_map = validate.load_map(config.map, registry.names) if config.map is not None else None
             run = self._run_directory(step, request, linears)
             tokens = args.global_batch_size * args.seq_length
-            self._coordinator = RankZeroCoordinator(config, request, linears, static_map, run, tokens)
+            pace = None if registry.context.backend.name == "reference" else Pace()
+            self._coordinator = RankZeroCoordinator(config, request, linears, static_map, run, tokens, pace)
         restored = self._restored_state()
         self._controller = Controller(
             config,

@@ -12,7 +12,7 @@ from typing import Any
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.reporting.readers import read_config, read_events, read_maps, read_metrics, read_scores
 
-FAULT_EVENTS = ("guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "postpone", "resume")
+FAULT_EVENTS = ("guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "postpone", "slower", "resume")
 """Events that a reader of the report should see first; any other unknown kind is shown with the rest."""
 _OWN_FIELDS = ("time", "step", "event", "step_s", "wait_s")
 
