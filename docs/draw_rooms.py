@@ -29,6 +29,7 @@ GROUPS = {
 """Only for the boxes: the arrows come from the source. ``precision``, ``config`` and ``errors`` serve everybody."""
 PARTS = {
     "controller": ("controller", "adoption", "guard", "trigger", "controller_state", "step_report"),
+    "coordinator": ("coordinator", "pace"),
     "megatron": ("megatron", "pretrain_gpt", "bridge"),
 }
 """Modules drawn as one box under another name."""

@@ -94,6 +94,11 @@ def test_figures_are_those_of_the_tables():
     for figures, path in compared:
         for name, value in re.findall(r"([a-z-]+) (0\.\d+)", figures):
             assert [row[4].split()[0] for row in cells(path, "75 %", name)][:1] == [value], name
+    figures, path = rows["multi"]
+    steps = {"data": "dp2", "pipeline": "pp2", "tensor": "tp2", "context": "cp2"}
+    shown = dict(re.findall(r"(\w+) parallel (\d\.\d+)", figures))
+    timed = json.loads(path.read_text())["time"]
+    assert shown == {word: f"{timed[name]['75 % map over without']:.2f}" for word, name in steps.items()}
     figures, path = rows["staleness"]
     assert [row[6] for row in cells(path, "late", "200")] == [figures.strip()]
 
