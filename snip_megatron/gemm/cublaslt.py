@@ -1,4 +1,4 @@
-"""Accumulation inside the GEMM: out += A·Bᵀ in one kernel, through the cuBLASLt library that torch has loaded.
+"""Products, and accumulation inside the GEMM: out += A·Bᵀ in one kernel, by the cuBLASLt library torch has loaded.
 
 torch's scaled GEMM always overwrites its result; adding it to ``main_grad`` afterwards reads and writes the gradient of
 every weight once more than needed (12 of 16 bytes an element). The library can do it (beta = 1), so this binds the few
@@ -234,18 +234,8 @@ class CublasLt:
         preference = self.preference((problem.a.alignment, problem.b.alignment, problem.c.alignment))
         count = problem.choice + 1
         results, found = (_Heuristic * count)(), ctypes.c_int()
-        arguments = (
-            self._handle(torch.cuda.current_device()),
-            operation,
-            a,
-            b,
-            c,
-            c,
-            preference,
-            count,
-            results,
-            ctypes.byref(found),
-        )
+        handle = self._handle(torch.cuda.current_device())
+        arguments = handle, operation, a, b, c, c, preference, count, results, ctypes.byref(found)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(*arguments)
         self._call("cublasLtMatmulPreferenceDestroy", preference)
         return [r for r in results[: found.value] if r.state == 0] if status == 0 else []

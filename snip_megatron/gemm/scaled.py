@@ -1,4 +1,4 @@
-"""Products of quantised operands on a Hopper GPU: torch's scaled GEMM, and accumulation into FP32 gradients.
+"""Products of quantised operands on a Hopper GPU: by cuBLASLt, into FP32 gradients too; else torch's scaled GEMM.
 
 What cuBLAS takes: A·Bᵀ with rows of A a multiple of 4, rows of B of 16, the reduction of 128 (operands are padded to
 that when they are made). Rows of A are padded here; other odd shapes are dequantised and multiplied in FP32.
@@ -34,8 +34,8 @@ class ScaledProducts:
 
     Args:
         scaled_mm: ``torch.nn.functional.scaled_mm``; tests on a CPU pass an emulation.
-        library: for accumulation inside the GEMM; None: a product, then an addition.
-        choices: products that are faster by another of the library's proposals than the one ``scaled_mm`` takes.
+        library: runs the products, accumulation inside the GEMM; None: ``scaled_mm``, then an addition.
+        choices: products that are faster by another of the library's proposals than its first.
     """
 
     def __init__(
