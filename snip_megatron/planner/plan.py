@@ -146,7 +146,7 @@ def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:
         "bubble": time.bubble - 1.0,
         "data_parallel": time.data_parallel,
         "optimizer": time.optimizer,
-        "host_bound": any(stage.host > stage.total for stage in time.stages),
+        "host_bound": any(stage.host_bound for stage in time.stages),
     }
 
 

@@ -27,6 +27,9 @@ _LOSS_BYTES = 20  # a logit: read bf16; FP32 written, read, written, read; bf16 
 _EMBEDDING_BYTES = 10  # a feature of a token: read and written in bf16, its gradient read in bf16 and added in FP32
 _OPTIMIZER_BYTES = 34  # a parameter: gradient and its norm, master, two moments read and written, bf16 weight written
 _ZERO_BYTES = 4  # the gradient buffer is cleared
+_HOST_BOUND = 3.0
+"""A stage's work over ``host`` below which the host was seen to hold a step up: linears launched in a loop cost it less
+than in a training step, which launches much besides (README.md, Known limitations)."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class StageTime:
     def total(self) -> float:
         """All of it."""
         return self.linears + self.other
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the GPU is likely to wait for its host."""
+        return self.total < _HOST_BOUND * self.host
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.rates import ATTENTION_BACKWARD, ELEMENTWISE, STATED_COPY, Links
 from snip_megatron.planner.step_time import ALL_BF16, StepModel
 from snip_megatron.precision import LINEAR_KINDS, Format
-from snip_megatron.solver.costs import FLOPS_RATE, FlopsModel
+from snip_megatron.solver.costs import FLOPS_RATE, FlopsModel, load_cost_model
 
 from .formula import SMALL, layout, step_model, with_blocks
 
@@ -96,3 +99,18 @@ def test_fixed_seconds_and_linears_make_the_step(
     linears = sum(model.linear(kind, (fprop, dgrad, wgrad)) for kind in LINEAR_KINDS)
     slowest = max(fixed + linears * len(chosen.stages[stage]) for stage, fixed in model.fixed_seconds().items())
     assert math.isclose(step.total, chosen.bubble * slowest, rel_tol=1e-9)
+
+
+MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/multi_gpu_2xh200_2026-11-21.json").read_text())["time"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("tp2", {"tp": 2, "sequence_parallel": True}), ("pp2", {"pp": 2}), ("dp2", {"dp": 2})]
+)
+def test_steps_that_a_host_held_up_are_called_host_bound_and_others_are_not(name: str, sizes: dict[str, int]) -> None:
+    model = ModelShape("four blocks", 4, 4096, 14336, 32, 8, 128, 32000, 4096)
+    step_of = StepModel(layout(model, global_batch_size=8, **sizes), load_cost_model("h200")).step
+    longer = MEASURED[name]["75 % map over without"] > 1
+    assert any(stage.host_bound for stage in step_of(lambda block, kind: FP4).stages) == longer
+    assert not any(stage.host_bound for stage in step_of(lambda block, kind: ALL_BF16).stages)
+    assert not any(stage.host_bound for stage in step_model(layout("8b")).step(lambda block, kind: FP4).stages)
