@@ -88,7 +88,8 @@ def _origin(results: Results) -> str:
         f" {_list(e['torch'] for e in done)}; {_list(e['date'] for e in done)}",
         f"- text: {results.data['tokens']:,} training tokens, sha256 {str(results.data['sha256'])[:16]}",
         *(f"- warm checkpoint: {made['steps']} steps, weights sha256 {sha[:16]}" for sha, made in results.warm.items()),
-        "- update: what one update takes of training, in steps of the same run",
+        "- update: what one update takes of training, in steps of the same run; runs side by side:"
+        f" {_list(e['side_by_side'] for e in done)}",
         "- gap: validation loss − that of bf16; recovered: 1 − gap / gap of uniform-fp4; mean ± std over runs",
     ]
     return "\n".join(lines)

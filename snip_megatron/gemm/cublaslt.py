@@ -149,10 +149,10 @@ class CublasLt:
         out: Tensor,
         add: bool,
     ) -> bool:
-        if out.is_cuda and out.get_device() != torch.cuda.current_device():
+        device = torch.cuda.current_device()
+        if out.is_cuda and out.get_device() != device:
             with torch.cuda.device(out.device):
                 return self._run(problem, values, scales, out, add)
-        device = torch.cuda.current_device()
         with self._lock:
             plan = self._plan(device, problem, scales)
             if plan is None:

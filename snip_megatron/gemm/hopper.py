@@ -82,19 +82,18 @@ class HopperBackend:
         cols: Tensor | None = None,
     ) -> Sides:
         """Both orientations in one read where both have tiles (or blocks), or both one scale a tensor."""
-        first, second = formats
-        if (first is None or first in STORED) and (second is None or second in STORED):
-            tiled = tiles(x, first, second)
-            return tiled.row, tiled.col
         stored = [fmt if fmt in STORED else None for fmt in formats]
         scaled = [fmt is Format.FP8_TENSOR for fmt in formats]
         tiled = tiles(x, *stored) if any(stored) else _NOTHING
         whole = _NOTHING
         if any(scaled):
             whole = self._quantizers.quantize_tensor(x, row=scaled[0], col=scaled[1], amax=amax)
-        pairs = zip(formats, seeds, strict=True)
-        plain = [None if fmt is None else Plain(x, fmt, seed, cols, amax) for fmt, seed in pairs]
-        return tiled.row or whole.row or plain[0], tiled.col or whole.col or plain[1]
+
+        def plain(side: int) -> Plain | None:
+            fmt = formats[side]
+            return None if fmt is None else Plain(x, fmt, seeds[side], cols, amax)
+
+        return tiled.row or whole.row or plain(0), tiled.col or whole.col or plain(1)
 
     # -- products ------------------------------------------------------------------------------------------------
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:

@@ -41,7 +41,8 @@ _WIDTH = {Format.FP8: 8, Format.FP4: 4}
 # Of values and scales: a kernel writes values along rows as pairs of bytes.
 _ROW, _COL = (torch.int16, torch.float32), (torch.uint8, torch.float32)
 _PAIRED: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}
-"""id(ids of columns) → (the ids, their version, whether they are pairs (2i, 2i + 1))."""
+"""id(ids of columns) → (the ids, their version, whether they are pairs (2i, 2i + 1)). Looked up for every gradient:
+torch's ``WeakIdKeyDictionary`` makes three weak references for that."""
 
 
 def quantize_tiles(
