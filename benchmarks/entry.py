@@ -10,7 +10,6 @@ prints; the first steps of a run, which compile and allocate, are left out. Argu
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, header, write
+from common import ROOT, header, step_times, write
 
 MODEL = shlex.split("""
 --num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
@@ -31,7 +30,6 @@ MODEL = shlex.split("""
 """)
 SNIP = shlex.split("--snip --snip-policy bf16")
 ORDER = (False, True, True, False)
-_TIME = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 
 
 def run(snip: bool, steps: int, megatron: list[str]) -> list[float]:
@@ -45,7 +43,7 @@ def run(snip: bool, steps: int, megatron: list[str]) -> list[float]:
         )
     if done.returncode:
         sys.exit(f"entry.py: training {'with' if snip else 'without'} --snip failed:\n{done.stderr[-3000:]}")
-    return [float(found) for found in _TIME.findall(done.stdout)]
+    return step_times(done.stdout)
 
 
 def measure(steps: int, warmup: int, megatron: list[str]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shlex
 import statistics
 import sys
@@ -37,7 +36,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import header, write
+from benchmarks.common import header, step_times, write
 from benchmarks.multi_gpu_rows import LIMITS, compared, update_cost
 from benchmarks.multi_gpu_runs import LAYOUTS, SIZES, Layout, Run, Runs, rounds, torchrun, visible_gpus
 
@@ -152,7 +151,7 @@ class Bench:
                 kind: self._runs.train(runs[kind], layout, steps, *model, *snip, gpus=gpus)
                 for kind, snip in contenders.items()
             }
-            each = {kind: [float(ms) for ms in _TIME.findall(text)] for kind, text in printed.items()}
+            each = {kind: step_times(text) for kind, text in printed.items()}
             medians = {kind: statistics.median(ms[COUNTED_FROM:]) for kind, ms in each.items()}
             over = {
                 f"{kind} over without": ms / medians["without"] for kind, ms in medians.items() if kind != "without"
@@ -160,9 +159,6 @@ class Bench:
             return {"ms_a_step": medians, "steps_ms": each, **over, "update": update_cost(run, medians["75 % map"])}
 
         return self._row(make, list(runs.values()))
-
-
-_TIME = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 
 
 # -- the command -----------------------------------------------------------------------------------------------

@@ -16,17 +16,18 @@ from benchmarks.common import ROOT
 Run = Callable[[int, Sequence[str], Path, str | None], subprocess.CompletedProcess[str]]
 """(ranks, arguments, folder, CUDA_VISIBLE_DEVICES or None: as it is) → the finished ranks."""
 
-# torch.compile of Megatron's small fused functions would take most of a run's start.
-COMMON = shlex.split("""
+LLAMA = shlex.split("""
 --group-query-attention --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --eval-interval 100000
 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --seed 1234 --log-interval 1
 --num-workers 0 --mock-data --tokenizer-type NullTokenizer --use-distributed-optimizer
---dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist --bf16 --disable-jit-fuser
+--dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist --bf16
 """)
+# torch.compile of Megatron's small fused functions would take most of a run's start.
+COMMON = [*LLAMA, "--disable-jit-fuser"]
 
 
-def _model(layers: int, hidden: int, ffn: int, heads: int, groups: int, seq: int, micro: int, batch: int) -> list[str]:
+def sizes(layers: int, hidden: int, ffn: int, heads: int, groups: int, seq: int, micro: int, batch: int) -> list[str]:
     return shlex.split(
         f"--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {heads}"
         f" --num-query-groups {groups} --seq-length {seq} --max-position-embeddings {seq} --micro-batch-size {micro}"
@@ -47,8 +48,8 @@ class Size:
 
 # Every shard, gated half, query group and token share is a multiple of 128, on all layouts: tiles fall alike.
 SIZES = {
-    "tiny": Size(_model(2, 256, 256, 4, 2, 128, 2, 8), _model(2, 256, 256, 4, 2, 128, 2, 8), 255, 4, 20),
-    "gpu": Size(_model(8, 1024, 2816, 8, 4, 1024, 2, 8), _model(4, 4096, 14336, 32, 8, 4096, 1, 8), 32000, 20, 24),
+    "tiny": Size(sizes(2, 256, 256, 4, 2, 128, 2, 8), sizes(2, 256, 256, 4, 2, 128, 2, 8), 255, 4, 20),
+    "gpu": Size(sizes(8, 1024, 2816, 8, 4, 1024, 2, 8), sizes(4, 4096, 14336, 32, 8, 4096, 1, 8), 32000, 20, 24),
 }
 
 

@@ -53,8 +53,8 @@ def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[s
         "product + add": lambda: apart.accumulate(g_col, x_col, main_grad),
     }
     calls |= {f"copy {name}": _copy(size) for name, size in moved.items()}
-    calls |= _proposals("fprop", x_row, w_row, torch.empty_like(g), add=False, fast=fmt is Format.FP8_TENSOR)
-    calls |= _proposals("wgrad", g_col, x_col, main_grad, add=True, fast=False)
+    calls |= _proposals("fprop", x_row, w_row, None, fast=fmt is Format.FP8_TENSOR)
+    calls |= _proposals("wgrad", g_col, x_col, main_grad, fast=False)
     times = interleaved(calls, ROUNDS, head_start=True)
     flops = 2.0 * x.shape[0] * w.numel()
     rows: dict[str, dict[str, float]] = {}
@@ -69,15 +69,18 @@ def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[s
 
 
 def _proposals(
-    name: str, a: Operand, b: Operand, out: torch.Tensor, *, add: bool, fast: bool
+    name: str, a: Operand, b: Operand, out: torch.Tensor | None, *, fast: bool
 ) -> dict[str, Callable[[], object]]:
-    """cuBLASLt's proposals for a·bᵀ that run, by number."""
+    """cuBLASLt's proposals for a·bᵀ that run, by number: in bf16, or added to ``out``."""
     library = cublaslt()
     found: dict[str, Callable[[], object]] = {}
     for choice in range(PROPOSALS if library is not None else 0):
-        run = functools.partial(library.multiply, a, b, out, add=add, fast=fast, choice=choice)  # type: ignore[union-attr]
+        assert library is not None
+        run: Callable[[], object] = functools.partial(library.multiply, a, b, torch.bfloat16, fast=fast, choice=choice)
+        if out is not None:
+            run = functools.partial(library.accumulate, a, b, out, choice=choice)
         try:
-            if not run():
+            if run() in (None, False):
                 break
         except CublasLtError as error:
             print(f"{name} #{choice}: {error}")

@@ -20,10 +20,11 @@ from typing import Any
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import saved_input, stage_memory
-from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import LINEAR_KINDS, Format
-from snip_megatron.solver.costs import LinearShape, load_cost_model
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.models import ModelShape
+from snip_megatron.timing.shapes import LinearShape
 
 HERE = Path(__file__).parent
 FORMATS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.FP4)

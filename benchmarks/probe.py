@@ -45,7 +45,7 @@ from snip_megatron.config import SnipConfig  # noqa: E402
 from snip_megatron.layers import convert_model  # noqa: E402
 from snip_megatron.megatron import compat  # noqa: E402
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec  # noqa: E402
-from snip_megatron.megatron.probes import LoopShape, ProbeRunner, StepCall  # noqa: E402
+from snip_megatron.megatron.probing.probes import LoopShape, ProbeRunner, StepCall  # noqa: E402
 from snip_megatron.precision import Format, PrecisionMap  # noqa: E402
 from snip_megatron.statistics import errors, recorder  # noqa: E402
 from snip_megatron.statistics.recorder import LinearRecorder, Pass  # noqa: E402
@@ -241,7 +241,7 @@ def timed_parts(watch: Stopwatch) -> Iterator[None]:
     if ON_CPU:
         module: Any = errors
     else:
-        from snip_megatron.statistics import triton_sums as module
+        from snip_megatron.statistics.kernels import sums as module
     with (
         mock.patch.object(LinearRecorder, "_record", watch.wrapped("recorder", LinearRecorder._record)),
         mock.patch.object(

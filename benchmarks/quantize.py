@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from common import cold_milliseconds, header, refuse_without_cuda, write
 
-from snip_megatron.quantization import packed, triton_kernels, triton_quantize
+from snip_megatron.quantization import packed
+from snip_megatron.quantization.kernels import programs as triton_kernels
+from snip_megatron.quantization.kernels import quantize as triton_quantize
 from snip_megatron.quantization.packed import Operand, Operands
 
 ACTIVATIONS = ((8192, 4096), (8192, 8192), (8192, 28672), (16384, 4096), (16384, 14336))

@@ -65,7 +65,7 @@ def criteria(
 
 def check(run: Path, data: Path, log: Path) -> int:
     """Prints the result; exit code 0 if it is enough, 1 otherwise."""
-    from snip_megatron.reporting.readers import read_events, read_maps
+    from snip_megatron.records.readers import read_events, read_maps
     from snip_megatron.reporting.report import write_report
 
     adopted = [event for event in read_events(run) if event["event"] == "adopt"]

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The whole check of this repository: environment, ruff, mypy, every test. Arguments go to pytest:
+# The whole check of this repository: environment, ruff, mypy, import-linter, every test. Arguments go to pytest:
 #
 #   bash scripts/test.sh                           everything (under 20 minutes on 2 cores)
 #   bash scripts/test.sh tests/unit/solver -k cpsat
 #
-# Exit code: pytest's, or 1 if only ruff or mypy failed. pytest's own summary is the last line.
+# Exit code: pytest's, or 1 if only ruff, mypy or import-linter failed. pytest's own summary is the last line.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 1
 source scripts/bootstrap.sh
@@ -20,6 +20,7 @@ check() {
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy" mypy
+check "lint-imports" lint-imports
 
 echo "== pytest"
 if ((${#failed[@]})); then
@@ -28,7 +29,7 @@ fi
 # Two workers on two cores. Tests that start ranks stay on one, those that run commands on another (tests/conftest.py),
 # and each rank keeps to one thread.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-python -m pytest --numprocesses 2 --dist loadgroup "$@"
+python -m pytest --numprocesses 2 --dist loadgroup --durations 20 "$@"
 status=$?
 ((status == 0 && ${#failed[@]})) && status=1
 exit "$status"

@@ -4,14 +4,15 @@
         snip.attach(config)
         pretrain(config, forward_step, callbacks=[snip])
 
-Bridge's callbacks see neither the batches nor the schedule that a probe needs, so its ``train_step`` is wrapped as
-Megatron's own is (``megatron/setup.py``): the module's global of that name, its signature checked.
+A probe needs the batches and the schedule, which Bridge does not pass to callbacks. SNIP therefore replaces the global
+``train_step`` of Bridge's training module by a wrapper, as ``megatron/setup.py`` does in Megatron.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable
 from types import TracebackType
@@ -27,17 +28,16 @@ except ImportError as missing:
     raise SnipError(
         f"snip_megatron.bridge needs megatron-bridge 0.6, which cannot be imported here: {missing}"
     ) from missing
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.layers import LinearRegistry
-from snip_megatron.megatron import validate
+from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.evaluation import share
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
-from snip_megatron.megatron.probe_call import StepCall
+from snip_megatron.megatron.probing.probe_call import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, is_rank_zero
 from snip_megatron.reporting.sinks import Sinks
@@ -48,13 +48,13 @@ _LOSS = "lm loss"
 
 
 class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
-    """SNIP of one training run. A context manager: leaving it ends the sidecar and writes the last files.
+    """Adds SNIP to one training run. Leaving it as a context manager stops the sidecar and writes the last files.
 
     Args:
-        snip: the configuration, as the ``--snip-*`` arguments make it.
+        snip: SNIP's configuration.
 
     Raises:
-        SnipError: this Bridge's ``train_step`` is not the one that is known.
+        SnipError: If the signature of Bridge's ``train_step`` is not that of version 0.6.
     """
 
     def __init__(self, snip: SnipConfig) -> None:
@@ -78,10 +78,10 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
             self._run = None
 
     def attach(self, container: Any) -> SnipCallback:
-        """Add SNIP to Bridge's ``ConfigContainer`` before ``pretrain``: the model's hook and its layer.
+        """Register SNIP's hook and layer spec with the model of Bridge's ``ConfigContainer``, before ``pretrain``.
 
         Raises:
-            SnipError: the container has SNIP already, or its model cannot take it.
+            SnipError: If this callback was attached before, or if the model has no pre-wrap hooks.
         """
         if not self._snip.enabled:
             return self
@@ -103,7 +103,11 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         return self
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
-        """Bridge's hook between building the model and wrapping it. Raises SnipError on what cannot work together."""
+        """Convert the linears in place. Bridge calls this hook after it builds the model and before it wraps it.
+
+        Raises:
+            SnipError: If the configuration cannot be combined with SNIP or with SNIP under Bridge.
+        """
         args = bridge_arguments(self._container)
         validate.check(self._snip, args)
         if (args.virtual_pipeline_model_parallel_size or 1) > 1:
@@ -111,6 +115,8 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
                 "virtual_pipeline_model_parallel_size is not supported under"
                 " Megatron Bridge, whose step shares one iterator among model chunks; use None"
             )
+        if compat.graph_implementation(args) is not None:
+            raise SnipError("CUDA graphs are not supported under Megatron Bridge; use cuda_graph_impl='none'")
         if args.num_experts:
             raise SnipError("num_moe_experts is not supported under Megatron Bridge; use SNIP's own entry")
         if args.context_parallel_size > 1:
@@ -122,7 +128,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
 
     # -- Bridge's events -------------------------------------------------------------------------------------------
     def on_eval_end(self, context: Any) -> None:
-        """Validation's loss joins the run's metrics."""
+        """Record the validation loss."""
         if self._run is not None:
             self._run.evaluated(context.total_loss_dict or {}, context.model)
 
@@ -140,35 +146,27 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
             *rest: Any,
             **named: Any,
         ) -> Any:
-            def step() -> Any:
-                return train_step(
-                    forward_step_func,
-                    data_iterator,
-                    model,
-                    optimizer,
-                    scheduler,
-                    global_state,
-                    pg_collection,
-                    forward_backward_func,
-                    *rest,
-                    **named,
-                )
-
             if self._run is None:
                 raise SnipError(
                     "Bridge built its model without SNIP's pre-wrap hook: was attach() given its container?"
                 )
-            self._run.state = global_state
+            self._run.state, self._run.scheduler = global_state, scheduler
+            step = functools.partial(
+                train_step,
+                forward_step_func,
+                data_iterator,
+                model,
+                optimizer,
+                scheduler,
+                global_state,
+                pg_collection,
+                forward_backward_func,
+                *rest,
+                **named,
+            )
+            iteration, model_config = global_state.train_state.step, get_model_config(model[0])
             call = StepCall(
-                step=global_state.train_state.step,
-                forward_step_func=forward_step_func,
-                data_iterator=data_iterator,
-                model=model,
-                optimizer=optimizer,
-                config=get_model_config(model[0]),
-                forward_backward_func=forward_backward_func,
-                num_microbatches=get_num_microbatches(),
-                clip=1.0,
+                iteration, forward_step_func, data_iterator, model, optimizer, model_config, forward_backward_func
             )
             return self._run.around_step(step, call)
 
@@ -176,10 +174,11 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
 
 
 def prepare(startup: Startup) -> None:
-    """Let Bridge start where its Megatron is the wheel, and without a CUDA device; says what it patched.
+    """Apply and print the patches that let Bridge start with Megatron's wheel or without a CUDA device.
 
     Args:
-        startup: what :func:`snip_megatron.megatron.startup.prepare` returned, before Megatron was imported.
+        startup: The result of :func:`snip_megatron.megatron.startup.prepare`, which must be called before Megatron is
+            imported.
     """
     for line in bridge_compat.apply(startup):
         if is_rank_zero():
@@ -187,18 +186,18 @@ def prepare(startup: Startup) -> None:
 
 
 class _BridgeRun(SnipRun):
-    """A run whose loop, loggers and arguments are Bridge's."""
+    """A run that takes its loop, loggers and arguments from Bridge."""
 
     state: Any = None
 
     def evaluated(self, losses: dict[str, Any], model: list[Any]) -> None:
-        """Collective: every rank is told; the last pipeline stage has the loss."""
+        """Share the validation loss of the last pipeline stage with all ranks and record it. Collective."""
         loss = share(losses.get(_LOSS), next(model[0].parameters()).device)
         if loss is not None:
             self._validated({"bf16" if self._config.eval == "bf16" else "map": loss})
 
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
-        return None  # on_eval_end tells
+        return None  # SnipCallback.on_eval_end reports the loss
 
     def _current_arguments(self) -> argparse.Namespace:
         return self._args
@@ -213,10 +212,9 @@ def _provider_layer_spec(config: Any) -> Any:
 
 # -- arguments -----------------------------------------------------------------------------------------------------
 def bridge_arguments(container: Any) -> argparse.Namespace:
-    """What SNIP asks of Megatron's arguments, from Bridge's validated ``ConfigContainer``.
+    """Return the arguments of Megatron that SNIP reads, taken from Bridge's validated ``ConfigContainer``.
 
-    Fields of the model, optimizer, DDP, training, validation and checkpoint configurations have Megatron's names, but
-    for those set here.
+    Most fields of Bridge's configurations have the names of Megatron's arguments. The others are set one by one.
     """
     model = container.model
     transformer = model if isinstance(model, TransformerConfig) else model.transformer
@@ -247,7 +245,7 @@ def bridge_arguments(container: Any) -> argparse.Namespace:
 
 
 def padded_vocabulary(model: Any, transformer: Any) -> int:
-    """Rows of the embedding over all tensor parallel ranks: Bridge pads when it builds the model."""
+    """Rows of the word embedding over all tensor parallel ranks, with the padding that Bridge adds."""
     if not getattr(model, "should_pad_vocab", False):
         return int(model.vocab_size)
     calculate = importlib.import_module("megatron.bridge.utils.vocab_utils").calculate_padded_vocab_size

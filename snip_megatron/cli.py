@@ -1,4 +1,4 @@
-"""``snip``: a thin dispatcher. A command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``."""
+"""``snip``: runs a command, a module with ``add_arguments(parser)`` and ``run(args) -> exit code``."""
 
 from __future__ import annotations
 
@@ -10,51 +10,55 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from snip_megatron import __version__
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "doctor": ("snip_megatron.doctor.command", "say what this machine can run, and what is missing for the rest"),
-    "solve": ("snip_megatron.solver.command", "choose a format for every item of a problem file"),
+    "doctor": ("snip_megatron.commands.doctor", "say what this machine can run, and what is missing for the rest"),
+    "solve": ("snip_megatron.commands.solve", "choose a format for every item of a problem file"),
     "prepare-data": (
-        "snip_megatron.megatron.prepare_data",
+        "snip_megatron.megatron.data.prepare_data",
         "turn local text into Megatron's .bin/.idx and a tokenizer",
     ),
-    "plan": ("snip_megatron.planner.command", "memory, time and speedup of a configuration before it is launched"),
-    "launch": ("snip_megatron.launch.command", "train a known configuration with torchrun, on one node or several"),
-    "calibrate": ("snip_megatron.calibration.command", "measure how long GEMMs take on this GPU, for time budgets"),
-    "compare": ("snip_megatron.evaluation.command", "train the policies of experiment files and compare their losses"),
-    "validate-proxy": ("snip_megatron.evaluation.proxy_command", "estimators against measured truth; age of scores"),
-    "report": ("snip_megatron.reporting.command", "write the HTML report of a run directory"),
-    "export": ("snip_megatron.export.command", "write a map for other tools, such as Megatron's own precision file"),
+    "plan": ("snip_megatron.commands.plan", "memory, time and speedup of a configuration before it is launched"),
+    "launch": ("snip_megatron.commands.launch", "train a known configuration with torchrun, on one node or several"),
+    "calibrate": ("snip_megatron.commands.calibrate", "measure how long GEMMs take on this GPU, for time budgets"),
+    "compare": ("snip_megatron.commands.compare", "train the policies of experiment files and compare their losses"),
+    "validate-proxy": ("snip_megatron.commands.validate_proxy", "estimators against measured truth; age of scores"),
+    "report": ("snip_megatron.commands.report", "write the HTML report of a run directory"),
+    "export": ("snip_megatron.commands.export", "write a map for other tools, such as Megatron's own precision file"),
 }
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line for a mistake, as for every other bad input; the usage is in ``--help``."""
+    """Reports wrong arguments in one line without the usage, which ``--help`` prints."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {_cut_words(message)} (see {self.prog} --help)\n")
+
+
+def _cut_words(message: str) -> str:
+    """argparse quotes arguments whole, however long."""
+    return " ".join(map(cut, message.split(" ")))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command. Returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = _Parser(prog="snip", description="SNIP for Megatron: choose which GEMM runs in FP4, FP8 or BF16.")
     top.add_argument("--version", action="version", version=f"snip {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    for name, (module, help_line) in COMMANDS.items():
-        sub = commands.add_parser(name, help=help_line, description=help_line)
-        if arguments[:1] == [name]:  # only the command at hand is imported
-            importlib.import_module(module).add_arguments(sub)
-    args = top.parse_args(arguments)
+    subparsers = {n: commands.add_parser(n, help=text, description=text) for n, (_, text) in COMMANDS.items()}
     try:
+        if arguments[:1] and arguments[0] in COMMANDS:  # the modules of other commands are not imported
+            importlib.import_module(COMMANDS[arguments[0]][0]).add_arguments(subparsers[arguments[0]])
+        args = top.parse_args(arguments)
         return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
     except SnipError as error:
-        print(f"snip {args.command}: {error}", file=sys.stderr)
+        print(f"snip {arguments[0]}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of standard output is gone
+    except BrokenPipeError:  # the reader of standard output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

@@ -1,12 +1,25 @@
-"""The one exception a user sees as a single line: what is wrong, where, and what to do."""
+"""The exception for errors of the user: commands print it as a single line."""
 
 from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import TypeGuard
+
+QUOTED = 80
+"""Largest number of characters that an error line repeats of the user's input."""
 
 
 class SnipError(Exception):
     """Bad input or an impossible configuration.
 
-    Commands print ``str(error)`` as one line on standard error and exit with ``exit_code``; no traceback.
+    Commands print ``str(error)`` as one line on standard error, without a traceback, and exit with ``exit_code``. The
+    message says what is wrong, where, and what to do about it.
+
+    Args:
+        message: the text. Runs of white space, line breaks included, become single spaces.
+        exit_code: exit code of the command. Default: 2.
     """
 
     exit_code = 2
@@ -15,3 +28,51 @@ class SnipError(Exception):
         super().__init__(" ".join(message.split()))
         if exit_code is not None:
             self.exit_code = exit_code
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Turn a missing package inside this context into one line that says how to install it.
+
+    Args:
+        extra: the extra of snip_megatron (``setup.py``) that brings the package.
+        what: what needs it, the subject of the sentence.
+
+    Raises:
+        SnipError: a package that is imported inside is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        raise SnipError(
+            f"{what} needs {missing.name}, which is not installed: pip install 'snip_megatron[{extra}]'"
+        ) from missing
+
+
+def cut(text: object) -> str:
+    """Return ``text`` if it has at most :data:`QUOTED` characters, otherwise its beginning and ``...``. For names in
+    error lines.
+    """
+    whole = str(text)
+    return whole if len(whole) <= QUOTED else whole[: QUOTED - 3] + "..."
+
+
+def quoted(value: object) -> str:
+    """Return ``repr(value)``, shortened as :func:`cut` does. For values in error lines."""
+    try:
+        return cut(repr(value))
+    except ValueError:  # Python refuses to write out integers of more than 4,300 digits
+        return f"a {type(value).__name__} too long to show"
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether a value of a JSON file is a finite number within float64.
+
+    JSON has integers of any length; ``math.isfinite`` raises OverflowError for one beyond float64.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -1,15 +1,14 @@
-"""Names of formats, GEMMs and linears, and the precision map that all ranks share.
+"""Number formats, the GEMMs and linears that formats are chosen for, and the precision map that all ranks share.
 
-A choice is keyed ``<linear>:<fprop|dgrad|wgrad>`` (granularity ``gemm``) or ``<linear>`` (granularity ``layer``: one
-format for the three GEMMs of the linear). Names of linears are global and free of parallelism:
-``decoder.layers.<0-based global index>.<kind>``.
+A choice has the key ``<linear>:<fprop|dgrad|wgrad>`` at granularity ``gemm``, or ``<linear>`` at granularity ``layer``,
+where the three GEMMs of a linear share one format. The name of a linear is ``decoder.layers.<0-based global
+index>.<kind>``. It is the same on every parallel layout.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,16 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, is_finite, quoted
 
 MAP_SCHEMA = "snip.map/1"
 STATUSES = ("optimal", "feasible", "infeasible", "static")
+# Fields of a map by time or loss that hold a prediction; they are written where ``budget`` is set.
 _PREDICTED = ("loss", "speedup", "fp4_share", "step_speedup")
 _FIGURES = ("objective", "bound", "target", "achieved", "solve_seconds", *_PREDICTED)
 
 
 class Format(str, Enum):
-    """Number formats of a GEMM's operands. The order of declaration is the int8 code on the wire: append only."""
+    """Number format of the operands of a GEMM.
+
+    The order of declaration is the int8 code that a broadcast carries. New formats are only ever appended.
+    """
 
     BF16 = "bf16"
     FP8 = "fp8"
@@ -43,8 +46,16 @@ class Format(str, Enum):
         """The int8 code of this format in a broadcast map."""
         return _FORMATS.index(self)
 
+    @property
+    def bits(self) -> int:
+        """Bits of one element."""
+        return 16 if self is Format.BF16 else 4 if self in FOUR_BIT else 8
+
 
 _FORMATS: tuple[Format, ...] = tuple(Format)
+
+FOUR_BIT = frozenset({Format.FP4, Format.NVFP4, Format.MXFP4})
+"""Formats that count towards the fp4 share. Gradients in these formats are rounded stochastically (docs/method.md)."""
 
 
 class Gemm(str, Enum):
@@ -56,16 +67,23 @@ class Gemm(str, Enum):
 
 
 LINEAR_KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Of a dense decoder layer, in order."""
+"""Kinds of the linears of a dense decoder layer, in the order of the forward pass."""
 EXPERT_KINDS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
-"""Of a layer whose MLP is a mixture of experts, in the place of the dense MLP's: one name for those of all experts."""
+"""Kinds that replace the two MLP linears in a layer with a mixture of experts. One name stands for all experts of the
+layer.
+"""
 _KINDS = "|".join(re.escape(k) for k in (*LINEAR_KINDS, *EXPERT_KINDS))
 _NAME = re.compile(rf"decoder\.layers\.(0|[1-9][0-9]{{0,5}})\.({_KINDS})\Z")
 
 
 @dataclass(frozen=True, order=True)
 class LinearId:
-    """A linear of the decoder: ``layer`` is the global 0-based index, ``kind`` of LINEAR_KINDS or EXPERT_KINDS."""
+    """Identity of a decoder linear.
+
+    Attributes:
+        layer: global 0-based index of the decoder layer.
+        kind: one of LINEAR_KINDS or EXPERT_KINDS.
+    """
 
     layer: int
     kind: str
@@ -75,37 +93,40 @@ class LinearId:
 
     @classmethod
     def parse(cls, name: str) -> LinearId:
-        """Inverse of ``str``. Raises SnipError on anything that is not a decoder linear's name."""
+        """Parse a name; the inverse of ``str``. Raises SnipError if ``name`` is not the name of a decoder linear."""
         match = _NAME.match(name)
         if match is None:
             raise SnipError(
-                f"{name!r} is not the name of a decoder linear (decoder.layers.<n>.<{'|'.join(LINEAR_KINDS)}>)"
+                f"{quoted(name)} is not the name of a decoder linear (decoder.layers.<n>.<{'|'.join(LINEAR_KINDS)}>)"
             )
         return cls(int(match[1]), match[2])
 
     @property
     def sub_block(self) -> int:
-        """Index of the residual sub-block: 2·layer for attention, 2·layer+1 for the MLP. Also the boundary below it."""
+        """Index of the residual sub-block: 2·layer for attention, 2·layer + 1 for the MLP.
+
+        The residual boundary at the input of the sub-block has the same index.
+        """
         return 2 * self.layer + (0 if self.kind.startswith("self_attention.") else 1)
 
     @property
     def is_first(self) -> bool:
-        """Whether the linear reads the residual stream (qkv, fc1) rather than writes to it (proj, fc2)."""
+        """Whether the linear reads the residual stream (qkv, fc1). The others write to it (proj, fc2)."""
         return self.kind.endswith(("linear_qkv", "linear_fc1"))
 
     @property
     def of_experts(self) -> bool:
-        """Whether the name stands for a linear of each expert of a layer."""
+        """Whether the name stands for one linear in each expert of the layer."""
         return self.kind in EXPERT_KINDS
 
 
 def option_id(linear: str, gemm: Gemm | None) -> str:
-    """The key of a choice: ``<linear>:<gemm>``, or ``<linear>`` when ``gemm`` is None (granularity ``layer``)."""
+    """Return the key of a choice: ``<linear>:<gemm>``, or ``<linear>`` if ``gemm`` is None (granularity ``layer``)."""
     return linear if gemm is None else f"{linear}:{gemm.value}"
 
 
 def split_option_id(key: str) -> tuple[LinearId, Gemm | None]:
-    """Inverse of :func:`option_id`. Raises SnipError."""
+    """Split the key of a choice; the inverse of :func:`option_id`. Raises SnipError if ``key`` is not such a key."""
     name, colon, gemm = key.partition(":")
     linear = LinearId.parse(name)
     if not colon:
@@ -113,21 +134,32 @@ def split_option_id(key: str) -> tuple[LinearId, Gemm | None]:
     try:
         return linear, Gemm(gemm)
     except ValueError:
-        raise SnipError(f"choice {key!r}: {gemm!r} is not one of fprop, dgrad, wgrad") from None
+        raise SnipError(f"choice {quoted(key)}: {quoted(gemm)} is not one of fprop, dgrad, wgrad") from None
 
 
 @dataclass(frozen=True)
 class PrecisionMap:
-    """Which format each GEMM of each linear runs in. Immutable; equality of ``digest()`` is equality of formats.
+    """The format of every GEMM of every linear. Immutable.
 
-    Linears that ``choices`` does not name run in bf16.
+    Linears that ``choices`` does not name run in bf16. Two maps choose the same formats if and only if their
+    :meth:`digest` over the same linears is equal.
 
     Attributes:
-        target, achieved, achieved_per_stage: what was asked, and Σ saving / Σ cost: the share of FLOPs in fp4.
-        budget: ``speedup`` or ``loss`` where ``target`` is such a figure and costs are times; None: a share. Then
-            ``achieved`` is the share of the bf16 time that is saved, and loss, speedup: predicted of the choices.
-        step_speedup: predicted of the whole training step, where ``speedup`` is of the decoder's linears.
-        fp4_share: share of FLOPs in fp4, where ``achieved`` is not that.
+        choices: option id → format.
+        version: number of the map within a run.
+        status: one of STATUSES: what the solver proved, or ``static`` for a map that was not solved.
+        objective, bound: Σ loss of the choices, and the solver's lower bound of it.
+        target: the budget that was asked for.
+        achieved: Σ saving / Σ cost of the choices. This is the share of FLOPs in fp4, or the share of the bf16 time
+            that the map saves where ``budget`` is set.
+        achieved_per_stage: the same for each pipeline stage.
+        solve_seconds: wall time of the solve.
+        budget: ``speedup`` or ``loss`` if ``target`` is such a figure and costs are times; None if ``target`` is a
+            share of FLOPs.
+        loss, speedup: predicted loss of the choices, and predicted speedup of the decoder's linears; None unless
+            ``budget`` is set. A map of a plan has a loss in any case: that of the map if it stayed for the whole run.
+        fp4_share: share of FLOPs in fp4; None where ``achieved`` is that share.
+        step_speedup: predicted speedup of the whole training step.
     """
 
     choices: Mapping[str, Format]
@@ -150,11 +182,11 @@ class PrecisionMap:
         object.__setattr__(self, "achieved_per_stage", MappingProxyType(dict(self.achieved_per_stage)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}  # a mapping proxy does not pickle, a dict does
-        return _restore, ({k: dict(v) if isinstance(v, MappingProxyType) else v for k, v in values.items()},)
+        values = [getattr(self, f.name) for f in fields(self)]  # a mapping proxy cannot be pickled, a dict can
+        return PrecisionMap, tuple(dict(v) if isinstance(v, MappingProxyType) else v for v in values)
 
     def prediction(self) -> dict[str, Any]:
-        """What events say of a map that was asked for by time or loss; nothing for one asked by a share of FLOPs."""
+        """Return what events report of a map with a budget of time or loss. Empty for a budget by share of FLOPs."""
         if self.budget is None or self.target is None:
             return {}
         asked = {"budget": f"{self.budget}={self.target:g}", "speedup": self.speedup, "loss": self.loss}
@@ -163,27 +195,30 @@ class PrecisionMap:
 
     # -- lookup ------------------------------------------------------------------------------------------------
     def format_of(self, linear: str, gemm: Gemm) -> Format:
-        """Format of one GEMM; a per-GEMM choice wins over one for the whole linear, absence means bf16."""
+        """Return the format of one GEMM.
+
+        A choice for the GEMM takes precedence over a choice for the whole linear. Without either the format is bf16.
+        """
         specific = self.choices.get(option_id(linear, gemm))
         return specific if specific is not None else self.choices.get(linear, Format.BF16)
 
     def linears(self) -> list[LinearId]:
-        """The linears that the map names, in order."""
+        """Return the linears that the map names, sorted."""
         return sorted({split_option_id(key)[0] for key in self.choices})
 
     @classmethod
     def uniform(cls, linears: Iterable[str], fmt: Format, **fields: Any) -> PrecisionMap:
-        """A map with one format for every GEMM of ``linears``."""
+        """Return a map with one format for every GEMM of ``linears``."""
         return cls(choices={option_id(name, gemm): fmt for name in linears for gemm in Gemm}, **fields)
 
     # -- int8 codec --------------------------------------------------------------------------------------------
     def to_codes(self, linears: Sequence[str]) -> np.ndarray:
-        """int8 [len(linears), 3] codes in the order fprop, dgrad, wgrad: what a broadcast carries."""
+        """Return the codes that a broadcast carries: int8 [len(linears), 3], in the order fprop, dgrad, wgrad."""
         return np.array([[self.format_of(n, g).code for g in Gemm] for n in linears], dtype=np.int8).reshape(-1, 3)
 
     @classmethod
     def from_codes(cls, linears: Sequence[str], codes: np.ndarray, **fields: Any) -> PrecisionMap:
-        """Inverse of :meth:`to_codes`. Raises SnipError on a wrong shape or an unknown code."""
+        """Build a map from :meth:`to_codes`. Raises SnipError on a wrong shape or an unknown code."""
         codes = np.asarray(codes)
         if codes.shape != (len(linears), 3):
             raise SnipError(f"map codes have shape {codes.shape}, expected {(len(linears), 3)}")
@@ -197,7 +232,7 @@ class PrecisionMap:
         return cls(choices=choices, **fields)
 
     def digest(self, linears: Sequence[str]) -> str:
-        """SHA-256 over the names and codes: what all ranks compare at adoption."""
+        """Return the SHA-256 over names and codes, which all ranks compare when they adopt a map."""
         h = hashlib.sha256()
         for name in linears:
             h.update(name.encode() + b"\0")
@@ -205,13 +240,17 @@ class PrecisionMap:
         return h.hexdigest()
 
     def with_fields(self, **fields: Any) -> PrecisionMap:
-        """A copy with other metadata (``version``, ``status``, …)."""
+        """Return a copy with other values of some fields, for example ``version`` or ``status``."""
         return replace(self, **fields)
 
     # -- JSON --------------------------------------------------------------------------------------------------
     def to_json(self) -> str:
-        """The text of a ``snip.map/1`` file (DESIGN, contracts)."""
-        body = {
+        """Return the text of a ``snip.map/1`` file (docs/file-formats.md)."""
+        return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object of a ``snip.map/1`` file."""
+        body: dict[str, Any] = {
             "schema": MAP_SCHEMA,
             "version": self.version,
             "choices": {key: fmt.value for key, fmt in self.choices.items()},
@@ -225,86 +264,93 @@ class PrecisionMap:
         }
         if self.budget is not None:
             body |= {name: getattr(self, name) for name in ("budget", *_PREDICTED)}
-        return json.dumps(body, indent=1, allow_nan=False) + "\n"
+        elif self.loss is not None:
+            body["loss"] = self.loss
+        return body
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "map") -> PrecisionMap:
-        """Parse and validate a ``snip.map/1`` text; ``where`` names the file in errors. Raises SnipError."""
+        """Parse and validate the text of a ``snip.map/1`` file.
+
+        Args:
+            text: contents of the file.
+            where: name of the file in error messages.
+
+        Raises:
+            SnipError: the text is not such a file. The message names the field.
+        """
         try:
-            body = json.loads(text, object_pairs_hook=_unique_keys)
+            return cls.from_dict(json.loads(text, object_pairs_hook=unique_keys))
         except (ValueError, RecursionError) as error:
             raise SnipError(f"{where}: not JSON ({error})") from None
         except SnipError as error:
             raise SnipError(f"{where}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, body: Any) -> PrecisionMap:
+        """Read and validate the output of :meth:`as_dict`. Raises SnipError naming the field that is invalid."""
         if not isinstance(body, dict) or body.get("schema") != MAP_SCHEMA:
-            raise SnipError(f'{where}: "schema" must be "{MAP_SCHEMA}"')
-        raw = body.get("choices")
-        if not isinstance(raw, dict):
-            raise SnipError(f"{where}: choices: must be an object of <linear>[:<gemm>] -> format")
-        choices: dict[str, Format] = {}
-        for key, value in raw.items():
-            try:
-                split_option_id(key)
-            except SnipError as error:
-                raise SnipError(f"{where}: choices: {error}") from None
-            if not isinstance(value, str) or value not in Format._value2member_map_:
-                known = ", ".join(f.value for f in Format)
-                raise SnipError(f"{where}: choices[{key!r}]: unknown format {value!r} (known: {known})")
-            choices[key] = Format(value)
+            raise SnipError(f'"schema" must be "{MAP_SCHEMA}"')
+        if not isinstance(body.get("choices"), dict):
+            raise SnipError("choices: must be an object of <linear>[:<gemm>] -> format")
         status = body.get("status", "static")
         if status not in STATUSES:
-            raise SnipError(f"{where}: status: {status!r} is not one of {', '.join(STATUSES)}")
+            raise SnipError(f"status: {quoted(status)} is not one of {', '.join(STATUSES)}")
         per_stage = body.get("achieved_per_stage") or {}
         if not isinstance(per_stage, dict):
-            raise SnipError(f"{where}: achieved_per_stage: must be an object")
+            raise SnipError("achieved_per_stage: must be an object")
         budget = body.get("budget")
         if budget not in (None, "speedup", "loss"):
-            raise SnipError(f"{where}: budget: {budget!r:.40} is not one of speedup, loss")
+            raise SnipError(f"budget: {quoted(budget)} is not one of speedup, loss")
         version = body.get("version", 0)
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**31:
-            raise SnipError(f"{where}: version: must be an integer in [0, 2^31)")
+            raise SnipError("version: must be an integer in [0, 2^31)")
         return cls(
-            choices=choices,
+            choices={key: _choice(key, value) for key, value in body["choices"].items()},
             version=version,
             status=status,
             budget=budget,
-            achieved_per_stage={str(k): _number(v, where, f"achieved_per_stage[{k!r}]") for k, v in per_stage.items()},
-            **{name: None if body.get(name) is None else _number(body[name], where, name) for name in _FIGURES},
+            achieved_per_stage={str(k): _number(v, f"achieved_per_stage[{quoted(k)}]") for k, v in per_stage.items()},
+            **{name: None if body.get(name) is None else _number(body[name], name) for name in _FIGURES},
         )
 
 
 def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float], unquantised: float = 0.0) -> float:
-    """FLOPs of four-bit GEMMs over all; ``flops``: linear's name → FLOPs of one GEMM (its three are equal).
+    """Return the share of FLOPs that run in four-bit formats.
 
-    ``unquantised``: FLOPs of the decoder's linears that are no candidates, all GEMMs together.
+    Args:
+        precision_map: format of every GEMM.
+        flops: name of a linear → FLOPs of one of its three GEMMs, which are equal.
+        unquantised: FLOPs of the decoder linears that are no candidates, all three GEMMs together.
     """
-    four_bit = {Format.FP4, Format.NVFP4, Format.MXFP4}
     total = 3.0 * sum(flops.values()) + unquantised
-    low = sum(flops[name] for name in flops for gemm in Gemm if precision_map.format_of(name, gemm) in four_bit)
+    low = sum(flops[name] for name in flops for gemm in Gemm if precision_map.format_of(name, gemm) in FOUR_BIT)
     return low / total if total else 0.0
 
 
-def _number(value: Any, where: str, path: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SnipError(f"{where}: {path}: must be a number")
+def _choice(key: str, value: Any) -> Format:
+    """Return the format of one entry of ``choices``. Raises SnipError if the key or the value is not valid."""
     try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise SnipError(f"{where}: {path}: must be a finite number")
-    return number
+        split_option_id(key)
+    except SnipError as error:
+        raise SnipError(f"choices: {error}") from None
+    if not isinstance(value, str) or value not in Format._value2member_map_:
+        known = ", ".join(f.value for f in Format)
+        raise SnipError(f"choices[{quoted(key)}]: unknown format {quoted(value)} (known: {known})")
+    return Format(value)
 
 
-def _restore(values: dict[str, Any]) -> PrecisionMap:
-    return PrecisionMap(**values)
+def _number(value: Any, path: str) -> float:
+    if not is_finite(value):
+        raise SnipError(f"{path}: must be a finite number")
+    return float(value)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object as a dict; of two values for one choice neither is taken."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object as a dict. Raises SnipError if a key occurs twice."""
     body = dict(pairs)
     if len(body) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise SnipError(f"the key {twice!r} stands twice in one object")
+        raise SnipError(f"the key {quoted(twice)} stands twice in one object")
     return body

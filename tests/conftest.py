@@ -10,7 +10,14 @@ from hypothesis import settings
 TESTS = Path(__file__).resolve().parent
 # Under xdist (--dist loadgroup) a group stays on one worker. Ranks share a server of warm processes and want the cores
 # themselves; commands, mostly one process, run beside them.
-GROUPS = {"distributed": "ranks", "e2e": "commands", "faults": "commands", "gpu": "ranks", "compatibility": "ranks"}
+GROUPS = {
+    "distributed": "ranks",
+    "e2e": "commands",
+    "faults": "commands",
+    "gpu": "ranks",
+    "slurm": "slurm",
+    "compatibility": "ranks",
+}
 
 # A deadline would assert a time; derandomised, a failure on one machine is a failure on every machine.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)

@@ -1,1 +1,1 @@
-"""`snip doctor`: what this machine can run, and what keeps it from running the rest."""
+"""``snip doctor``: checks what this machine can run, and what is missing for the rest."""

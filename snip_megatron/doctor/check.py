@@ -1,4 +1,4 @@
-"""One line of the doctor's report."""
+"""One check of ``snip doctor``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Status(enum.Enum):
-    """How a check ended. Only ``FAIL`` means that training under SNIP will not run here."""
+    """Result of a check. Only ``FAIL`` means that training under SNIP cannot run here."""
 
     OK = "ok"
     NOTE = "note"
@@ -17,9 +17,14 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, how it is, and what to do about it.
+    """One line of the report.
 
-    ``room`` groups the lines of the report; ``advice`` is empty where nothing needs doing.
+    Attributes:
+        room: Heading under which the line is printed.
+        name: What was checked.
+        status: Result of the check.
+        found: What was found.
+        advice: What to do about it, or an empty string.
     """
 
     room: str
@@ -29,20 +34,20 @@ class Check:
     advice: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
+        """Return the fields as values that JSON can represent."""
         return asdict(self) | {"status": self.status.value}
 
 
 def ok(room: str, name: str, found: str) -> Check:
-    """A check that passed."""
+    """Return a check that passed."""
     return Check(room, name, Status.OK, found)
 
 
 def note(room: str, name: str, found: str, advice: str = "") -> Check:
-    """Something optional that is missing, or slower than it could be."""
+    """Return a check of something optional that is missing, or that is slower than it could be."""
     return Check(room, name, Status.NOTE, found, advice)
 
 
 def fail(room: str, name: str, found: str, advice: str) -> Check:
-    """Something that training needs."""
+    """Return a check of something that training needs and that is missing or wrong."""
     return Check(room, name, Status.FAIL, found, advice)

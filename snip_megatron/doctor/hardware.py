@@ -1,4 +1,4 @@
-"""GPUs, and which GEMM backends give right numbers on them."""
+"""Checks the GPUs, and which GEMM backends give correct results on them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ROOM = "hardware"
 GEMM_ROOM = "gemm backends"
 
 _SHAPE = 256
-#: Relative error of Y against float64 under which a backend counts as right. Rounding to E4M3 alone gives about .037
-#: for normal values, E2M1 about .16; a wrong layout or scale gives 1 and more.
+#: Format → largest relative error of Y against float64 that passes. For normal values, rounding to E4M3 gives about
+#: .037 and rounding to E2M1 about .16. A wrong layout or scale gives 1 and more.
 _TOLERANCE = {"fp8": 0.08, "fp8_tensor": 0.08, "fp4": 0.3, "nvfp4": 0.3, "mxfp4": 0.3, "mxfp8": 0.08}
 
 
 def check_hardware() -> Iterator[Check]:
-    """The GPUs that torch sees."""
+    """Check the GPUs that torch sees."""
     if importlib.util.find_spec("torch") is None:
         return
     import torch
@@ -50,12 +50,12 @@ def check_hardware() -> Iterator[Check]:
 
 
 def check_backends() -> Iterator[Check]:
-    """Every backend of ``--snip-gemm``: chosen, run on one small linear and compared with float64."""
+    """Select every backend of ``--snip-gemm``, run it on a small linear and compare the result with float64."""
     if importlib.util.find_spec("torch") is None:
         return
-    from snip_megatron.config import GEMM_BACKENDS
+    from snip_megatron.gemm import BACKENDS
 
-    for name in GEMM_BACKENDS:
+    for name in BACKENDS:
         yield _backend(name)
 
 
@@ -75,7 +75,7 @@ def _backend(name: str) -> Check:
             measured.append(f"{fmt} refused: {refusal}")
             continue
         measured.append(f"{fmt} {relative:.3f}")
-        if not relative < tolerance:  # NaN is wrong too
+        if not relative < tolerance:  # also true for NaN
             wrong.append(fmt)
     found = f"{selection.backend.name} ({selection.reason}); relative error of Y: {', '.join(measured)}"
     if wrong:
@@ -86,7 +86,7 @@ def _backend(name: str) -> Check:
 
 
 def _fprop_error(backend: GemmBackend, fmt_name: str) -> float:
-    """‖Y − XWᵀ‖ / ‖XWᵀ‖ of one forward GEMM, float64 being the truth."""
+    """Return ‖Y − XWᵀ‖ / ‖XWᵀ‖ of one forward GEMM, with XWᵀ computed in float64."""
     import torch
 
     from snip_megatron.precision import Format

@@ -1,4 +1,4 @@
-"""The machine around the GPUs: solver process, process group, ports, disk."""
+"""Checks the host: CPU cores, solver, Megatron, process group, port, disk and shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ _SHARED_MEMORY = 2 * 2**30
 
 
 def check_host(directory: Path, port: int) -> Iterator[Check]:
-    """``directory``: where runs will write; ``port``: torchrun's rendezvous port."""
+    """Check the host.
+
+    Args:
+        directory: Folder in which runs will write.
+        port: Rendezvous port of torchrun.
+    """
     yield _cpus()
     yield _solver()
     yield _compatibility()
@@ -38,12 +43,13 @@ def _cpus() -> Check:
 
 
 def _solver() -> Check:
-    """A small problem through the solver that a run uses."""
+    """Solve a small problem with the solver that a run uses."""
     if importlib.util.find_spec("ortools") is None:
         return fail(ROOM, "solver", "ortools is not installed", "pip install ortools")
     from snip_megatron.precision import Format
     from snip_megatron.solver.api import solve
-    from snip_megatron.solver.problem import Budget, Choice, Item, Problem
+    from snip_megatron.solver.items import Budget, Choice, Item
+    from snip_megatron.solver.problem import Problem
 
     items = tuple(
         Item(id=str(i), stage=0, cost=1.0, choices=(Choice(Format.FP8, 0.0, 0.0), Choice(Format.FP4, 1.0 + i, 1.0)))
@@ -59,21 +65,21 @@ def _solver() -> Check:
 
 
 def _compatibility() -> Check:
-    """Our view of Megatron's private names: checked when it is imported."""
+    """Import the modules that check Megatron's version and private names."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
-        return fail(ROOM, "megatron", "cannot be imported", "pip install 'megatron-core>=0.17,<0.20'")
+        return fail(ROOM, "megatron", "cannot be imported", f"pip install '{MEGATRON.name}{MEGATRON.range}'")
     from snip_megatron.megatron.startup import prepare
 
     try:
         prepare([], [])
-        # First its version: an unknown one may not even be importable as we import it. It need not be the installed
-        # package: teams put a vendored copy in front of it.
+        # The version is checked first, because the compat modules may fail to import with another one. The imported
+        # Megatron can be a vendored copy instead of the installed package.
         import megatron.core
 
         if not MEGATRON.admits(release(megatron.core.__version__)):
             return fail(ROOM, "megatron", f"{megatron.core.__version__} is imported", f"supported: {MEGATRON.range}")
         from snip_megatron.megatron.compat import MEGATRON_VERSION
-    except Exception as error:  # whatever an unknown Megatron raises while it is imported is the finding
+    except Exception as error:  # an unsupported Megatron can raise anything while it is imported
         return fail(
             ROOM, "megatron", f"{type(error).__name__}: {error}", "install a supported, unpatched megatron-core"
         )
@@ -82,7 +88,7 @@ def _compatibility() -> Check:
 
 
 def _process_group() -> Check:
-    """A process group of one rank and a collective through it."""
+    """Create a process group of one rank and run a collective."""
     if importlib.util.find_spec("torch") is None:
         return fail(ROOM, "process group", "torch is not installed", "pip install torch")
     import torch
@@ -113,10 +119,16 @@ def _port(port: int) -> Check:
 
 
 def _disk(directory: Path) -> Check:
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    if not os.access(existing, os.W_OK):
-        return fail(ROOM, "disk", f"{existing} is not writable", "give --dir a directory that this user can write")
-    free = shutil.disk_usage(existing).free
+    """A folder is made and removed again: permissions alone do not say whether a file system takes one (/proc)."""
+    wanted = directory.absolute()
+    existing = next(path for path in (wanted, *wanted.parents) if os.path.exists(path))
+    try:
+        with tempfile.TemporaryDirectory(dir=existing) as folder:
+            (Path(folder) / wanted.relative_to(existing)).mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        found = f"no folder can be made at {wanted} ({error.strerror})"
+        return fail(ROOM, "disk", found, "give --dir a directory that this user can write")
     found = f"{free / 2**30:.0f} GiB free at {existing}"
     if free < _LOW_DISK:
         return note(ROOM, "disk", found, "a checkpoint takes 14 to 18 bytes a parameter, a run directory some MB")

@@ -1,4 +1,4 @@
-"""Versions of what is required and of what is used where it is found. Nothing heavy is imported for it."""
+"""Checks the versions of required and optional packages. The packages are not imported."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from snip_megatron.doctor.check import Check, fail, note, ok
+from snip_megatron.megatron.supported import BEYOND, OLDEST
 
 ROOM = "packages"
 _OLDEST_PYTHON = (3, 12)
@@ -17,7 +18,7 @@ _OLDEST_PYTHON = (3, 12)
 
 @dataclass(frozen=True)
 class Requirement:
-    """A distribution and the versions that work: ``oldest`` ≤ version < ``beyond``; None: any."""
+    """A distribution and its supported versions: ``oldest`` ≤ version < ``beyond``. None means no limit."""
 
     name: str
     oldest: tuple[int, ...] | None = None
@@ -25,26 +26,36 @@ class Requirement:
 
     @property
     def range(self) -> str:
-        """As pip writes it."""
+        """The range in pip's notation."""
         parts = [f">={_text(self.oldest)}"] if self.oldest else []
         return ",".join([*parts, f"<{_text(self.beyond)}"] if self.beyond else parts)
 
     def admits(self, version: tuple[int, ...]) -> bool:
-        """Whether the version lies in the range."""
+        """Whether the range includes the version."""
         return (self.oldest is None or version >= self.oldest) and (self.beyond is None or version < self.beyond)
 
 
-MEGATRON = Requirement("megatron-core", (0, 17), (0, 20))
+MEGATRON = Requirement("megatron-core", OLDEST, BEYOND)
 REQUIRED = (
     Requirement("torch", (2, 8)),
     MEGATRON,
     Requirement("ortools", (9, 15), (10,)),
     Requirement("numpy", (2,)),
     Requirement("omegaconf", (2, 3)),
-    Requirement("transformers", (5,)),
-    Requirement("tokenizers", (0, 22)),
     Requirement("psutil", (6,)),
+    Requirement("jinja2", (3,)),
 )
+EXTRAS = (
+    (Requirement("transformers", (5,)), "text", "--tokenizer-type HuggingFaceTokenizer or snip export --format hf"),
+    (Requirement("tokenizers", (0, 22)), "text", "snip prepare-data"),
+    (Requirement("tqdm", (4, 66)), "text", "snip prepare-data"),
+    (Requirement("plotly", (6,)), "report", "a report"),
+    (Requirement("scipy", (1, 14)), "evaluation", "snip compare or snip validate-proxy"),
+    (Requirement("safetensors", (0, 5)), "hf", "snip export --format hf"),
+    (Requirement("wandb", (0, 22)), "wandb", "--wandb-project"),
+    (Requirement("tensorboard", (2, 19)), "tensorboard", "--tensorboard-dir"),
+)
+"""(Requirement, extra of snip_megatron that brings it, what needs it): what a training itself does not import."""
 OPTIONAL = (
     (Requirement("triton", (3, 4)), "the quantisation kernels of a GPU need it"),
     (
@@ -53,15 +64,19 @@ OPTIONAL = (
     ),
     (Requirement("apex"), "never needed; Megatron's fused kernels use it where it is"),
     (Requirement("megatron-bridge", (0, 6), (0, 7)), "the Bridge callback needs it"),
-    (Requirement("wandb", (0, 22)), "--wandb-project needs it"),
-    (Requirement("tensorboard"), "--tensorboard-dir needs it"),
-    (Requirement("plotly", (6,)), "snip report needs it"),
-    (Requirement("jinja2", (3,)), "snip report needs it"),
+    (
+        Requirement("sgl-deep-gemm", (0, 1, 4), (0, 1, 5)),
+        "faster fp8 and fp4 GEMMs on Hopper, with nvcc and torch 2.11",
+    ),
+    *(
+        (requirement, f"{purpose} needs it: pip install 'snip_megatron[{extra}]'")
+        for requirement, extra, purpose in EXTRAS
+    ),
 )
 
 
 def check_packages() -> Iterator[Check]:
-    """Python and every package, required ones first."""
+    """Check Python, the required packages and the optional packages."""
     version = platform.python_version()
     if sys.version_info[:2] >= _OLDEST_PYTHON:
         yield ok(ROOM, "python", version)
@@ -74,7 +89,7 @@ def check_packages() -> Iterator[Check]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version text: ``2.11.0+cu130`` → (2, 11, 0); of none: ()."""
+    """Return the leading numbers of a version, for example (2, 11, 0) of ``2.11.0+cu130``, or () if there are none."""
     numbers: list[int] = []
     for part in version.split("."):
         match = re.match(r"\d+", part)

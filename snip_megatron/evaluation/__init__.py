@@ -1,1 +1,1 @@
-"""Experiments: policies trained over seeds from one checkpoint, and what their losses say."""
+"""Comparison of policies by trained loss, and of estimators with measured sensitivities."""

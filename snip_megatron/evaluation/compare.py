@@ -1,4 +1,4 @@
-"""Runs what experiments still lack, all in one pool, and keeps each one's result file whole after every run."""
+"""Training of the missing runs of several experiments in one pool. Result files are updated after every run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRESS_S = 15.0
 
 @dataclass
 class Part:
-    """One experiment of a comparison: its runs, its result file and its warm checkpoint, if it has one."""
+    """One experiment of a comparison, with its runs, its result file and its warm checkpoint (None without one)."""
 
     experiment: Experiment
     data: Data
@@ -34,18 +34,21 @@ class Part:
 
 
 def make_part(experiment: Experiment, data: Data, results: Results, work: Path) -> Part:
-    """``work``: the folder for checkpoints and run directories."""
+    """Prepare an experiment. ``work`` is the folder for checkpoints and run directories."""
     warm = warm_checkpoint(experiment, data, work) if any(p.kind == "from_warm" for p in experiment.phases) else None
     return Part(experiment, data, results, experiment_runs(experiment, data), warm)
 
 
 @dataclass
 class Comparison:
-    """Several experiments trained together: equal runs and equal warm checkpoints are made once.
+    """Several experiments that are trained together. Equal runs and equal warm checkpoints are made only once.
 
     Args:
-        parts: the experiments. pool: where processes run. work: checkpoints, run directories, logs.
-        facts: hardware, versions and commit, for every record.
+        parts: the experiments.
+        pool: runs the training processes.
+        work: the folder for checkpoints, run directories and logs.
+        facts: hardware, versions and commit, which every record contains.
+        failed: number of failed processes so far.
     """
 
     parts: Sequence[Part]
@@ -59,7 +62,14 @@ class Comparison:
     _shown_at: float = 0.0
 
     def run(self) -> int:
-        """Train; returns how many runs are still to be made. Raises SnipError if results cannot be written."""
+        """Train the missing runs.
+
+        Returns:
+            The number of runs that are still missing.
+
+        Raises:
+            SnipError: results cannot be written.
+        """
         self.pool.expected |= self._seen()
         warms = self._missing_warms()
         self.pool.add([warm.job(self.work / "logs") for warm in warms])
@@ -72,7 +82,7 @@ class Comparison:
 
     # -- queue -------------------------------------------------------------------------------------------------
     def _missing_warms(self) -> list[WarmCheckpoint]:
-        """The checkpoints that runs still to be made need."""
+        """Return the warm checkpoints that do not exist and that missing runs need."""
         missing = {}
         for part in self.parts:
             if part.warm is not None and part.warm.sha256 is None and not self._all_done(part):
@@ -80,13 +90,13 @@ class Comparison:
         return list(missing.values())
 
     def _all_done(self, part: Part) -> bool:
-        """Whether a result file already holds all branches from one checkpoint: it need not be made again."""
+        """Return whether the result file holds all branches of one warm checkpoint, so that it is not needed again."""
         known = part.results.warm
         branches = [run for run in part.runs if run.kind == "from_warm"]
         return any(all(part.results.done(r.identity(part.data, sha)) for r in branches) for sha in known)
 
     def _queue(self, part: Part) -> None:
-        """Queue the runs of ``part`` that can start: those from scratch, and from the warm checkpoint once it is."""
+        """Queue the runs of ``part`` that can start. Branches can start once the warm checkpoint exists."""
         warm = part.warm
         sha = warm.sha256 if warm is not None else None
         if warm is not None and sha is not None and sha not in part.results.warm:
@@ -105,7 +115,7 @@ class Comparison:
         self.pool.add(jobs)
 
     def _seen(self) -> dict[str, float]:
-        """Longest run of each family in the result files."""
+        """Return the duration of the longest run of each family in the result files."""
         seen: dict[str, float] = {}
         for part in self.parts:
             for entry in part.results.runs.values():
@@ -115,7 +125,7 @@ class Comparison:
         return seen
 
     def _elsewhere(self, part: Part, run: Run, identity: str) -> bool:
-        """Take an equal run over from another experiment of this comparison, under the names of this one."""
+        """Copy the record of an equal run from another experiment of this comparison. Returns whether there is one."""
         for other in self.parts:
             if other.results.done(identity):
                 part.results.runs[identity] = other.results.runs[identity] | record(run, identity)
@@ -145,7 +155,7 @@ class Comparison:
         )
 
     def _primer(self, warm: WarmCheckpoint) -> Job:
-        """Beside the warm run, while nothing else can start: kernels are compiled once, not by every first branch."""
+        """Return the job that compiles kernels during the warm run, so that not every branch has to compile them."""
         directory = self.work / "primer" / warm.folder.name
         folders = {"data": str(warm.data.folder), "run": str(directory)}
         return Job(
@@ -220,11 +230,11 @@ class Comparison:
 
 
 def _families(part: Part, kind: str, steps: int, label: str) -> tuple[str, str]:
-    """Runs of one policy take equally long, others of as many steps about so."""
+    """Return the families of a run: runs of the same policy, then all runs with as many steps."""
     common = f"{part.experiment.model} {kind} {steps}"
     return f"{common} {label}", common
 
 
 def facts(gpus: list[str]) -> dict[str, Any]:
-    """What stands in every record beside the figures."""
+    """Return hardware, versions and commit, which every record contains."""
     return machine.describe(gpus) | {"commit": machine.commit()}

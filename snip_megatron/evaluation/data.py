@@ -1,4 +1,4 @@
-"""A folder of ``snip prepare-data`` as Megatron's arguments, and what identifies its text."""
+"""Prepared text: a folder of ``snip prepare-data``, its Megatron arguments and the hash of its tokens."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut, quoted
 
 SCHEMA = "snip.data/1"
 DATA = "{data}"
-"""Stands for the folder in recorded arguments: where it lies does not change what is trained."""
+"""Placeholder of the folder in recorded arguments, which makes them independent of its path."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Prepared text. ``sha256``: of the tokens of both parts; ``tokens``: of the training text."""
+    """Prepared text.
+
+    Attributes:
+        folder: the folder.
+        tokenizer: ``bytes`` or ``bpe``.
+        sha256: hash of the tokens of the training and the validation text.
+        tokens: number of tokens of the training text.
+        valid_tokens: number of tokens of the validation text.
+    """
 
     folder: Path
     tokenizer: str
@@ -26,7 +34,7 @@ class Data:
 
     @property
     def arguments(self) -> list[str]:
-        """Megatron's arguments, with ``{data}`` for the folder. Items are read in the training process itself."""
+        """Megatron's arguments, with ``{data}`` for the folder. Samples are read in the training process itself."""
         return [
             *("--train-data-path", f"{DATA}/train", "--valid-data-path", f"{DATA}/valid", "--num-workers", "0"),
             *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{DATA}/tokenizer"),
@@ -34,12 +42,16 @@ class Data:
 
 
 def load_data(folder: Path, tokenizer: str) -> Data:
-    """The manifest of ``folder``. Raises SnipError if it is none, has no hold-out, or another tokenizer."""
+    """Read the manifest of a folder.
+
+    Raises:
+        SnipError: the folder holds no prepared text, no validation text, or text of another tokenizer.
+    """
     how = f"make it with: snip prepare-data --tokenizer {tokenizer} --output {folder}"
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if manifest["schema"] != SCHEMA:
-            raise ValueError(f"schema {manifest['schema']!r}")
+            raise ValueError(f"schema {quoted(manifest['schema'])}")
         files = manifest["files_sha256"]
         data = Data(
             folder=folder.resolve(),
@@ -51,9 +63,11 @@ def load_data(folder: Path, tokenizer: str) -> Data:
     except FileNotFoundError:
         raise SnipError(f"--data {folder}: holds no prepared text; {how}") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise SnipError(f"--data {folder}: manifest.json cannot be used ({error}); {how} --overwrite") from None
+        raise SnipError(f"--data {folder}: manifest.json cannot be used ({cut(error)}); {how} --overwrite") from None
     if data.tokenizer != tokenizer:
-        raise SnipError(f"--data {folder}: its tokenizer is {data.tokenizer}, the experiment wants {tokenizer}; {how}")
+        raise SnipError(
+            f"--data {folder}: its tokenizer is {cut(data.tokenizer)}, the experiment wants {tokenizer}; {how}"
+        )
     if not data.valid_tokens:
         raise SnipError(f"--data {folder}: has no hold-out for validation; {how} --holdout 0.05 --overwrite")
     return data

@@ -1,7 +1,4 @@
-"""The experiment file of ``snip compare``: which policies are trained, over which seeds, from which checkpoint.
-
-README.md beside this file describes the format.
-"""
+"""The experiment file of ``snip compare``. README.md beside this file describes the format."""
 
 from __future__ import annotations
 
@@ -12,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.config import GRANULARITIES
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, quoted
 from snip_megatron.evaluation.fields import Fields
 from snip_megatron.evaluation.models import model
+from snip_megatron.evaluation.planned import Planned, read_planned
 from snip_megatron.sensitivity.policies import ESTIMATORS, FIXED, POLICIES
 from snip_megatron.sensitivity.quality import Q_RULES
 
@@ -25,9 +23,19 @@ PHASES = ("from_warm", "from_scratch")
 
 @dataclass(frozen=True)
 class Training:
-    """What all runs share: AdamW, cosine decay over all steps, linear warm-up. Lengths in tokens, batch in sequences.
+    """The training settings of all runs: AdamW with linear warm-up and cosine decay over all steps.
 
-    ``micro_batch`` sequences a microbatch; ``arguments``: further ones for Megatron.
+    Attributes:
+        sequence: tokens of a sequence.
+        global_batch: sequences of a step.
+        micro_batch: sequences of a microbatch.
+        lr: maximum learning rate.
+        min_lr: learning rate at the end.
+        warmup_steps: steps of the learning rate's warm-up.
+        weight_decay: weight decay.
+        beta2: Adam's second beta.
+        clip_grad: maximum gradient norm.
+        arguments: further arguments for Megatron.
     """
 
     sequence: int
@@ -44,7 +52,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Warm:
-    """The checkpoint all branches start from: ``steps`` in bf16. ``save``: earlier steps to keep a checkpoint of."""
+    """The warm run, a bf16 training from whose checkpoint all branches start.
+
+    Attributes:
+        steps: number of training steps.
+        seed: seed of the data order.
+        save: earlier steps of which a checkpoint is kept.
+    """
 
     steps: int
     seed: int
@@ -53,7 +67,14 @@ class Warm:
 
 @dataclass(frozen=True)
 class Updates:
-    """When a run solves for a map. ``first``: steps after its start; ``wait``: seconds for the solver (repeatable)."""
+    """The update schedule of a run.
+
+    Attributes:
+        first: the first update, in steps after the run's start.
+        interval: steps between two updates.
+        lag: steps from an update to its adoption.
+        wait: seconds for which training waits for the solver, so that schedules are repeatable.
+    """
 
     first: int
     interval: int
@@ -63,7 +84,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy as it is compared. ``label`` names it in tables; None: the phase's or SNIP's own default."""
+    """A policy and its settings. ``label`` names it in tables. A setting of None is the phase's or SNIP's default."""
 
     label: str
     policy: str
@@ -75,13 +96,13 @@ class Candidate:
 
     @property
     def fixed(self) -> bool:
-        """Whether it chooses nothing and ignores the budget."""
+        """Whether the policy is a fixed map, which ignores the budget."""
         return self.policy in FIXED
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Runs of one kind: ``steps`` training steps each, from the warm checkpoint or from scratch."""
+    """Runs of one kind, ``from_warm`` or ``from_scratch``, of ``steps`` training steps each."""
 
     kind: str
     steps: int
@@ -92,10 +113,25 @@ class Phase:
     updates: Updates
     candidates: tuple[Candidate, ...]
 
+    def budgets_of(self, candidate: Candidate) -> tuple[float, ...]:
+        """Return the budgets at which ``candidate`` runs: its own, or else those of the phase."""
+        return self.budgets if candidate.budgets is None else candidate.budgets
+
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment file. ``validation_tokens``: least number of tokens a final validation loss is the mean of."""
+    """An experiment file.
+
+    Attributes:
+        name: name of the result files.
+        model: name of the model.
+        tokenizer: ``bytes`` or ``bpe``.
+        training: the training settings.
+        validation_tokens: the minimum number of tokens of a final validation.
+        warm: the run that makes the warm checkpoint; None without one.
+        phases: the runs.
+        planned: the announced comparisons. Holm's correction covers these, and no others.
+    """
 
     name: str
     model: str
@@ -104,10 +140,16 @@ class Experiment:
     validation_tokens: int
     warm: Warm | None
     phases: tuple[Phase, ...]
+    planned: tuple[Planned, ...] = ()
+
+    def schedule(self, kind: str) -> int:
+        """Return the steps of a phase's learning rate schedule. The warm run and its branches share one schedule."""
+        warm = self.warm.steps if self.warm is not None and kind == "from_warm" else 0
+        return warm + sum(phase.steps for phase in self.phases if phase.kind == kind)
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read a ``.json`` or ``.toml`` experiment. Raises SnipError naming file, field and fault."""
+    """Read a ``.json`` or ``.toml`` experiment. Raises SnipError naming the file, the field and the fault."""
     try:
         text = path.read_text(encoding="utf-8")
         body = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -119,13 +161,15 @@ def load_experiment(path: Path) -> Experiment:
 
 
 def parse_experiment(body: Any, where: str, name: str) -> Experiment:
-    """The experiment in ``body``; ``name`` is its default name. Raises SnipError."""
+    """Parse an experiment. ``name`` is its default name. Raises SnipError naming ``where``, the field and the fault."""
     fields = Fields(body, where)
     if fields.text("schema") != SCHEMA:
         raise SnipError(f'{where}: "schema" must be "{SCHEMA}"')
     tokenizer = fields.text("tokenizer", "bytes")
     if tokenizer not in TOKENIZERS:
-        raise SnipError(f"{fields.at('tokenizer')}: {tokenizer!r} is unknown; choose one of {', '.join(TOKENIZERS)}")
+        raise SnipError(
+            f"{fields.at('tokenizer')}: {quoted(tokenizer)} is unknown; choose one of {', '.join(TOKENIZERS)}"
+        )
     warm = _warm(fields.raw("warm"), fields.at("warm")) if fields.has("warm") else None
     phases = tuple(_phase(fields.raw(kind), fields.at(kind), kind) for kind in PHASES if fields.has(kind))
     if not phases:
@@ -140,6 +184,7 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
         validation_tokens=fields.integer("validation_tokens", 262_144, least=1),
         warm=warm,
         phases=phases,
+        planned=read_planned(fields, _budgets_by_label(phases)),
     )
     model(experiment.model)
     _check_warmup(experiment, where)
@@ -149,12 +194,10 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
 
 
 def _check_warmup(experiment: Experiment, where: str) -> None:
-    """Megatron asserts that the learning rate's warm-up ends before its schedule does."""
+    """Refuse a warm-up as long as the learning rate schedule, which Megatron would refuse with an assertion."""
     warmup = experiment.training.warmup_steps
     for phase in experiment.phases:
-        steps = phase.steps
-        if experiment.warm is not None and phase.kind == "from_warm":
-            steps += experiment.warm.steps
+        steps = experiment.schedule(phase.kind)
         if warmup >= steps:
             raise SnipError(
                 f"{where}: training.warmup_steps: {warmup} must be less than the {steps} steps of {phase.kind}"
@@ -198,7 +241,9 @@ def _phase(body: Any, where: str, kind: str) -> Phase:
     labels = [candidate.label for candidate in candidates]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
-        raise SnipError(f"{fields.at('policies')}: {twice!r} stands there twice; give one of them a label of its own")
+        raise SnipError(
+            f"{fields.at('policies')}: {quoted(twice)} stands there twice; give one of them a label of its own"
+        )
     phase = Phase(
         kind=kind,
         steps=fields.integer("steps", least=1),
@@ -215,9 +260,14 @@ def _phase(body: Any, where: str, kind: str) -> Phase:
     if phase.updates.first == 0 and kind == "from_scratch":
         raise SnipError(f"{fields.at('updates')}: first must be at least 1 from scratch: AdamW has no moments before")
     for candidate in candidates:
-        if not candidate.fixed and not (phase.budgets if candidate.budgets is None else candidate.budgets):
-            raise SnipError(f"{fields.at('budgets')}: {candidate.label!r} needs at least one")
+        if not candidate.fixed and not phase.budgets_of(candidate):
+            raise SnipError(f"{fields.at('budgets')}: {quoted(candidate.label)} needs at least one")
     return phase
+
+
+def _budgets_by_label(phases: tuple[Phase, ...]) -> dict[str, dict[str, tuple[float, ...]]]:
+    """Return kind → label → budgets of the policies that have some."""
+    return {phase.kind: {c.label: phase.budgets_of(c) for c in phase.candidates if not c.fixed} for phase in phases}
 
 
 def _entries(fields: Fields, name: str) -> list[Any]:
@@ -258,5 +308,5 @@ def _candidate(body: Any, where: str) -> Candidate:
 def _choice(fields: Fields, name: str, default: str | None, known: Any) -> str:
     value = fields.text(name) if default is None else fields.text(name, default)
     if value not in known:
-        raise SnipError(f"{fields.at(name)}: {value!r} is unknown; choose one of {', '.join(known)}")
+        raise SnipError(f"{fields.at(name)}: {quoted(value)} is unknown; choose one of {', '.join(known)}")
     return value

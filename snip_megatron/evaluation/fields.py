@@ -1,4 +1,4 @@
-"""Strict reading of an experiment file: each value has a type and a place, unknown names are refused."""
+"""Strict reading of an experiment file. Values of a wrong type and unknown names are refused."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut, is_finite, quoted
 
 _MISSING: Any = object()
 
 
 class Fields:
-    """The fields of one JSON or TOML object.
+    """The fields of a JSON or TOML object. All readers raise SnipError naming the field and the fault.
 
     Args:
-        body: the object. where: its path for messages, ``experiment.json: from_warm``. Raises SnipError if no object.
+        body: the object.
+        where: its path for messages, such as ``experiment.json: from_warm``.
     """
 
     def __init__(self, body: Any, where: str) -> None:
@@ -26,61 +27,62 @@ class Fields:
         self._known: set[str] = set()
 
     def at(self, name: str) -> str:
-        """Path of the field ``name``."""
-        return f"{self._where}: {name}"
+        """Return the path of the field ``name`` for messages."""
+        return f"{self._where}: {cut(name)}"
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return whether the field is present and not null."""
         self._known.add(name)
         return self._body.get(name) is not None
 
     def raw(self, name: str) -> Any:
-        """The value as read; None where it is absent."""
+        """Return the value without a check, or None if it is absent."""
         self._known.add(name)
         return self._body.get(name)
 
     def integer(self, name: str, default: Any = _MISSING, *, least: int = 0) -> int:
-        """A whole number of at least ``least``."""
+        """Return a whole number of at least ``least`` that fits int64."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise SnipError(f"{self.at(name)}: expected a whole number of at least {least}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+            raise SnipError(
+                f"{self.at(name)}: expected a whole number of at least {least} and below 2^63, not {quoted(value)}"
+            )
         return value
 
     def number(self, name: str, default: Any = _MISSING, *, least: float = 0.0, most: float = math.inf) -> float:
-        """A finite number in [least, most]."""
+        """Return a finite number in [least, most]."""
         return _number(self._value(name, default), self.at(name), least, most)
 
     def numbers(
         self, name: str, default: Any = _MISSING, *, least: float = 0.0, most: float = 1.0
     ) -> tuple[float, ...]:
-        """A list of finite numbers in [least, most]."""
+        """Return a list of finite numbers in [least, most]."""
         return tuple(_number(value, self.at(name), least, most) for value in self._list(name, default))
 
     def integers(self, name: str, default: Any = _MISSING) -> tuple[int, ...]:
-        """A list of distinct whole numbers, none negative."""
+        """Return a list of distinct whole numbers of 0 or more."""
         values = self._list(name, default)
-        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values) or len(set(values)) < len(
-            values
-        ):
-            raise SnipError(f"{self.at(name)}: expected a list of distinct whole numbers, not {list(values)!r}")
+        whole = all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63 for v in values)
+        if not whole or len(set(values)) < len(values):
+            raise SnipError(f"{self.at(name)}: expected a list of distinct whole numbers, not {quoted(list(values))}")
         return tuple(values)
 
     def text(self, name: str, default: Any = _MISSING) -> str:
-        """A string that is not empty."""
+        """Return a non-empty string."""
         value = self._value(name, default)
         if not isinstance(value, str) or not value:
-            raise SnipError(f"{self.at(name)}: expected a text, not {value!r}")
+            raise SnipError(f"{self.at(name)}: expected a text, not {quoted(value)}")
         return value
 
     def texts(self, name: str, default: Any = _MISSING) -> tuple[str, ...]:
-        """A list of strings."""
+        """Return a list of strings."""
         values = self._list(name, default)
         if not all(isinstance(value, str) for value in values):
-            raise SnipError(f"{self.at(name)}: expected a list of texts, not {list(values)!r}")
+            raise SnipError(f"{self.at(name)}: expected a list of texts, not {quoted(list(values))}")
         return tuple(values)
 
     def close(self) -> None:
-        """Raises SnipError on a field that nobody asked for."""
+        """Raise SnipError if the object has a field that was not read."""
         unknown = sorted(set(self._body) - self._known)
         if unknown:
             raise SnipError(f"{self.at(unknown[0])}: unknown; known here are {', '.join(sorted(self._known))}")
@@ -95,13 +97,12 @@ class Fields:
     def _list(self, name: str, default: Any) -> list[Any]:
         value = self._value(name, default)
         if not isinstance(value, (list, tuple)):
-            raise SnipError(f"{self.at(name)}: expected a list, not {value!r}")
+            raise SnipError(f"{self.at(name)}: expected a list, not {quoted(value)}")
         return list(value)
 
 
 def _number(value: Any, where: str, least: float, most: float) -> float:
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not fine or not least <= value <= most:
+    if not is_finite(value) or not least <= value <= most:
         limits = f"of at least {least:g}" if math.isinf(most) else f"between {least:g} and {most:g}"
-        raise SnipError(f"{where}: expected a number {limits}, not {value!r}")
+        raise SnipError(f"{where}: expected a number {limits}, not {quoted(value)}")
     return float(value)

@@ -1,4 +1,4 @@
-"""What a result was measured on: device, versions, commit."""
+"""Facts about the machine of a result: hardware, versions, commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def visible_gpus() -> list[str]:
-    """CUDA devices as ``CUDA_VISIBLE_DEVICES`` names them, without a context on any."""
+    """Return the CUDA devices by their names in ``CUDA_VISIBLE_DEVICES``. No CUDA context is created."""
     import torch
 
     count = torch.cuda.device_count()
@@ -19,7 +19,7 @@ def visible_gpus() -> list[str]:
 
 
 def describe(gpus: list[str]) -> dict[str, str]:
-    """Hardware and versions of this machine, for a result file."""
+    """Return hardware and versions of this machine for a result file."""
     hardware = f"{len(os.sched_getaffinity(0))} CPU cores ({platform.machine()})"
     if gpus:
         hardware = f"{len(gpus)} × {_gpu_name()}, {hardware}"
@@ -28,7 +28,7 @@ def describe(gpus: list[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The product's commit: ``SNIP_COMMIT`` where the sources came without git, else git's answer."""
+    """Return the commit of this package: the variable ``SNIP_COMMIT`` if it is set, else git's answer."""
     if named := os.environ.get("SNIP_COMMIT"):
         return named
     folder = Path(__file__).resolve().parent
@@ -47,7 +47,7 @@ def commit() -> str:
 
 
 def _gpu_name() -> str:
-    """From the driver's tool: asking CUDA itself would make a context here."""
+    """Return the GPU's name from ``nvidia-smi``. Asking CUDA would create a context in this process."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         names = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")

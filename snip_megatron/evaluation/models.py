@@ -1,16 +1,16 @@
-"""The models of the evaluation as Megatron's arguments: Llamas (RMSNorm, SwiGLU, RoPE, untied embeddings)."""
+"""The models of the evaluation as Megatron arguments: Llamas (RMSNorm, SwiGLU, RoPE, untied embeddings)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, quoted
 
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama's shape. ``groups``: query groups of grouped-query attention; ``heads`` of them is plain attention."""
+    """The sizes of a Llama. ``groups`` is the number of key-value heads; ``groups == heads`` is plain attention."""
 
     layers: int
     hidden: int
@@ -19,7 +19,7 @@ class Model:
     groups: int
 
     def arguments(self, sequence: int) -> list[str]:
-        """Megatron's arguments of this model on sequences of ``sequence`` tokens, bf16, layers of torch alone."""
+        """Return Megatron's arguments for sequences of ``sequence`` tokens, in bf16 with local (torch) layers."""
         shape = {
             "--num-layers": self.layers,
             "--hidden-size": self.hidden,
@@ -35,7 +35,7 @@ class Model:
         }
         arguments = [text for pair in shape.items() for text in (pair[0], str(pair[1]))]
         arguments += ["--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--bf16"]
-        # Many short runs side by side: compiling a few fused kernels in each would take longer than they save.
+        # In short runs, compiling the fused kernels takes longer than they save.
         arguments.append("--disable-jit-fuser")
         if self.groups != self.heads:
             arguments += ["--group-query-attention", "--num-query-groups", str(self.groups)]
@@ -43,7 +43,7 @@ class Model:
 
 
 MODELS: Mapping[str, Model] = {
-    "nano": Model(layers=2, hidden=64, ffn=128, heads=4, groups=2),  # seconds on a CPU: tests of the machinery
+    "nano": Model(layers=2, hidden=64, ffn=128, heads=4, groups=2),  # for tests: trains in seconds on a CPU
     "tiny": Model(layers=4, hidden=256, ffn=512, heads=4, groups=2),
     "26m": Model(layers=8, hidden=512, ffn=1408, heads=8, groups=8),
     "125m": Model(layers=12, hidden=768, ffn=2048, heads=12, groups=12),
@@ -52,11 +52,11 @@ MODELS: Mapping[str, Model] = {
     "7b": Model(layers=32, hidden=4096, ffn=11008, heads=32, groups=32),
     "70b": Model(layers=80, hidden=8192, ffn=28672, heads=64, groups=8),
 }
-"""By the names of the evaluation. Grouped-query attention where the published model has it."""
+"""The models by name. They use grouped-query attention if the published model does."""
 
 
 def model(name: str) -> Model:
-    """The model of that name. Raises SnipError that lists the known ones."""
+    """Return the model of a name. Raises SnipError if it is unknown."""
     if name not in MODELS:
-        raise SnipError(f"model {name!r}: unknown; choose one of {', '.join(MODELS)}")
+        raise SnipError(f"model {quoted(name)}: unknown; choose one of {', '.join(MODELS)}")
     return MODELS[name]

@@ -1,7 +1,8 @@
-"""NVIDIA's Multi-Process Service for a comparison: small runs on one GPU then work at the same time, not in turns.
+"""NVIDIA's Multi-Process Service, with which small runs use a GPU at the same time.
 
-Without it the GPU switches between processes and one that waits for its CPU leaves the GPU idle. Changes no setting of
-the device: a daemon of this user, with its pipes in a folder of its own, ended with the comparison.
+Without it, the GPU switches between processes, and it is idle while the current process waits for its CPU. The service
+is a daemon of this user with its pipes in a separate folder. It changes no setting of the device and ends with the
+comparison.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ _TIMEOUT_S = 90
 
 @contextmanager
 def multi_process_service(folder: Path) -> Iterator[tuple[Mapping[str, str], str]]:
-    """Start the service; yields (variables for its clients, what happened in one line).
+    """Start the service, and end it with the context.
 
-    The variables are empty, and nothing runs, where the service is not installed, does not start, or a first client
-    cannot compute through it. ``folder`` takes its pipes and logs.
+    Args:
+        folder: the folder for pipes and logs.
+
+    Yields:
+        Environment variables for the clients, and one line about the outcome. The variables are empty if the service
+        is not installed, does not start, or fails a first computation. It is then not running.
     """
     control = shutil.which(CONTROL) or shutil.which(CONTROL, path=os.pathsep.join(PLACES))
     if control is None:
@@ -47,7 +52,7 @@ def multi_process_service(folder: Path) -> Iterator[tuple[Mapping[str, str], str
 
 
 def _start(control: str, environment: Mapping[str, str]) -> str | None:
-    """Why the service cannot be used; None if it can."""
+    """Start the service and test it. Returns None if it works, else the reason why not."""
     for command in ([control, "-d"], [sys.executable, "-c", _PROBE]):
         try:
             done = subprocess.run(

@@ -1,14 +1,14 @@
-"""One self-contained HTML page: headings, tables and plots. Plotly is optional: without it there is no page."""
+"""Self-contained HTML pages of headings, tables and plots."""
 
 from __future__ import annotations
 
 import html
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.reporting.storage import write_atomically
+from snip_megatron.errors import needs_extra
+from snip_megatron.records.storage import write_atomically
 
 COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8", "#2a5d95", "#7a5c3e")
 _STYLE = """
@@ -18,11 +18,20 @@ th{text-align:left}td{font-variant-numeric:tabular-nums}.figure{margin:1rem 0}.t
 """
 
 
-def write_page(path: Path, title: str, markdown: str, figures: Sequence[tuple[str, Any]]) -> bool:
-    """Write ``markdown`` (headings, lists, tables) and plotly figures with captions; False where plotly is missing."""
-    if importlib.util.find_spec("plotly") is None:
-        return False
-    from plotly.io import to_html
+def write_page(path: Path, title: str, markdown: str, figures: Sequence[tuple[str, Any]]) -> None:
+    """Write a page.
+
+    Args:
+        path: the output file.
+        title: title of the page.
+        markdown: the text, of headings, lists, tables and paragraphs.
+        figures: (caption, plotly figure) pairs, which follow the text.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with needs_extra("evaluation", "a page of figures"):
+        from plotly.io import to_html
 
     parts = [_html(markdown)]
     for number, (caption, figure) in enumerate(figures):
@@ -31,12 +40,12 @@ def write_page(path: Path, title: str, markdown: str, figures: Sequence[tuple[st
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     page = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
     write_atomically(path, page.encode())
-    return True
 
 
 def figure(x_title: str, y_title: str, **axes: Mapping[str, Any]) -> Any:
-    """An empty plotly figure in the pages' style; ``axes``: xaxis, yaxis."""
-    import plotly.graph_objects as go
+    """Return an empty plotly figure in the style of the pages. ``axes`` holds layouts of ``xaxis`` and ``yaxis``."""
+    with needs_extra("evaluation", "a figure"):
+        import plotly.graph_objects as go
 
     empty = go.Figure(
         layout={"template": "simple_white", "height": 460, "margin": {"l": 60, "r": 20, "t": 20, "b": 50}}
@@ -48,7 +57,7 @@ def figure(x_title: str, y_title: str, **axes: Mapping[str, Any]) -> Any:
 
 
 def _html(markdown: str) -> str:
-    """The markdown that our tables are made of: headings, list items, tables; all else is a paragraph."""
+    """Convert the subset of markdown that this room writes: headings, lists, tables and paragraphs."""
     parts = []
     for block in markdown.strip().split("\n\n"):
         lines = block.split("\n")

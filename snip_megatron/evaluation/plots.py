@@ -1,8 +1,9 @@
-"""Figures of comparisons, proxy validations and staleness. Imported only where plotly is there."""
+"""Figures of comparisons, proxy validations and staleness."""
 
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,10 @@ SYMBOLS = {"fprop": "circle", "dgrad": "diamond", "wgrad": "square"}
 
 
 def recovered_figure(table: Sequence[Row], formats: str) -> Any:
-    """Gap recovered over budgets, a line a policy, whiskers of one standard deviation over runs."""
+    """Draw the recovered gap over budgets: one line for each policy, error bars of one standard deviation over runs."""
     plot = figure("fp4 share of FLOPs", "gap recovered", xaxis={"tickformat": ".0%"})
     labels = list(dict.fromkeys(row.label for row in table if row.budget is not None))
-    for label, colour in zip(labels, _cycle(len(labels)), strict=True):
+    for label, colour in zip(labels, itertools.cycle(COLOURS), strict=False):
         own = sorted((r for r in table if r.label == label and r.recovered[formats]), key=lambda r: r.budget or 0.0)
         spread = [mean_std(list(row.recovered[formats].values())) for row in own]
         plot.add_scatter(
@@ -36,7 +37,10 @@ def recovered_figure(table: Sequence[Row], formats: str) -> Any:
 
 
 def proxy_figure(validation: Validation, kind: str, estimator: str) -> Any:
-    """One estimator's score of every option against what was measured, on logarithmic axes; a symbol a GEMM."""
+    """Draw one estimator's scores of all options against the measured values, on logarithmic axes.
+
+    ``kind`` is ``loss`` or ``drift``. Symbols distinguish fprop, dgrad and wgrad.
+    """
     axis = {"type": "log", "exponentformat": "power"}
     what = "loss divergence" if kind == "loss" else "weight divergence"
     plot = figure(f"measured {what}", f"{what} by {html.escape(estimator)}", xaxis=axis, yaxis=axis)
@@ -58,7 +62,7 @@ def proxy_figure(validation: Validation, kind: str, estimator: str) -> Any:
 
 
 def stale_figure(summaries: Sequence[Summary]) -> Any:
-    """Median Spearman over the lag, early and late."""
+    """Draw the median Spearman correlations over the lag, early and late in training."""
     plot = figure("steps apart", "Spearman")
     for phase in PHASES:
         own = [s for s in summaries if s.phase == phase]
@@ -71,7 +75,3 @@ def stale_figure(summaries: Sequence[Summary]) -> Any:
                 line={"color": colour, "dash": DASHES[phase]},
             )
     return plot
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]

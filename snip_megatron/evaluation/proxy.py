@@ -1,4 +1,7 @@
-"""How well each estimator's scores follow what forcing options alone measured (EVALUATION, proxy validation)."""
+"""Rank correlation between each estimator's scores and measured sensitivities (docs/method.md, definitions).
+
+The sensitivity of an option is measured by forcing only this option to the candidate format.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, needs_extra
 from snip_megatron.precision import Gemm, option_id, split_option_id
-from snip_megatron.reporting.readers import STEP_FILES, step_of
+from snip_megatron.records.readers import step_files
 from snip_megatron.sensitivity.loss_divergence import FloatArray, first_order
 from snip_megatron.sensitivity.policies import divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.scores import OptionScore, option_scores, truth
 from snip_megatron.statistics.table import StatisticsTable
 
+with needs_extra("evaluation", "a comparison of policies"):
+    from scipy import stats
+
 QUANTITIES = ("loss", "drift: all", *(f"drift: {gemm.value}" for gemm in Gemm))
-"""Loss over fprop options only: dgrad and wgrad have none. Drift pooled and within each GEMM kind."""
+"""Compared quantities. ``loss`` covers fprop options only, since dgrad and wgrad do not change the loss of the same
+step. ``drift`` (weight divergence) covers all options, or those of one GEMM."""
 TARGETS = {"loss": 0.95, "drift: all": 0.95, "drift: fprop": 0.75, "drift: dgrad": 0.9, "drift: wgrad": 0.9}
-"""Wanted Spearman of the default estimator; within NEAR of the ceiling is as good."""
+"""Target of the default estimator's Spearman correlation. A value within NEAR of the ceiling also meets the target."""
 NEAR = 0.03
 CEILING = "ceiling"
 DEFAULT = "noise"
@@ -34,9 +40,16 @@ Scores = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One estimator against the truth in one quantity. ``rho``: Spearman over ``options`` options.
+    """The correlation of one estimator with the measurement in one quantity.
 
-    ``trusted_rho``: over the ``trusted`` ones whose measured value stands above rounding noise. None: too few.
+    Attributes:
+        quantity: one of QUANTITIES.
+        estimator: the estimator's name.
+        rho: Spearman correlation over all options; None if there are too few.
+        options: number of options.
+        trusted_rho: Spearman correlation over the options whose value is above rounding noise; None if there are too
+            few.
+        trusted: number of options above rounding noise.
     """
 
     quantity: str
@@ -49,9 +62,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Validation:
-    """One statistics table. ``points``: quantity's kind (``loss``, ``drift``) → option → estimator → score.
+    """The validation of all estimators on one statistics table.
 
-    ``measured`` and ``measured again`` are among the estimators of ``points``.
+    Attributes:
+        source: name of the table's run or file.
+        step: training step of the table.
+        tokens: number of tokens of the measurement.
+        fmt: the candidate format.
+        comparisons: the correlations.
+        points: ``loss`` or ``drift`` → option → estimator → score. ``measured`` and ``measured again`` are included as
+            estimators.
     """
 
     source: str
@@ -62,12 +82,18 @@ class Validation:
     points: Mapping[str, Mapping[str, Mapping[str, float]]]
 
     def of(self, quantity: str, estimator: str) -> Comparison | None:
-        """The comparison of that name."""
+        """Return the comparison of an estimator in a quantity, or None if there is none."""
         found = (c for c in self.comparisons if (c.quantity, c.estimator) == (quantity, estimator))
         return next(found, None)
 
+    @property
+    def estimators(self) -> list[str]:
+        """The names of all estimators: the ceiling first, then the default estimator."""
+        names = dict.fromkeys(comparison.estimator for comparison in self.comparisons)
+        return sorted(names, key=lambda name: (name != CEILING, name != DEFAULT))
+
     def met(self, quantity: str) -> bool | None:
-        """Whether the default estimator reaches the target, or the ceiling but for NEAR; None: not known."""
+        """Return whether the default estimator meets the target of a quantity, or None if it was not compared."""
         ours, ceiling = self.of(quantity, DEFAULT), self.of(quantity, CEILING)
         if ours is None or ours.rho is None:
             return None
@@ -77,7 +103,7 @@ class Validation:
         return ours.rho >= limit
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the validation as JSON types."""
         return {
             "source": self.source,
             "step": self.step,
@@ -90,18 +116,30 @@ class Validation:
 
 
 def find_tables(source: Path) -> list[Path]:
-    """Statistics files of a run directory by step, or the file that ``source`` is. Raises SnipError."""
+    """Return the statistics files of a run directory in the order of their steps, or ``source`` itself if it is a file.
+
+    Raises:
+        SnipError: ``source`` is neither a file nor a run directory with statistics.
+    """
     if source.is_file():
         return [source]
-    folder = source / "stats"
-    steps = {step: path for path in folder.glob("*.npz") if (step := step_of(path, STEP_FILES["stats"])) is not None}
-    if not steps:
+    found = list(step_files(source, "stats").values())
+    if not found:
         raise SnipError(f"{source}: no run directory with statistics (stats/step_<N>.npz), and no statistics file")
-    return [steps[step] for step in sorted(steps)]
+    return found
 
 
 def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
-    """Every estimator and error rule against ``table.measured`` in ``fmt``. Raises SnipError where that is missing."""
+    """Compare every estimator and every rule of other methods with ``table.measured``.
+
+    Args:
+        table: the statistics.
+        fmt: the candidate format.
+        source: name of the table's run or file.
+
+    Raises:
+        SnipError: the table holds no measurement of ``fmt``.
+    """
     base = SolveRequest(formats=(fmt,))
     true = truth(table, fmt)
     columns: dict[str, dict[str, OptionScore]] = {
@@ -120,7 +158,7 @@ def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Rank correlation; None for fewer than three values, or where one side does not vary."""
+    """Return Spearman's rank correlation, or None for fewer than three values or if one side is constant."""
     if len(x) < _FEWEST or np.ptp(x) == 0.0 or np.ptp(y) == 0.0:
         return None
     rho = float(stats.spearmanr(x, y).statistic)
@@ -128,7 +166,7 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def _rules(table: StatisticsTable, base: SolveRequest) -> dict[str, dict[str, OptionScore]]:
-    """The scores that other methods use, each as proxy of both quantities: METHOD's rows."""
+    """Return the scores of other methods' rules. Each rule serves as a proxy of both loss and drift."""
     loss, weight = divergences(table, replace(base, estimator="fisher"))
     arrays: dict[str, FloatArray] = {"first-order loss": first_order(table, base.formats)}
     for policy in ("min-abs-err", "min-rel-err"):
@@ -148,7 +186,7 @@ def _value(kind: str) -> Callable[[OptionScore], float]:
 
 
 def _selects(quantity: str) -> Callable[[str], bool]:
-    """Which options a quantity is compared over."""
+    """Return the predicate that selects the options of a quantity."""
     kind, _, gemm = quantity.partition(": ")
     wanted = Gemm.FPROP.value if kind == "loss" else gemm
     return lambda option: wanted == "all" or split_option_id(option)[1] == Gemm(wanted)
@@ -157,7 +195,10 @@ def _selects(quantity: str) -> Callable[[str], bool]:
 def _compare(
     quantity: str, name: str, scores: Mapping[str, OptionScore], true: Mapping[str, OptionScore]
 ) -> Comparison | None:
-    """None where the estimator does not have the quantity (no weight divergence in ``fisher``)."""
+    """Compare one estimator in one quantity.
+
+    Returns None if the estimator does not predict the quantity, such as weight divergence for ``fisher``.
+    """
     kind = quantity.partition(": ")[0]
     value, selects = _value(kind), _selects(quantity)
     options = [option for option in true if option in scores and selects(option)]

@@ -1,15 +1,15 @@
-"""Markdown of proxy validations and of staleness."""
+"""Markdown tables of proxy validations and of staleness."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from snip_megatron.evaluation.proxy import CEILING, DEFAULT, NEAR, QUANTITIES, TARGETS, Validation
+from snip_megatron.evaluation.proxy import DEFAULT, NEAR, QUANTITIES, TARGETS, Validation
 from snip_megatron.evaluation.staleness import Summary
 
 
 def proxy_markdown(validations: Sequence[Validation]) -> str:
-    """A table of Spearman correlations for each validated statistics table."""
+    """Return a page with a table of Spearman correlations for each validation."""
     parts = ["# Estimators against measured truth", "Spearman of each estimator's score to `measured`, over options."]
     for validation in validations:
         parts += [
@@ -21,7 +21,7 @@ def proxy_markdown(validations: Sequence[Validation]) -> str:
 
 
 def stale_markdown(summaries: Sequence[Summary], source: str) -> str:
-    """Medians over pairs of updates by phase and lag."""
+    """Return a page with the medians over pairs of updates by phase and lag."""
     lines = [
         "| phase | steps apart | pairs | ΔL, fprop | ΔW, all | Q, all | excess cost of the older map |",
         "|---|---|---|---|---|---|---|",
@@ -38,8 +38,7 @@ def stale_markdown(summaries: Sequence[Summary], source: str) -> str:
 
 
 def _correlations(validation: Validation) -> str:
-    names = list(dict.fromkeys(c.estimator for c in validation.comparisons))
-    names.sort(key=lambda name: (name != CEILING, name != DEFAULT))
+    names = validation.estimators
     lines = [f"| quantity | options | {' | '.join(names)} |", "|---|---" + "|---" * len(names) + "|"]
     for quantity in QUANTITIES:
         found = {name: validation.of(quantity, name) for name in names}
@@ -52,7 +51,7 @@ def _correlations(validation: Validation) -> str:
 
 
 def _pair(rho: float | None, trusted: float | None) -> str:
-    """All options, and in brackets those above noise where that differs."""
+    """Format the correlation over all options, followed in brackets by that above rounding noise if it differs."""
     if trusted is None or rho is None or abs(rho - trusted) < 5e-4:
         return _figure(rho)
     return f"{_figure(rho)} ({_figure(trusted)})"

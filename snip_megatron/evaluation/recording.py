@@ -1,4 +1,4 @@
-"""Statistics with measured truth out of an experiment's warm checkpoints, through the training entry."""
+"""Measurement of sensitivities at the checkpoints of an experiment's warm run, through the training entry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
 
 @dataclass(frozen=True)
 class Recording:
-    """What to record. ``microbatches``: of each of the two disjoint batches; ``formats``: forced alone, one by one."""
+    """What to measure.
+
+    Attributes:
+        microbatches: microbatches of each of the two disjoint batches.
+        formats: the formats to which each option is forced, one at a time.
+        steps: the steps of the warm run's checkpoints.
+    """
 
     microbatches: int
     formats: tuple[str, ...]
@@ -28,9 +34,13 @@ class Recording:
 def record_truth(
     experiment: Experiment, data: Data, work: Path, recording: Recording, pool: Pool
 ) -> list[tuple[int, Path]]:
-    """(step, run directory) of each checkpoint in ``recording.steps``; the checkpoints are made where they are missing.
+    """Measure at each checkpoint of ``recording.steps``. The warm run is trained if its checkpoints do not exist.
 
-    Raises SnipError where a step has no checkpoint, or a process fails twice.
+    Returns:
+        (step, run directory) of each checkpoint.
+
+    Raises:
+        SnipError: the warm run keeps no checkpoint of a step, a process fails twice, or the time is over.
     """
     warm = warm_checkpoint(experiment, data, work)
     known = (*warm.warm.save, warm.warm.steps)
@@ -61,7 +71,10 @@ def _run(pool: Pool, jobs: Sequence[Job]) -> None:
 
 
 def _job(warm: WarmCheckpoint, step: int, folder: Path, recording: Recording, logs: Path) -> Job:
-    """Two steps after the checkpoint: the first shows the gradient norm that clipping goes by, the second measures."""
+    """Return the job of two steps after a checkpoint.
+
+    The first step provides the gradient norm for the factor of gradient clipping. The second step measures.
+    """
     arguments = [
         *training_arguments(warm.experiment, warm.data, warm.warm.seed),
         *("--eval-interval", "1000000000", "--eval-iters", "0", "--exit-interval", str(step + 2)),

@@ -1,4 +1,4 @@
-"""The results of an experiment: one JSON file, whole after every run, that any machine can go on from."""
+"""The result file of an experiment. It is complete after every run, and another machine can continue from it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.evaluation.runs import Run
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.reporting.readers import read_events, read_maps, read_metrics
-from snip_megatron.reporting.storage import dump_json, write_atomically
+from snip_megatron.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.records.storage import dump_json, write_atomically
 
 SCHEMA = "snip.comparison/1"
 LAST_STEPS = 50
-"""The reported training loss is the mean over this many last steps."""
+"""Number of last steps over which the reported training loss is the mean."""
 
 
 @dataclass
 class Results:
-    """What one experiment has so far.
+    """The results of an experiment so far.
 
     Attributes:
-        experiment: name and file body, as read. data: tokens' hash and size.
-        warm: hash of the warm weights → where and how it was made.
-        runs: by identity; see :func:`record` for the fields.
+        path: the result file.
+        experiment: name and content of the experiment file.
+        data: hash and number of the tokens.
+        warm: hash of the warm weights → facts about their training.
+        runs: the entry of each run by its identity; see :func:`record`.
     """
 
     path: Path
@@ -38,7 +40,7 @@ class Results:
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Write the file by rename. Raises SnipError if that fails."""
+        """Write the file under a temporary name and rename it. Raises SnipError if this fails."""
         body = {
             "schema": SCHEMA,
             "experiment": self.experiment,
@@ -52,35 +54,40 @@ class Results:
             raise SnipError(f"{self.path}: cannot be written ({error})") from None
 
     def done(self, identity: str) -> bool:
-        """Whether the run has ended well."""
+        """Return whether the run has ended successfully."""
         return self.runs.get(identity, {}).get("status") == "done"
 
 
 def load_results(path: Path) -> Results:
-    """Read a result file. Raises SnipError."""
+    """Read a result file. Raises SnipError if it cannot be read or is not one."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         if body["schema"] != SCHEMA:
-            raise ValueError(f"schema {body['schema']!r} is not {SCHEMA}")
+            raise ValueError(f"schema {quoted(body['schema'])} is not {SCHEMA}")
         runs = {str(run["id"]): dict(run) for run in body["runs"]}
         return Results(path, dict(body["experiment"]), dict(body["data"]), dict(body["warm"]), runs)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise SnipError(f"{path}: is no result file of snip compare ({error})") from None
+        raise SnipError(f"{path}: is no result file of snip compare ({cut(error)})") from None
 
 
 def measure(run: Run, directory: Path) -> dict[str, Any]:
-    """A finished run's figures out of its run directory.
+    """Read a finished run's figures from its run directory.
 
-    ``validation``: mean token loss in nats by formats (``map``, ``bf16``) after the last step; ``train_loss``: mean of
-    the last steps; ``fp4_share``: of the decoder linears' FLOPs after the last step, ``fp4_by_gemm`` of their number;
-    ``update_seconds``: training thread blocked by each update. Raises ValueError where a figure is missing.
+    Returns:
+        A dictionary with, among others, ``validation`` (mean token loss in nats after the last step by formats, ``map``
+        and ``bf16``), ``train_loss`` (mean over the last steps), ``fp4_share`` (of the decoder linears' FLOPs after the
+        last step), ``average_share`` (its mean over the steps), ``fp4_by_gemm`` (of the number of linears) and
+        ``update_seconds`` (times for which the updates blocked the training thread).
+
+    Raises:
+        ValueError: a figure is missing.
     """
     events, metrics = read_events(directory), read_metrics(directory)
     if not metrics:
         raise ValueError("the run directory holds no metrics")
     last = int(metrics[-1]["step"])
     validation: dict[str, float] = {}
-    for event in events:  # Megatron validates, then tests if there is a test set: the first of each counts
+    for event in events:  # Megatron validates, then tests if there is a test set; only the first is the validation
         if event["event"] == "validation" and event["step"] == last + 1:
             validation.setdefault(str(event["formats"]), float(event["loss"]))
     if set(validation) != {"map", "bf16"} or not all(math.isfinite(loss) for loss in validation.values()):
@@ -94,6 +101,7 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
         "train_loss": sum(tail) / len(tail) if tail else None,
         "last_step": last,
         "fp4_share": metrics[-1]["fp4_fraction"],
+        "average_share": sum(m["fp4_fraction"] for m in metrics) / len(metrics),
         "fp4_by_gemm": _share_by_gemm(directory),
         "adopted": [{key: event.get(key) for key in ("step", "status", "changed")} for event in adopted],
         "update_seconds": [e["update_seconds"] for e in events if e["event"] == "submit"],
@@ -102,7 +110,7 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
 
 
 def record(run: Run, identity: str, **fields: Any) -> dict[str, Any]:
-    """The entry of a run in the result file."""
+    """Return the entry of a run in the result file, with further ``fields``."""
     named = ("kind", "label", "policy", "granularity", "budget", "seed", "steps", "arguments")
     return {"id": identity} | {name: getattr(run, name) for name in named} | fields
 
@@ -125,7 +133,7 @@ def _share_by_gemm(directory: Path) -> dict[str, float]:
 
 
 def _median_step(metrics: list[dict[str, Any]]) -> float | None:
-    """Seconds between two recorded steps; with other runs beside it this is throughput, not speed."""
+    """Return the median seconds between two recorded steps. Runs that share the machine make steps longer."""
     times = [m["time"] for m in metrics]
     gaps = sorted(b - a for a, b in itertools.pairwise(times))
     return round(gaps[len(gaps) // 2], 4) if gaps else None

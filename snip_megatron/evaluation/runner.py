@@ -1,4 +1,4 @@
-"""A pool of training processes: several side by side on every GPU, each failed one tried once more."""
+"""A pool of training processes. Several run on each GPU at the same time, and a failed one is tried once more."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ ATTEMPTS = 2
 POLL_S = 0.2
 GRACE_S = 20.0
 MARGIN = 1.1
-"""A run is started only if this many times the longest run so far still fits before the time limit."""
+"""A run is started only if this multiple of the longest run so far fits before the time limit."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process: ``command`` with its output in ``log``.
+    """One process.
 
-    ``families``: names that it shares with jobs that take about as long, the closest first. ``before`` is called before
-    each start; ``check`` after an end with exit code 0: it raises ValueError where the job did not do what it should.
+    Attributes:
+        name: name of the job.
+        command: the command line.
+        log: the file for its output.
+        families: names shared with jobs of similar duration, the most similar first.
+        before: called before each start.
+        check: called after exit code 0; raises ValueError if the job is not a success.
     """
 
     name: str
@@ -36,7 +41,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. ``error``: None, or the log's last line; ``seconds``: of the last attempt."""
+    """The end of a job.
+
+    Attributes:
+        job: the job.
+        error: None after a success, else one line about the failure.
+        seconds: duration of the last attempt.
+        device: its CUDA device; None for the CPU.
+    """
 
     job: Job
     error: str | None
@@ -55,13 +67,15 @@ class _Running:
 
 @dataclass
 class Pool:
-    """Runs jobs.
+    """Runs jobs in a fixed number of slots.
 
     Args:
-        devices: CUDA device of every slot, None for the CPU.
-        environment: of every process, beside its device's.
-        deadline: ``time.monotonic()`` by which all must have ended; no job starts that would not. None: no limit.
-        expected: longest duration in seconds of a job of each family so far.
+        devices: the CUDA device of each slot; None for the CPU.
+        environment: additional environment variables of every process.
+        deadline: the ``time.monotonic()`` by which all jobs must have ended; None for no limit. A job that is expected
+            to end later is not started.
+        expected: family → longest duration of its jobs so far, in seconds.
+        stopped: whether :meth:`stop` was called.
     """
 
     devices: Sequence[str | None]
@@ -74,14 +88,18 @@ class Pool:
     _attempts: dict[str, int] = field(default_factory=dict)
 
     def add(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs; also while :meth:`run` is at work, from its callbacks."""
+        """Queue jobs. The callbacks of :meth:`run` may also call it."""
         self._waiting += jobs
 
     def run(self, ended: Callable[[Outcome], None], progress: Callable[[], None] = lambda: None) -> int:
-        """Run the queued jobs in their order as slots become free; returns how many were not run (time, a stop).
+        """Run the queued jobs in their order.
 
-        ``ended`` is told every outcome as it comes. Processes still running at the deadline or on :meth:`stop` are
-        ended and count as not run.
+        Args:
+            ended: called with every outcome.
+            progress: called several times a second.
+
+        Returns:
+            The number of jobs that were not run, or that were ended at the deadline or by :meth:`stop`.
         """
         try:
             while (self._waiting or self._running) and not self.stopped and not self._late():
@@ -104,7 +122,7 @@ class Pool:
 
     @property
     def busy(self) -> int:
-        """Processes at work."""
+        """Number of running processes."""
         return len(self._running)
 
     # -- start -------------------------------------------------------------------------------------------------
@@ -117,7 +135,7 @@ class Pool:
             free.remove(self._running[-1].slot)
 
     def _emptiest(self, free: list[int]) -> int:
-        """A free slot of the device with the fewest processes."""
+        """Return a free slot of the device with the fewest processes."""
         load = [self.devices[running.slot] for running in self._running]
         return min(free, key=lambda slot: (load.count(self.devices[slot]), slot))
 
@@ -137,8 +155,8 @@ class Pool:
         device = self.devices[slot]
         environment = {**os.environ, **self.environment, "CUDA_VISIBLE_DEVICES": "" if device is None else device}
         with job.log.open("wb") as log:
-            # A process group of its own, so that a run's helpers end with it; the same session, so that a killed
-            # terminal or job ends them all.
+            # The process leads a new process group, so that the whole group can be ended. It stays in the session, so
+            # that it ends with the terminal or the job.
             process = subprocess.Popen(
                 list(job.command),
                 stdin=subprocess.DEVNULL,
@@ -194,7 +212,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def last_line(log: Path, size: int = 8192) -> str:
-    """The last line of a log that says something; the reason of a Python error stands there."""
+    """Return the last non-empty line of a log, which is the message of a Python error."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - size))

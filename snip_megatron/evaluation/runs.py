@@ -1,6 +1,7 @@
-"""What an experiment trains, as command lines of the training entry.
+"""The runs of an experiment as command lines of the training entry.
 
-Recorded arguments have ``{data}``, ``{warm}`` and ``{run}`` for folders, so that a run is the same on every machine.
+Recorded arguments contain the placeholders ``{data}``, ``{warm}`` and ``{run}`` instead of folders, so that they are
+the same on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,18 @@ NEVER = "1000000000"
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. ``budget``: wanted fp4 share, None where the policy ignores it; ``steps``: trained here."""
+    """One training run.
+
+    Attributes:
+        kind: ``from_warm`` or ``from_scratch``.
+        label: the policy's name in tables.
+        policy: the policy.
+        granularity: ``gemm`` or ``layer``; None if the policy ignores it.
+        budget: the wanted fp4 share; None if the policy ignores it.
+        seed: the seed of data order and of SNIP.
+        steps: number of training steps of this run, without those of the warm run.
+        arguments: the recorded arguments.
+    """
 
     kind: str
     label: str
@@ -33,19 +45,22 @@ class Run:
     arguments: tuple[str, ...]
 
     def identity(self, data: Data, warm_sha256: str | None) -> str:
-        """Hash of the full argument list, the text and the checkpoint's weights: equal runs on any machine."""
+        """Return the hash of the arguments, the text and the warm weights. Equal runs have the same on any machine."""
         body = [list(self.arguments), data.sha256, warm_sha256 if self.kind == "from_warm" else None]
         return _sha256(body)[:20]
 
     @property
     def title(self) -> str:
-        """Short name for progress and messages."""
+        """Short name of the run for messages."""
         budget = "" if self.budget is None else f" {100 * self.budget:g} %"
         return f"{self.label}{budget} seed {self.seed}" + (" from scratch" if self.kind == "from_scratch" else "")
 
 
 def experiment_runs(experiment: Experiment, data: Data) -> list[Run]:
-    """Every run, seed by seed, references first: what is cut short has whole seeds that can be compared."""
+    """Return all runs, ordered by seed with reference policies first.
+
+    A comparison that is interrupted has therefore complete seeds, which can be compared.
+    """
     runs = []
     for phase in experiment.phases:
         for seed in phase.seeds:
@@ -55,7 +70,10 @@ def experiment_runs(experiment: Experiment, data: Data) -> list[Run]:
 
 
 def warm_arguments(experiment: Experiment, data: Data, warm: Warm) -> list[str]:
-    """The run that makes the warm checkpoint in ``{warm}``: bf16, ended after ``warm.steps`` of the whole schedule."""
+    """Return the arguments of the bf16 run that makes the warm checkpoint in ``{warm}``.
+
+    It ends after ``warm.steps`` steps of the learning rate schedule that the branches continue.
+    """
     interval = math.gcd(warm.steps, *warm.save)
     return [
         *training_arguments(experiment, data, warm.seed),
@@ -65,17 +83,17 @@ def warm_arguments(experiment: Experiment, data: Data, warm: Warm) -> list[str]:
 
 
 def warm_identity(experiment: Experiment, data: Data, warm: Warm) -> str:
-    """Hash of what makes the warm checkpoint."""
+    """Return the hash of the arguments and the text that make the warm checkpoint."""
     return _sha256([warm_arguments(experiment, data, warm), data.sha256])[:20]
 
 
 def training_arguments(experiment: Experiment, data: Data, seed: int) -> list[str]:
-    """Model, text and training as the warm run and its branches have them, without SNIP's arguments."""
-    return _common(experiment, data, _schedule(experiment, "from_warm"), seed)
+    """Return the common arguments of the warm run and its branches: model, text and training, without SNIP's."""
+    return _common(experiment, data, experiment.schedule("from_warm"), seed)
 
 
 def primer_arguments(experiment: Experiment, data: Data) -> list[str]:
-    """Four steps from scratch with an update: they compile the kernels that all branches find in the cache."""
+    """Return the arguments of a run of four steps with an update, which fills Triton's kernel cache."""
     return [
         *training_arguments(experiment, data, 1),
         *("--train-iters", "4", "--lr-warmup-iters", "0", "--eval-interval", NEVER, "--eval-iters", "0"),
@@ -85,7 +103,7 @@ def primer_arguments(experiment: Experiment, data: Data) -> list[str]:
 
 
 def fill(arguments: tuple[str, ...] | list[str], folders: Mapping[str, str]) -> list[str]:
-    """Arguments with the folders' names in place of ``{data}``, ``{warm}``, ``{run}``."""
+    """Replace the placeholders ``{data}``, ``{warm}`` and ``{run}`` by folders."""
     filled = []
     for argument in arguments:
         for name, folder in folders.items():
@@ -95,9 +113,9 @@ def fill(arguments: tuple[str, ...] | list[str], folders: Mapping[str, str]) -> 
 
 
 def _runs(experiment: Experiment, data: Data, phase: Phase, candidate: Candidate, seed: int) -> list[Run]:
-    budgets = phase.budgets if candidate.budgets is None else candidate.budgets
+    budgets = phase.budgets_of(candidate)
     start = experiment.warm.steps if experiment.warm is not None and phase.kind == "from_warm" else 0
-    common = _common(experiment, data, _schedule(experiment, phase.kind), seed)
+    common = _common(experiment, data, experiment.schedule(phase.kind), seed)
     batch = experiment.training.sequence * experiment.training.global_batch
     common += ["--eval-interval", NEVER, "--eval-iters", str(-(-experiment.validation_tokens // batch))]
     if phase.kind == "from_warm":
@@ -115,7 +133,10 @@ def _runs(experiment: Experiment, data: Data, phase: Phase, candidate: Candidate
 
 
 def _policy(phase: Phase, candidate: Candidate, granularity: str | None, budget: float | None, start: int) -> list[str]:
-    """Arguments of the policy; one that chooses nothing has no others, so that all experiments share its runs."""
+    """Return the arguments of the policy.
+
+    A fixed policy has no further arguments, so that experiments with different settings share its runs.
+    """
     arguments = ["--snip-policy", candidate.policy]
     if budget is None or granularity is None:
         return arguments
@@ -154,14 +175,6 @@ def _training(training: Training) -> list[str]:
         "--clip-grad": f"{training.clip_grad:g}",
     }
     return [text for pair in values.items() for text in pair]
-
-
-def _schedule(experiment: Experiment, kind: str) -> int:
-    """Steps of the learning rate's schedule: branches go on where the warm run stopped on the same one."""
-    steps = {phase.kind: phase.steps for phase in experiment.phases}
-    if kind == "from_scratch":
-        return steps[kind]
-    return (experiment.warm.steps if experiment.warm else 0) + steps.get("from_warm", 0)
 
 
 def _sha256(body: object) -> str:

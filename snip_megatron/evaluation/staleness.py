@@ -1,4 +1,4 @@
-"""How fast scores go stale: the same run's scores some steps apart, early and late in training."""
+"""Staleness of scores: the change of a run's scores over training steps, early and late in training."""
 
 from __future__ import annotations
 
@@ -23,11 +23,19 @@ DETERMINISTIC_S = 10.0
 
 @dataclass(frozen=True)
 class Apart:
-    """Two updates of one run: those of ``step`` and ``lag`` steps later.
+    """The comparison of two updates of one run.
 
-    ``loss``, ``drift``, ``score``: Spearman of ΔL over fprop, ΔW over all options, and Q over all options, each in the
-    format of fewest bits. ``excess``: what the older map costs by the newer scores over the newer map's, as a share of
-    the cost of all options in fewest bits; None where no map can be solved.
+    Scores are those of the format with the fewest bits. Correlations are None if they cannot be computed.
+
+    Attributes:
+        step: the step of the older update.
+        lag: the number of steps between the updates.
+        phase: ``early`` or ``late``.
+        loss: Spearman correlation of ΔL over fprop options.
+        drift: Spearman correlation of ΔW over all options.
+        score: Spearman correlation of Q over all options.
+        excess: the cost of the older map minus that of the newer one, both by the newer scores, as a share of the cost
+            of the worst format of every option; None if a map cannot be solved.
     """
 
     step: int
@@ -41,7 +49,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class Summary:
-    """Median over all pairs of one phase and lag."""
+    """Medians of :class:`Apart` over all pairs of one phase and lag."""
 
     phase: str
     lag: int
@@ -63,9 +71,10 @@ class _Snapshot:
 
 
 def stale(tables: Sequence[StatisticsTable], request: SolveRequest) -> list[Apart]:
-    """All pairs within the first half of the steps (early) and within the second (late).
+    """Compare all pairs of updates within the first half of the steps (early), and within the second (late).
 
-    Raises SnipError with fewer than two tables, or on tables of different models.
+    Raises:
+        SnipError: there are fewer than two tables, or they are of different models.
     """
     if len(tables) < 2:
         raise SnipError("staleness needs the statistics of at least two updates of one run")
@@ -81,7 +90,7 @@ def stale(tables: Sequence[StatisticsTable], request: SolveRequest) -> list[Apar
 
 
 def summarise(pairs: Sequence[Apart]) -> list[Summary]:
-    """Medians by phase and lag, in that order."""
+    """Return the medians, sorted by phase and lag."""
     groups: dict[tuple[str, int], list[Apart]] = {}
     for pair in pairs:
         groups.setdefault((pair.phase, pair.lag), []).append(pair)

@@ -1,31 +1,45 @@
-"""Gap recovered, and policies against each other by paired differences (EVALUATION)."""
+"""Statistics of a comparison: the recovered gap, and paired differences between policies (docs/method.md)."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy import stats
+
+from snip_megatron.errors import needs_extra
+from snip_megatron.evaluation.planned import VALIDATIONS
+
+with needs_extra("evaluation", "a comparison of policies"):
+    from scipy import stats
 
 CONFIDENCE = 0.95
 ALPHA = 0.05
-VALIDATIONS = ("map", "bf16")
 REFERENCE = "snip"
 STRONGEST_RULE = "backward-first"
 OTHERS = f"mean of the other policies but {STRONGEST_RULE}"
 
 Block = tuple[str | None, int]
-"""What is equal within a pair: hash of the warm weights (None from scratch) and seed."""
+"""The runs of a pair have the same block: hash of the warm weights (None for runs from scratch) and seed."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One policy at one budget. ``gap`` and ``recovered``: by formats of validation, then by block.
+    """One policy at one budget.
 
-    ``update_steps``: median cost of an update in training steps of the same run; None without updates.
+    Attributes:
+        kind: ``from_warm`` or ``from_scratch``.
+        label: the policy's name in tables.
+        budget: the wanted fp4 share; None if the policy ignores it.
+        policy: the policy.
+        share: fp4 share of FLOPs, the mean over the runs of each run's mean over its steps. Records of earlier
+            releases have only the last step's, which is the same under a map that does not change.
+        gap: formats of validation → block → loss minus that of bf16.
+        recovered: formats of validation → block → share of the gap that is recovered; see :func:`recovered`.
+        update_steps: median cost of an update in training steps of the same run; None without updates.
     """
 
     kind: str
@@ -40,10 +54,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Difference:
-    """``ours`` − ``theirs`` recovered, over the blocks that both have.
+    """The difference of recovered gap between two policies, over the blocks that both have.
 
-    ``low``, ``high``: 95 % interval of the mean by Student's t; ``p`` two-sided, ``adjusted`` by Holm over all
-    differences of its table. None with fewer than two blocks. ``budget`` None: the mean over all budgets.
+    Attributes:
+        ours: the label of the first policy.
+        theirs: the label of the policy that is subtracted.
+        budget: the wanted fp4 share; None for the mean over all budgets.
+        blocks: the number of blocks.
+        mean: the mean difference.
+        low: lower end of the 95 % confidence interval of the mean (Student's t); None with fewer than two blocks.
+        high: upper end of the interval.
+        p: two-sided p-value; None with fewer than two blocks.
+        adjusted: the p-value adjusted by Holm's procedure over all differences of the table.
+        validation: formats of the validation.
     """
 
     ours: str
@@ -55,28 +78,32 @@ class Difference:
     high: float | None
     p: float | None
     adjusted: float | None = None
+    validation: str = "map"
 
     @property
     def verdict(self) -> str:
-        """``better`` or ``worse`` where the adjusted p stays under 5 %, else ``no difference shown``."""
+        """``better`` or ``worse`` if the adjusted p-value is below 5 %, else ``no difference shown``."""
         if self.adjusted is None or self.adjusted >= ALPHA:
             return "no difference shown"
         return "better" if self.mean > 0 else "worse"
 
 
 def recovered(loss: float, bf16: float, fp4: float) -> float:
-    """1 − (loss − bf16) / (fp4 − bf16): share of all-fp4's loss gap that a map avoids. NaN where there is no gap."""
+    """Return the share of the loss gap between bf16 and all-fp4 that a map avoids.
+
+    It is 1 − (loss − bf16) / (fp4 − bf16), or NaN if fp4's loss is not above that of bf16.
+    """
     gap = fp4 - bf16
     return 1.0 - (loss - bf16) / gap if gap > 0.0 else math.nan
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation (NaN for a single value)."""
+    """Return the mean and the sample standard deviation, which is NaN for a single value."""
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Runs of a result file as rows, in their order. Blocks without bf16 and uniform-fp4 have no gap: left out."""
+    """Group the runs of a result file into rows. Blocks without runs of bf16 and uniform-fp4 are left out."""
     done = [entry for entry in entries if entry.get("status") == "done"]
     losses = {(e["kind"], _block(e), e["policy"]): e["validation"] for e in done if e["budget"] is None}
     groups: dict[tuple[str, str, float | None], list[Mapping[str, Any]]] = {}
@@ -86,7 +113,10 @@ def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def differences(table: Sequence[Row], kind: str, formats: str) -> list[Difference]:
-    """``snip`` against every other policy at the same budget, and against their mean; adjusted together."""
+    """Compare ``snip`` with every other policy at the same budget, and with the mean of most of them.
+
+    The p-values of all differences are adjusted together.
+    """
     found = []
     for ours in table:
         if ours.kind != kind or ours.label != REFERENCE or ours.budget is None:
@@ -103,10 +133,11 @@ def differences(table: Sequence[Row], kind: str, formats: str) -> list[Differenc
 
 
 def overall(table: Sequence[Row], kind: str, formats: str) -> list[Difference]:
-    """``snip`` against every other policy, each block's mean over the budgets; adjusted among themselves.
+    """Compare ``snip`` with every other policy by each block's mean over the budgets.
 
-    One noise per block remains of several budgets', so small differences show sooner than at any one budget. Policies
-    with other budgets than ``snip``, and blocks without all of them, are left out; empty for a single budget.
+    The mean reduces the noise, so that smaller differences become significant than at a single budget. Policies that
+    lack one of ``snip``'s budgets are left out, and so are blocks that lack one. The p-values are adjusted together.
+    Returns an empty list if there is only one budget.
     """
     own = [row for row in table if row.kind == kind and row.budget is not None]
     budgets = {row.budget for row in own if row.label == REFERENCE}
@@ -123,8 +154,27 @@ def overall(table: Sequence[Row], kind: str, formats: str) -> list[Difference]:
     return _adjust([difference for difference in found if difference.blocks])
 
 
+def planned_differences(table: Sequence[Row], planned: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """Make the comparisons that an experiment announced. Their p-values are adjusted together, and with no others.
+
+    Args:
+        table: the rows of all policies.
+        planned: the announced comparisons; see :class:`~snip_megatron.evaluation.planned.Planned`.
+    """
+    known = {(row.kind, row.label, row.budget): row.recovered for row in table}
+    found = []
+    for plan in planned:
+        for budget, theirs in itertools.product(plan["budgets"], plan["theirs"]):
+            a, b = known.get((plan["kind"], plan["ours"], budget)), known.get((plan["kind"], theirs, budget))
+            if a is not None and b is not None:
+                validation = plan["validation"]
+                difference = _paired(theirs, budget, a[validation], b[validation])
+                found.append(replace(difference, ours=plan["ours"], validation=validation))
+    return _adjust([difference for difference in found if difference.blocks])
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values by Holm's step-down procedure (Holm 1979), in the order given."""
+    """Return the p-values adjusted by Holm's step-down procedure (Holm 1979), in the order given."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted = [0.0] * len(p_values)
     largest = 0.0
@@ -135,13 +185,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def paired(values: Sequence[float]) -> tuple[float, float, float, float]:
-    """(mean, low, high, p) of paired differences: Student's t, two-sided. Needs at least two values."""
-    data = np.asarray(values, dtype=np.float64)
-    mean, error = float(data.mean()), float(data.std(ddof=1)) / math.sqrt(len(data))
-    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(data) - 1)) * error
-    if error == 0.0:
+    """Test at least two paired differences against zero by Student's t test.
+
+    Returns:
+        The mean, the ends of its 95 % confidence interval, and the two-sided p-value.
+    """
+    mean = float(np.mean(values))
+    if np.ptp(values) == 0.0:
         return mean, mean, mean, 1.0 if mean == 0.0 else 0.0
-    return mean, mean - half, mean + half, float(2.0 * stats.t.sf(abs(mean / error), len(data) - 1))
+    test = stats.ttest_1samp(values, 0.0)
+    interval = test.confidence_interval(CONFIDENCE)
+    return mean, float(interval.low), float(interval.high), float(test.pvalue)
 
 
 def _block(entry: Mapping[str, Any]) -> Block:
@@ -167,7 +221,7 @@ def _row(
             gap[formats][block] = loss - float(bf16[formats])
             if math.isfinite(value):
                 share[formats][block] = value
-    mean_share = float(np.mean([entry["fp4_share"] for entry in members]))
+    mean_share = float(np.mean([entry.get("average_share", entry["fp4_share"]) for entry in members]))
     costs = [s / e["step_seconds"] for e in members if e.get("step_seconds") for s in e.get("update_seconds", ())]
     update_steps = float(np.median(costs)) if costs else None
     return Row(kind, label, budget, str(members[0]["policy"]), mean_share, gap, share, update_steps)

@@ -1,4 +1,4 @@
-"""The markdown of a comparison: EVALUATION's table, the differences with their intervals, where it all comes from."""
+"""The markdown page of a comparison: policies, differences with confidence intervals, origin of the figures."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from snip_megatron.evaluation.planned import VALIDATIONS
 from snip_megatron.evaluation.results import Results
-from snip_megatron.evaluation.statistics import VALIDATIONS, Difference, Row, differences, mean_std, overall, rows
+from snip_megatron.evaluation.statistics import (
+    Difference,
+    Row,
+    differences,
+    mean_std,
+    overall,
+    planned_differences,
+    rows,
+)
 
 TITLES = {"from_warm": "From the warm checkpoint", "from_scratch": "From scratch"}
 FORMATS = {"map": "validated in the map's formats", "bf16": "validated in bf16"}
 
 
 def markdown(results: Results) -> str:
-    """The whole page. Phases without a finished run are left out."""
+    """Return the page. Phases without a finished run are left out."""
     table = rows(list(results.runs.values()))
     parts = [f"# {results.experiment['name']}", _origin(results)]
     for kind, title in TITLES.items():
@@ -27,6 +36,8 @@ def markdown(results: Results) -> str:
                     parts += [f"### `snip` − policy, gap recovered, {FORMATS[formats]}", _differences(found)]
                 if found := overall(table, kind, formats):
                     parts += ["Means over the budgets, adjusted among themselves:", _differences(found)]
+    if announced := planned_differences(table, results.experiment.get("planned", [])):
+        parts += [f"## Planned comparisons (p by Holm over these {len(announced)})", _planned(announced)]
     failed = [entry for entry in results.runs.values() if entry["status"] != "done"]
     if failed:
         parts += ["## Failed", "\n".join(f"- {e['label']}, seed {e['seed']}: {e.get('error')}" for e in failed)]
@@ -34,7 +45,7 @@ def markdown(results: Results) -> str:
 
 
 def spread(values: Iterable[float], digits: int) -> str:
-    """``mean ± std``; a single value alone, nothing as a dash."""
+    """Format values as ``mean ± std``, a single value without ``± std``, and no value as a dash."""
     known = list(values)
     if not known:
         return "–"
@@ -43,7 +54,7 @@ def spread(values: Iterable[float], digits: int) -> str:
 
 
 def _ordered(results: Results, table: Sequence[Row]) -> list[Row]:
-    """By budget, then as the experiment file names them; what the file no longer names comes last."""
+    """Sort rows by budget, then in the order of the experiment file. Policies that the file lacks come last."""
     phases = results.experiment.get("phases", [])
     labels = [(phase["kind"], candidate["label"]) for phase in phases for candidate in phase["candidates"]]
 
@@ -68,18 +79,35 @@ def _policies(table: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _differences(found: Sequence[Difference]) -> str:
-    lines = ["| budget | policy | difference | 95 % interval | p (Holm) | `snip` is |", "|---|---|---|---|---|---|"]
+def _planned(found: Sequence[Difference]) -> str:
+    lines = [
+        "| validated in | budget | difference, gap recovered | mean | 95 % interval | p (Holm) | the first is |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for d in found:
-        interval = "–" if d.low is None or d.high is None else f"{d.low:+.3f} … {d.high:+.3f}"
-        p = "–" if d.adjusted is None else f"{d.adjusted:.3f}"
-        budget = "all" if d.budget is None else f"{100 * d.budget:g} %"
-        lines.append(f"| {budget} | {d.theirs} | {d.mean:+.3f} | {interval} | {p} | {d.verdict} |")
+        names = f"{d.ours} − {d.theirs}"
+        formats = "the map's formats" if d.validation == "map" else d.validation
+        lines.append(f"| {formats} | {100 * (d.budget or 0.0):g} % | {names} | {_figures(d)} |")
     return "\n".join(lines)
 
 
+def _differences(found: Sequence[Difference]) -> str:
+    lines = ["| budget | policy | difference | 95 % interval | p (Holm) | `snip` is |", "|---|---|---|---|---|---|"]
+    for d in found:
+        budget = "all" if d.budget is None else f"{100 * d.budget:g} %"
+        lines.append(f"| {budget} | {d.theirs} | {_figures(d)} |")
+    return "\n".join(lines)
+
+
+def _figures(d: Difference) -> str:
+    """Return the last four columns of a row: mean, interval, p-value, verdict."""
+    interval = "–" if d.low is None or d.high is None else f"{d.low:+.3f} … {d.high:+.3f}"
+    p = "–" if d.adjusted is None else f"{d.adjusted:.3f}"
+    return f"{d.mean:+.3f} | {interval} | {p} | {d.verdict}"
+
+
 def _origin(results: Results) -> str:
-    """Where the figures come from: commit, hardware, text, checkpoint, command, as every figure has to name."""
+    """Return the list that describes the origin of the figures: commit, hardware, text, checkpoint."""
     done = [entry for entry in results.runs.values() if entry["status"] == "done"]
     experiment: Mapping[str, Any] = results.experiment
     lines = [

@@ -1,6 +1,6 @@
-"""``python -m snip_megatron.evaluation.weights_hash CHECKPOINT``: one hash of all weights of a distributed checkpoint.
+"""``python -m snip_megatron.evaluation.weights_hash CHECKPOINT`` prints the hash of a distributed checkpoint's weights.
 
-A process of its own: it imports torch and Megatron (whose classes the checkpoint's metadata names).
+It runs in a separate process, because reading a checkpoint imports torch and the Megatron classes in its metadata.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ OPTIMIZER = "optimizer."
 
 
 def weights_sha256(checkpoint: Path) -> str:
-    """SHA-256 over name, dtype, shape and bytes of every tensor that is no optimizer state, by name.
+    """Return the SHA-256 over name, dtype, shape and bytes of all tensors except optimizer state, sorted by name.
 
-    ``checkpoint``: an ``iter_<N>`` folder in Megatron's torch_dist format. Raises ValueError if it holds no weights.
+    Args:
+        checkpoint: an ``iter_<N>`` folder in Megatron's torch_dist format.
+
+    Raises:
+        ValueError: the folder holds no weights.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader

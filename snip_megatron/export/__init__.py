@@ -1,1 +1,1 @@
-"""Maps and runs in the formats of other tools."""
+"""Exports of precision maps and checkpoints to the formats of other tools."""

@@ -1,7 +1,8 @@
-"""A checkpoint of Megatron as a Hugging Face Llama: config.json, safetensors and, where there is one, the tokenizer.
+"""Writes a checkpoint of Megatron as a Hugging Face Llama: config.json, safetensors and the tokenizer if there is one.
 
-The two compute the same: Megatron's rotary embedding (not interleaved) turns halves of a head as Hugging Face's does,
-QKV rows lie by group (its query heads, its key, its value), linear_fc1 is the gate's rows and then those of up.
+Both models compute the same function. Megatron's rotary embedding without interleaving rotates the halves of a head, as
+Hugging Face's does. The rows of Megatron's QKV weight are ordered by group: the group's query heads, its key, its
+value. Those of ``linear_fc1`` are the gate projection followed by the up projection.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any
 
 import torch
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut, needs_extra, quoted
 from snip_megatron.export.megatron_checkpoint import MegatronCheckpoint, read_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 5 * 10**9
-"""A model file is split above this."""
+"""Largest size of a model file, in bytes."""
 
 _NEEDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("normalization", lambda v: v == "RMSNorm", "a Llama's norms are RMSNorm"),
@@ -33,7 +34,7 @@ _NEEDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("rope_type", lambda v: v in (None, "rope"), "scaled positions are not exported"),
     ("softmax_type", lambda v: v in (None, "vanilla"), "a Llama's softmax has no sink"),
 )
-"""Argument of Megatron's, what it must be, why."""
+"""(argument of Megatron, test of its value, the reason to refuse other values)."""
 
 _FORBIDS: tuple[tuple[str, str], ...] = (
     ("add_bias_linear", "a Llama's linears have no bias"),
@@ -59,7 +60,7 @@ _FORBIDS: tuple[tuple[str, str], ...] = (
     ("experimental_attention_variant", "a Llama's attention is not it"),
     ("heterogeneous_layers_config_path", "a Llama's layers are equal"),
 )
-"""Argument of Megatron's that must be off, why."""
+"""(argument of Megatron that must be off, the reason to refuse it)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Shape:
 
 # -- the command ---------------------------------------------------------------------------------------------------
 def add_arguments(group: Any) -> None:
-    """Arguments of ``snip export --format hf``."""
+    """Add the arguments of ``snip export --format hf``."""
     group.add_argument("--step", type=int, metavar="N", help="iteration of a run's folder (default: its latest)")
     group.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: as the checkpoint has them)")
     group.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to copy (default: the run's own)")
@@ -90,7 +91,7 @@ def add_arguments(group: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the model into ``args.out``; print what it is and what is not there. Raises SnipError."""
+    """Write the model into ``args.out`` and print a summary. Returns the exit code. Raises SnipError on bad input."""
     _check_out(args.out)
     checkpoint = read_checkpoint(args.source, args.step)
     shape = check_llama(checkpoint)
@@ -109,14 +110,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- is it a Llama? ------------------------------------------------------------------------------------------------
+# -- whether the model is a Llama ----------------------------------------------------------------------------------
 def check_llama(checkpoint: MegatronCheckpoint) -> Shape:
-    """The model's sizes. Raises SnipError where a Hugging Face Llama would not compute the same."""
+    """Return the sizes of the model. Raises SnipError if a Hugging Face Llama would not compute the same function."""
     arguments, where = checkpoint.arguments, checkpoint.path
 
     def refuse(name: str, reason: str) -> SnipError:
         shown = arguments.get(name)
-        return SnipError(f"{where}: not a Llama: {name} is {shown!r} ({reason}); --format hf writes Llamas only")
+        return SnipError(f"{where}: not a Llama: {name} is {quoted(shown)} ({reason}); --format hf writes Llamas only")
 
     for name, fits, reason in _NEEDS:
         if not fits(arguments.get(name)):
@@ -136,16 +137,16 @@ def check_llama(checkpoint: MegatronCheckpoint) -> Shape:
             tied=not arguments["untie_embeddings_and_output_weights"],
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise SnipError(f"{where}: its run's arguments do not give the model's sizes ({error})") from None
+        raise SnipError(f"{where}: its run's arguments do not give the model's sizes ({cut(error)})") from None
     _check_tensors(checkpoint, shape)
     return shape
 
 
 def _check_tensors(checkpoint: MegatronCheckpoint, shape: Shape) -> None:
-    """Exactly the tensors of such a Llama, in their sizes."""
+    """Raise SnipError unless the checkpoint holds exactly the tensors of such a Llama, in their sizes."""
     vocabulary = checkpoint.tensors["embedding.word_embeddings.weight"].shape[0]
     expected = expected_tensors(shape, vocabulary)
-    ignored = {"output_layer.weight"} if shape.tied else set()  # pipelines keep a second copy of tied weights
+    ignored = {"output_layer.weight"} if shape.tied else set()  # pipeline stages keep a second copy of tied weights
     for name in sorted(checkpoint.tensors.keys() - expected.keys() - ignored):
         raise SnipError(f"{checkpoint.path}: not a Llama: it holds {name}; --format hf writes Llamas only")
     for name, size in expected.items():
@@ -157,7 +158,7 @@ def _check_tensors(checkpoint: MegatronCheckpoint, shape: Shape) -> None:
 
 
 def expected_tensors(shape: Shape, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Megatron's name → size of every tensor of a Llama with ``vocabulary`` rows of embedding."""
+    """Return Megatron's name → size of every tensor of a Llama with ``vocabulary`` embedding rows."""
     h, queries = shape.hidden, shape.heads * shape.head_size
     sizes: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (vocabulary, h),
@@ -182,7 +183,7 @@ def expected_tensors(shape: Shape, vocabulary: int) -> dict[str, tuple[int, ...]
 def llama_weights(
     checkpoint: MegatronCheckpoint, shape: Shape, rows: int, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Hugging Face's name → weight, for the first ``rows`` tokens, in ``dtype`` (None: as stored)."""
+    """Return Hugging Face's name → weight for the first ``rows`` tokens, in ``dtype``, or as stored if it is None."""
     source = checkpoint.tensors
     weights = {
         "model.embed_tokens.weight": source["embedding.word_embeddings.weight"][:rows],
@@ -209,7 +210,10 @@ def llama_weights(
 
 
 def split_qkv(weight: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Megatron's [groups · (heads a group + 2) · head size, hidden] as query, key and value of all heads."""
+    """Split Megatron's QKV weight into query, key and value of all heads.
+
+    ``weight`` is [groups · (heads per group + 2) · head size, hidden].
+    """
     each, size = shape.heads // shape.groups, shape.head_size
     groups = weight.reshape(shape.groups, each + 2, size, weight.shape[1])
     query, key, value = groups[:, :each], groups[:, each], groups[:, each + 1]
@@ -219,8 +223,9 @@ def split_qkv(weight: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.T
 def llama_config(
     checkpoint: MegatronCheckpoint, shape: Shape, rows: int, dtype: torch.dtype, tokenizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The content of config.json."""
-    from transformers import LlamaConfig
+    """Return the content of config.json."""
+    with needs_extra("hf", "the export"):
+        from transformers import LlamaConfig
 
     arguments = checkpoint.arguments
     config = LlamaConfig(
@@ -246,7 +251,7 @@ def llama_config(
 
 
 def _epsilon(checkpoint: MegatronCheckpoint) -> float:
-    for name in ("layernorm_epsilon", "norm_epsilon"):  # the first since megatron-core 0.18
+    for name in ("layernorm_epsilon", "norm_epsilon"):  # layernorm_epsilon since megatron-core 0.18
         value = checkpoint.arguments.get(name)
         if isinstance(value, float):
             return value
@@ -255,7 +260,7 @@ def _epsilon(checkpoint: MegatronCheckpoint) -> float:
 
 # -- tokenizer -----------------------------------------------------------------------------------------------------
 def _tokenizer_folder(checkpoint: MegatronCheckpoint, given: Path | None) -> Path | None:
-    """The folder of a Hugging Face tokenizer on this machine, if there is one."""
+    """Return the folder of the run's Hugging Face tokenizer, or None if it is not on this machine."""
     if given is not None:
         if not (given / "tokenizer_config.json").is_file():
             raise SnipError(f"--tokenizer {given}: is no folder with a tokenizer_config.json")
@@ -268,11 +273,12 @@ def _tokenizer_folder(checkpoint: MegatronCheckpoint, given: Path | None) -> Pat
 
 
 def _tokenizer_facts(folder: Path) -> dict[str, Any]:
-    from transformers import AutoTokenizer
+    with needs_extra("hf", "the export"):
+        from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a broken folder makes transformers raise
+    except Exception as error:  # transformers can raise anything on a broken folder
         raise SnipError(f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error})") from None
     return {
         "size": len(tokenizer),
@@ -293,7 +299,7 @@ def _vocabulary(checkpoint: MegatronCheckpoint, asked: int | None, known: int | 
 
 # -- files ---------------------------------------------------------------------------------------------------------
 def _check_out(folder: Path) -> None:
-    """Nothing is overwritten: weights of two models in one folder would load as a mixture."""
+    """Raise SnipError unless ``folder`` is new or empty: files of two models in one folder would load as a mixture."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SnipError(f"--out {folder}: exists and is not an empty folder")
 
@@ -301,7 +307,7 @@ def _check_out(folder: Path) -> None:
 def _write(
     folder: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tokenizer: Path | None
 ) -> None:
-    """All or nothing: written beside the folder, then renamed."""
+    """Write all files into a folder beside ``folder`` and rename it, so that ``folder`` is complete or missing."""
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     try:
         partial.mkdir(parents=True)
@@ -342,10 +348,11 @@ def _write_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
-    from safetensors.torch import save_file
+    with needs_extra("hf", "the export"):
+        from safetensors.torch import save_file
 
     file.touch()
-    mode = file.stat().st_mode  # what the user's umask gives: the library's own files are for their owner alone
+    mode = file.stat().st_mode  # follows the user's umask, whereas safetensors writes files for their owner alone
     save_file(weights, file, metadata={"format": "pt"})
     file.chmod(mode)
 

@@ -1,7 +1,8 @@
-"""A GPT checkpoint of Megatron as whole tensors by global names, without Megatron and without a process group.
+"""Reads a GPT checkpoint of Megatron as whole tensors by global names, without Megatron or a process group.
 
-Reads ``torch_dist`` (any layout) and the legacy ``torch`` format (any tensor, pipeline and virtual pipeline parallel
-size). Pickles in it are read by :mod:`inert_pickle`: no code of a checkpoint's choice runs.
+Supported are ``torch_dist`` (any parallel layout) and the legacy ``torch`` format (any tensor, pipeline and virtual
+pipeline parallel size). Pickles are read by :mod:`snip_megatron.megatron.inert_pickle`, which runs no code that the
+checkpoint chooses.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from snip_megatron.errors import SnipError
-from snip_megatron.export import inert_pickle
+from snip_megatron.errors import SnipError, cut
+from snip_megatron.megatron import inert_pickle
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _MODEL = ("embedding.", "decoder.", "encoder.", "output_layer.", "mtp.", "position_embeddings.")
@@ -40,7 +41,7 @@ _BROKEN = (
     pickle.UnpicklingError,
     CheckpointException,
 )
-"""What torch and pickle raise on files that are cut short or something else."""
+"""Exceptions that torch and pickle raise on truncated files and on files of another kind."""
 
 _SPLIT_ON = {
     "embedding.word_embeddings.weight": 0,
@@ -52,24 +53,27 @@ _SPLIT_ON = {
     "mlp.linear_fc1.bias": 0,
     "mlp.linear_fc2.weight": 1,
 }
-"""Dimension that tensor parallelism splits; what is not here is the same on every rank."""
+"""Parameter → the dimension that tensor parallelism shards. Other parameters are equal on every rank."""
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Transformer Engine keeps a norm in the linear after it; checkpoints in torch_dist call it so either way."""
+"""Name of a norm that Transformer Engine fuses with the next linear → its name as a module of its own.
+
+``torch_dist`` checkpoints use the fused names with and without Transformer Engine.
+"""
 
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """What an export needs.
+    """The model weights of a checkpoint and the arguments of the run that wrote it.
 
     Attributes:
-        path: of the iteration's folder.
-        arguments: of the run that wrote it, by name.
-        tensors: global name (``decoder.layers.<0-based>.…``) → whole tensor on the CPU, in the stored dtype. Of an MLP
-            under SwiGLU, linear_fc1 is the gate's rows, then those of up.
+        path: Folder of the iteration.
+        arguments: Megatron's arguments by name.
+        tensors: Global name (``decoder.layers.<0-based>.…``) → whole tensor on the CPU in the stored dtype. Under
+            SwiGLU, ``linear_fc1`` holds the rows of the gate projection followed by those of the up projection.
     """
 
     path: Path
@@ -78,13 +82,15 @@ class MegatronCheckpoint:
 
 
 def read_checkpoint(source: Path, step: int | None = None) -> MegatronCheckpoint:
-    """Read ``source``: a run's ``--save`` folder or one iteration's.
+    """Read a checkpoint.
 
     Args:
-        step: the iteration of a run's folder; None: the one that its tracker file names.
+        source: The ``--save`` folder of a run, or the folder of one iteration.
+        step: Iteration to read from a run's folder. With None, the tracker file names it.
 
     Raises:
-        SnipError: not a checkpoint of these formats, incomplete, or without the arguments of its run.
+        SnipError: If this is not a checkpoint of a supported format, or if it is incomplete or lacks the arguments of
+            its run.
     """
     path = iteration_folder(source, step)
     try:
@@ -102,7 +108,7 @@ def read_checkpoint(source: Path, step: int | None = None) -> MegatronCheckpoint
 
 
 def iteration_folder(source: Path, step: int | None = None) -> Path:
-    """The folder of one iteration. Raises SnipError where there is none."""
+    """Return the folder of one iteration. Raises SnipError if it does not exist."""
     if not source.is_dir():
         raise SnipError(f"{source}: is not a folder; give a run's --save folder or one of its iter_… folders")
     tracker = source / _TRACKER
@@ -119,7 +125,7 @@ def iteration_folder(source: Path, step: int | None = None) -> Path:
     except (OSError, ValueError):
         raise SnipError(f"{tracker}: names no iteration; choose one by --step") from None
     if not path.is_dir():
-        raise SnipError(f"{tracker}: names iteration {text}, and there is no {path}; choose another by --step")
+        raise SnipError(f"{tracker}: names iteration {cut(text)}, and there is no {path}; choose another by --step")
     return path
 
 
@@ -143,7 +149,7 @@ def _arguments(state: Any, where: Path) -> dict[str, Any]:
 
 # -- torch_dist ----------------------------------------------------------------------------------------------------
 class _Reader(FileSystemReader):
-    """torch's, which unpickles the metadata with everything that it names."""
+    """Reads the metadata by :mod:`inert_pickle`; the base class would unpickle everything that it names."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -156,7 +162,11 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """torch's, which unpickles objects with everything that they name. ``objects``: name → what was read."""
+    """Reads objects by :mod:`inert_pickle`; the base class would unpickle everything that they name.
+
+    Attributes:
+        objects: Name → object that was read.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -184,7 +194,7 @@ def _read_distributed(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         load(state | dict.fromkeys(common), storage_reader=reader, planner=planner, no_dist=True)
-    # Older Megatrons write a file of its own.
+    # Older versions of Megatron write the common state into a separate file.
     content = planner.objects[common[0]] if common else _load(path / "common.pt")
     if isinstance(content, list) and len(content) == 1:
         content = content[0]
@@ -192,7 +202,7 @@ def _read_distributed(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
 
 
 def _joined_halves(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Under some options Megatron stores gate and up of SwiGLU under two names."""
+    """Concatenate gate and up projections of SwiGLU, which Megatron stores under two names with some options."""
     for name in [name for name in tensors if name.endswith("_w") and f"{name[:-2]}_v" in tensors]:
         gate, up = tensors.pop(name), tensors.pop(f"{name[:-2]}_v")
         tensors[name[:-2]] = torch.cat([gate, up], dim=-2)
@@ -200,7 +210,7 @@ def _joined_halves(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _unstacked(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Megatron stacks equal layers: ``decoder.layers.mlp.…`` is [layers, …]. One name a layer instead (views)."""
+    """Split tensors that Megatron stacks over layers (``decoder.layers.mlp.…``, [layers, …]) into views per layer."""
     for name, tensor in tensors.items():
         rest = name.removeprefix(_LAYERS)
         if rest == name or rest.split(".")[0].isdigit():
@@ -233,7 +243,7 @@ def _read_legacy(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def _chunks(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The model chunks of one rank: one, or several of a virtual pipeline."""
+    """The model chunks of one rank. There are several under a virtual pipeline."""
     if float(state.get("checkpoint_version", 0)) < 3:
         raise SnipError("the checkpoint's version is older than 3.0: its QKV weights lie in another order")
     if "model" in state:
@@ -244,7 +254,7 @@ def _chunks(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _add_chunk(
     tensors: dict[str, torch.Tensor], shards: Sequence[Mapping[str, Any]], first: int, *, gated: bool
 ) -> int:
-    """Join the tensor parallel ``shards`` of one chunk, whose first layer is ``first``. Returns its layers."""
+    """Join the tensor parallel ``shards`` of a chunk whose first layer is ``first``. Returns its number of layers."""
     layers = 0
     for name, value in shards[0].items():
         if not isinstance(value, torch.Tensor) or name.endswith("_extra_state") or not name.startswith(_MODEL):
@@ -269,7 +279,7 @@ def _joined(parts: Sequence[torch.Tensor], kind: str, *, gated: bool) -> torch.T
     dim = _SPLIT_ON.get(kind)
     if dim is None or len(parts) == 1:
         return parts[0]
-    if gated and kind.startswith("mlp.linear_fc1."):  # each rank has its share of the gate, then its share of up
+    if gated and kind.startswith("mlp.linear_fc1."):  # each rank holds its shard of the gate, then its shard of up
         halves = [part.chunk(2, dim=0) for part in parts]
         return torch.cat([half[which] for which in (0, 1) for half in halves])
     return torch.cat(list(parts), dim=dim)

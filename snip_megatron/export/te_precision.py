@@ -1,27 +1,26 @@
-"""A map as YAML for Megatron's ``--te-precision-config-file``: one file a pipeline stage.
+"""Writes a precision map as YAML for Megatron's ``--te-precision-config-file``, one file per pipeline stage.
 
-Megatron matches a file's globs against the module names of the model chunk that a rank builds, whose layers count from
-0, and Transformer Engine runs all three GEMMs of a linear in one recipe. So maps of granularity ``gemm`` are collapsed
-first, on demand, to the widest format of a linear. Needs neither Megatron nor Transformer Engine.
+Megatron matches the globs of a file against the module names of the model chunk that a rank builds, in which layers
+count from 0. Transformer Engine runs all three GEMMs of a linear in one recipe, so ``--collapse`` reduces a map of
+granularity ``gemm`` to the widest format of each linear. Neither Megatron nor Transformer Engine is needed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.records.storage import write_atomically
 
 WIDTH = (Format.BF16, Format.FP8, Format.MXFP8, Format.FP8_TENSOR, Format.NVFP4, Format.MXFP4, Format.FP4)
-"""From wide to narrow: bits first, then how fine the scales are."""
+"""Formats from wide to narrow: ordered by bits, then by how many elements share a scale."""
 
 RECIPES: Mapping[Format, str] = {
     Format.BF16: "bf16",
@@ -32,7 +31,7 @@ RECIPES: Mapping[Format, str] = {
     Format.FP4: "nvfp4",
     Format.MXFP4: "nvfp4",
 }
-"""The name under which a format's recipe stands in the file."""
+"""Format → name of its recipe in the file."""
 
 _FIELDS: Mapping[str, Mapping[str, str]] = {
     "bf16": {},
@@ -48,20 +47,25 @@ SUBSTITUTIONS: Mapping[Format, str] = {
     Format.FP8: "fp8 → blockwise FP8 of Transformer Engine: the same tiles, scales rounded up to powers of two unless"
     " NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set",
 }
-"""What is not the map's own format any more."""
+"""Format → message about the recipe that replaces it."""
 
 
-# -- a linear's one format -----------------------------------------------------------------------------------------
+# -- one format per linear -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Collapsed:
-    """One format a linear. ``changed``: linear → its formats for fprop, dgrad, wgrad where those differed."""
+    """A map with one format per linear.
+
+    Attributes:
+        formats: Linear → format.
+        changed: Linear → its formats for fprop, dgrad and wgrad, for linears where they differ.
+    """
 
     formats: Mapping[LinearId, Format]
     changed: Mapping[LinearId, tuple[Format, ...]]
 
 
 def collapse(precision_map: PrecisionMap) -> Collapsed:
-    """The widest of the three formats of every linear: no GEMM runs in fewer bits than the map says."""
+    """Take the widest of the three formats of every linear, so that no GEMM runs in fewer bits than the map says."""
     formats: dict[LinearId, Format] = {}
     changed: dict[LinearId, tuple[Format, ...]] = {}
     for linear in precision_map.linears():
@@ -74,14 +78,17 @@ def collapse(precision_map: PrecisionMap) -> Collapsed:
 
 # -- layers and stages ---------------------------------------------------------------------------------------------
 def chunk_layers(layers: int, stages: int, virtual: int = 1, counts: Sequence[int] | None = None) -> list[list[range]]:
-    """Global layer indices [stage][chunk] of a pipeline.
+    """Return the global layer indices [stage][chunk] of a pipeline.
 
     Args:
-        layers: of the model. stages: pipeline parallel size. virtual: chunks a stage.
-        counts: layers of every chunk in the model's order (chunk c lies on stage c mod stages); None: an even split.
+        layers: Layers of the model.
+        stages: Pipeline parallel size.
+        virtual: Model chunks per stage.
+        counts: Layers of every chunk in the model's order (chunk c lies on stage c mod stages), or None for an even
+            split.
 
     Raises:
-        SnipError: layers that do not divide evenly, or counts that do not fit.
+        SnipError: If the layers do not divide evenly, or if ``counts`` does not match the pipeline or the layers.
     """
     chunks = stages * virtual
     if counts is None:
@@ -98,10 +105,11 @@ def chunk_layers(layers: int, stages: int, virtual: int = 1, counts: Sequence[in
 
 
 def local_formats(formats: Mapping[LinearId, Format], stage: int, chunks: Sequence[range]) -> dict[str, Format]:
-    """Module name in a chunk (layers counted from 0) → format.
+    """Return module name in a chunk (layers counted from 0) → format.
 
-    Raises SnipError where two chunks of the stage want different recipes under one name: Megatron loads one file for
-    all chunks of a rank and cannot tell them apart.
+    Raises:
+        SnipError: If two chunks of the stage need different recipes for one name. Megatron loads one file for all
+            chunks of a rank and cannot tell them apart.
     """
     found: dict[str, tuple[Format, LinearId]] = {}
     for layers in chunks:
@@ -121,7 +129,7 @@ def local_formats(formats: Mapping[LinearId, Format], stage: int, chunks: Sequen
 
 # -- the file ------------------------------------------------------------------------------------------------------
 def recipe_yaml(formats: Mapping[str, Format], comment: Sequence[str] = ()) -> str:
-    """The text of one file: every linear by its exact name. Evaluation uses the training recipe."""
+    """Return the text of one file, which lists every linear by its exact name. Evaluation uses the training recipe."""
     used = [name for name in _FIELDS if name in {RECIPES[fmt] for fmt in formats.values()}]
     lines = [*(f"# {line}" for line in comment), "configs:"]
     for name in used:
@@ -147,7 +155,7 @@ def recipe_yaml(formats: Mapping[str, Format], comment: Sequence[str] = ()) -> s
 
 # -- the command ---------------------------------------------------------------------------------------------------
 def add_arguments(group: Any) -> None:
-    """Arguments of ``snip export --format megatron``."""
+    """Add the arguments of ``snip export --format megatron``."""
     group.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline parallel size (default 1)")
     group.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks a stage (default 1)")
     group.add_argument(
@@ -159,8 +167,12 @@ def add_arguments(group: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write ``stage_<k>.yaml`` for every stage; print what was changed and what stands for what. Raises SnipError."""
-    precision_map = _load(args.source)
+    """Write ``stage_<k>.yaml`` for every stage and print changed formats. Returns the exit code.
+
+    Raises:
+        SnipError: If the map or the arguments are bad.
+    """
+    precision_map = load_map(args.source)
     collapsed = collapse(precision_map)
     if collapsed.changed and not args.collapse:
         first, three = next(iter(collapsed.changed.items()))
@@ -182,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summary(collapsed: Collapsed, args: argparse.Namespace) -> list[str]:
-    """What a user must know about the files."""
+    """Return the lines to print: collapsed linears, substituted formats and the files."""
     lines = [
         f"{linear}: {', '.join(f.value for f in three)} → {collapsed.formats[linear].value}"
         for linear, three in collapsed.changed.items()
@@ -197,7 +209,8 @@ def _summary(collapsed: Collapsed, args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _load(path: Path) -> PrecisionMap:
+def load_map(path: Path) -> PrecisionMap:
+    """Read a map from a file. Raises SnipError if it cannot be read or is not a map."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -206,7 +219,7 @@ def _load(path: Path) -> PrecisionMap:
 
 
 def _layers(collapsed: Collapsed, source: Path) -> int:
-    """How many layers the map has; it must name every linear of them."""
+    """Return the number of layers of the map. Raises SnipError unless it names every linear of a dense model."""
     if not collapsed.formats:
         raise SnipError(f"{source}: names no linear")
     if experts := [str(linear) for linear in collapsed.formats if linear.of_experts]:
@@ -226,23 +239,15 @@ def _counts(args: argparse.Namespace) -> list[int] | None:
         return None
     parts = args.layers.split(",")
     if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
-        raise SnipError(f"--layers {args.layers}: must be numbers of layers separated by commas")
+        raise SnipError(f"--layers {cut(args.layers)}: must be numbers of layers separated by commas")
     return [int(part) for part in parts]
 
 
 def _write(folder: Path, texts: Sequence[str]) -> None:
-    """All files or an error; each by rename. Stages of an earlier export for a longer pipeline are removed."""
+    """Write each file by rename and remove files of an earlier export with more stages. Raises SnipError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for stage, text in enumerate(texts):
-            partial = folder / f"stage_{stage}.yaml.{os.getpid()}.part"
-            try:
-                partial.write_text(text, encoding="utf-8")
-                os.replace(partial, folder / f"stage_{stage}.yaml")
-            except OSError:
-                with contextlib.suppress(OSError):
-                    partial.unlink()
-                raise
+            write_atomically(folder / f"stage_{stage}.yaml", text.encode())
         stale = len(texts)
         while (path := folder / f"stage_{stale}.yaml").exists():
             path.unlink()

@@ -1,1 +1,11 @@
 """Scaled GEMM backends."""
+
+BACKENDS = ("auto", "reference", "emulated", "hopper", "blackwell")
+"""Values of ``--snip-gemm``. ``auto`` selects the fastest backend that runs here and keeps the numbers of the map."""
+
+EMULATIONS = ("reference", "emulated")
+"""Backends that show what formats do to training, and save no time."""
+
+LIBRARIES = ("auto", "cublas", "deepgemm")
+"""Values of ``--snip-gemm-library``: the library that runs fp8 and fp4 products on Hopper. ``auto`` uses DeepGEMM only
+where its results are bitwise those of cuBLASLt."""

@@ -1,82 +1,70 @@
-"""What a linear asks of its GEMMs.
+"""What a linear asks of its GEMMs, and the reference that answers on any device.
 
-A linear hands each of its tensors over once: X in its forward for fprop and wgrad, G in its backward for dgrad and
-wgrad, W once an optimizer step. A backend that quantises at once does so there, in one read; one that does not (the
-reference) returns the tensor itself. Operands are 2-D: X [T, K], W [N, K], G [T, N]. Formats and their granularity:
-METHOD, "Formats". The three GEMMs of a linear may have three formats; None stands for a GEMM that will not run.
-``amax`` (0-dim FP32) is max|·| of the whole matrix where the operand is a shard: fp8_tensor and nvfp4 scale by it.
+A linear hands over each of its tensors once: X in its forward for fprop and wgrad, G in its backward for dgrad and
+wgrad, and W once an optimizer step. A backend that quantises at that point reads the tensor once for both GEMMs.
+
+Operands are 2-D: X [T, K], W [N, K], G [T, N]. docs/method.md, "Formats", gives the granularity of each format. The
+three GEMMs of a linear may have three formats. A format of None means that the GEMM does not run. ``amax`` is max|·| of
+the whole matrix, 0-dim FP32; it is given if the operand is a shard and the format has one scale for the whole tensor.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from snip_megatron.gemm import reference
-from snip_megatron.gemm.operands import GradientKeys, Plain, Side
+from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
 from snip_megatron.precision import Format
+from snip_megatron.quantization.rounding import Key
 
 Sides = tuple[Any, Any]
 """The operands of the two GEMMs that read a tensor, each a :data:`Side`; None for a GEMM that does not run."""
+Formats = tuple[Format | None, Format | None]
+"""The formats of the two GEMMs that read a tensor."""
 
 
-class GemmBackend(Protocol):
-    """Quantisation and the three GEMMs of a linear."""
+class GemmBackend:
+    """Quantisation and the three GEMMs of a linear.
 
-    name: str
-
-    def quantize_input(
-        self, x: Tensor, fprop: Format | None, wgrad: Format | None, *, amax: Tensor | None = None
-    ) -> Sides:
-        """X [T, K] as fprop (tiles along K) and wgrad (tiles along T) take it."""
-
-    def quantize_weight(
-        self, w: Tensor, fprop: Format | None, dgrad: Format | None, *, amax: Tensor | None = None
-    ) -> Sides:
-        """W [N, K] as fprop (reduction along K) and dgrad (along N) take it."""
-
-    def quantize_gradient(
-        self,
-        g: Tensor,
-        dgrad: Format | None,
-        wgrad: Format | None,
-        keys: GradientKeys,
-        *,
-        amax: Tensor | None = None,
-    ) -> Sides:
-        """G [T, N] as dgrad (tiles along N) and wgrad (tiles along T) take it."""
-
-    def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """Y = Q(X)·Q(W)ᵀ [T, N] in ``dtype``."""
-
-    def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """∂L/∂X = Q(G)·Q(W) [T, K] in ``dtype``."""
-
-    def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
-        """∇W = Q(G)ᵀ·Q(X) [N, K] in FP32, added to ``out`` when given."""
-
-
-class ReferenceBackend:
-    """Dequantised operands through torch's own GEMM: any device, any shape; for tests, demos and older GPUs.
-
-    Every GEMM quantises its own operands, and X is saved for the backward as it is.
+    This base class is the reference backend: it keeps every operand in the training dtype until its GEMM, which
+    quantises, dequantises and multiplies in plain torch. It runs on any device and any shape, for tests, demonstrations
+    and older GPUs. A faster backend overrides :meth:`_quantize` and multiplies the operands that it made; operands that
+    it has no kernel for stay :class:`Plain` and come back here.
     """
 
     name = "reference"
 
+    def check_graphs(self) -> None:
+        """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
+
+    # -- quantisation --------------------------------------------------------------------------------------------
     def quantize_input(
         self, x: Tensor, fprop: Format | None, wgrad: Format | None, *, amax: Tensor | None = None
     ) -> Sides:
-        """See :class:`GemmBackend`."""
-        return _plain(x, fprop, amax), _plain(x, wgrad, amax)
+        """Return X [T, K] as fprop (tiles along K) and wgrad (tiles along T) take it."""
+        return self._quantize(x, (fprop, wgrad), amax)
 
     def quantize_weight(
-        self, w: Tensor, fprop: Format | None, dgrad: Format | None, *, amax: Tensor | None = None
+        self,
+        w: Tensor,
+        fprop: Format | None,
+        dgrad: Format | None,
+        *,
+        amax: Tensor | None = None,
+        held: HeldSides | None = None,
     ) -> Sides:
-        """See :class:`GemmBackend`."""
-        return _plain(w, fprop, amax), _plain(w, dgrad, amax)
+        """Return W [N, K] as fprop (reduction along K) and dgrad (along N) take it.
+
+        Args:
+            held: operands of an earlier call, which are written to instead of new memory.
+        """
+        if held is None:
+            return self._quantize(w, (fprop, dgrad), amax, weight=True)
+        self._renew(w, (fprop, dgrad), amax, held)
+        return held.sides
 
     def quantize_gradient(
         self,
@@ -87,34 +75,58 @@ class ReferenceBackend:
         *,
         amax: Tensor | None = None,
     ) -> Sides:
-        """See :class:`GemmBackend`."""
-        return _plain(g, dgrad, amax, keys.dgrad, keys.cols), _plain(g, wgrad, amax, keys.wgrad, keys.cols)
+        """Return G [T, N] as dgrad (tiles along N) and wgrad (tiles along T) take it.
 
+        Args:
+            keys: of stochastic rounding, which the four-bit formats use.
+        """
+        return self._quantize(g, (dgrad, wgrad), amax, keys=(keys.dgrad, keys.wgrad), cols=keys.cols)
+
+    def _quantize(
+        self,
+        x: Tensor,
+        formats: Formats,
+        amax: Tensor | None,
+        *,
+        weight: bool = False,
+        keys: tuple[Key | None, Key | None] = (None, None),
+        cols: Tensor | None = None,
+    ) -> Sides:
+        """Return x as the GEMM that reduces over its columns and the one that reduces over its rows take it.
+
+        Args:
+            weight: quantise in blocks instead of tiles.
+            keys, cols: of stochastic rounding; the keys of both GEMMs, and the global indices of x's columns.
+        """
+        first, second = (None if f is None else Plain(x, f, k, cols, amax) for f, k in zip(formats, keys, strict=True))
+        return first, second
+
+    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
+        """Quantise W into the operands of ``held``. Plain operands are the weight itself, so nothing is to be done."""
+
+    # -- products ------------------------------------------------------------------------------------------------
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See :class:`GemmBackend`."""
-        assert isinstance(x, Plain)
-        assert isinstance(w, Plain)
+        """Return Y = Q(X)·Q(W)ᵀ [T, N] in ``dtype``."""
+        x, w = _plain(x), _plain(w)
         return reference.fprop(x.tensor, w.tensor, x.format, amax=(x.amax, w.amax), out_dtype=dtype)
 
     def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See :class:`GemmBackend`."""
-        assert isinstance(g, Plain)
-        assert isinstance(w, Plain)
+        """Return ∂L/∂X = Q(G)·Q(W) [T, K] in ``dtype``."""
+        g, w = _plain(g), _plain(w)
         return reference.dgrad(
             g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, w.amax), out_dtype=dtype
         )
 
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
-        """See :class:`GemmBackend`."""
-        assert isinstance(g, Plain)
-        assert isinstance(x, Plain)
+        """Return ∇W = Q(G)ᵀ·Q(X) [N, K] in FP32. If ``out`` is given, ∇W is added to it and ``out`` is returned."""
+        g, x = _plain(g), _plain(x)
         return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, x.amax), out=out)
 
 
-def _plain(
-    tensor: Tensor, fmt: Format | None, amax: Tensor | None, seed: int | None = None, cols: Tensor | None = None
-) -> Plain | None:
-    return None if fmt is None else Plain(tensor, fmt, seed, cols, amax)
+def _plain(side: Side) -> Plain:
+    """Return ``side``. Both operands of a GEMM are of one kind, which its format decides."""
+    assert isinstance(side, Plain)
+    return side
 
 
-REFERENCE = ReferenceBackend()
+REFERENCE = GemmBackend()

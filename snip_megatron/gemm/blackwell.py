@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.gemm import reference
-from snip_megatron.gemm.backend import Sides
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.backend import Formats, GemmBackend, Sides
 from snip_megatron.gemm.blackwell_engine import (
     COLUMN,
     NATIVE,
@@ -21,9 +21,10 @@ from snip_megatron.gemm.blackwell_engine import (
     TransformerEngine,
     one_usage,
 )
-from snip_megatron.gemm.operands import GradientKeys, Plain, Side
+from snip_megatron.gemm.operands import HeldSides, Plain, Side
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
+from snip_megatron.quantization.rounding import Key
 
 EDGE = 32
 """Rows and columns are padded with zeros to a multiple of this: MXFP8's tile, two of NVFP4's, 16 bytes of E2M1."""
@@ -31,8 +32,8 @@ EDGE = 32
 _OUTPUTS = (torch.bfloat16, torch.float32)
 
 
-class BlackwellBackend:
-    """See the module.
+class BlackwellBackend(GemmBackend):
+    """GEMMs of NVFP4 and MXFP8 on a Blackwell GPU.
 
     Args:
         engine: Transformer Engine.
@@ -45,55 +46,47 @@ class BlackwellBackend:
         self._engine = engine
         self._products = products
 
+    def check_graphs(self) -> None:
+        """See the base class. The generator that Transformer Engine draws from is seeded by the host."""
+        raise SnipError(
+            "--cuda-graph-impl cannot be combined with the blackwell GEMMs, whose draws are seeded by the host:"
+            " use --cuda-graph-impl none, or --snip-gemm reference"
+        )
+
     # -- quantisation --------------------------------------------------------------------------------------------
-    def quantize_input(
-        self, x: Tensor, fprop: Format | None, wgrad: Format | None, *, amax: Tensor | None = None
-    ) -> Sides:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
-        return self._quantize(x, (fprop, wgrad), amax)
-
-    def quantize_weight(
-        self, w: Tensor, fprop: Format | None, dgrad: Format | None, *, amax: Tensor | None = None
-    ) -> Sides:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
-        return self._quantize(w, (fprop, dgrad), amax, square=True)
-
-    def quantize_gradient(
-        self,
-        g: Tensor,
-        dgrad: Format | None,
-        wgrad: Format | None,
-        keys: GradientKeys,
-        *,
-        amax: Tensor | None = None,
-    ) -> Sides:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`. One read for both GEMMs draws with dgrad's key."""
-        return self._quantize(g, (dgrad, wgrad), amax, seeds=(keys.dgrad, keys.wgrad), cols=keys.cols)
-
     def _quantize(
         self,
         x: Tensor,
-        formats: tuple[Format | None, Format | None],
+        formats: Formats,
         amax: Tensor | None,
         *,
-        square: bool = False,
-        seeds: tuple[int | None, int | None] = (None, None),
+        weight: bool = False,
+        keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
     ) -> Sides:
-        """(row-wise, column-wise): in one call where both have the same format."""
+        """See the base class. Both orientations of one format are made in one call, which draws with the first key."""
         row, col = formats
+        seeds = (self._number(keys[0]), self._number(keys[1]))
         if row is not None and row is col and row in NATIVE:
-            both = self._native(x, row, (ROW, COLUMN), amax, square, seeds[0])
+            both = self._native(x, row, (ROW, COLUMN), amax, weight, seeds[0])
             return both[0], both[1]
-        sides: list[Side | None] = []
-        for usage, fmt, seed in zip((ROW, COLUMN), formats, seeds, strict=True):
-            if fmt is None:
-                sides.append(None)
-            elif fmt in NATIVE:
-                sides += self._native(x, fmt, (usage,), amax, square, seed)
-            else:
-                sides.append(Plain(x, fmt, seed, cols, amax))
+        sides = list(super()._quantize(x, formats, amax, keys=seeds, cols=cols))
+        for place, usage in enumerate((ROW, COLUMN)):
+            fmt = formats[place]
+            if fmt is not None and fmt in NATIVE:
+                (sides[place],) = self._native(x, fmt, (usage,), amax, weight, seeds[place])
         return sides[0], sides[1]
+
+    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
+        """See the base class. Weights are held only for CUDA graphs."""
+        self.check_graphs()
+
+    def _number(self, key: Key | None) -> int | None:
+        """Return the key as a number. Keys on the device exist only for CUDA graphs."""
+        if isinstance(key, Tensor):
+            self.check_graphs()
+            return None
+        return key
 
     def _native(
         self, x: Tensor, fmt: Format, usages: tuple[str, ...], amax: Tensor | None, square: bool, seed: int | None
@@ -109,29 +102,24 @@ class BlackwellBackend:
 
     # -- products ------------------------------------------------------------------------------------------------
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        """See the base class."""
         if isinstance(x, NativeOperand) and isinstance(w, NativeOperand):
             return self._multiply(w, x, "TN", (x.shape[0], w.shape[0]), dtype)
-        x, w = _plain(x), _plain(w)
-        return reference.fprop(x.tensor, w.tensor, x.format, amax=(x.amax, w.amax), out_dtype=dtype)
+        return super().fprop(x, w, dtype=dtype)
 
     def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        """See the base class."""
         if isinstance(g, NativeOperand) and isinstance(w, NativeOperand):
             return self._multiply(w, g, "NN", (g.shape[0], w.shape[1]), dtype)
-        g, w = _plain(g), _plain(w)
-        return reference.dgrad(
-            g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, w.amax), out_dtype=dtype
-        )
+        return super().dgrad(g, w, dtype=dtype)
 
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        """See the base class. A bf16 wgrad of a mixed linear is a library GEMM that accumulates into ``out``."""
         if isinstance(g, NativeOperand) and isinstance(x, NativeOperand):
             return self._accumulate(g, x, out)
-        g, x = _plain(g), _plain(x)
-        if g.format is Format.BF16:
+        if isinstance(g, Plain) and isinstance(x, Plain) and g.format is Format.BF16:
             return self._products.accumulate_plain(g.tensor, x.tensor, out)
-        return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, x.amax), out=out)
+        return super().wgrad(g, x, out=out)
 
     def _accumulate(self, g: NativeOperand, x: NativeOperand, out: Tensor | None) -> Tensor:
         shape = (g.shape[1], x.shape[1])
@@ -168,9 +156,3 @@ def _whole(shape: tuple[int, int]) -> bool:
 
 def _empty(a: NativeOperand, b: NativeOperand) -> bool:
     return a.storage is None or b.storage is None
-
-
-def _plain(side: Side) -> Plain:
-    """Both operands of a GEMM are of one kind: that of its format."""
-    assert isinstance(side, Plain)
-    return side

@@ -1,7 +1,7 @@
-"""The names of Transformer Engine that the Blackwell backend uses, and nothing else of it: versions 2.9 to 2.20.
+"""The interface to Transformer Engine, versions 2.9 to 2.20, for the Blackwell backend.
 
-Transformer Engine calls the tiles along the last dimension of a matrix its *row-wise* usage, those along the first its
-*column-wise* one. See blackwell.md.
+No other module of the backend uses names of Transformer Engine. It calls tiles along the last dimension of a matrix the
+*row-wise* usage, and tiles along the first dimension the *column-wise* usage. See blackwell.md.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ROW, COLUMN = "rowwise", "columnwise"
 
 @dataclass(frozen=True)
 class QuantizerKey:
-    """What a quantizer of Transformer Engine is asked for.
+    """The configuration of a quantizer of Transformer Engine.
 
     Attributes:
         format: nvfp4 or mxfp8.
-        rowwise, columnwise: the usages wanted.
-        square: nvfp4 in blocks of 16×16 (weights) instead of 1×16.
-        stochastic: nvfp4 with stochastic rounding (gradients).
+        rowwise, columnwise: whether this usage is needed.
+        square: whether nvfp4 uses blocks of 16×16 (for weights) instead of tiles of 1×16.
+        stochastic: whether nvfp4 rounds stochastically (for gradients).
     """
 
     format: Format
@@ -42,9 +42,9 @@ class QuantizerKey:
     stochastic: bool = False
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``NVFP4Quantizer`` or, less the element's type, of ``MXFP8Quantizer``.
+        """Return the keyword arguments of ``NVFP4Quantizer``, or of ``MXFP8Quantizer`` except its element type.
 
-        No Hadamard transform: the statistics that choose the map know of none.
+        The random Hadamard transform is off, because the statistics that choose the map do not model it.
         """
         usages = {ROW: self.rowwise, COLUMN: self.columnwise}
         if self.format is Format.MXFP8:
@@ -58,13 +58,13 @@ class NativeOperand:
 
     Attributes:
         format: nvfp4 or mxfp8.
-        shape: without the padding.
+        shape: shape without padding.
         usage: "rowwise" or "columnwise".
-        storage: the class that Transformer Engine keeps such a matrix in; None for an empty matrix, which is its own
-            only tensor.
-        fields: the arguments of that class that are no tensors, and the tensors of the other usage as None.
-        names: of ``tensors``.
-        tensors: bytes of the elements, bytes of the scales and, in nvfp4, the FP32 amax.
+        storage: Transformer Engine's storage class for such a matrix. It is None for an empty matrix, whose only entry
+            of ``tensors`` is the matrix itself.
+        fields: the arguments of ``storage`` other than ``tensors``. The tensors of the other usage are None.
+        names: argument names of ``tensors``.
+        tensors: the bytes of the elements, the bytes of the scales and, in nvfp4, the FP32 amax.
     """
 
     format: Format
@@ -76,31 +76,31 @@ class NativeOperand:
     tensors: tuple[Tensor, ...] = field(repr=False)
 
     def native(self) -> Any:
-        """The operand as Transformer Engine's object."""
+        """Return the operand as an object of Transformer Engine."""
         assert self.storage is not None
         return self.storage(**self.fields, **dict(zip(self.names, self.tensors, strict=True)))
 
 
 def one_usage(quantized: Any, usage: str, fmt: Format, shape: tuple[int, int]) -> NativeOperand:
-    """One usage of a quantized matrix of Transformer Engine; the tensors of the other are not kept alive by it."""
+    """Return one usage of a matrix that Transformer Engine has quantised, without references to the other usage."""
     metadata = quantized.get_metadata()
     tensors = {name: value for name, value in metadata.items() if isinstance(value, Tensor)}
     mine = {name: value for name, value in tensors.items() if usage in name}
-    # A GEMM does not look at the quantizer, and the class would copy it at every construction.
+    # GEMMs do not read the quantizer, and the storage class would copy it at every construction.
     fields = {name: None if name in tensors else value for name, value in metadata.items() if name not in mine}
     fields["quantizer"] = None
     return NativeOperand(fmt, shape, usage, type(quantized), fields, tuple(mine), tuple(mine.values()))
 
 
 class TransformerEngine:
-    """Quantisers and GEMM.
+    """Transformer Engine's quantizers and its GEMM.
 
     Args:
         nvfp4: ``NVFP4Quantizer``.
-        mxfp8: ``MXFP8Quantizer``, its element type given.
-        general_gemm: the function of that name.
+        mxfp8: ``MXFP8Quantizer`` with its element type bound.
+        general_gemm: Transformer Engine's function of this name.
         quantize_with_amax: ``nvfp4_quantize_with_amax``; None before version 2.17.
-        workspace: makes the GEMM's workspace where the function wants it handed over (2.9).
+        workspace: returns the workspace that ``general_gemm`` takes in version 2.9; None for later versions.
     """
 
     def __init__(
@@ -119,16 +119,18 @@ class TransformerEngine:
 
     @property
     def takes_amax(self) -> bool:
-        """Whether the amax of an nvfp4 tensor can be given: what shards of tensor parallel ranks need."""
+        """Whether the amax of an nvfp4 tensor can be passed in, which tensor parallelism requires."""
         return self._quantize_with_amax is not None
 
     def quantize(self, x: Tensor, key: QuantizerKey, *, seed: int | None = None, amax: Tensor | None = None) -> Any:
-        """Quantise ``x`` [rows, cols], both multiples of 32, contiguous.
+        """Quantise a matrix.
 
         Args:
-            seed: of stochastic rounding. Transformer Engine draws from CUDA's default generator; it is seeded for this
-                call and put back, so draws depend on the seed and the place in ``x`` alone.
-            amax: 0-dim FP32, of the whole tensor where ``x`` is a shard; used by nvfp4.
+            x: contiguous [rows, cols], both multiples of 32.
+            key: the configuration of the quantizer.
+            seed: seed of stochastic rounding. Transformer Engine draws from CUDA's default generator, which is seeded
+                for this call and restored afterwards. Draws depend only on the seed and the position in ``x``.
+            amax: 0-dim FP32 amax of the unsharded tensor if ``x`` is a shard. Only nvfp4 reads it.
         """
         quantizer = self._quantizer(key)
         draws = _seeded(x.get_device(), seed) if key.stochastic and seed is not None else nullcontext()
@@ -142,21 +144,21 @@ class TransformerEngine:
     def _quantizer(self, key: QuantizerKey) -> Any:
         if key not in self._quantizers:
             quantizer = self._classes[key.format](**key.arguments())
-            quantizer.internal = True  # plain storage: no tensor subclass, no autograd
-            quantizer.optimize_for_gemm = True  # scales swizzled once, not in every GEMM (2.12 and later)
+            quantizer.internal = True  # returns the storage class instead of a tensor subclass with autograd
+            quantizer.optimize_for_gemm = True  # swizzles scales once instead of in every GEMM (2.12 and later)
             self._quantizers[key] = quantizer
         return self._quantizers[key]
 
     def gemm(
         self, a: NativeOperand, b: NativeOperand, layout: str, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Tensor:
-        """Products of A and B that Transformer Engine writes as a column-major library would.
-
-        "TN": B·Aᵀ (fprop: W, X), "NN": B·A (dgrad: W, G), "NT": Bᵀ·A (wgrad: X, G).
+        """Multiply A and B. Transformer Engine names its layouts as a column-major library does.
 
         Args:
-            dtype: bf16 or fp32.
-            out: FP32, contiguous, to accumulate into; it is then also the result.
+            a, b: the operands.
+            layout: "TN" for B·Aᵀ (fprop with W, X), "NN" for B·A (dgrad with W, G), "NT" for Bᵀ·A (wgrad with X, G).
+            dtype: dtype of the result, bf16 or fp32.
+            out: contiguous FP32 tensor to accumulate into, which is then returned.
         """
         options: dict[str, Any] = {} if self._workspace is None else {"workspace": self._workspace()}
         result = self._general_gemm(
@@ -176,7 +178,7 @@ class TransformerEngine:
 
 @contextmanager
 def _seeded(device: int, seed: int) -> Iterator[None]:
-    """The default generator of a CUDA device (-1: of the CPU) seeded; its state as it was afterwards, for dropout."""
+    """Seed the default generator of a CUDA device, or of the CPU if ``device`` is -1, and restore its state at exit."""
     generator = torch.default_generator if device < 0 else torch.cuda.default_generators[device]
     state = generator.get_state()
     generator.manual_seed(seed)
@@ -188,7 +190,7 @@ def _seeded(device: int, seed: int) -> Iterator[None]:
 
 @functools.cache
 def transformer_engine() -> TransformerEngine:
-    """The installed one. Raises ImportError, or what else its import fails with."""
+    """Return the installed Transformer Engine. Raises ImportError, or any other exception that its import raises."""
     import transformer_engine_torch as extension  # type: ignore[import-not-found]
     from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer

@@ -1,4 +1,4 @@
-"""Whether the Blackwell backend can run here, in one line, and whether what it computes is right."""
+"""Checks of the Blackwell backend: whether it can run on this machine, and whether its results are correct."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from snip_megatron.gemm.operands import GradientKeys
 from snip_megatron.precision import Format
 
 CAPABILITIES = ((10, 0), (10, 3))
-"""sm_100 and sm_103: elsewhere stochastic rounding to E2M1 gives zeros in released versions of Transformer Engine (its
-pull request 3281), and MXFP8 lacks layouts on sm_120."""
+"""sm_100 and sm_103. On sm_110 and above, stochastic rounding to E2M1 returns zeros in released versions of
+Transformer Engine (its pull request 3281), and MXFP8 lacks layouts on sm_120."""
 
 LEAST_VERSION = (2, 9)
 
-# What a wrong layout, a dropped scale or a gradient of zeros cannot reach; the formats give 15 to 17 and 27 to 29 dB.
+# Signal to noise ratios below which a result is wrong. Correct kernels reach 15 to 17 and 27 to 29 dB. A wrong layout,
+# a missing scale or a gradient of zeros stays below these limits.
 LEAST_DECIBEL = {Format.NVFP4: 12.0, Format.MXFP8: 25.0}
 _EDGE, _DRAWS = 256, 32
 _BIASED = 0.5
@@ -33,10 +34,10 @@ def is_blackwell() -> bool:
 
 
 def availability(formats: Collection[Format] | None = None, *, sharded: bool = False) -> str | None:
-    """Why the Blackwell backend cannot run here; None if it can.
+    """Return why the Blackwell backend cannot run on this machine, or None if it can.
 
     Args:
-        formats: that GEMMs will be asked for; None: unknown.
+        formats: the formats that GEMMs will use; None if they are unknown.
         sharded: whether weights are sharded over tensor parallel ranks.
     """
     return _no_device() or _no_transformer_engine() or _no_format(formats, sharded)
@@ -63,7 +64,7 @@ def _no_transformer_engine() -> str | None:
         return f"needs Transformer Engine {least} or later and {version} is installed"
     try:
         transformer_engine()
-    except Exception as error:  # a shared object that does not fit fails with whatever it likes
+    except Exception as error:  # an incompatible shared object may raise anything
         return f"Transformer Engine {version} cannot be imported ({_line(error)})"
     return None
 
@@ -80,10 +81,11 @@ def _no_format(formats: Collection[Format] | None, sharded: bool) -> str | None:
 
 # -- numbers -------------------------------------------------------------------------------------------------------
 def wrong_numbers(backend: GemmBackend, device: torch.device | str, formats: Collection[Format] = NATIVE) -> str | None:
-    """What is wrong with the backend's numbers on ``device``; None if nothing is.
+    """Return what is wrong with the backend's results on ``device``, or None if they are correct.
 
-    Three products of 256×256 matrices in each format against FP32, and the mean of 32 stochastic roundings of a
-    gradient: milliseconds, once a run. A device on which a kernel silently does nothing is found here, not in a loss.
+    Compares three products of 256×256 matrices per format with FP32, and the mean of 32 stochastic roundings of a
+    gradient with the gradient. This takes milliseconds and runs once, before training. It finds kernels that return
+    wrong results without an error.
     """
     for fmt in formats:
         try:
@@ -114,7 +116,7 @@ def _wrong_products(backend: GemmBackend, device: torch.device | str, fmt: Forma
 
 
 def _wrong_rounding(backend: GemmBackend, device: torch.device | str, fmt: Format) -> str | None:
-    """The mean of many draws comes closer to G than one draw does."""
+    """Check for nvfp4 that the mean of many stochastic roundings is closer to G than one of them is."""
     if fmt is not Format.NVFP4:
         return None
     _, _, g = _operands(device)
@@ -145,6 +147,6 @@ def _decibel(exact: Tensor, found: Tensor) -> float:
 
 
 def _line(error: Exception) -> str:
-    """The first line that says something, shortened."""
+    """Return the error's type and the first non-empty line of its message, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

@@ -1,8 +1,8 @@
-"""Products, and accumulation inside the GEMM: out += A·Bᵀ in one kernel, by the cuBLASLt library torch has loaded.
+"""Products A·Bᵀ by the cuBLASLt library that torch has loaded, with accumulation into the result inside the GEMM.
 
-torch's scaled GEMM always overwrites its result; adding it to ``main_grad`` afterwards reads and writes the gradient of
-every weight once more than needed (12 of 16 bytes an element). The library can do it (beta = 1), so this binds the few
-functions that takes. Numbers of enumerators: cublasLt.h of CUDA 12.9 and later.
+torch's scaled GEMM always overwrites its result. Adding the product to ``main_grad`` afterwards moves 16 bytes per
+weight where a GEMM that accumulates (beta = 1) moves 8. This module binds the functions of the library that such a GEMM
+needs. The values of enumerators are those of cublasLt.h of CUDA 12.9 and later.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from snip_megatron.quantization.packed import Operand
 
 _LIBRARY = "libcublasLt.so.{major}"
 _FIRST_VERSION = 120900  # 1×128 and 128×128 scales
-_WORKSPACE = 32 << 20  # bytes, what cuBLAS recommends for Hopper
-_ALIGNMENT = 256  # bytes, the most that the heuristic distinguishes
+_WORKSPACE = 32 << 20  # bytes, recommended by cuBLAS for Hopper
+_ALIGNMENT = 256  # bytes, the largest alignment that the heuristic distinguishes
 
 _COMPUTE_32F = 68
 _REAL_32F, _REAL_16F, _REAL_16BF, _REAL_8F_E4M3 = 0, 2, 14, 28
@@ -33,14 +33,17 @@ _TYPES = {
 }
 _SCALE_MODES = {"tensor": 0, "tile": 4, "block": 5}
 _NOT_TRANSPOSED, _TRANSPOSED = 0, 1
+_ON_DEVICE = 1  # a pointer mode: alpha and beta are read from device memory
+_IN_FP32 = 1 | 2  # reduction schemes of a split product that add in place or in the compute type, never in bf16
 # Attributes of a matmul descriptor.
+_POINTER_MODE = 2
 _TRANSA, _TRANSB, _A_SCALE, _B_SCALE, _FAST_ACCUMULATION, _A_SCALE_MODE, _B_SCALE_MODE = 3, 4, 17, 18, 25, 31, 32
 # Attributes of a preference.
-_MAX_WORKSPACE, _ALIGN_A, _ALIGN_B, _ALIGN_C, _ALIGN_D = 1, 5, 6, 7, 8
+_MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGN_A, _ALIGN_B, _ALIGN_C, _ALIGN_D = 1, 3, 5, 6, 7, 8
 
 
 class CublasLtError(RuntimeError):
-    """A call of the library failed; its name and status."""
+    """A call of the library failed. The message has the function's name and status."""
 
 
 class _Heuristic(ctypes.Structure):
@@ -55,8 +58,8 @@ class _Heuristic(ctypes.Structure):
     ]
 
 
-class _Matrix(NamedTuple):  # made and hashed for every product: a dataclass costs the host five times as much
-    """A matrix as the library sees it (column-major): its type, stored rows and columns, leading dimension."""
+class _Matrix(NamedTuple):  # made and hashed for every product; a dataclass takes the host five times as long
+    """A matrix as the library describes it: column-major, with stored rows and columns and a leading dimension."""
 
     dtype: torch.dtype
     rows: int
@@ -68,18 +71,24 @@ class _Matrix(NamedTuple):  # made and hashed for every product: a dataclass cos
 
 
 class _Problem(NamedTuple):
-    """C = op(A)·op(B) or C += op(A)·op(B): what a plan is made for; ``choice`` counts the heuristic's proposals."""
+    """A product op(A)·op(B) that overwrites C or is added to it. One plan is made per problem.
+
+    ``fast`` is fast accumulation. ``choice`` is the index of the heuristic's proposal to use. ``exact`` excludes
+    algorithms that add parts of a product in the dtype of C. ``scaled`` says that a factor is read from the device.
+    """
 
     a: _Matrix
     b: _Matrix
     c: _Matrix
     fast: bool
     choice: int
+    exact: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a product is called with, made once: the host pays for every product of every microbatch."""
+    """The arguments of a product, made once per problem, because making them for every product would take host time."""
 
     operation: ctypes.c_void_p
     a: ctypes.c_void_p
@@ -91,11 +100,11 @@ class _Plan:
 
 
 class CublasLt:
-    """The library of this process. Plans are made once a shape and kept; calls may come from any thread.
+    """The cuBLASLt library of this process. Products may be called from any thread. Plans are kept.
 
     Raises:
-        OSError: the library is not there.
-        CublasLtError: it is older than block scaling, or a call fails.
+        OSError: the library cannot be loaded.
+        CublasLtError: the library is too old to have 1×128 scales, or a call fails.
     """
 
     def __init__(self) -> None:
@@ -109,67 +118,116 @@ class CublasLt:
         self._plans: dict[tuple[int, _Problem], _Plan | None] = {}
         self._lock = threading.Lock()
         self._zero, self._one = ctypes.byref(ctypes.c_float(0.0)), ctypes.byref(ctypes.c_float(1.0))
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     # -- products ------------------------------------------------------------------------------------------------
-    def accumulate(self, a: Operand, b: Operand, out: Tensor) -> bool:
-        """out += a·bᵀ, exactly accumulated; False where the library has no kernel for it and nothing was done.
+    def accumulate(self, a: Operand, b: Operand, out: Tensor, *, choice: int = 0) -> bool:
+        """Compute out += a·bᵀ with FP32 accumulation.
+
+        Returns False, and does nothing, if the library has no kernel for the operands.
 
         Args:
-            a, b: quantised, [a.rows, D] and [b.rows, D].
+            a, b: quantised operands [a.rows, D] and [b.rows, D].
             out: FP32 [a.rows, b.rows], row-major.
+            choice: see :meth:`multiply`.
         """
-        return self.multiply(a, b, out, add=True)
+        problem = _product(a, b, _result(out), choice=choice)
+        return self._run(problem, (b.values, a.values), (b.scale, a.scale), out) is not None
 
     def multiply(
-        self, a: Operand, b: Operand, out: Tensor, *, add: bool = False, fast: bool = False, choice: int = 0
-    ) -> bool:
-        """out = a·bᵀ, or += with ``add``; False as above.
+        self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False, choice: int = 0
+    ) -> Tensor | None:
+        """Return a·bᵀ [a.rows, b.rows], or None, without allocating, if the library has no kernel for the operands.
 
         Args:
-            out: FP32 or bf16 [a.rows, b.rows], row-major.
-            fast: let the tensor core accumulate by itself (one scale a tensor only).
-            choice: which of the heuristic's proposals to take; the first is what the library recommends.
+            a, b: quantised operands [a.rows, D] and [b.rows, D].
+            dtype: dtype of the result, FP32 or bf16.
+            fast: whether to use the tensor core's fast accumulation. Only for operands with one scale per tensor.
+            choice: index of the heuristic's proposal to use. The library recommends the first.
         """
-        # Row-major out is column-major outᵀ = b·aᵀ; a row-major operand [rows, D] is column-major [D, rows].
-        left, right = _operand(b, transposed=True), _operand(a, transposed=False)
-        problem = _Problem(left, right, _result(out), fast, choice)
-        return self._run(problem, (b.values, a.values), (b.scale, a.scale), out, add)
+        # torch's allocator aligns new memory to more than _ALIGNMENT.
+        result = _Matrix(dtype, b.rows, a.rows, b.rows, False, None, _ALIGNMENT)
+        problem = _product(a, b, result, fast, choice)
+        return self._run(problem, (b.values, a.values), (b.scale, a.scale), None)
 
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor) -> bool:
-        """out += gᵀ·x for g [T, N], x [T, K] in bf16 or fp16, row-major, and out FP32 [N, K]; False as above."""
-        left = _Matrix(x.dtype, x.shape[1], x.shape[0], x.stride(0), False, None, _alignment(x))
-        right = _Matrix(g.dtype, g.shape[1], g.shape[0], g.stride(0), True, None, _alignment(g))
-        return self._run(_Problem(left, right, _result(out), fast=False, choice=0), (x, g), None, out, add=True)
+        """Compute out += gᵀ·x. Returns False, and does nothing, if the library has no kernel for the operands.
+
+        Args:
+            g, x: bf16 or fp16 [T, N] and [T, K], row-major.
+            out: FP32 [N, K], row-major.
+        """
+        return self._run(_plain((g, x), (True, False), _result(out)), (x, g), None, out) is not None
+
+    def multiply_plain(
+        self,
+        a: Tensor,
+        b: Tensor,
+        dtype: torch.dtype,
+        *,
+        transposed: tuple[bool, bool] = (False, False),
+        factor: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return factor · op(a)·op(b), or None, without allocating, if the library has no kernel for it.
+
+        Args:
+            a, b: bf16 or fp16 matrices, row-major.
+            dtype: dtype of the result: FP32, bf16 or fp16. Parts of a product are added in FP32.
+            transposed: whether op transposes a, and b.
+            factor: FP32 [1] on the device; None: 1.
+        """
+        rows, cols = a.shape[1 if transposed[0] else 0], b.shape[0 if transposed[1] else 1]
+        # torch's allocator aligns new memory to more than _ALIGNMENT.
+        result = _Matrix(dtype, cols, rows, cols, False, None, _ALIGNMENT)
+        return self._run(_plain((a, b), transposed, result, factor), (b, a), None, None, factor)
+
+    def accumulate_scaled(self, a: Tensor, b: Tensor, out: Tensor, factor: Tensor | None) -> bool:
+        """Compute out += factor · aᵀ·b as :meth:`accumulate_plain`, with a factor in device memory."""
+        return self._run(_plain((a, b), (True, False), _result(out), factor), (b, a), None, out, factor) is not None
 
     def _run(
         self,
         problem: _Problem,
         values: tuple[Tensor, Tensor],
         scales: tuple[Tensor, Tensor] | None,
-        out: Tensor,
-        add: bool,
-    ) -> bool:
-        device = torch.cuda.current_device()
-        if out.is_cuda and out.get_device() != device:
-            with torch.cuda.device(out.device):
-                return self._run(problem, values, scales, out, add)
+        out: Tensor | None,
+        factor: Tensor | None = None,
+    ) -> Tensor | None:
+        """Add the product to ``out``, or write it to new memory if that is None. Returns None without a kernel."""
+        device, first = torch.cuda.current_device(), values[0]
+        if first.is_cuda and first.get_device() != device:
+            with torch.cuda.device(first.device):
+                return self._run(problem, values, scales, out, factor)
         with self._lock:
             plan = self._plan(device, problem, scales)
             if plan is None:
-                return False
+                return None
+            add, c = out is not None, problem.c
+            if out is None:
+                out = torch.empty(c.cols, c.rows, dtype=c.dtype, device=first.device)
             if scales is not None:
                 self._set_scales(plan.operation, plan.scales, scales)
-            # Freed to the stream's own allocator at return: later work of the stream may have it, other streams not.
+            # After the method returns, the allocator gives this memory only to later work of the same stream.
             size = plan.workspace
             workspace = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None
             result = _pointer(out)
+            alpha, beta = self._factors(add, factor)
             self._call(
-                "cublasLtMatmul", self._handle(device), plan.operation, self._one, _pointer(values[0]), plan.a,
-                _pointer(values[1]), plan.b, self._one if add else self._zero, result, plan.c, result, plan.c,
+                "cublasLtMatmul", self._handle(device), plan.operation, alpha, _pointer(values[0]), plan.a,
+                _pointer(values[1]), plan.b, beta, result, plan.c, result, plan.c,
                 plan.algorithm, None if workspace is None else _pointer(workspace), ctypes.c_size_t(size),
                 ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)),
             )  # fmt: skip
-        return True
+        return out
+
+    def _factors(self, add: bool, factor: Tensor | None) -> tuple[Any, Any]:
+        """Return where alpha and beta are: both in host memory, or both on the device."""
+        if factor is None:
+            return self._one, self._one if add else self._zero
+        if factor.device not in self._on_device:
+            zero, one = torch.zeros(1, device=factor.device), torch.ones(1, device=factor.device)
+            self._on_device[factor.device] = zero, one
+        return _pointer(factor), _pointer(self._on_device[factor.device][add])
 
     # -- plans ---------------------------------------------------------------------------------------------------
     def _plan(self, device: int, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
@@ -180,8 +238,9 @@ class CublasLt:
 
     def _make_plan(self, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
         operation = self.operation(
-            problem.a.transposed, problem.b.transposed, problem.a.scaling, problem.b.scaling, fast=problem.fast
-        )
+            problem.a.transposed, problem.b.transposed, problem.a.scaling, problem.b.scaling, fast=problem.fast,
+            scaled=problem.scaled,
+        )  # fmt: skip
         held = ctypes.c_void_p(), ctypes.c_void_p()
         if scales is not None:
             self._set_scales(operation, held, scales)
@@ -200,12 +259,18 @@ class CublasLt:
         scaling_b: str | None,
         *,
         fast: bool = False,
+        scaled: bool = False,
     ) -> ctypes.c_void_p:
-        """Descriptor of a product in FP32 with the scalings of :class:`Operand`, None for operands without scales."""
+        """Make the descriptor of an FP32 product. Scalings are those of :class:`Operand`; None without scales.
+
+        ``scaled``: alpha and beta are read from the device.
+        """
         operation = ctypes.c_void_p()
         self._call("cublasLtMatmulDescCreate", ctypes.byref(operation), _COMPUTE_32F, _REAL_32F)
         self._set(operation, _TRANSA, ctypes.c_int32(_TRANSPOSED if transposed_a else _NOT_TRANSPOSED))
         self._set(operation, _TRANSB, ctypes.c_int32(_TRANSPOSED if transposed_b else _NOT_TRANSPOSED))
+        if scaled:
+            self._set(operation, _POINTER_MODE, ctypes.c_int32(_ON_DEVICE))
         if scaling_a is not None and scaling_b is not None:
             self._set(operation, _FAST_ACCUMULATION, ctypes.c_int8(fast))
             self._set(operation, _A_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[scaling_a]))
@@ -213,25 +278,32 @@ class CublasLt:
         return operation
 
     def layout(self, dtype: int, rows: int, cols: int, ld: int) -> ctypes.c_void_p:
-        """Column-major [rows, cols] with leading dimension ``ld``."""
+        """Make the layout of a column-major matrix [rows, cols] with leading dimension ``ld``."""
         layout = ctypes.c_void_p()
         sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(cols), ctypes.c_int64(ld))
         self._call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), dtype, *sizes)
         return layout
 
-    def preference(self, alignments: tuple[int, int, int]) -> ctypes.c_void_p:
-        """Workspace limit and alignments in bytes of A, B and C (which is D)."""
+    def preference(self, alignments: tuple[int, int, int], *, exact: bool = False) -> ctypes.c_void_p:
+        """Make a preference with the workspace limit and the alignments in bytes of A, B and C. D has C's.
+
+        ``exact`` excludes algorithms that add parts of a product in the dtype of D.
+        """
         preference = ctypes.c_void_p()
         self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         a, b, c = (ctypes.c_uint32(alignment) for alignment in alignments)
         limit = ctypes.c_uint64(_WORKSPACE)
         for name, value in ((_MAX_WORKSPACE, limit), (_ALIGN_A, a), (_ALIGN_B, b), (_ALIGN_C, c), (_ALIGN_D, c)):
             self._set(preference, name, value, "cublasLtMatmulPreferenceSetAttribute")
+        if exact:
+            value = ctypes.c_uint32(_IN_FP32)
+            self._set(preference, _REDUCTION_SCHEMES, value, "cublasLtMatmulPreferenceSetAttribute")
         return preference
 
     def _heuristics(self, problem: _Problem, operation: Any, a: Any, b: Any, c: Any) -> list[_Heuristic]:
-        """The algorithms that the library proposes, best first; none where it has none."""
-        preference = self.preference((problem.a.alignment, problem.b.alignment, problem.c.alignment))
+        """Return the algorithms that the library proposes, best first. The list is empty if it has none."""
+        alignments = problem.a.alignment, problem.b.alignment, problem.c.alignment
+        preference = self.preference(alignments, exact=problem.exact)
         count = problem.choice + 1
         results, found = (_Heuristic * count)(), ctypes.c_int()
         handle = self._handle(torch.cuda.current_device())
@@ -266,17 +338,36 @@ class CublasLt:
 
 @functools.cache
 def cublaslt() -> CublasLt | None:
-    """The library, or None where torch came without one that is new enough."""
+    """Return the library, or None if it is missing or too old."""
     try:
         return CublasLt()
     except (OSError, CublasLtError):
         return None
 
 
+def _product(a: Operand, b: Operand, result: _Matrix, fast: bool = False, choice: int = 0) -> _Problem:
+    # Row-major out is column-major outᵀ = b·aᵀ; a row-major operand [rows, D] is column-major [D, rows].
+    return _Problem(_operand(b, transposed=True), _operand(a, transposed=False), result, fast, choice)
+
+
 def _operand(side: Operand, *, transposed: bool) -> _Matrix:
     values = side.values
     depth, rows = values.shape[1], values.shape[0]
     return _Matrix(values.dtype, depth, rows, values.stride(0), transposed, side.scaling, _alignment(values))
+
+
+def _plain(
+    pair: tuple[Tensor, Tensor], transposed: tuple[bool, bool], result: _Matrix, factor: Tensor | None = None
+) -> _Problem:
+    """Return the problem op(a)·op(b) of row-major matrices.
+
+    A row-major result is the column-major op(b)ᵀ·op(a)ᵀ, and the operands are column-major transposes likewise.
+    """
+    a, b = pair
+    left = _Matrix(b.dtype, b.shape[1], b.shape[0], b.stride(0), transposed[1], None, _alignment(b))
+    right = _Matrix(a.dtype, a.shape[1], a.shape[0], a.stride(0), transposed[0], None, _alignment(a))
+    exact = result.dtype is not torch.float32
+    return _Problem(left, right, result, fast=False, choice=0, exact=exact, scaled=factor is not None)
 
 
 def _result(out: Tensor) -> _Matrix:
@@ -288,6 +379,6 @@ def _pointer(tensor: Tensor) -> ctypes.c_void_p:
 
 
 def _alignment(tensor: Tensor) -> int:
-    """The largest power of two that divides the address, at most what the heuristic distinguishes."""
+    """Return the largest power of two, up to ``_ALIGNMENT``, that divides the tensor's address."""
     address = tensor.data_ptr() | _ALIGNMENT
     return address & -address

@@ -2,127 +2,125 @@
 
 fp8 and fp4: 1×128 tiles by 128×128 blocks in fprop and dgrad, 1×128 by 1×128 in wgrad, FP32 scales. An E2M1 number is
 exact in E4M3, so fp4 runs with fp4's numerics at fp8's speed. ``fp8_tensor``: one scale a tensor. bf16 GEMMs of mixed
-linears are plain library GEMMs; the other formats fall to the reference, GEMM by GEMM. See README.md.
+linears are plain library GEMMs; the other formats are left to another backend, GEMM by GEMM. See README.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm import reference
-from snip_megatron.gemm.backend import Sides
-from snip_megatron.gemm.operands import GradientKeys, Plain, Side
+from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend, Sides
+from snip_megatron.gemm.operands import HeldSides, Plain, Side
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
-from snip_megatron.quantization.packed import STORED, Operand, Operands
+from snip_megatron.quantization.packed import STORED, Held, Operand, Operands
+from snip_megatron.quantization.rounding import Key
 
+NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
+"""Formats that these tensor cores multiply."""
 _NOTHING = Operands(None, None)
 
 
 class Quantizers(Protocol):
-    """The functions of ``quantization.packed`` and, as kernels, ``quantization.triton_quantize``."""
+    """The functions of ``quantization.packed`` and, as kernels, of ``quantization.kernels.quantize``."""
 
     quantize_tiles: Callable[..., Operands]
     quantize_blocks: Callable[..., Operands]
     quantize_tensor: Callable[..., Operands]
 
 
-class HopperBackend:
-    """See the module.
+class HopperBackend(GemmBackend):
+    """GEMMs on the FP8 tensor cores of a Hopper GPU.
 
     Args:
         quantizers: what quantises.
         products: what multiplies.
+        others: the backend of the formats that these tensor cores do not have.
     """
 
     name = "hopper"
 
-    def __init__(self, quantizers: Quantizers, products: ScaledProducts) -> None:
+    def __init__(self, quantizers: Quantizers, products: ScaledProducts, others: GemmBackend = REFERENCE) -> None:
         self._quantizers = quantizers
         self._products = products
+        self._others = others
 
     # -- quantisation --------------------------------------------------------------------------------------------
-    def quantize_input(
-        self, x: Tensor, fprop: Format | None, wgrad: Format | None, *, amax: Tensor | None = None
-    ) -> Sides:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
-        return self._quantize(x, (fprop, wgrad), self._quantizers.quantize_tiles, amax)
-
-    def quantize_weight(
-        self, w: Tensor, fprop: Format | None, dgrad: Format | None, *, amax: Tensor | None = None
-    ) -> Sides:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
-        return self._quantize(w, (fprop, dgrad), self._quantizers.quantize_blocks, amax)
-
-    def quantize_gradient(
-        self,
-        g: Tensor,
-        dgrad: Format | None,
-        wgrad: Format | None,
-        keys: GradientKeys,
-        *,
-        amax: Tensor | None = None,
-    ) -> Sides:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
-        tiles = partial(self._quantizers.quantize_tiles, row_seed=keys.dgrad, col_seed=keys.wgrad, cols=keys.cols)
-        return self._quantize(g, (dgrad, wgrad), tiles, amax, (keys.dgrad, keys.wgrad), keys.cols)
-
     def _quantize(
         self,
         x: Tensor,
-        formats: tuple[Format | None, Format | None],
-        tiles: Callable[..., Operands],
+        formats: Formats,
         amax: Tensor | None,
-        seeds: tuple[int | None, int | None] = (None, None),
+        *,
+        weight: bool = False,
+        keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
     ) -> Sides:
-        """Both orientations in one read where both have tiles (or blocks), or both one scale a tensor."""
+        """See the base class. Both orientations are made in one read if both have tiles, blocks, or a tensor scale."""
         stored = [fmt if fmt in STORED else None for fmt in formats]
         scaled = [fmt is Format.FP8_TENSOR for fmt in formats]
-        tiled = tiles(x, *stored) if any(stored) else _NOTHING
-        whole = _NOTHING
+        tiled = whole = _NOTHING
+        if any(stored) and weight:
+            tiled = self._products.prepared(self._quantizers.quantize_blocks(x, *stored))
+        elif any(stored):
+            tiled = self._quantizers.quantize_tiles(x, *stored, row_seed=keys[0], col_seed=keys[1], cols=cols)
         if any(scaled):
             whole = self._quantizers.quantize_tensor(x, row=scaled[0], col=scaled[1], amax=amax)
+        rest = self._others._quantize(x, _of_others(formats), amax, weight=weight, keys=keys, cols=cols)
+        return tiled.row or whole.row or rest[0], tiled.col or whole.col or rest[1]
 
-        def plain(side: int) -> Plain | None:
-            fmt = formats[side]
-            return None if fmt is None else Plain(x, fmt, seeds[side], cols, amax)
-
-        return tiled.row or whole.row or plain(0), tiled.col or whole.col or plain(1)
+    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
+        """See the base class."""
+        blocks, whole = _held_by_scaling(held, "block"), _held_by_scaling(held, "tensor")
+        if blocks is not None:
+            self._quantizers.quantize_blocks(w, *_formats_of(blocks.operands, formats), held=blocks)
+            self._products.renew(blocks.operands)
+        if whole is not None:
+            row, col = whole.operands.row is not None, whole.operands.col is not None
+            self._quantizers.quantize_tensor(w, row=row, col=col, amax=amax, held=whole)
+        self._others._renew(w, _of_others(formats), amax, held)
 
     # -- products ------------------------------------------------------------------------------------------------
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        """See the base class."""
         if isinstance(x, Operand) and isinstance(w, Operand):
             return self._products.multiply(x, w, dtype)
-        x, w = _plain(x), _plain(w)
-        return reference.fprop(x.tensor, w.tensor, x.format, amax=(x.amax, w.amax), out_dtype=dtype)
+        return self._others.fprop(x, w, dtype=dtype)
 
     def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        """See the base class."""
         if isinstance(g, Operand) and isinstance(w, Operand):
             return self._products.multiply(g, w, dtype)
-        g, w = _plain(g), _plain(w)
-        return reference.dgrad(
-            g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, w.amax), out_dtype=dtype
-        )
+        return self._others.dgrad(g, w, dtype=dtype)
 
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
-        """See :class:`snip_megatron.gemm.backend.GemmBackend`."""
+        """See the base class. A bf16 wgrad of a mixed linear is a library GEMM that accumulates into ``out``."""
         if isinstance(g, Operand) and isinstance(x, Operand):
             return self._products.accumulate(g, x, out)
-        g, x = _plain(g), _plain(x)
-        if g.format is Format.BF16:
+        if isinstance(g, Plain) and isinstance(x, Plain) and g.format is Format.BF16:
             return self._products.accumulate_plain(g.tensor, x.tensor, out)
-        return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, x.amax), out=out)
+        return self._others.wgrad(g, x, out=out)
 
 
-def _plain(side: Side) -> Plain:
-    """Both operands of a GEMM are of one kind: that of its format."""
-    assert isinstance(side, Plain)
-    return side
+def _held_by_scaling(held: HeldSides, scaling: str) -> Held | None:
+    """Return those of the kept operands that one call of a quantiser makes, or None if there are none."""
+
+    def of_kind(side: Side) -> Operand | None:
+        return side if isinstance(side, Operand) and side.scaling == scaling else None
+
+    row, col = map(of_kind, held.sides)
+    return None if row is None and col is None else Held(Operands(row, col), held.current)
+
+
+def _formats_of(operands: Operands, formats: Formats) -> Formats:
+    return (None if operands.row is None else formats[0], None if operands.col is None else formats[1])
+
+
+def _of_others(formats: Formats) -> Formats:
+    """Return ``formats`` with None for those of this backend."""
+    row, col = (None if fmt in NATIVE and fmt is not Format.BF16 else fmt for fmt in formats)
+    return row, col

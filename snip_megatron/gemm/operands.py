@@ -10,7 +10,9 @@ from torch import Tensor
 
 from snip_megatron.gemm.blackwell_engine import NativeOperand
 from snip_megatron.precision import Format
+from snip_megatron.quantization.exact import ExactOperand
 from snip_megatron.quantization.packed import Operand
+from snip_megatron.quantization.rounding import Key
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,13 @@ class GradientKeys:
     """Keys of stochastic rounding of G: counters only, so that recomputation and resharding draw the same bits.
 
     Attributes:
-        dgrad, wgrad: 64-bit seeds of the two GEMMs that read G.
+        dgrad, wgrad: of the two GEMMs that read G: 64-bit seeds, or key words on the device; None: neither rounds
+            stochastically.
         cols: integer [N local], global indices of G's columns.
     """
 
-    dgrad: int
-    wgrad: int
+    dgrad: Key | None
+    wgrad: Key | None
     cols: Tensor
 
 
@@ -40,19 +43,36 @@ class Plain:
 
     tensor: Tensor
     format: Format
-    seed: int | None = None
+    seed: Key | None = None
     cols: Tensor | None = None
     amax: Tensor | None = None
 
 
-Side = Plain | Operand | NativeOperand
+Side = Plain | Operand | ExactOperand | NativeOperand
 """One of a GEMM's two operands. Both of a GEMM are of the same kind."""
+
+
+@dataclass(frozen=True)
+class HeldSides:
+    """A weight's two operands, kept from step to step: :class:`snip_megatron.quantization.packed.Held` of any kind.
+
+    Attributes:
+        sides: for fprop and dgrad, as an earlier call gave them for the same weight and formats.
+        current: int32 [1] on the device; where it is not zero, they hold the weight as it is and stay.
+    """
+
+    sides: tuple[Side, Side]
+    current: Tensor
 
 
 def disassemble(side: Side) -> tuple[tuple[Tensor, ...], Callable[..., Side]]:
     """The tensors of an operand of X or W, for autograd to save, and what makes the operand of them again."""
     if isinstance(side, Operand):
         return (side.values, side.scale), partial(Operand, scaling=side.scaling, depth=side.depth)
+    if isinstance(side, ExactOperand):
+        if side.scale is None:
+            return (side.values,), partial(ExactOperand, scale=None, tile=None)
+        return (side.values, side.scale), partial(ExactOperand, tile=side.tile)
     if isinstance(side, NativeOperand):
         return side.tensors, partial(_native, replace(side, tensors=()))
     if side.amax is None:

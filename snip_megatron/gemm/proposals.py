@@ -1,9 +1,9 @@
-"""Which of cuBLASLt's proposals runs a GEMM where another than its first was measured to be faster.
+"""The GEMM shapes for which a proposal of cuBLASLt's heuristic other than the first was measured to be faster.
 
-The library's heuristic orders its algorithms by a model of the device; for one scale a tensor its first is up to 13 %
-slower than the fastest at some shapes. Measuring at run time would make a run's bits depend on the measurement, so that
-the choice comes from a file, which ``benchmarks/proposals.py`` writes, and holds for the library and device of that
-measurement only.
+The heuristic orders its proposals by a model of the device. For operands with one scale per tensor, the first proposal
+is up to 13 % slower than the fastest at some shapes. The choice comes from a file that ``benchmarks/proposals.py``
+writes, not from a measurement at run time, which would make the bits of a run depend on it. The file is valid only for
+the library version and the device that it names.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 MEASURED = Path(__file__).with_name("proposals.json")
 Choices = Mapping[tuple[int, int, int], int]
-"""(rows of A, rows of B, reduction) → number of the proposal for A·Bᵀ with one scale a tensor, fast accumulation, bf16
-result. Absent: the first."""
+"""(rows of A, rows of B, reduction) → index of the proposal for A·Bᵀ with one scale per tensor, fast accumulation and a
+bf16 result. The first proposal is used for other shapes."""
 
 
 def measured_choices(version: int, device: str, path: Path = MEASURED) -> Choices:
-    """The table of a cuBLASLt version on a device, by the name CUDA gives it; empty for any other."""
+    """Return the choices for a cuBLASLt version and a CUDA device name. Empty if the file was measured with others."""
     if not path.exists():
         return {}
     table = json.loads(path.read_text())

@@ -1,8 +1,8 @@
-"""The three GEMMs of a linear with quantised operands, in plain torch: the numbers every other backend is judged by.
+"""The three GEMMs of a linear with quantised operands, in plain torch. All other backends are compared with these.
 
-METHOD, Formats: X and G in 1×128 tiles along the GEMM's reduction dimension, W in 128×128 blocks, stochastic rounding
-for G in the 4-bit formats only. Operands are dequantised to FP32 and multiplied in FP32, so the result differs from
-exact arithmetic on the quantised operands by FP32 summation only.
+X and G are quantised in tiles along the GEMM's reduction dimension (1×128 in fp8 and fp4), W in blocks (128×128). Only
+G in the 4-bit formats is rounded stochastically (docs/method.md, Formats). Operands are dequantised to FP32 and
+multiplied in FP32, so that the only error beside quantisation is that of FP32 summation.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import Format
-from snip_megatron.quantization import FOUR_BIT, fake_quantize
+from snip_megatron.precision import FOUR_BIT, Format
+from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.formats import resolve
+from snip_megatron.quantization.rounding import Key
 
 Amaxes = tuple[Tensor | None, Tensor | None]
-"""max|·| of the whole of the two operands, 0-dim, where these are shards (fp8_tensor, nvfp4); None: their own."""
+"""The 0-dim amaxes of the unsharded operands (fp8_tensor, nvfp4). None: the amax of the operand that is passed."""
 
 
 def fprop(
@@ -28,17 +29,17 @@ def fprop(
     amax: Amaxes = (None, None),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Y = Q(X)·Q(W)ᵀ.
+    """Compute Y = Q(X)·Q(W)ᵀ [T, N].
 
     Args:
         x: fp32, bf16 or fp16 [T, K]; T may be 0.
-        w: likewise [N, K].
-        fmt: a format; bf16 means no quantisation, a plain product in the operands' dtype.
-        amax: as in :data:`Amaxes`, of (x, w).
+        w: fp32, bf16 or fp16 [N, K].
+        fmt: the format. bf16 means a plain product in the operands' dtype, without quantisation.
+        amax: see :data:`Amaxes`, for (x, w).
         out_dtype: dtype of the result; default that of ``x``.
 
-    Returns:
-        [T, N]. Raises SnipError on an unknown format, dtype or number of dimensions, as do the other two.
+    Raises:
+        SnipError: unknown format, dtype or number of dimensions. :func:`dgrad` and :func:`wgrad` raise it likewise.
     """
     if fmt == Format.BF16:
         return (x @ w.t()).to(out_dtype or x.dtype)
@@ -51,25 +52,28 @@ def dgrad(
     w: Tensor,
     fmt: Format | str,
     *,
-    seed: int | None = None,
+    seed: Key | None = None,
     offset: tuple[int, int] = (0, 0),
     rows: Tensor | None = None,
     cols: Tensor | None = None,
     amax: Amaxes = (None, None),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """D = Q(G)·Q(W): [T, N] · [N, K] → [T, K]; G in tiles along N.
+    """Compute D = Q(G)·Q(W) [T, K] for G [T, N], in tiles along N, and W [N, K].
 
     Args:
-        seed: key of stochastic rounding, required by the 4-bit formats, unused by the others.
-        offset, rows, cols: global position of G's elements (see :func:`snip_megatron.quantization.fake_quantize`).
-        amax: as in :data:`Amaxes`, of (g, w).
+        g: G [T, N].
+        w: W [N, K].
+        fmt: as in :func:`fprop`.
+        seed: key of stochastic rounding. Only the 4-bit formats read it, and they require it.
+        offset, rows, cols: global positions of G's elements. See :func:`snip_megatron.quantization.fake_quantize`.
+        amax: see :data:`Amaxes`, for (g, w).
         out_dtype: dtype of the result; default that of ``g``.
     """
     if fmt == Format.BF16:
         return (g @ w).to(out_dtype or g.dtype)
     draws = _gradient_rounding(fmt, seed, offset, rows, cols)
-    # axis=0 (along N, the reduction) is for weights of formats without square blocks.
+    # axis=0 (along N, the reduction) applies to formats whose weights have no square blocks.
     left = fake_quantize(g, fmt, tensor_amax=amax[0], **draws)
     return (left @ fake_quantize(w, fmt, axis=0, block=True, tensor_amax=amax[1])).to(out_dtype or g.dtype)
 
@@ -79,22 +83,25 @@ def wgrad(
     x: Tensor,
     fmt: Format | str,
     *,
-    seed: int | None = None,
+    seed: Key | None = None,
     offset: tuple[int, int] = (0, 0),
     rows: Tensor | None = None,
     cols: Tensor | None = None,
     amax: Amaxes = (None, None),
     out: Tensor | None = None,
 ) -> Tensor:
-    """∇W = Q(G)ᵀ·Q(X): [T, N], [T, K] → FP32 [N, K]; both in tiles along T.
+    """Compute ∇W = Q(G)ᵀ·Q(X), FP32 [N, K], with both operands in tiles along T.
 
     Args:
+        g: G [T, N].
+        x: X [T, K].
+        fmt: as in :func:`fprop`, but bf16 multiplies in FP32.
         seed, offset, rows, cols: as in :func:`dgrad`.
-        amax: as in :data:`Amaxes`, of (g, x).
-        out: FP32 [N, K] (``main_grad``) to accumulate into; it is then also the result.
+        amax: see :data:`Amaxes`, for (g, x).
+        out: FP32 [N, K] (``main_grad``) to accumulate into, which is then returned.
     """
     if fmt == Format.BF16:
-        # Products of bf16 are exact in FP32, and a bf16 result would lose most of a small gradient in accumulation.
+        # Products of bf16 numbers are exact in FP32. Accumulating in bf16 would lose most of a small gradient.
         left, right = g.to(torch.float32), x.to(torch.float32)
     else:
         draws = _gradient_rounding(fmt, seed, offset, rows, cols)
@@ -104,9 +111,9 @@ def wgrad(
 
 
 def _gradient_rounding(
-    fmt: Format | str, seed: int | None, offset: tuple[int, int], rows: Tensor | None, cols: Tensor | None
+    fmt: Format | str, seed: Key | None, offset: tuple[int, int], rows: Tensor | None, cols: Tensor | None
 ) -> dict[str, Any]:
-    """Keyword arguments of ``fake_quantize`` for G: stochastic in the 4-bit formats, nearest elsewhere."""
+    """Return the arguments of ``fake_quantize`` for G: stochastic rounding in 4-bit formats, else to nearest."""
     if resolve(fmt) not in FOUR_BIT:
         return {}
     return {"rounding": "stochastic", "seed": seed, "offset": offset, "rows": rows, "cols": cols}

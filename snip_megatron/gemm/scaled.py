@@ -1,7 +1,8 @@
-"""Products of quantised operands on a Hopper GPU: by cuBLASLt, into FP32 gradients too; else torch's scaled GEMM.
+"""Products of quantised operands on a Hopper GPU by DeepGEMM, cuBLASLt or torch's scaled GEMM.
 
-What cuBLAS takes: A·Bᵀ with rows of A a multiple of 4, rows of B of 16, the reduction of 128 (operands are padded to
-that when they are made). Rows of A are padded here; other odd shapes are dequantised and multiplied in FP32.
+cuBLAS multiplies A·Bᵀ if the rows of A are a multiple of 4, the rows of B of 16 and the reduction of 128. The reduction
+is padded when operands are made, and the rows of A are padded here. Products with other numbers of rows of B are
+dequantised and multiplied in FP32.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from snip_megatron.gemm.cublaslt import CublasLt
+from snip_megatron.gemm.deepgemm import DeepGemm
 from snip_megatron.gemm.proposals import Choices
-from snip_megatron.quantization.packed import Operand
+from snip_megatron.quantization.packed import Operand, Operands
 
 _ROWS_OF_A, _ROWS_OF_B = 4, 16
 _RECIPES = {
@@ -25,7 +27,6 @@ _RECIPES = {
     "block": ScalingType.BlockWise128x128,
     "tensor": ScalingType.TensorWise,
 }
-ScaledMm = Callable[..., Tensor]
 _OUTPUTS = (torch.bfloat16, torch.float32)
 
 
@@ -34,8 +35,10 @@ class ScaledProducts:
 
     Args:
         scaled_mm: ``torch.nn.functional.scaled_mm``; tests on a CPU pass an emulation.
-        library: runs the products, accumulation inside the GEMM; None: ``scaled_mm``, then an addition.
-        choices: products that are faster by another of the library's proposals than its first.
+        library: cuBLASLt, which accumulates inside the GEMM. If it is None, ``scaled_mm`` multiplies and accumulation
+            is a separate addition.
+        choices: products for which another than the first of cuBLASLt's proposals is used.
+        faster: DeepGEMM, which is tried first; None if it is not used.
     """
 
     def __init__(
@@ -43,17 +46,21 @@ class ScaledProducts:
         scaled_mm: Callable[..., Tensor] = functional.scaled_mm,
         library: CublasLt | None = None,
         choices: Choices = MappingProxyType({}),
+        faster: DeepGemm | None = None,
     ) -> None:
         self._scaled_mm = scaled_mm
         self._library = library
         self._choices = choices
+        self._faster = faster
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = True) -> Tensor:
-        """a·bᵀ [a.rows, b.rows] in ``dtype``.
+        """Compute a·bᵀ [a.rows, b.rows] in ``dtype``.
 
         Args:
-            fast: with one scale a tensor, let the tensor core accumulate by itself (a relative error of 5e-4 at a
-                reduction of 1,024, 1e-3 at 8,192); block-scaled products never do.
+            a, b: the operands.
+            dtype: dtype of the result.
+            fast: whether to use the tensor core's fast accumulation, with a relative error of 5e-4 at a reduction of
+                1,024 and 1e-3 at 8,192. It applies only to operands with one scale per tensor.
         """
         if a.rows == 0 or not _runs(b):
             return (a.dequantize() @ b.dequantize().t()).to(dtype)
@@ -75,26 +82,47 @@ class ScaledProducts:
         return found if output is dtype else found.to(dtype)
 
     def _by_library(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool) -> Tensor | None:
-        """The product without torch's detour, which asks the library for its proposals at every call; by a proposal
-        that was measured to be faster where there is one. None: the library is not there or has no kernel."""
-        if self._library is None or a.rows % _ROWS_OF_A:
+        """Compute the product by DeepGEMM or cuBLASLt. Returns None if neither is there or has a kernel for it.
+
+        torch's scaled GEMM would ask the heuristic for its proposals in every call; here plans are kept.
+        """
+        if a.rows % _ROWS_OF_A:
             return None
+        found = None if self._faster is None else self._faster.multiply(a, b, dtype)
+        if found is not None or self._library is None:
+            return found
         measured = fast and dtype is torch.bfloat16
         choice = self._choices.get((a.rows, b.rows, a.values.shape[1]), 0) if measured else 0
-        out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
-        return out if self._library.multiply(a, b, out, fast=fast, choice=choice) else None
+        return self._library.multiply(a, b, dtype, fast=fast, choice=choice)
 
+    # -- weights -------------------------------------------------------------------------------------------------
+    def prepared(self, weight: Operands) -> Operands:
+        """Return the operands of a weight with what the library of their products needs beside them."""
+        if self._faster is None:
+            return weight
+        return replace(weight, row=self._faster.prepared(weight.row), col=self._faster.prepared(weight.col))
+
+    def renew(self, weight: Operands) -> None:
+        """Bring :meth:`prepared` operands up to date after their values and scales were written anew."""
+        for side in (weight.row, weight.col):
+            if side is not None and side.unpadded is not None:
+                rows, depth = side.unpadded.shape
+                side.unpadded.copy_(side.scale.t()[:rows, :depth])
+
+    # -- accumulation --------------------------------------------------------------------------------------------
     def accumulate(self, a: Operand, b: Operand, out: Tensor | None) -> Tensor:
-        """a·bᵀ [a.rows, b.rows] in FP32, exactly accumulated; added to ``out`` when given."""
+        """Compute a·bᵀ [a.rows, b.rows] in FP32 without fast accumulation. It is added to ``out`` if given."""
         if out is None:
             return self.multiply(a, b, torch.float32, fast=False)
         fits = a.rows % _ROWS_OF_A == 0 and _runs(b) and _is_gradient(out)
+        if self._faster is not None and fits and self._faster.accumulate(a, b, out):
+            return out
         if not (self._library is not None and fits and self._library.accumulate(a, b, out)):
             out.add_(self.multiply(a, b, torch.float32, fast=False))
         return out
 
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        """gᵀ·x [N, K] in FP32 of g [T, N], x [T, K] in bf16 or fp16; added to ``out`` when given."""
+        """Compute gᵀ·x [N, K] in FP32 for unquantised g [T, N] and x [T, K]. It is added to ``out`` if given."""
         if out is None:
             return _plain_product(g, x)
         fits = _row_major(g) and _row_major(x) and _is_gradient(out) and g.shape[0] > 0
@@ -114,7 +142,7 @@ def _runs(b: Operand) -> bool:
 
 
 def _padded(a: Operand) -> Operand:
-    """``a`` with zero rows up to a multiple of 4."""
+    """Return ``a``, padded with zero rows to a multiple of 4."""
     missing = -a.rows % _ROWS_OF_A
     if not missing:
         return a
@@ -131,5 +159,5 @@ def _row_major(x: Tensor) -> bool:
 
 
 def _is_gradient(out: Tensor) -> bool:
-    """Whether ``out`` can be accumulated into by the library: FP32, row-major, 16-byte aligned as kernels want it."""
+    """Return whether the libraries can accumulate into ``out``: FP32, row-major, rows aligned to 16 bytes."""
     return out.dtype is torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0 and out.shape[1] % 4 == 0

@@ -1,4 +1,4 @@
-"""Which backend runs the GEMMs (``--snip-gemm``), and which linears are too small to gain from it."""
+"""Selection of the GEMM backend (``--snip-gemm``), and the rule for linears that are too small to gain from fp8."""
 
 from __future__ import annotations
 
@@ -11,52 +11,107 @@ from pathlib import Path
 
 import torch
 
-from snip_megatron.config import GEMM_BACKENDS
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm import BACKENDS, LIBRARIES
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.blackwell_support import availability, is_blackwell, wrong_numbers
+from snip_megatron.gemm.emulated_support import unlike_reference
+from snip_megatron.gemm.hopper import NATIVE
 from snip_megatron.precision import Format
 
+_AMPERE = (8, 0)
 _HOPPER = (9, 0)
+_CHECKED = (Format.FP8, Format.NVFP4, Format.MXFP8)  # one of each kind of scale
 _MEASURED = Path(__file__).with_name("shapes.json")
 
-# Below this N·K/(N+K) a linear that nobody measured is taken to lose. On one H200 (shapes.json) the smallest that gains
-# has 1,502 (2048→5632), the largest that does not 1,024 (2048→2048): in between is unknown. Device speeds alone would
-# put the break-even at 412 (bf16 670, fp8 1080 and 910 TFLOP/s, quantisation 4.06·(N+K) bytes a token at 3.2 TB/s); the
-# rest is the host, which launches more kernels.
+# A linear without a measurement is assumed to gain if its N·K/(N+K) is at least this. On one H200 (shapes.json) the
+# smallest linear that gains has 1,502 (2048→5632) and the largest that does not has 1,024 (2048→2048). Device speeds
+# alone would put the break-even at 412 (bf16 670, fp8 1080 and 910 TFLOP/s, quantisation 4.06·(N+K) bytes per token at
+# 3.2 TB/s). The rest is host time, because a quantised linear launches more kernels.
 _BREAK_EVEN = 1500.0
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A backend and, in words for the log, why."""
+    """A backend, and the reason for the log."""
 
     backend: GemmBackend
     reason: str
 
 
-def select_backend(name: str, formats: Collection[Format] | None = None, *, tensor_parallel: bool = False) -> Selection:
-    """The backend of ``--snip-gemm``. ``auto`` is the fastest that gives the map's numbers on this machine.
+def select_backend(
+    name: str, formats: Collection[Format] | None = None, *, tensor_parallel: bool = False, library: str = "auto"
+) -> Selection:
+    """Return the backend for a value of ``--snip-gemm``.
 
     Args:
-        formats: that GEMMs will be asked for; None: unknown.
-        tensor_parallel: whether weights are sharded.
+        name: one of ``BACKENDS``. "auto" selects the fastest backend that runs on this machine and keeps the numbers of
+            the map.
+        formats: the formats that GEMMs will use; None if they are unknown.
+        tensor_parallel: whether weights are sharded over tensor parallel ranks.
+        library: ``--snip-gemm-library``, one of ``LIBRARIES``.
 
     Raises:
-        SnipError: an unknown name, or a backend that this machine cannot run.
+        SnipError: the name is unknown, or the backend or library cannot run on this machine.
     """
-    if name not in GEMM_BACKENDS:
-        raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(GEMM_BACKENDS)}")
+    if name not in BACKENDS:
+        raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(BACKENDS)}")
+    if library not in LIBRARIES:
+        raise SnipError(f"--snip-gemm-library {library}: unknown; choose one of {', '.join(LIBRARIES)}")
+    selection = _select(name, formats, tensor_parallel, library)
+    if library == "deepgemm" and selection.backend.name != "hopper":
+        raise SnipError(
+            f"--snip-gemm-library deepgemm: the {selection.backend.name} GEMMs ({selection.reason}) do not use it"
+        )
+    return selection
+
+
+def _select(name: str, formats: Collection[Format] | None, tensor_parallel: bool, library: str) -> Selection:
     if name == "reference":
         return Selection(REFERENCE, "as asked")
+    if name == "emulated":
+        missing = _why_not_emulated() or _fault(formats)
+        if missing is not None:
+            raise SnipError(f"--snip-gemm emulated: {missing}; use --snip-gemm auto or reference")
+        return Selection(_emulated(), f"as asked; exact numerics on the bf16 tensor cores of {_device()}")
     if name == "blackwell" or (name == "auto" and is_blackwell()):
         return _select_blackwell(name, formats, tensor_parallel)
     missing = _why_not_hopper()
     if missing is None:
-        return Selection(_hopper(), f"{torch.cuda.get_device_name()}, sm_90")
+        fault = None if formats is None or NATIVE.issuperset(formats) else _fault(set(formats) - NATIVE)
+        backend, products = _hopper(library, emulates=fault is None)
+        if fault is not None:
+            products += f"; {fault}, so that such formats are emulated in torch, slower than bf16"
+        return Selection(backend, f"{_device()}; {products}")
     if name == "hopper":
         raise SnipError(f"--snip-gemm hopper: {missing}; use --snip-gemm auto or reference")
-    return Selection(REFERENCE, f"{missing}: emulation, slower than bf16")
+    return _elsewhere(missing, formats)
+
+
+def _elsewhere(missing: str, formats: Collection[Format] | None) -> Selection:
+    """Return what ``auto`` takes where nothing is native: exact numerics on bf16 tensor cores, or plain torch."""
+    if _why_not_emulated() is not None:
+        return Selection(REFERENCE, f"{missing}: emulation, slower than bf16")
+    fault = _fault(formats)
+    if fault is not None:
+        return Selection(REFERENCE, f"{missing}; {fault}: emulation, slower than bf16")
+    return Selection(_emulated(), f"{missing}: exact numerics on the bf16 tensor cores of {_device()}")
+
+
+def _fault(formats: Collection[Format] | None) -> str | None:
+    """Return what is wrong with the emulated GEMMs of ``formats`` on this device, or None."""
+    chosen = tuple(fmt for fmt in Format if fmt in (_CHECKED if formats is None else formats))
+    return _fault_of(chosen)
+
+
+@functools.cache
+def _fault_of(formats: tuple[Format, ...]) -> str | None:
+    return unlike_reference(_emulated(), torch.device("cuda", torch.cuda.current_device()), formats)
+
+
+def _device() -> str:
+    capability = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()}, sm_{capability[0]}{capability[1]}"
 
 
 def _select_blackwell(name: str, formats: Collection[Format] | None, tensor_parallel: bool) -> Selection:
@@ -64,10 +119,9 @@ def _select_blackwell(name: str, formats: Collection[Format] | None, tensor_para
     if missing is None:
         missing = wrong_numbers(_blackwell(), torch.device("cuda", torch.cuda.current_device()))
     if missing is None:
-        capability = torch.cuda.get_device_capability()
-        return Selection(_blackwell(), f"{torch.cuda.get_device_name()}, sm_{capability[0]}{capability[1]}")
+        return Selection(_blackwell(), _device())
     if name == "auto":
-        return Selection(REFERENCE, f"blackwell: {missing}: emulation, slower than bf16")
+        return _elsewhere(f"blackwell: {missing}", formats)
     raise SnipError(f"--snip-gemm blackwell: {missing}; use --snip-gemm auto or reference")
 
 
@@ -79,6 +133,27 @@ def _blackwell() -> GemmBackend:
     from snip_megatron.gemm.scaled import ScaledProducts
 
     return BlackwellBackend(transformer_engine(), ScaledProducts(library=cublaslt()))
+
+
+def _why_not_emulated() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a GPU with bf16 tensor cores (sm_80 or later) and there is no CUDA device here"
+    if torch.cuda.get_device_capability() < _AMPERE:
+        return f"needs a GPU with bf16 tensor cores (sm_80 or later) and this is {_device()}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton, which cannot be imported here"
+    return None
+
+
+@functools.cache
+def _emulated() -> GemmBackend:
+    from snip_megatron.gemm.cublaslt import cublaslt
+    from snip_megatron.gemm.emulated import EmulatedBackend
+    from snip_megatron.gemm.exact_products import ExactProducts
+    from snip_megatron.gemm.tiled_kernel import multiply
+    from snip_megatron.quantization.kernels.exact import quantize_exact
+
+    return EmulatedBackend(quantize_exact, ExactProducts(cublaslt(), multiply))
 
 
 def _why_not_hopper() -> str | None:
@@ -96,25 +171,31 @@ def _why_not_hopper() -> str | None:
 
 
 @functools.cache
-def _hopper() -> GemmBackend:
-    # Triton is only there on machines with a GPU.
+def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, str]:
+    """Return the backend, and the name of the library that multiplies."""
+    # Triton is installed only on machines with a GPU.
     from snip_megatron.gemm.cublaslt import cublaslt
+    from snip_megatron.gemm.deepgemm import deepgemm
     from snip_megatron.gemm.hopper import HopperBackend
     from snip_megatron.gemm.proposals import measured_choices
     from snip_megatron.gemm.scaled import ScaledProducts
-    from snip_megatron.quantization import triton_quantize
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     library = cublaslt()
     choices = {} if library is None else measured_choices(library.version, torch.cuda.get_device_name())
-    return HopperBackend(triton_quantize, ScaledProducts(library=library, choices=choices))
+    faster, products = None, "cuBLASLt"
+    if library_name != "cublas":
+        faster, products = deepgemm(library, required=library_name == "deepgemm")
+    scaled = ScaledProducts(library=library, choices=choices, faster=faster)
+    return HopperBackend(triton_quantize, scaled, _emulated() if emulates else REFERENCE), products
 
 
 # -- small linears -------------------------------------------------------------------------------------------------
 def gains(n: int, k: int) -> bool:
-    """Whether a linear with weight [N, K] is faster in fp8 than in bf16, forward, backward and quantisation together.
+    """Return whether a linear with weight [N, K] is faster in fp8 than in bf16, in forward and backward together.
 
-    As measured where ``shapes.json`` beside this file has the shape (either way round: the three GEMMs are the same),
-    else by the rule above. At 8,192 tokens; fewer gain less.
+    Uses the measurement in ``shapes.json`` if it has the shape [N, K] or [K, N], which have the same three GEMMs, and
+    the rule of ``_BREAK_EVEN`` otherwise. Both hold for 8,192 tokens. Fewer tokens gain less.
     """
     measured = _table().get((min(n, k), max(n, k)))
     return n * k / (n + k) >= _BREAK_EVEN if measured is None else measured > 1.0
@@ -122,7 +203,7 @@ def gains(n: int, k: int) -> bool:
 
 @functools.cache
 def _table() -> dict[tuple[int, int], float]:
-    """(smaller, larger edge) → speedup of fp8 over bf16; written by ``benchmarks/linear.py --small``."""
+    """Return (smaller, larger dimension) → speedup of fp8 over bf16, as ``benchmarks/linear.py --small`` wrote it."""
     if not _MEASURED.exists():
         return {}
     rows = json.loads(_MEASURED.read_text())["rows"]

@@ -1,1 +1,1 @@
-"""Launching a known configuration: Megatron's arguments from the planner's model table, torchrun, signals, resume."""
+"""Launches known configurations with torchrun: Megatron's arguments, signals and resuming."""

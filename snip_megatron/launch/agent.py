@@ -1,17 +1,24 @@
-"""One node's torchrun: its command, its environment, and signals that reach the ranks in time.
+"""Runs torchrun on one node and passes signals on to its ranks.
 
-torchrun answers SIGTERM by giving its ranks 30 seconds, less than a large checkpoint takes, and dies of SIGUSR1. So it
-ignores both here, and this process hands them on to the ranks as the signal that Megatron's ``--exit-signal-handler``
-waits for: after the step at hand they save a checkpoint and leave with exit code 0.
+On SIGTERM torchrun gives its ranks 30 seconds, less than a large checkpoint takes, and SIGUSR1 ends it at once. Here
+torchrun ignores both signals and this process sends its ranks SIGTERM instead. With ``--exit-signal-handler`` Megatron
+then saves a checkpoint after the current step and exits with code 0.
+
+If a rank fails, this process exits with the rank's code and writes it to a file that all nodes see. srun then sends
+SIGTERM to the other nodes. There, the file tells this process that there is nothing to save: it ends its ranks, which
+may wait for the failed one, and exits with the same code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,16 +28,20 @@ import psutil
 
 from snip_megatron.errors import SnipError
 from snip_megatron.launch.job import Job
+from snip_megatron.megatron.startup import EXIT_CODE_FILE
 
 ENTRY = "snip_megatron.pretrain_gpt"
+#: Value of ``--local-address``: the address from which this node reaches the rendezvous.
+ROUTE = "route"
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)
 _POLL_S = 0.2
 
 
 def torchrun(job: Job, rendezvous: str | None, rendezvous_id: str, local_address: str | None) -> list[str]:
-    """torchrun's command on this node, up to the entry's arguments.
+    """Return torchrun's command on this node, without the arguments of the training entry.
 
-    Raises SnipError: several nodes without a rendezvous.
+    Raises:
+        SnipError: If there are several nodes and no rendezvous.
     """
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.gpus_per_node), "--max-restarts", "0"]
@@ -45,13 +56,29 @@ def torchrun(job: Job, rendezvous: str | None, rendezvous_id: str, local_address
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous, "--rdzv-id", rendezvous_id]
     else:
         command.append("--standalone")
+    if local_address == ROUTE:
+        local_address = _address_towards(rendezvous)
     if local_address is not None:
         command += ["--local-addr", local_address]
     return [*command, "-m", ENTRY]
 
 
+def _address_towards(rendezvous: str | None) -> str | None:
+    """Return this node's own address on the route to the rendezvous, or None on a single node. Sends nothing."""
+    if rendezvous is None:
+        return None
+    host, _, port = rendezvous.rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise SnipError(f"--rendezvous {rendezvous}: {host} cannot be reached from this node: {error}") from None
+
+
 def _chooses_signals() -> bool:
-    """Whether this torchrun can be told which signals to handle (not before torch 2.10); torch is not imported."""
+    """Whether torchrun has ``--signals-to-handle`` (since torch 2.10). torch is not imported."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         raise SnipError("torch is not installed; install the package's requirements (scripts/bootstrap.sh)")
@@ -60,12 +87,12 @@ def _chooses_signals() -> bool:
 
 
 def environment(job: Job, *, cpu: bool) -> dict[str, str]:
-    """Variables that this launch adds; what is already set stays as it is."""
+    """Return the environment variables to add. Variables that are already set are kept."""
     cores = len(os.sched_getaffinity(0))
     wanted = {
         "OMP_NUM_THREADS": str(max(1, min(16, cores // job.gpus_per_node))),
         "NCCL_DEBUG": "WARN",
-        # A rank that fails or hangs ends the job, which is then started again from its checkpoint.
+        # A rank that fails or hangs ends the job, which can then be restarted from its checkpoint.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     added = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -73,7 +100,7 @@ def environment(job: Job, *, cpu: bool) -> dict[str, str]:
 
 
 def check_devices(job: Job) -> None:
-    """Raises SnipError where this node has fewer GPUs than ranks."""
+    """Raise SnipError if this node has fewer GPUs than ranks."""
     import torch
 
     found = torch.cuda.device_count()
@@ -84,23 +111,51 @@ def check_devices(job: Job) -> None:
         )
 
 
-def supervise(command: Sequence[str], added: Mapping[str, str]) -> tuple[int, str | None]:
-    """Run torchrun to its end. Returns its exit code (128 + n for signal n) and the signal that asked for the end."""
+def failure_file(save: Path) -> Path | None:
+    """Return the file in which a node says that it failed, or None if no scheduler ends the other nodes.
+
+    Its name has the job, its start and its step under SLURM, so that no other start reads it.
+    """
+    if "SLURM_STEP_ID" not in os.environ:
+        return None
+    names = (("SLURM_JOB_ID", "0"), ("SLURM_RESTART_COUNT", "0"), ("SLURM_STEP_ID", "0"))
+    return save / f"failed-{'.'.join(os.environ.get(name, default) for name, default in names)}"
+
+
+def supervise(command: Sequence[str], added: Mapping[str, str], failed: Path | None = None) -> tuple[int, str | None]:
+    """Run torchrun until it ends.
+
+    Args:
+        command: torchrun's command.
+        added: Environment variables to add.
+        failed: Result of :func:`failure_file`.
+
+    Returns:
+        The exit code (that of the rank that failed, or 128 + n after signal n), and the name of the signal that asked
+        the job to end, or None.
+    """
     asked: list[str] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         asked.append(signal.Signals(number).name)
 
     before = {number: signal.signal(number, stop) for number in _STOPS}
-    # Ctrl-C reaches torchrun too, which then ends its ranks; here it would only leave them behind.
+    # Ctrl-C also reaches torchrun, which then ends its ranks. If it ended this process, the ranks would be left behind.
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        process = subprocess.Popen(command, env={**os.environ, **added}, preexec_fn=_signals_of_torchrun)
-        code = _wait(process, asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code, asked[0] if asked else None
+    with tempfile.TemporaryDirectory(prefix="snip-launch-") as folder:
+        noted = Path(folder) / "code"
+        variables = {**os.environ, **added, EXIT_CODE_FILE: str(noted)}
+        try:
+            process = subprocess.Popen(command, env=variables, preexec_fn=_signals_of_torchrun)
+            code = _wait(process, asked, failed)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        code = code if code >= 0 else 128 - code
+        if code:
+            code = _read_code(noted) or code
+            _say_failed(failed, code)
+    return code, asked[0] if asked else None
 
 
 def _signals_of_torchrun() -> None:
@@ -109,20 +164,53 @@ def _signals_of_torchrun() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _wait(process: subprocess.Popen[bytes], asked: Sequence[str]) -> int:
+def _wait(process: subprocess.Popen[bytes], asked: Sequence[str], failed: Path | None) -> int:
     told: set[int] = set()
     while (code := process.poll()) is None:
+        if asked and failed is not None and failed.exists():
+            _end(process)
+            print(f"snip launch: another node failed ({failed}); the ranks of this one are ended", flush=True)
+            return _read_code(failed) or 1
         if asked:
             _tell_ranks(process.pid, told)
         time.sleep(_POLL_S)
     return code
 
 
-def _tell_ranks(torchrun_pid: int, told: set[int]) -> None:
-    """SIGTERM, once, to torchrun's children that run the entry and wait for it, not to what these have started.
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun and all that it started, without a word: torchrun first, or it would report its ranks as failed."""
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        children = []
+    process.kill()
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
 
-    A rank that has not reached Megatron yet ignores it: its turn comes later. Not twice: a Python that is about to
-    leave has taken its handlers away, and would die of it.
+
+def _read_code(file: Path) -> int | None:
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _say_failed(failed: Path | None, code: int) -> None:
+    """Tell the other nodes. The first node that fails says so."""
+    if failed is None or failed.exists():
+        return
+    with contextlib.suppress(OSError):  # the others are then killed by srun
+        failed.parent.mkdir(parents=True, exist_ok=True)
+        failed.write_text(f"{code}\n", encoding="ascii")
+
+
+def _tell_ranks(torchrun_pid: int, told: set[int]) -> None:
+    """Send SIGTERM once to each rank that has a handler for it. Processes that ranks have started get none.
+
+    A rank that has not yet installed Megatron's handler gets the signal at a later call. No rank gets it twice: a
+    process that is about to exit has removed its handlers and would die of the second signal.
     """
     try:
         children = psutil.Process(torchrun_pid).children()
@@ -138,7 +226,7 @@ def _tell_ranks(torchrun_pid: int, told: set[int]) -> None:
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:
-    """Whether the process has a handler for the signal, as the kernel says."""
+    """Whether the process has a handler for the signal, according to ``/proc``."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:

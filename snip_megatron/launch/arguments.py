@@ -1,4 +1,4 @@
-"""Megatron's arguments of a job, in the order in which a reader looks for them."""
+"""Builds Megatron's arguments of a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RECOMPUTE = {
 
 
 def megatron_arguments(job: Job) -> list[str]:
-    """Everything after ``-m snip_megatron.pretrain_gpt``. A later argument wins, so the user's come last."""
+    """Return all arguments after ``-m snip_megatron.pretrain_gpt``. The user's come last and override the others."""
     parts = (_model(job), _layout(job.layout), _training(job), _data(job), _checkpoints(job), _snip(job))
     return [word for part in parts for word in part] + list(job.extra)
 
@@ -65,7 +65,7 @@ def _data(job: Job) -> list[str]:
         return []
     workers = ["--num-workers", "0" if job.smoke else "2"]
     if job.data == MOCK:
-        # The null tokenizer adds a token to those it is told of.
+        # The null tokenizer adds one token to --vocab-size.
         size = str(job.layout.model.vocabulary - 1)
         return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", size, *workers]
     data = job.data.rstrip("/")
@@ -76,7 +76,7 @@ def _data(job: Job) -> list[str]:
 
 
 def _checkpoints(job: Job) -> list[str]:
-    """A signal (of SLURM, or a user's) ends the run after the step and a checkpoint: Megatron's own handler."""
+    """Arguments for checkpoints. On a signal, Megatron's handler saves one after the current step and exits."""
     found = ["--save", str(job.save), "--save-interval", "10" if job.smoke else "500", "--exit-signal-handler"]
     return found if job.load is None else [*found, "--load", str(job.load)]
 

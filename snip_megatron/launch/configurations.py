@@ -1,6 +1,6 @@
-"""The configurations that ``snip launch`` knows: a model of the planner's table, its layout and how it is trained.
+"""The configurations of ``snip launch``: the name of a model, its layout and its hyperparameters.
 
-Shapes are nowhere but in :data:`snip_megatron.planner.models.MODELS`.
+The shapes of the models are in :data:`snip_megatron.timing.models.MODELS`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.errors import SnipError
-from snip_megatron.planner.models import MODELS, load_model
+from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.timing.models import MODELS, load_model
 
 GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: a starting point, not a promise.
+    """Hyperparameters to start from.
 
     Attributes:
-        tokens: of the whole run; with the batch they give the steps.
-        lr, min_lr, warmup: of a cosine schedule; ``warmup`` in steps.
-        norm_epsilon, rotary_base: constants of the architecture that its shapes do not tell.
+        tokens: Tokens of the whole run. With the batch size they give the number of steps.
+        lr: Maximum learning rate of a cosine schedule.
+        min_lr: Minimum learning rate of the schedule.
+        warmup: Warm-up steps of the schedule.
+        norm_epsilon: Epsilon of the model's norms.
+        rotary_base: Base of the model's rotary embedding.
     """
 
     tokens: float
@@ -35,14 +38,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One launch: sizes as Megatron's arguments of the same names give them.
+    """A known configuration.
 
     Attributes:
-        name, title: as asked for, and what it is.
-        model: its name in the planner's table.
-        tp, pp, dp: tensor parallel, pipeline and data parallel sizes.
-        seq_length, micro_batch_size, global_batch_size: in tokens, sequences, sequences.
+        name: Name on the command line.
+        title: Name of the model for readers.
+        model: Name of the model in the table of models.
+        tp: Tensor parallel size.
+        pp: Pipeline parallel size.
+        dp: Data parallel size.
+        seq_length: Tokens of a sequence.
+        micro_batch_size: Sequences of a microbatch.
+        global_batch_size: Sequences of a step.
         recompute: ``none``, ``selective`` or ``full``.
+        recipe: Hyperparameters.
     """
 
     name: str
@@ -59,7 +68,7 @@ class Configuration:
 
     @property
     def nodes(self) -> int:
-        """Nodes of :data:`GPUS_PER_NODE` GPUs."""
+        """Number of nodes with :data:`GPUS_PER_NODE` GPUs each."""
         return self.tp * self.pp * self.dp // GPUS_PER_NODE
 
 
@@ -69,7 +78,8 @@ _LARGE = Recipe(15e12, 1.5e-4, 1.5e-5, 2000, 1e-5, 500_000)
 
 _KNOWN = (
     Configuration("1b", "TinyLlama 1.1B", "llama-1b", 1, 1, 8, 2048, 8, 1024, "none", _TINY),
-    # A head of 100 features is no multiple of 8, as fused attention wants: scores must not be kept for the backward.
+    # Fused attention needs heads of a multiple of 8 features, and these have 100. Unfused attention would keep its
+    # scores for the backward, so they are recomputed.
     Configuration("3b", "OpenLLaMA 3B", "llama-3b", 1, 1, 8, 2048, 4, 2048, "selective", _OPEN),
     Configuration("7b", "OpenLLaMA 7B", "llama-7b", 1, 1, 8, 2048, 2, 2048, "none", _OPEN),
     Configuration("70b", "Llama 3 70B", "llama-70b", 8, 4, 2, 8192, 1, 512, "none", _LARGE),
@@ -77,33 +87,34 @@ _KNOWN = (
 )
 CONFIGURATIONS = {configuration.name: configuration for configuration in _KNOWN}
 
-#: Of the models in the planner's table that no configuration trains.
+#: Rotary base of models in the table that no configuration trains.
 _ROTARY_BASE = {"llama-8b": 500_000, "llama-405b": 500_000}
 _DEFAULT_BASE, _DEFAULT_EPSILON = 10_000, 1e-5
 
 
 def find(name: str) -> Configuration:
-    """A configuration by name. Raises SnipError that lists the known ones."""
+    """Return the configuration of this name. Raises SnipError if there is none."""
     if name not in CONFIGURATIONS:
         raise SnipError(
-            f"{name}: no such configuration; choose one of {', '.join(CONFIGURATIONS)}, and --model for another Llama"
+            f"{cut(name)}: no such configuration; choose one of {', '.join(CONFIGURATIONS)}, and --model for another"
+            " Llama"
         )
     return CONFIGURATIONS[name]
 
 
 def constants(model: str) -> tuple[float, int]:
-    """(norm epsilon, rotary base) of a model by name, or from its ``config.json``. Raises SnipError."""
+    """Return (norm epsilon, rotary base) of a model, given its name or its ``config.json``. Raises SnipError."""
     name = load_model(model).name
     if name in MODELS:
         for configuration in _KNOWN:
             if configuration.model == name:
                 return configuration.recipe.norm_epsilon, configuration.recipe.rotary_base
         return _DEFAULT_EPSILON, _ROTARY_BASE.get(name, _DEFAULT_BASE)
-    body = json.loads(Path(name).read_text(encoding="utf-8"))  # load_model has read and checked it
+    body = json.loads(Path(name).read_text(encoding="utf-8"))  # load_model has checked the file
     rope = body.get("rope_parameters") or {}
     base = body.get("rope_theta", rope.get("rope_theta", _DEFAULT_BASE) if isinstance(rope, dict) else None)
     epsilon = body.get("rms_norm_eps", _DEFAULT_EPSILON)
     for field, value in (("rope_theta", base), ("rms_norm_eps", epsilon)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise SnipError(f"{name}: {field}: must be a positive number, got {value!r:.40}")
+            raise SnipError(f"{name}: {field}: must be a positive number, got {quoted(value)}")
     return float(epsilon), int(base)

@@ -1,7 +1,7 @@
-"""What ``snip plan`` expects of the configurations, as the table of ``launch/README.md``.
+"""Forecasts of ``snip plan`` for the known configurations, as the table of ``launch/README.md``.
 
-``python -m snip_megatron.launch.figures launch/README.md`` writes it between its marks; with ``--check`` nothing is
-written and the exit code says whether it is up to date (a test does the same).
+``python -m snip_megatron.launch.figures launch/README.md`` writes the table between its marks. With ``--check`` nothing
+is written, and the exit code says whether the table is up to date.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from snip_megatron.errors import SnipError
 from snip_megatron.launch.configurations import CONFIGURATIONS, Configuration
 from snip_megatron.launch.job import Wishes, make_job
-from snip_megatron.output_file import deliver
 from snip_megatron.planner.layout import Layout
+from snip_megatron.records.output_file import deliver
 
 BEGIN, END = "<!-- figures: python -m snip_megatron.launch.figures launch/README.md -->", "<!-- end of figures -->"
 TIMINGS, BUDGET = "h200", "fp4=0.75"
@@ -23,12 +23,12 @@ _GIB = 2.0**30
 
 
 def expected(layout: Layout) -> dict[str, Any]:
-    """``snip plan`` of a layout, under the budget that ``snip launch`` gives. Raises SnipError."""
+    """Return the plan of a layout under the budget of ``snip launch``. Raises SnipError."""
     from snip_megatron.planner.plan import make_plan
     from snip_megatron.planner.probes import Probes
     from snip_megatron.planner.question import parse_question
     from snip_megatron.planner.step_time import StepModel
-    from snip_megatron.solver.costs import load_cost_model
+    from snip_megatron.timing.loading import load_cost_model
 
     model = load_cost_model(TIMINGS)
     question = parse_question(BUDGET, None, model.formats, granularity="gemm", tolerance=0.02, statistics=None, seed=1)
@@ -36,17 +36,17 @@ def expected(layout: Layout) -> dict[str, Any]:
 
 
 def memory(plan: dict[str, Any]) -> float:
-    """GiB of the fullest GPU, probes included."""
+    """GiB of the GPU that needs most memory, probes included."""
     return max(float(stage["bytes"]["map"]["peak"]) for stage in plan["stages"]) / _GIB
 
 
 def rates(plan: dict[str, Any]) -> dict[str, float]:
-    """Tokens a second and GPU: in bf16, in fp8 and under the map."""
+    """Tokens per second and GPU in bf16, in fp8 and under the map."""
     return {name: float(step["tokens_per_second_per_gpu"]) for name, step in plan["steps"].items()}
 
 
 def summary(layout: Layout) -> str:
-    """Two lines for a terminal."""
+    """Return the layout and its forecast as two lines for a terminal."""
     plan = expected(layout)
     speed = ", ".join(f"{_three_digits(rate)} {name}" for name, rate in rates(plan).items())
     return (
@@ -75,12 +75,12 @@ def _row(configuration: Configuration) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """A forecast promises no more."""
+    """Format ``value`` with three significant digits."""
     return f"{float(f'{value:.3g}'):,.0f}"
 
 
 def table() -> str:
-    """The table in Markdown, its marks included."""
+    """Return the table in Markdown with its marks."""
     columns = ["configuration", "model", "nodes × GPUs", "TP × PP × DP", "batch × tokens", "GiB a GPU"]
     columns += ["bf16", "fp8", "map", "map, whole job"]
     head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
@@ -89,7 +89,7 @@ def table() -> str:
 
 
 def renewed(page: str) -> str:
-    """``page`` with its table replaced. Raises SnipError without marks."""
+    """Return ``page`` with its table replaced. Raises SnipError if the page has no marks."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -98,7 +98,11 @@ def renewed(page: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: written, or up to date; 1: ``--check`` found an old table; 2: no such page."""
+    """Update the page.
+
+    Returns:
+        Exit code 0 if the table was written or is up to date, 1 if ``--check`` found an old table, 2 on an error.
+    """
     parser = argparse.ArgumentParser(prog="python -m snip_megatron.launch.figures")
     parser.add_argument("page", type=Path)
     parser.add_argument("--check", action="store_true")

@@ -1,23 +1,26 @@
-"""What is asked of ``snip launch``, checked: model, layout, files."""
+"""Turns the arguments of ``snip launch`` into a checked job: model, layout, data and checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from snip_megatron.errors import SnipError
 from snip_megatron.launch.configurations import GPUS_PER_NODE, Recipe, constants, find
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import ModelShape, load_model
+from snip_megatron.timing.models import ModelShape, load_model
 
 MOCK = "mock"
-#: Megatron's arguments that name data; with one of them among the extra arguments ``--data`` is not needed.
+#: Megatron's file in the folder of the checkpoints, with the step of the newest one.
+TRACKER = "latest_checkpointed_iteration.txt"
+#: Megatron's arguments that name data. If the extra arguments hold one of them, ``--data`` is not needed.
 _DATA_ARGUMENTS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """The arguments of ``snip launch``; None: as in the configuration."""
+    """The arguments of ``snip launch``. None means the value of the configuration."""
 
     configuration: str
     model: str | None = None
@@ -34,7 +37,7 @@ class Wishes:
     resume: bool = True
     snip: bool = True
     smoke: bool = False
-    extra: tuple[str, ...] = ()
+    extra: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,17 @@ class Job:
     """One training run.
 
     Attributes:
-        title: what is trained.
-        layout: model and sizes. recipe: how it is trained.
-        nodes, gpus_per_node: hardware; their product is the layout's ranks.
-        data: a folder of ``snip prepare-data``, ``mock``, or None where ``extra`` names data.
-        save: where checkpoints go. load: the same if there is one to go on from.
-        snip, smoke: whether SNIP is on; whether it is a trial of a shrunk model.
-        extra: Megatron's arguments after all others, which they override.
+        title: Name of the model.
+        layout: Model, parallel sizes and batch sizes.
+        recipe: Hyperparameters.
+        nodes: Number of nodes.
+        gpus_per_node: GPUs per node. With ``nodes`` it gives the ranks of the layout.
+        data: A folder of ``snip prepare-data``, ``mock``, or None if ``extra`` names the data.
+        save: Folder of the checkpoints.
+        load: Equal to ``save`` if it holds a checkpoint to resume from, else None.
+        snip: Whether SNIP is on.
+        smoke: Whether this is a trial with a shrunk model.
+        extra: Arguments of Megatron that come last and override all others.
     """
 
     title: str
@@ -61,11 +68,15 @@ class Job:
     load: Path | None
     snip: bool
     smoke: bool
-    extra: tuple[str, ...]
+    extra: Sequence[str]
 
 
 def make_job(wishes: Wishes) -> Job:
-    """Raises SnipError: an unknown name, sizes that do not fit together, files that are not there."""
+    """Build the job.
+
+    Raises:
+        SnipError: If a name is unknown, if sizes do not fit together, or if files are missing.
+    """
     base = find(wishes.configuration)
     model = load_model(wishes.model or base.model)
     recipe = base.recipe
@@ -125,7 +136,7 @@ def _data_parallel(nodes: int, gpus_per_node: int, tp: int, pp: int) -> int:
 
 
 def _shrunk(model: ModelShape, pp: int) -> ModelShape:
-    """A model of the same kind that trains on a CPU: grouped or full attention, tied or not as the original."""
+    """Return a small model that trains on a CPU, with grouped attention and tied weights if the original has them."""
     groups = 8 if model.groups == model.heads else 4
     return replace(
         model, blocks=max(2, pp), hidden=128, ffn=256, heads=8, groups=groups, head_size=16, vocabulary=512, context=64
@@ -141,8 +152,8 @@ def _save(path: Path | None) -> Path:
 
 
 def _holds_checkpoint(folder: Path) -> bool:
-    """Whether Megatron has finished a checkpoint there."""
-    return (folder / "latest_checkpointed_iteration.txt").is_file()
+    """Whether the folder holds a checkpoint that Megatron has finished."""
+    return (folder / TRACKER).is_file()
 
 
 def _data(wishes: Wishes) -> str | None:

@@ -1,21 +1,17 @@
-"""Megatron's linears with quantised GEMMs, and the registry that a precision map is adopted through."""
+"""Linears with quantised GEMMs, and the registry through which a precision map is adopted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import Any
 
 from snip_megatron.layers.registry import LinearRegistry
-
-if TYPE_CHECKING:
-    from snip_megatron.layers.conversion import convert_model
 
 __all__ = ["LinearRegistry", "convert_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """``convert_model`` on demand: only it needs Megatron; the autograd function runs without."""
+    """Import ``convert_model(model_chunks, config) -> LinearRegistry`` at first use, because it needs Megatron."""
     if name == "convert_model":
-        from snip_megatron.layers.conversion import convert_model
-
-        return convert_model
+        return importlib.import_module("snip_megatron.megatron.conversion").convert_model
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,10 @@
-"""One amax for a matrix whose shards lie on several tensor parallel ranks.
+"""The amax of a matrix whose shards lie on several tensor parallel ranks.
 
-fp8_tensor and nvfp4 have a scale for the whole tensor. Taken from a shard, it would depend on the tensor parallel
-layout, so ranks that share a matrix take the largest of their amaxes: one all-reduce of four bytes a matrix, none at
-tensor parallel size 1 or for formats that scale tile by tile. Under sequence parallelism the gathered tensor is what is
-quantised. Data and context parallel ranks are not asked: a rank's microbatch is a tensor of its own.
+fp8_tensor and nvfp4 have one scale for the whole tensor. If each rank computed it from its shard, the scale would
+depend on the tensor parallel layout. The ranks that share a matrix therefore use the maximum of their amaxes, which
+costs one all-reduce of four bytes per matrix. Tensor parallel size 1 and formats with tile scales need no
+communication. Under sequence parallelism the gathered tensor is quantised. Data and context parallel ranks do not take
+part: the microbatch of a rank is a tensor of its own.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import SPECS, Scaling
 
 WHOLE_TENSOR = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
-"""Formats with a scale for the whole tensor."""
+"""Formats that have one scale for the whole tensor."""
 
 _SHARDED = {"column": ("w", "g"), "row": ("x", "w")}
 _MAGNITUDE = 0x7FFFFFFF
 
 
 def is_shared(parallel: str, operand: str) -> bool:
-    """Whether tensor parallel ranks hold shards of "x", "w" or "g" of a "column" or "row" parallel linear.
+    """Return whether each tensor parallel rank holds only a shard of an operand.
 
-    Not so X of a column parallel linear and G of a row parallel one: every rank has them whole, under sequence
-    parallelism after their gather.
+    X of a column parallel linear and G of a row parallel linear are not sharded: every rank has the whole tensor, under
+    sequence parallelism after the gather.
+
+    Args:
+        parallel: "column" or "row".
+        operand: "x", "w" or "g".
     """
     return operand in _SHARDED[parallel]
 
@@ -35,16 +40,17 @@ def is_shared(parallel: str, operand: str) -> bool:
 def shared_amax(
     x: torch.Tensor, formats: Iterable[Format | str | None], group: dist.ProcessGroup | None
 ) -> torch.Tensor | None:
-    """max|x| over the shards ``x`` of the ranks in ``group``: FP32, 0-dim, NaN where any rank holds one.
+    """Return the maximum of abs(x) over the shards of all ranks in ``group``, FP32 and 0-dim.
 
-    None, and no communication, without a group or where none of ``formats`` scales the whole tensor. All ranks of
-    the group must call it alike.
+    The result is NaN if any shard contains a NaN. Returns None, without communication, if there is no group or if none
+    of ``formats`` has a scale for the whole tensor. Otherwise this is a collective of ``group``.
     """
     if group is None or not any(fmt in WHOLE_TENSOR for fmt in formats):
         return None
     x = x.detach()
     amax = torch.linalg.vector_norm(x, float("inf")) if x.numel() else x.new_zeros(())
-    # The bits of FP32 magnitudes are ordered like the numbers, with NaN above all: a maximum of floats may drop it.
+    # The maximum is taken over the bits as integers. FP32 magnitudes have the order of their bits, with NaN above all
+    # numbers; a maximum over floats may drop a NaN.
     bits = amax.to(torch.float32).view(1).view(torch.int32).bitwise_and_(_MAGNITUDE)
     dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
     return bits.view(torch.float32).view(())

@@ -1,4 +1,4 @@
-"""What a converted linear knows about itself and about the step it runs in."""
+"""The description of a converted linear, and the state of the current step that all linears of a rank share."""
 
 from __future__ import annotations
 
@@ -11,35 +11,43 @@ import torch.distributed as dist
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.layers.amax import is_shared, shared_amax
-from snip_megatron.layers.weights import WeightCache
+from snip_megatron.layers.weights import HeldWeight, WeightCache
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId
+from snip_megatron.quantization.device_keys import Words
 
 ALL_BF16 = (Format.BF16, Format.BF16, Format.BF16)
-_EXPERTS, _EXPERTS_A_LINEAR = 2**48, 2**20  # numbers of experts' linears, apart from all others
+_EXPERTS, _EXPERTS_A_LINEAR = 2**48, 2**20  # the indices of experts' linears start above all others
 GEMM_INDEX = {gemm: index for index, gemm in enumerate(Gemm)}
 
 
 class BackwardRecorder(Protocol):
-    """Sees every backward of a linear while a probe runs."""
+    """Receives the tensors of every backward of a linear during a probe."""
 
     def on_backward(
         self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_local: torch.Tensor, d_reduced: torch.Tensor
     ) -> None:
-        """x [T, K], w [N, K], g [T, N] as this rank holds them; d_local [T, K] before its reduction over tensor
-        parallel ranks, d_reduced after it (a token shard under sequence parallelism)."""
+        """Record one backward.
+
+        Args:
+            x, w, g: X [T, K], W [N, K] and G [T, N] as this rank holds them.
+            d_local: the input gradient [T, K] before its reduction over tensor parallel ranks.
+            d_reduced: the input gradient after that reduction; a token shard under sequence parallelism.
+        """
 
 
 @dataclass(frozen=True)
 class Forced:
-    """What a measuring pass asks of one linear in one microbatch, instead of the map in force.
+    """What a measuring pass requests of one linear in one microbatch. It replaces the formats of the map.
 
     Attributes:
-        formats: (fprop, dgrad, wgrad).
-        microbatch: number of the microbatch among those of the step, for the keys of stochastic rounding: a microbatch
-            that is repeated draws the same bits.
-        nudge: the GEMM whose result is changed by less than its rounding step: what rounding alone makes of it.
-        compare: in the backward, report ⟨G, E⟩ with E the error fprop would have in this format.
-        report: takes that figure, float64 scalar, this tensor parallel rank's share, of G as autograd gives it.
+        formats: formats of (fprop, dgrad, wgrad).
+        microbatch: index of the microbatch in the step. It enters the keys of stochastic rounding, so that a repeated
+            microbatch rounds as it did before.
+        nudge: the GEMM whose result is changed by less than a rounding step of the training dtype, which measures the
+            effect of rounding alone; None for no change. See :func:`snip_megatron.layers.forcing.nudged`.
+        compare: a format for fprop. The backward reports ⟨G, E⟩, where E is the error that fprop has in this format.
+        report: called with ⟨G, E⟩, a float64 scalar, for the shards of this tensor parallel rank and G as autograd
+            passes it.
     """
 
     formats: tuple[Format, Format, Format] = ALL_BF16
@@ -51,20 +59,20 @@ class Forced:
 
 @dataclass
 class StepContext:
-    """State of the current step, shared by all linears of a rank; the step hook writes it, linears read it.
+    """State of the current step, shared by all linears of a rank. The step hooks write it and the linears read it.
 
     Attributes:
         step: 0-based training step.
         seed: ``--snip-seed``.
-        dp_rank, dp_size: position among data parallel ranks: microbatch i of a rank is global microbatch
-            i·dp_size + dp_rank.
-        expert_dp_rank, expert_dp_size: the same among ranks with the same experts, one of whose GEMMs has tokens of all
-            expert parallel ranks.
-        backend: runs the GEMMs.
-        probing: a probe runs: every GEMM in bf16, backwards are recorded.
-        forcing: a measuring pass runs: what it asks of a linear in the microbatch at hand. No linear is stock then:
-            wgrad, forced or not, accumulates in FP32.
-        bf16_eval: forwards without gradients run in bf16 whatever the map says.
+        dp_rank, dp_size: data parallel rank and size. Microbatch i of a rank is global microbatch i·dp_size + dp_rank.
+        expert_dp_rank, expert_dp_size: rank and size of the expert data parallel group, the ranks that hold the same
+            experts. A GEMM of an expert has tokens of all expert parallel ranks.
+        backend: the backend that runs the GEMMs.
+        probing: whether a probe is running. All GEMMs then run in bf16, and backwards are recorded.
+        forcing: during a measuring pass, a function that returns what the pass requests of a linear in the current
+            microbatch; None otherwise. During a measuring pass no linear runs Megatron's own code, so that every wgrad
+            accumulates in FP32.
+        bf16_eval: whether forwards without gradients run in bf16 under any map.
     """
 
     step: int = 0
@@ -84,18 +92,23 @@ class LinearHandle:
     """One converted linear of this rank.
 
     Attributes:
-        id: its global name.
-        parallel: "column" (W sharded over output features) or "row" (over input features).
+        id: layer and kind, which are the linear's global name.
+        parallel: "column" (W is sharded over output features) or "row" (over input features).
         n, k: shape of the unsharded weight.
-        stage: pipeline stage (pipeline parallel rank).
-        tp_rank, tp_size: tensor parallel position.
-        tp_group: the tensor parallel group; None where there is nobody to share a tensor with.
+        stage: pipeline parallel rank.
+        tp_rank, tp_size: tensor parallel rank and size.
+        tp_group: the tensor parallel group; None if no tensor is sharded.
         out_features, in_features: int64 global indices of the local weight's rows and columns.
-        context: the step's state.
-        module: the converted linear; its ``weight`` is the local shard [N local, K local].
-        formats: (fprop, dgrad, wgrad) in force.
-        weights: the weight as this step's GEMMs take it.
-        expert: global number of the expert that it belongs to; None: to none. All experts share the name.
+        context: the state of the step.
+        module: the converted linear. Its ``weight`` is the local shard [N local, K local].
+        formats: formats of (fprop, dgrad, wgrad) in the map in force.
+        recorder: receives the backwards of probes; None if the linear is not recorded.
+        weights: the quantised weight of this step.
+        held: the quantised weight that CUDA graphs read; None without graphs. Probes and measuring passes use
+            ``weights`` also with graphs.
+        device_keys: returns the keys of stochastic rounding of the next backward on the device; None without graphs.
+        expert: global index of the expert that the linear belongs to; None if it belongs to none. The same linear of
+            all experts of a layer has one name.
     """
 
     id: LinearId
@@ -113,21 +126,30 @@ class LinearHandle:
     recorder: BackwardRecorder | None = None
     tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
     weights: WeightCache = field(default_factory=WeightCache, repr=False)
+    held: HeldWeight | None = field(default=None, repr=False)
+    device_keys: Callable[[], Words] | None = field(default=None, repr=False)
     expert: int | None = None
     backwards: int = field(default=0)
-    """Backwards done in this step. They come in microbatch order on every schedule, recomputed or not, so this is the
-    microbatch's number on this rank: what the counters of stochastic rounding need."""
+    """Number of backwards in this step so far. Every pipeline schedule runs backwards in microbatch order, with and
+    without recomputation. In a backward this is therefore the index of the microbatch on this rank, which enters the
+    keys of stochastic rounding."""
 
     def to(self, device: torch.device) -> None:
-        """Move the feature indices to where the weight is: stochastic rounding reads them in every backward."""
+        """Move the feature indices to ``device``. Stochastic rounding reads them in every backward."""
         if self.out_features.device != device:
             self.out_features = self.out_features.to(device)
             self.in_features = self.in_features.to(device)
 
     def shared_amax(self, operand: str, x: torch.Tensor, formats: Iterable[Format | str | None]) -> torch.Tensor | None:
-        """max|·| of the whole of "x", "w" or "g", of which this rank holds ``x``; see :mod:`snip_megatron.layers.amax`.
+        """Return the amax of the unsharded operand. See :func:`snip_megatron.layers.amax.shared_amax`.
 
-        None where the rank holds all of it, or no format asks. A collective of the tensor parallel group otherwise.
+        Returns None, without communication, if this rank holds the whole operand or if none of ``formats`` has a scale
+        for the whole tensor. Otherwise this is a collective of the tensor parallel group.
+
+        Args:
+            operand: "x", "w" or "g".
+            x: this rank's shard of the operand.
+            formats: formats that the operand will be quantised to.
         """
         return shared_amax(x, formats, self.tp_group if is_shared(self.parallel, operand) else None)
 
@@ -138,28 +160,28 @@ class LinearHandle:
 
     @property
     def weight(self) -> torch.nn.Parameter:
-        """The local weight."""
+        """The local shard of the weight."""
         weight = self.module.weight
         assert isinstance(weight, torch.nn.Parameter)
         return weight
 
     @property
     def index(self) -> int:
-        """A number of the linear that no parallel layout changes."""
+        """An integer that identifies the linear and is the same under every parallel layout."""
         if self.expert is None:
             return self.id.layer * len(LINEAR_KINDS) + LINEAR_KINDS.index(self.id.kind)
         of_layer = self.id.layer * len(EXPERT_KINDS) + EXPERT_KINDS.index(self.id.kind)
         return _EXPERTS + of_layer * _EXPERTS_A_LINEAR + self.expert
 
     def global_microbatch(self, microbatch: int) -> int:
-        """Number of this rank's ``microbatch`` among those of all ranks that have the same weight."""
+        """Return the index of this rank's ``microbatch`` among those of all ranks that have the same weight."""
         if self.expert is None:
             return microbatch * self.context.dp_size + self.context.dp_rank
         return microbatch * self.context.expert_dp_size + self.context.expert_dp_rank
 
     @property
     def is_stock(self) -> bool:
-        """Whether the next forward is Megatron's own: nothing quantised, nothing recorded."""
+        """Whether the next forward runs Megatron's own linear, because nothing is quantised or recorded."""
         if self.context.forcing is not None:
             return False
         if self.context.probing:

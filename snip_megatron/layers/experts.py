@@ -1,4 +1,4 @@
-"""Which MLPs of a decoder are mixtures of experts, from Megatron's arguments or a model's configuration."""
+"""The mixture-of-experts layers of a decoder, read from Megatron's arguments or a model's configuration."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from snip_megatron.errors import SnipError
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """The mixtures of experts of a decoder.
+    """The mixture-of-experts layers of a decoder.
 
     Attributes:
-        layers: global 0-based indices of the layers whose MLP is one.
-        experts: of a layer, on all ranks.
-        active: of them that a token goes through (top-k).
-        ffn: their hidden size (of each half where gated).
-        shared_ffn: hidden size of the expert that every token goes through; 0: there is none.
-        grouped: their GEMMs are one (``--moe-grouped-gemm``), which stays bf16; else they are linears like others. A
-            shared expert stays bf16 in any case.
+        layers: global 0-based indices of the layers whose MLP is a mixture of experts.
+        experts: number of experts per layer, over all ranks.
+        active: number of experts per token (top-k).
+        ffn: hidden size of an expert; of each half if the MLP is gated.
+        shared_ffn: hidden size of the shared expert, which every token passes through; 0 if there is none. A shared
+            expert always stays in bf16.
+        grouped: whether all experts run in one grouped GEMM (``--moe-grouped-gemm``), which stays in bf16. Otherwise
+            the linears of experts are quantised like others.
     """
 
     layers: frozenset[int]
@@ -31,9 +32,12 @@ class ExpertLayers:
 
     @classmethod
     def of(cls, config: Any) -> ExpertLayers | None:
-        """Of Megatron's parsed arguments or a TransformerConfig, which name the number of experts differently.
+        """Read Megatron's parsed arguments or a TransformerConfig. The two name the number of experts differently.
 
-        None for a dense decoder. Raises SnipError where ``moe_layer_freq`` does not name every layer.
+        Returns None for a dense decoder.
+
+        Raises:
+            SnipError: ``moe_layer_freq`` is a list whose length is not the number of layers.
         """
         experts = getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None)
         if not experts:
@@ -48,18 +52,18 @@ class ExpertLayers:
         )
 
     def bf16_elements(self, hidden: int, *, gated: bool) -> int:
-        """Elements of the bf16 weights that a token meets in one layer's experts, N·K summed over fc1 and fc2."""
+        """Return the sum of N·K over the bf16 linears of experts that a token passes through in one layer."""
         routed = self.active * self.ffn if self.grouped else 0
         return hidden * (routed + self.shared_ffn) * (3 if gated else 2)
 
     @property
     def mixture(self) -> tuple[int, int]:
-        """(experts, active) as :class:`snip_megatron.statistics.table.LinearRow` has them."""
+        """(experts, active), as in :class:`snip_megatron.statistics.table.LinearRow`."""
         return self.experts, self.active
 
 
 def _expert_layers(pattern: Any, num_layers: int) -> frozenset[int]:
-    """Megatron's ``--moe-layer-freq``: every how many layers there are experts, from the first on, or one flag each."""
+    """Read ``--moe-layer-freq``: an int n means every n-th layer from the first on; a list has a flag per layer."""
     if isinstance(pattern, int):
         return frozenset(range(0, num_layers, pattern))
     if len(pattern) != num_layers:

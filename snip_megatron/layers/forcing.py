@@ -1,4 +1,7 @@
-"""What a measuring pass does in a linear beside forcing a format: a nudge, and the first-order effect of an error."""
+"""What a measuring pass does in a linear beside forcing formats.
+
+It can nudge the result of a GEMM, and it can report the first-order effect that an error of fprop has on the loss.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ from snip_megatron.layers.context import Forced, LinearHandle
 from snip_megatron.precision import Gemm
 
 NUDGE = 2.0**-6
-"""Size of a nudge in units of the training dtype's precision: 1e-4 of a value in bf16, far below a rounding step, yet
-one element in fifty falls on the other side of a rounding boundary. In FP32 a nudge changes nothing."""
+"""Size of a nudge relative to the machine epsilon of the training dtype. In bf16 a nudge is 1e-4 of a value. That is
+far below a rounding step, but about one element in fifty rounds to another value. In FP32 a nudge changes nothing."""
 
 
 def nudged(forced: Forced, gemm: Gemm, left: torch.Tensor, right: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """left·right a trifle too large, rounded to the training dtype, where ``gemm`` is to be nudged; else ``plain``.
+    """Return ``left @ right`` times 1 + NUDGE·eps, rounded to the dtype of ``plain``, if ``gemm`` is to be nudged.
 
-    What follows is the noise that any other order of summation would make as well (METHOD, ``measured``: the floor).
+    Returns ``plain``, the product that has been computed already, otherwise. The effect of a nudge on the loss is the
+    noise that another order of summation would also cause (docs/method.md).
     """
     if forced.nudge is not gemm:
         return plain
@@ -35,11 +39,13 @@ def output_error(
     weight: torch.Tensor,
     y: torch.Tensor,
 ) -> torch.Tensor | None:
-    """E of fprop in ``forced.compare``, as training would round it, [T, N] in y's dtype; None where nothing is asked.
+    """Return the error E [T, N] that fprop has in the format ``forced.compare``, in y's dtype.
+
+    Returns None if ``forced.compare`` is None.
 
     Args:
-        x, weight: operands [T, K], [N, K].
-        y: the output without the error [T, N].
+        x, weight: operands [T, K] and [N, K].
+        y: output [T, N] that the error is relative to.
     """
     fmt = forced.compare
     if fmt is None:
@@ -50,6 +56,6 @@ def output_error(
 
 
 def report_error(forced: Forced, g: torch.Tensor, error: torch.Tensor | None) -> None:
-    """⟨G, E⟩ of what this rank holds of both; G as autograd gives it."""
+    """Pass ⟨G, E⟩ of this rank's shards to ``forced.report``. Does nothing if there is no error or no receiver."""
     if error is not None and forced.report is not None:
         forced.report((g.float() * error.float()).sum(dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""The linears of this rank, and the precision map they run under."""
+"""The converted linears of this rank, and the precision map that sets their formats."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Iterator, Sequence
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Gemm, LinearId, PrecisionMap
 
 
 def decoder_linear_names(num_layers: int, experts: ExpertLayers | None = None) -> list[str]:
-    """Global names of a decoder's candidate linears, in order: what maps and broadcasts index."""
+    """Return the global names of a decoder's candidate linears in the order that maps and broadcasts use."""
     return [str(LinearId(layer, kind)) for layer in range(num_layers) for kind in linear_kinds(layer, experts)]
 
 
 def linear_kinds(layer: int, experts: ExpertLayers | None) -> tuple[str, ...]:
-    """Kinds of the candidate linears of ``layer``; ``experts`` None: of a dense decoder."""
+    """Return the kinds of the candidate linears of ``layer``. ``experts`` is None for a dense decoder."""
     if experts is None or layer not in experts.layers:
         return LINEAR_KINDS
     attention = tuple(kind for kind in LINEAR_KINDS if not kind.startswith("mlp."))
@@ -24,10 +25,15 @@ def linear_kinds(layer: int, experts: ExpertLayers | None) -> tuple[str, ...]:
 
 
 def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str) -> None:
-    """Refuse a map of another model: every linear that it names must exist, and it must name some.
+    """Check that a map names exactly the linears of the model.
+
+    Args:
+        precision_map: the map.
+        names: global names of the model's linears, in order.
+        where: the start of the error message: where the map comes from.
 
     Raises:
-        SnipError: naming the first linear that the model lacks.
+        SnipError: the map names a linear that the model does not have, or it lacks one that the model has.
     """
     known = set(names)
     unknown = [str(linear) for linear in precision_map.linears() if str(linear) not in known]
@@ -48,11 +54,13 @@ class LinearRegistry:
     """The converted linears of this rank by global name, in global order.
 
     Attributes:
-        names: global names of all linears of the model, on whatever rank.
-        context: the step's state that all of them share.
+        names: global names of all linears of the model, over all ranks.
+        context: the state of the step, which all linears share.
         current: the map in force.
-        frozen: names of this rank's linears that are left alone because their weight takes no gradient.
-        mixture: number of experts that share a name, and how many of them a token goes through; (1, 1) without experts.
+        device: the state of the step that CUDA graphs read; None without graphs.
+        generation: number of adopted maps that changed a format.
+        frozen: names of this rank's linears that were not converted because their weight requires no gradient.
+        mixture: (number of experts per layer, number of experts per token); (1, 1) without experts.
     """
 
     def __init__(self, names: Sequence[str], context: StepContext, mixture: tuple[int, int] = (1, 1)) -> None:
@@ -60,12 +68,18 @@ class LinearRegistry:
         self.mixture = mixture
         self.context = context
         self.current = PrecisionMap(choices={})
+        self.device: DeviceStep | None = None
+        self.generation = 0
         self.frozen: list[str] = []
         self._handles: dict[tuple[str, int | None], LinearHandle] = {}
         self._ordered: list[LinearHandle] = []
 
     def add(self, handle: LinearHandle) -> None:
-        """Register a linear, or one of several experts. Raises SnipError when its name is taken or unknown."""
+        """Register a linear, or the linear of one expert.
+
+        Raises:
+            SnipError: the linear is registered already, or the model has none of its name.
+        """
         key = (handle.name, handle.expert)
         if key in self._handles or handle.name not in self.names:
             raise SnipError(f"{handle.name}: registered twice or not a linear of this model")
@@ -82,7 +96,9 @@ class LinearRegistry:
         return self._handles[name, None]
 
     def adopt(self, precision_map: PrecisionMap) -> None:
-        """Run under ``precision_map`` from the next forward on. Call between steps only, on all ranks alike.
+        """Set the formats of ``precision_map`` for all following forwards.
+
+        Must be called between steps, with the same map on all ranks.
 
         Raises:
             SnipError: the map names a linear that the model does not have.
@@ -94,16 +110,23 @@ class LinearRegistry:
             fprop, dgrad, wgrad = (precision_map.format_of(handle.name, gemm) for gemm in Gemm)
             handle.formats = (fprop, dgrad, wgrad)
             handle.weights.clear()
+        # The whole map is compared, not only this rank's linears, so that all ranks capture new graphs together.
+        if (precision_map.to_codes(self.names) != self.current.to_codes(self.names)).any():
+            self.generation += 1
         self.current = precision_map
 
     def start_step(self, step: int) -> None:
-        """Reset the per-step counters of all linears; quantise weights anew."""
+        """Set the step, reset the counters of all linears, and discard their quantised weights."""
         self.context.step = step
         for handle in self:
             handle.backwards = 0
             handle.weights.clear()
+        if self.device is not None:
+            self.device.start_step(self.context.seed, step)
 
     def end_step(self) -> None:
-        """The optimizer has changed the weights: a validation that follows must not see the old ones."""
+        """Discard the quantised weights, because the optimizer has changed the weights and a validation may follow."""
         for handle in self:
             handle.weights.clear()
+        if self.device is not None:
+            self.device.weights_changed()

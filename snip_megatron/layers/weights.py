@@ -1,4 +1,8 @@
-"""The quantised weight of one linear, made once an optimizer step and used by all of its microbatches."""
+"""The quantised weight of one linear, made once per optimizer step and used by all of its microbatches.
+
+:class:`WeightCache` keeps the operands in a Python object. :class:`HeldWeight` keeps them at fixed addresses for CUDA
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,16 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import Side
+from snip_megatron.gemm.operands import HeldSides, Side
 from snip_megatron.precision import Format
 
 
 class WeightCache:
-    """Holds what a backend made of a weight until the step, the formats, the backend or the weight change.
+    """The operands that a backend made of a weight, kept until step, formats, backend or weight change.
 
-    The registry clears it where weights change (a step's end) and where maps do. A tensor's own version is watched as
-    well, for changes that nobody announces, such as the loading of a checkpoint; it would not do alone, because
-    Megatron's distributed optimizer writes weights through a buffer that does not touch it.
+    The registry clears the cache at the end of a step and when a map is adopted. The cache also compares the tensor's
+    version counter, which detects other changes such as the loading of a checkpoint. The counter alone is not enough:
+    Megatron's distributed optimizer writes weights through a buffer, which does not increase it.
     """
 
     def __init__(self) -> None:
@@ -31,10 +35,15 @@ class WeightCache:
         dgrad: Format,
         shared_amax: Callable[[Tensor, Iterable[Format]], Tensor | None] | None = None,
     ) -> tuple[Side, Side]:
-        """The weight [N, K] as fprop and as dgrad take it.
+        """Return the weight [N, K] as the operands of fprop and of dgrad.
 
-        ``shared_amax`` gives the amax of the whole of a sharded weight, when that is quantised: a collective, so tensor
-        parallel ranks must change their weights alike.
+        Args:
+            backend: the backend that quantises the weight.
+            weight: the local shard.
+            fprop, dgrad: formats of the two GEMMs.
+            shared_amax: returns the amax of the unsharded weight. It is called whenever the weight is quantised and may
+                be a collective, so that all tensor parallel ranks must quantise their shards in the same calls. None:
+                the amax of ``weight`` is used.
         """
         key = (backend, fprop, dgrad, weight.data_ptr(), weight._version)
         if self._sides is None or key != self._key:
@@ -44,5 +53,57 @@ class WeightCache:
         return self._sides
 
     def clear(self) -> None:
-        """Forget it, and free its memory."""
+        """Discard the operands and free their memory."""
         self._key = self._sides = None
+
+
+class HeldWeight:
+    """The operands that a backend made of a weight, kept in the same memory while the formats stay the same.
+
+    Every forward launches the quantisation kernels. They write only if ``current`` is zero, as it is in the first
+    microbatch of a step; the step hooks set it. One captured forward therefore serves all microbatches.
+
+    Args:
+        current: int32 [1] on the weight's device, shared by the linears of a model chunk.
+    """
+
+    def __init__(self, current: Tensor) -> None:
+        self._current = current
+        self._key: tuple[object, ...] | None = None
+        self._held: HeldSides | None = None
+        self._amax: Tensor | None = None
+
+    def refresh(
+        self,
+        backend: GemmBackend,
+        weight: Tensor,
+        fprop: Format,
+        dgrad: Format,
+        shared_amax: Callable[[Tensor, Iterable[Format]], Tensor | None],
+    ) -> tuple[Side, Side]:
+        """Return the weight [N, K] as the operands of fprop and of dgrad, and quantise it unless ``current`` is set.
+
+        The arguments are those of :meth:`WeightCache.get`. ``shared_amax`` is called in every forward.
+        """
+        key = (backend, fprop, dgrad, weight.data_ptr())
+        if key != self._key:
+            self.clear()
+        amax = shared_amax(weight, (fprop, dgrad))
+        if amax is not None:
+            self._amax = amax.clone() if self._amax is None else self._amax.copy_(amax)
+        if self._held is None:
+            row, col = backend.quantize_weight(weight, fprop, dgrad, amax=self._amax)
+            self._key, self._held = key, HeldSides((row, col), self._current)
+        # This also runs when the operands are new, so that the kernel is compiled before a graph captures it.
+        backend.quantize_weight(weight, fprop, dgrad, amax=self._amax, held=self._held)
+        return self._held.sides
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """The operands that the latest forward returned."""
+        assert self._held is not None, "a backward without a forward"
+        return self._held.sides
+
+    def clear(self) -> None:
+        """Free the memory. Graphs that were captured with it must not run afterwards."""
+        self._key = self._held = self._amax = None

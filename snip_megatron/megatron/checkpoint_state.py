@@ -1,7 +1,7 @@
-"""SNIP's state inside Megatron's distributed checkpoint: one small object, the same for every parallel layout.
+"""Stores SNIP's state in Megatron's distributed checkpoint as one small object, equal for every parallel layout.
 
-A child module of the model contributes it: saving (asynchronous too), loading and resharding are Megatron's own. Plain
-Megatron ignores the object; a checkpoint without it loads with a notice.
+A child module of the model contributes the object, so that Megatron's own code saves (also asynchronously), loads and
+reshards it. Megatron without SNIP ignores the object. A checkpoint without it loads with a notice.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ _NAME = "state"
 
 
 class SnipState(torch.nn.Module):
-    """Carries bytes through a checkpoint.
+    """A module without parameters that saves and loads bytes.
 
     Args:
-        save: the state to store, asked for when a checkpoint is written; None before training has begun.
-        expected: whether the checkpoint being loaded holds the object; asked once, at loading.
+        save: Called when a checkpoint is written. Returns the bytes to store, or None before training has begun.
+        expected: Called when a checkpoint is loaded. Returns whether it holds the object.
+
+    Attributes:
+        loaded: The bytes of the loaded checkpoint, or None.
     """
 
     def __init__(self, save: Callable[[], bytes | None], expected: Callable[[], bool]) -> None:
@@ -35,7 +38,10 @@ class SnipState(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedObject]:
-        """The object to write, or the placeholder to read into; empty where the checkpoint has none."""
+        """Return the object to write, or the placeholder to load into.
+
+        Returns an empty dictionary if there is nothing to write and the checkpoint being loaded lacks the object.
+        """
         content = self._save()
         if content is None and not self._expected():
             return {}

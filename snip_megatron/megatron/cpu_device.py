@@ -1,7 +1,7 @@
-"""The torch half of the ``cpu`` compat set: code written for one CUDA device per rank runs on the CPU.
+"""Patches torch so that code written for one CUDA device per rank runs on the CPU (``cpu`` compat set).
 
-Nothing of Megatron is imported here, because Megatron binds some of these names while it is imported:
-:func:`install` comes first. Used for tests and demonstrations; it changes torch for the whole process.
+Megatron binds some of these names while it is imported, so :func:`install` must run before and this module does not
+import Megatron. The patches hold for the whole process and are meant for tests and demonstrations.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def install() -> None:
     """Patch torch for this process. A second call does nothing."""
     if getattr(torch.cuda, "snip_cpu_device", False):
         return
-    # torch.compile has no use here (one compilation a rank, no fusion worth it) and needs a C++ compiler.
+    # torch.compile needs a C++ compiler, compiles once per rank and brings nothing here.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Imported before the patches: it registers torch's own functions.
+    # torch._dynamo registers torch's functions by identity, so it is imported before they are replaced.
     importlib.import_module("torch._dynamo")
 
     _redirect_devices()
@@ -48,7 +48,7 @@ def install() -> None:
 
 # -- devices ---------------------------------------------------------------------------------------------------
 def _to_cpu(device: Any) -> Any:
-    """``device`` with every way to name a CUDA device (index, "cuda:0", torch.device) replaced by the CPU."""
+    """Replace a CUDA device (index, "cuda:0" or torch.device) by the CPU. Other values are returned unchanged."""
     if isinstance(device, int) and not isinstance(device, bool):
         return CPU
     if isinstance(device, str) and device.startswith("cuda"):
@@ -85,7 +85,7 @@ def _redirect_devices() -> None:
         return tensor_to(self, *args, **kwargs)
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Megatron's optimizers sort parameters by the names "torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", ...
+        # Megatron's optimizers sort parameters by type names such as "torch.cuda.FloatTensor".
         result = tensor_type(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
@@ -101,7 +101,7 @@ def _redirect_devices() -> None:
 
 # -- the runtime -----------------------------------------------------------------------------------------------
 class _Stream:
-    """All work is done when it is issued: waiting is free, an event carries only its time."""
+    """A stream on which all work has ended when it is issued. Waiting returns at once."""
 
     cuda_stream = 0
     device = CPU
@@ -147,7 +147,7 @@ class _Event:
 
 
 class _Properties:
-    """An Ampere-like device: no path of Hopper or Blackwell is taken."""
+    """Properties of a device of compute capability 8.0, so that no Hopper or Blackwell path is taken."""
 
     name = "cpu"
     major, minor = 8, 0
@@ -172,7 +172,7 @@ def _peak_memory(*args: Any) -> int:
 
 
 def _nothing() -> Callable[..., None]:
-    """A new function for each name: torch's compiler knows functions by identity, each with one rule of its own."""
+    """Return a new function that does nothing. torch's compiler allows one rule per function object."""
     return lambda *args, **kwargs: None
 
 
@@ -206,7 +206,7 @@ def _replace_cuda_runtime() -> None:
         "_lazy_init": _nothing(),
         "_lazy_call": lambda call, **k: call(),
     }
-    # The device's generator is the CPU's own: dropout and initialisation draw from it on this device.
+    # Dropout and initialisation draw from the CPU's generator, which stands for the device's.
     generator: dict[str, Any] = {
         "default_generators": (torch.default_generator,),
         "get_rng_state": lambda *a, **k: torch.get_rng_state(),
@@ -223,8 +223,11 @@ def _replace_cuda_runtime() -> None:
 
 
 def _separate_data_loader_seeds() -> None:
-    """A loader draws a seed when it is iterated. From the generator that stands for the device's, this would shift
-    dropout: a resumed run, which builds its loaders after it has restored the generator, would not continue bitwise."""
+    """Give every DataLoader a generator of its own.
+
+    A loader draws a seed when it is iterated. Drawn from the generator that stands for the device's, the seed would
+    shift dropout, and a run resumed after its generator was restored would not be bitwise equal.
+    """
     initialise = torch.utils.data.DataLoader.__init__
 
     @functools.wraps(initialise)
@@ -242,7 +245,7 @@ def _adapt_gloo() -> None:
 
 
 def _take_split_sizes_as_tensors() -> None:
-    """Mixture-of-experts passes split sizes as tensors; off the GPU they stay tensors, where a list is needed."""
+    """Accept split sizes as tensors, which the code of mixtures of experts passes, in ``all_to_all_single``."""
     all_to_all_single = dist.all_to_all_single
 
     @functools.wraps(all_to_all_single)
@@ -257,7 +260,7 @@ def _take_split_sizes_as_tensors() -> None:
 
 
 class _Done:
-    """A collective that has ended."""
+    """Handle of a collective that has ended."""
 
     def wait(self, *args: Any) -> bool:
         return True
@@ -267,8 +270,11 @@ class _Done:
 
 
 def _gather_shares_of_different_sizes() -> None:
-    """A layer-wise optimizer gathers whole parameters, of which ranks have shares of different sizes: NCCL takes them,
-    gloo does not. Each rank broadcasts its share instead."""
+    """Make ``all_gather`` accept tensors of different sizes.
+
+    A layer-wise optimizer gathers whole parameters, and ranks own different amounts of them. NCCL accepts that, gloo
+    does not. With gloo each rank broadcasts its tensor instead.
+    """
     all_gather = dist.all_gather
 
     @functools.wraps(all_gather)

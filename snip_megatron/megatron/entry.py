@@ -1,11 +1,10 @@
-"""Megatron's ``pretrain`` for GPT models (Llama), with our data sets, forward step and loss, and SNIP when asked."""
+"""Runs Megatron's ``pretrain`` for GPT models with this package's data sets, forward step and loss, and with SNIP."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
@@ -14,14 +13,14 @@ from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.config import add_arguments as add_snip_arguments
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.batch import get_batch
+from snip_megatron.megatron.attachment import prepare_megatron, under_snip
 from snip_megatron.megatron.compat import pretraining
-from snip_megatron.megatron.datasets import check_data, provide_datasets
-from snip_megatron.megatron.startup import Startup, is_rank_zero
+from snip_megatron.megatron.data.datasets import check_data, provide_datasets
+from snip_megatron.megatron.probing.batch import get_batch
+from snip_megatron.megatron.startup import Startup
 
 #: A loss this many times the largest seen before is suspicious (Megatron's --check-for-spiky-loss).
 SPIKY_LOSS_FACTOR = 10
@@ -30,22 +29,18 @@ _stimer = StragglerDetector()
 
 
 def run(startup: Startup) -> None:
-    """Train as ``sys.argv`` says. Raises SnipError on a configuration that cannot work, before any communication."""
+    """Train as ``sys.argv`` says.
+
+    Raises:
+        SnipError: If the configuration cannot work. It is checked before any collective is called.
+    """
     shown: list[str] = []
     provide_arguments = functools.partial(_provide_arguments, startup, shown)
     args = pretraining.parse_arguments(provide_arguments)
-    compat.check(args, startup)
     check_data(args)
-    _show([*shown, *compat.apply(args, startup)])
-    config = SnipConfig.from_args(args)
+    prepare_megatron(args, startup, shown)
     model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)
-    with contextlib.ExitStack() as stack:
-        if config.enabled:
-            from snip_megatron.megatron.setup import install
-
-            snip = install(config, args=args)
-            stack.push(snip.leave)
-            snip.prepare_model(model_config)
+    with under_snip(args, model_config):
         pretraining.pretrain(
             args,
             model_config,
@@ -59,8 +54,8 @@ def run(startup: Startup) -> None:
 
 # -- arguments -------------------------------------------------------------------------------------------------
 def _provide_arguments(startup: Startup, shown: list[str], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Ours, and defaults that fit the machine (``shown``: what these are)."""
-    parser.error = _raise_error  # type: ignore[method-assign]  # one line, not 1,000 of usage
+    """Add SNIP's arguments and set defaults for this machine. ``shown`` is filled with one line per set of defaults."""
+    parser.error = _raise_error  # type: ignore[method-assign]  # one line instead of 1,000 lines of usage
     shown[:] = compat.set_defaults(parser, startup)
     return add_snip_arguments(parser)
 
@@ -69,23 +64,17 @@ def _raise_error(message: str) -> NoReturn:
     raise SnipError(message)
 
 
-def _show(lines: Sequence[str]) -> None:
-    if is_rank_zero():
-        for line in lines:
-            print(f"compat: {line}", flush=True)
-
-
 # -- step ------------------------------------------------------------------------------------------------------
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
-    """One microbatch through one model chunk: its output, and what turns the last stage's output into the loss."""
+    """Run one microbatch through one model chunk. Returns its output and the function that computes the loss of it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with _stimer(bdata=True):
         at_end = is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage"))
-        batch = get_batch(data_iterator, training=model.training, at_pipeline_end=at_end)
+        batch = get_batch(get_args(), data_iterator, training=model.training, at_pipeline_end=at_end)
     timers("batch-generator").stop()
     with _stimer:
         output = model(
@@ -95,17 +84,22 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
             labels=batch["labels"],
             loss_mask=batch["loss_mask"],
         )
-    # None only where the pipeline does not end, and nobody calls it.
+    # loss_mask is None on middle pipeline stages, where the loss function is not called.
     return output, functools.partial(loss_function, cast(torch.Tensor, batch["loss_mask"]))
 
 
 def loss_function(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the token losses under ``loss_mask``, number of tokens, and what is reported.
+    """Sum the token losses of a microbatch under its mask.
 
-    ``output`` and ``loss_mask`` are [microbatch, sequence]. Returns (fp32 scalar, int scalar,
-    ``{"lm loss": fp32 [sum, tokens]}``); Megatron divides, over microbatches and data-parallel ranks.
+    Args:
+        loss_mask: [microbatch, sequence].
+        output: Token losses, [microbatch, sequence].
+
+    Returns:
+        The sum (fp32 scalar), the number of tokens (int scalar), and ``{"lm loss": fp32 [sum, tokens]}``. Megatron
+        divides the sum by the tokens over microbatches and data parallel ranks.
     """
     mask = loss_mask.reshape(-1).float()
     loss = (output.reshape(-1).float() * mask).sum()
@@ -115,7 +109,7 @@ def loss_function(
 
 
 def _validate(loss: torch.Tensor) -> None:
-    """Hand the loss to Megatron's rerun machine, which attributes NaN, Inf and spikes to hardware or data."""
+    """Pass the loss to Megatron's rerun machine, which attributes NaN, Inf and spikes to hardware or data."""
     args = get_args()
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:

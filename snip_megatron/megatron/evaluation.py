@@ -1,4 +1,4 @@
-"""Validation under SNIP: in the map's formats, in bf16, or both on the same batches (``--snip-eval``)."""
+"""Validation in the formats of the map, in bf16, or in both on the same batches (``--snip-eval``)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,35 @@ import torch.distributed as dist
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import StepContext
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.graphs import GraphedRun
 
 _LOSS = "lm loss"
 BF16_LOSS = "lm loss in bf16"
-"""Name of the second loss in Megatron's own log line, TensorBoard and wandb."""
+"""Name of the bf16 loss in Megatron's log line, TensorBoard and wandb under ``--snip-eval both``."""
 
 Record = Callable[[dict[str, float]], None]
 
 
 def check_evaluation(mode: str, args: argparse.Namespace) -> None:
-    """Raises SnipError where both validations cannot see the same batches."""
+    """Raise SnipError if ``--snip-eval both`` cannot run both validations on the same batches."""
     if mode == "both" and (args.full_validation or args.multiple_validation_sets):
         name = "--full-validation" if args.full_validation else "--multiple-validation-sets"
         raise SnipError(f"{name} cannot be combined with --snip-eval both; use --snip-eval map or bf16")
 
 
+def main_loss(losses: dict[str, torch.Tensor] | None) -> torch.Tensor | None:
+    """Return the loss that SNIP watches: ``lm loss``, or the first one of a script that reports others.
+
+    Returns None if there is none, as on all pipeline stages but the last.
+    """
+    return losses.get(_LOSS, next(iter(losses.values()))) if losses else None
+
+
 def share(value: torch.Tensor | None, device: torch.device) -> float | None:
-    """The mean of what the ranks have that hold ``value``; None where none does. Collective over all ranks."""
+    """Return the mean of ``value`` over the ranks where it is not None. Collective over all ranks.
+
+    Returns None if ``value`` is None on every rank.
+    """
     pair = torch.zeros(2, dtype=torch.float64, device=device)
     if value is not None:
         pair[0], pair[1] = float(value), 1.0
@@ -41,20 +53,25 @@ class Evaluation:
     """Wraps Megatron's ``evaluate``.
 
     Args:
-        mode: ``--snip-eval``.
+        mode: Value of ``--snip-eval``: map, bf16 or both.
         args: Megatron's arguments.
-        context: the linears' shared state.
-        record: told the losses, {"map": …} and / or {"bf16": …}, on every rank.
+        context: State that the converted linears share.
+        record: Called on every rank with the losses under the keys "map" and "bf16", as far as they were computed.
+        graphs: CUDA graphs of the training steps. Validation runs without them.
     """
 
-    def __init__(self, mode: str, args: argparse.Namespace, context: StepContext, record: Record) -> None:
+    def __init__(
+        self, mode: str, args: argparse.Namespace, context: StepContext, record: Record, graphs: GraphedRun
+    ) -> None:
         self._mode = mode
         self._args = args
         self._context = context
         self._record = record
+        self._graphs = graphs
 
     def wrap(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """The wrapped ``evaluate``."""
+        """Return ``evaluate`` wrapped."""
+        evaluate_eagerly = self._beside_graphs(evaluate)
 
         def evaluate_with_snip(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
             bf16_loss = None
@@ -63,14 +80,16 @@ class Evaluation:
                 batches = compat.peek(data_iterator, self._microbatches(named.get("eval_iters")))
                 self._context.bf16_eval = True
                 try:
-                    losses, _, out_of_time = evaluate(forward_step_func, batches.iterator(), model, *rest, **named)
+                    losses, _, out_of_time = evaluate_eagerly(
+                        forward_step_func, batches.iterator(), model, *rest, **named
+                    )
                 finally:
                     self._context.bf16_eval = False
-                    self._args.consumed_valid_samples = consumed  # the same samples come again
+                    self._args.consumed_valid_samples = consumed  # the second validation uses the same samples
                 if out_of_time:
                     return losses, None, True
-                bf16_loss = losses.get(_LOSS)
-            result = evaluate(forward_step_func, data_iterator, model, *rest, **named)
+                bf16_loss = main_loss(losses)
+            result = evaluate_eagerly(forward_step_func, data_iterator, model, *rest, **named)
             losses, _, out_of_time = result
             if not out_of_time:
                 if bf16_loss is not None:
@@ -80,6 +99,14 @@ class Evaluation:
 
         return evaluate_with_snip
 
+    def _beside_graphs(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def beside(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
+            forward_step = self._graphs.evaluating(forward_step_func)
+            with self._graphs.beside(model):
+                return evaluate(forward_step, data_iterator, model, *rest, **named)
+
+        return beside
+
     def _microbatches(self, eval_iters: int | None) -> int:
         args = self._args
         iters = args.eval_iters if eval_iters is None else eval_iters
@@ -87,8 +114,8 @@ class Evaluation:
 
     def _report(self, losses: dict[str, torch.Tensor], model: Any) -> None:
         device = next(model[0].parameters()).device
-        names = {_LOSS: "bf16" if self._mode == "bf16" else "map"}
+        found = {"bf16" if self._mode == "bf16" else "map": main_loss(losses)}
         if self._mode == "both":
-            names[BF16_LOSS] = "bf16"
-        shared = {label: share(losses.get(name), device) for name, label in names.items()}
+            found["bf16"] = losses.get(BF16_LOSS)
+        shared = {label: share(loss, device) for label, loss in found.items()}
         self._record({label: value for label, value in shared.items() if value is not None})

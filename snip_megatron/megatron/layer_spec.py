@@ -1,7 +1,8 @@
-"""The decoder layer for ``--transformer-impl transformer_engine``: its norm and attention, Megatron's own linears.
+"""The decoder layer under ``--transformer-impl transformer_engine``.
 
-Transformer Engine's fused norm-and-linear cannot run our GEMMs. This layer keeps norm and linear apart; Megatron's
-layer without Transformer Engine does as well, together with the key map that makes the two layouts share checkpoints.
+It combines norm and attention of Transformer Engine with Megatron's own linears, because the GEMMs inside Transformer
+Engine's fused norm-and-linear cannot be replaced. The spec starts from Megatron's local layer, which keeps norm and
+linear apart as well, and whose map of checkpoint keys lets both layouts share checkpoints.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ _KEYS = ("input_layernorm.", "pre_mlp_layernorm.")
 
 
 def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
-    """Spec of a dense decoder layer whose linears :func:`snip_megatron.layers.convert_model` can convert.
+    """Return the spec of a dense decoder layer whose linears can be converted.
 
     Args:
-        model_config: Megatron's GPTModelConfig, as its ``transformer_layer_spec`` callable gets it.
+        model_config: Megatron's GPTModelConfig, the argument of its ``transformer_layer_spec`` callable.
 
     Raises:
-        SnipError: Transformer Engine is not installed, or Megatron's layer no longer maps its checkpoint keys.
+        SnipError: If Transformer Engine is not installed, or if Megatron's layer no longer maps its checkpoint keys.
     """
     if not HAVE_TE:
         raise SnipError(
             "--transformer-impl transformer_engine needs Transformer Engine, which cannot be imported here;"
             " use --transformer-impl local"
         )
-    # Its classes subclass Transformer Engine's: they can only be imported where that is installed.
+    # These classes subclass Transformer Engine's and can only be imported if it is installed.
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     config = model_config.transformer
@@ -53,10 +54,11 @@ def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
 
 
 def _norm_without_state(build: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Transformer Engine's norm, less the extra state its modules add to checkpoints.
+    """Build Transformer Engine's norm without the extra state that its modules add to checkpoints.
 
-    A fused norm-and-linear has one extra state, which the linear's stands for; the norm's own would be a key that stock
-    checkpoints lack and stock models do not expect. It holds recipes of quantised operations, which a norm has none of.
+    A fused norm-and-linear has one extra state, saved under the linear's key. An extra state of the norm would be a key
+    that stock checkpoints lack and stock models do not expect. It holds recipes of quantisation, which a norm does not
+    use.
     """
     norm = build(*args, **kwargs)
     stateless = {name: getattr(torch.nn.Module, name) for name in ("get_extra_state", "set_extra_state")}

@@ -1,25 +1,26 @@
-"""The decoder's linears from Megatron's arguments alone: names, shapes, stages, FLOPs."""
+"""Names, shapes, pipeline stages and FLOPs of the decoder's linears, from Megatron's arguments alone."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
+from snip_megatron.errors import SnipError
 from snip_megatron.layers.experts import ExpertLayers
-from snip_megatron.layers.registry import decoder_linear_names
+from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
 from snip_megatron.precision import EXPERT_KINDS, Gemm, LinearId
 from snip_megatron.statistics.table import LinearRow
 
 
 def linear_names(args: argparse.Namespace) -> list[str]:
-    """Global names of the model's candidate linears."""
+    """Return the global names of all linears that a precision map covers."""
     return decoder_linear_names(args.num_layers, ExpertLayers.of(args))
 
 
 def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
-    """All candidate linears with their unsharded shapes, from Megatron's arguments alone.
+    """Return all linears that a precision map covers, with their unsharded shapes.
 
-    Stages are those of an even split; a custom pipeline layout is known only to the built model.
+    Pipeline stages are those of an even split. Only the built model knows the stages of a custom pipeline layout.
     """
     hidden, heads = args.hidden_size, args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else heads
@@ -42,18 +43,38 @@ def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
     return tuple(rows)
 
 
+def check_shapes(registry: LinearRegistry, args: argparse.Namespace) -> None:
+    """Raise SnipError if a linear of the built model has another shape than Megatron's arguments give it.
+
+    Budgets, costs and pipeline stages come from the arguments. A script's own model provider may build another model.
+    """
+    rows = {row.name: row for row in model_linears(args)}
+    if list(registry.names) != list(rows):
+        raise SnipError(
+            f"the model has {len(registry.names)} decoder linears, and the arguments say {len(rows)}: build it from"
+            " Megatron's arguments (--num-layers, ...), which SNIP reads"
+        )
+    for handle in registry:
+        row = rows[handle.name]
+        if not handle.id.of_experts and (handle.n, handle.k) != (row.n, row.k):
+            raise SnipError(
+                f"{handle.name} has the shape {handle.n} x {handle.k}, and the arguments say {row.n} x {row.k}: build"
+                " the model from Megatron's arguments (--hidden-size, ...), which SNIP reads"
+            )
+
+
 def _stage(args: argparse.Namespace, layer: int) -> int:
-    """Of an even split."""
+    """Pipeline stage of a layer in an even split."""
     chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
     per_chunk = max(1, -(-args.num_layers // chunks))
     return int(layer // per_chunk % args.pipeline_model_parallel_size)
 
 
 def unquantised_flops(args: argparse.Namespace) -> dict[int, float]:
-    """Pipeline stage → FLOPs a token of decoder linears that are no candidates, all GEMMs together: the experts'.
+    """Return pipeline stage → FLOPs per token of the decoder linears that a precision map does not cover.
 
-    Grouped and shared ones that a token goes through; dropped tokens and padding are not known beforehand. Empty where
-    there are none.
+    These are the grouped and shared experts that process a token; their three GEMMs are added up. Dropped tokens and
+    padding are not taken into account. Returns an empty dictionary if there are no such experts.
     """
     experts = ExpertLayers.of(args)
     elements = 0 if experts is None else experts.bf16_elements(args.hidden_size, gated=args.swiglu)
@@ -67,5 +88,5 @@ def unquantised_flops(args: argparse.Namespace) -> dict[int, float]:
 
 
 def gemm_flops(rows: Sequence[LinearRow]) -> dict[str, float]:
-    """FLOPs a token of one GEMM of each linear; its three are equal."""
+    """Return name → FLOPs per token of one GEMM of the linear. Its three GEMMs have equal FLOPs."""
     return {row.name: row.flops for row in rows}

@@ -1,4 +1,4 @@
-"""Where this layout cuts quantisation tiles that another layout does not (DESIGN, rule 10)."""
+"""Finds dimensions whose shards are not multiples of a quantisation tile."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from snip_megatron.quantization.formats import TILE
 
 
 def cut_tiles(args: argparse.Namespace) -> list[str]:
-    """What is sharded into parts that are no multiples of 128, in words; empty where tiles fall alike.
+    """Describe each dimension that is sharded into parts that are not multiples of 128.
 
-    The statistics of such a layout are those of its own tiles: right for it, not the numbers of other layouts.
+    A tile ends at the end of a shard, so such a layout has other tiles, and therefore other statistics, than a layout
+    that does not shard the dimension. Returns an empty list if all tiles are the same as on one rank.
     """
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    rows = {row.id.kind: row for row in model_linears(args)}  # all layers' of a kind have one shape
+    rows = {row.id.kind: row for row in model_linears(args)}  # linears of one kind have the same shape in all layers
     sizes = {
         "rows of linear_qkv": (rows["self_attention.linear_qkv"].n, tp),
         "heads of linear_proj": (rows["self_attention.linear_proj"].k, tp),
@@ -24,7 +25,7 @@ def cut_tiles(args: argparse.Namespace) -> list[str]:
     if expert := rows.get("mlp.experts.linear_fc2"):
         sizes["ffn of an expert"] = (expert.k, args.expert_tensor_parallel_size or 1)
     tokens = args.seq_length * args.micro_batch_size
-    if cp > 1:  # a rank holds two pieces of each sequence, one behind the other
+    if cp > 1:  # a rank holds two pieces of each sequence, one after the other
         sizes["tokens of a microbatch's pieces"] = (tokens // 2, cp)
     if args.sequence_parallel:
         sizes["tokens of a microbatch"] = (tokens, tp * cp)

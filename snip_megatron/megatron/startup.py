@@ -1,19 +1,23 @@
-"""What must be settled before torch and Megatron are imported: environment, CPU or GPU, which patches are off.
+"""Sets up the environment, and the CPU in place of a GPU, before Megatron is imported.
 
-Megatron binds names of ``torch.cuda`` and decorates functions with ``torch.compile`` while it is imported, so this
-module imports neither at its top.
+While it is imported, Megatron binds names of ``torch.cuda`` and decorates functions with ``torch.compile``. This module
+therefore imports neither torch nor Megatron at its top.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from snip_megatron.errors import SnipError
 
-#: Named sets of compatibility patches: each off by ``--snip-no-compat NAME``.
+#: Compatibility sets by name and description. ``--snip-no-compat NAME`` switches one off.
 COMPAT_SETS: dict[str, str] = {
     "cpu": "no CUDA device: CUDA calls answered by the CPU, gloo instead of nccl, fused kernels off",
     "dataset-helpers": "this Megatron ships its dataset index builder compiled and without a Makefile",
@@ -22,15 +26,25 @@ COMPAT_SETS: dict[str, str] = {
     "step-hook": "SNIP's step and validation hooks where this Megatron's source has none (patches/)",
     "checkpoint-fallback": "a checkpoint that a kill left incomplete is passed over for the newest complete one",
     "restart-store": "ranks that torchrun starts again do not meet under the keys of those that have died",
+    "writer-processes": "SIGTERM to all processes of a job step does not end those of the checkpoint writer",
     "distributed-optimizer-resume": "the distributed optimizer over torch's AdamW resumes with its step and moments",
 }
 
 
+#: Name of the environment variable with the file for a failing rank's exit code.
+EXIT_CODE_FILE = "SNIP_EXIT_CODE_FILE"
+
+#: Seconds that other ranks wait for rank 0 to print an error. A launcher kills all ranks as soon as one has failed.
+_PATIENCE = 20.0
+
+
 @dataclass(frozen=True)
 class Startup:
-    """What was decided before the imports.
+    """Result of :func:`prepare`.
 
-    ``on_cpu``: no CUDA device, the ``cpu`` patches are in. ``disabled``: compat sets that the user switched off.
+    Attributes:
+        on_cpu: Whether there is no CUDA device, so that the ``cpu`` set is installed.
+        disabled: Compatibility sets that the user switched off.
     """
 
     on_cpu: bool
@@ -42,12 +56,36 @@ class Startup:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the first of the launcher's world (no process group needed)."""
+    """Whether this process is rank 0 according to the launcher's environment. No process group is needed."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def report(error: SnipError, program: str) -> None:
+    """Print an error in one line that starts with the name of the program.
+
+    Before the process group exists all ranks find the same error in the arguments, and rank 0 prints it. Later errors
+    may occur on one rank only, which prints them itself.
+    """
+    note_exit_code(error.exit_code)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        print(f"{program}: [rank {os.environ.get('RANK', '0')}] {error}", file=sys.stderr, flush=True)
+    elif is_rank_zero():
+        print(f"{program}: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_PATIENCE)
+
+
+def note_exit_code(code: int) -> None:
+    """Write a code other than 0 where ``snip launch`` reads it: torchrun itself ends with 1, whatever a rank's code."""
+    file = os.environ.get(EXIT_CODE_FILE)
+    if file and code:
+        with contextlib.suppress(OSError):
+            Path(file).write_text(f"{code}\n", encoding="ascii")
+
+
 def check_compat_names(names: Sequence[str]) -> frozenset[str]:
-    """The set of ``names``. Raises SnipError that lists the known ones if one is unknown."""
+    """Return the set of ``names``. Raises SnipError if one is unknown."""
     for name in names:
         if name not in COMPAT_SETS:
             raise SnipError(f"--snip-no-compat {name}: unknown; choose one of {', '.join(COMPAT_SETS)}")
@@ -55,9 +93,9 @@ def check_compat_names(names: Sequence[str]) -> frozenset[str]:
 
 
 def check_sources(argv: Sequence[str]) -> None:
-    """Raise SnipError if arguments shall come from a file: Megatron would drop the command line, ``--snip-*`` with it.
+    """Raise SnipError if ``--yaml-cfg`` is given: Megatron would drop all other arguments, ``--snip-*`` included.
 
-    What it makes of the file has other names and levels than its arguments; our entry reads the arguments.
+    Megatron also gives the file's values other names and a nested structure, which this entry does not read.
     """
     if any(given.partition("=")[0] == "--yaml-cfg" for given in argv):
         raise SnipError(
@@ -67,16 +105,22 @@ def check_sources(argv: Sequence[str]) -> None:
 
 
 def prepare(argv: Sequence[str], no_compat: Sequence[str]) -> Startup:
-    """Set the environment, decide between GPU and CPU and, on CPU, patch torch. Call before importing Megatron.
+    """Set environment variables and, without a CUDA device, patch torch. Must be called before importing Megatron.
 
-    ``argv`` is the command line without the program's name, ``no_compat`` the values of ``--snip-no-compat``. What
-    the user set in the environment stays. Raises SnipError on an unknown name, on arguments of a file, or without a
-    CUDA device when the ``cpu`` set is off.
+    Variables that are already set are kept.
+
+    Args:
+        argv: The command line without the program's name.
+        no_compat: Values of ``--snip-no-compat``.
+
+    Raises:
+        SnipError: If a value of ``no_compat`` is unknown, if ``--yaml-cfg`` is given, or if there is no CUDA device and
+            the ``cpu`` set is off.
     """
     check_sources(argv)
     disabled = check_compat_names(no_compat)
     if not {"--use-megatron-fsdp", "--use-torch-fsdp2"}.intersection(argv):
-        # Overlap of communication and GEMMs relies on one hardware queue; Megatron asserts it (FSDP the opposite).
+        # Overlap of communication and GEMMs needs one hardware queue. Megatron asserts this, and the opposite for FSDP.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
     import torch
@@ -87,7 +131,21 @@ def prepare(argv: Sequence[str], no_compat: Sequence[str]) -> Startup:
         raise SnipError("no CUDA device is visible and --snip-no-compat cpu forbids running on the CPU")
     from snip_megatron.megatron import cpu_device
 
-    # Megatron's advice to install GPU libraries, once a module that would use one.
+    # Each module that could use a GPU library advises to install it.
     warnings.filterwarnings("ignore", message=".*(Apex|[Tt]ransformer.[Ee]ngine)", category=UserWarning)
     cpu_device.install()
     return Startup(on_cpu=True, disabled=disabled)
+
+
+def current(no_compat: Sequence[str]) -> Startup:
+    """Return what :func:`prepare` decided in this process, or what holds where it was not called.
+
+    Args:
+        no_compat: Values of ``--snip-no-compat``.
+
+    Raises:
+        SnipError: If a value of ``no_compat`` is unknown.
+    """
+    import torch
+
+    return Startup(on_cpu=hasattr(torch.cuda, "snip_cpu_device"), disabled=check_compat_names(no_compat))

@@ -1,8 +1,9 @@
-"""Predicted times of a run's linears, from Megatron's arguments: what ``speedup=`` and ``loss=`` budgets weigh.
+"""Predicts the times of a run's linears from Megatron's arguments, for ``speedup=`` and ``loss=`` budgets.
 
-A training step's seconds of the decoder linears' GEMMs and quantisation on one rank of every pipeline stage. What
-precision does not change (attention, norms, communication, optimizer) is not in it: the speedup asked for is that of
-the linears, on the slowest stage. For the report the planner predicts the rest, too.
+The times are seconds per training step on one rank of every pipeline stage, for the GEMMs of the decoder linears and
+the quantisation of their operands. Attention, norms, communication and the optimizer do not depend on the precision and
+are left out: a ``speedup=`` budget is that of the linears on the slowest stage. The planner predicts the rest of the
+step for the report.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from dataclasses import replace
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.experts import ExpertLayers
+from snip_megatron.megatron import compat
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format
-from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.solver.costs import CostModel, LinearShape, load_cost_model, local_shape
+from snip_megatron.sensitivity.times import HostSeconds, OptionTimes
 from snip_megatron.statistics.table import LinearRow
+from snip_megatron.timing.cost_model import CostModel
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.models import ModelShape
+from snip_megatron.timing.shapes import LinearShape, local_shape
 
 
 def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow]) -> OptionTimes:
-    """Times of every linear by the cost model of ``--snip-cost`` and ``--snip-timings``.
+    """Predict the times of every linear by the cost model of ``--snip-cost`` and ``--snip-timings``.
 
     Raises:
-        SnipError: no table for this device, or one without figures for a candidate or pinned format.
+        SnipError: If there is no table for this device, or if it lacks a candidate or pinned format.
     """
     wanted = "flops" if config.cost == "flops" else config.timings or "time"
     device = None if wanted == "flops" else _device_name()
@@ -43,24 +47,29 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
     except SnipError as error:
         argument = f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-cost {config.cost}"
         raise SnipError(f"{argument} with --snip-budget {config.budget}: {error}") from None
-    return replace(times, rest=rest_of_step(args, model))
+    step = step_model(args, model)
+    if step is None:
+        return times
+    host = step.host_seconds()
+    return replace(times, rest=step.fixed_seconds(), host=None if host is None else HostSeconds(*host))
 
 
-def rest_of_step(args: argparse.Namespace, model: CostModel) -> dict[int, float]:
-    """Stage → seconds a step that no format changes, as ``snip plan`` predicts them; empty where it cannot say.
+def step_model(args: argparse.Namespace, model: CostModel) -> StepModel | None:
+    """Return what ``snip plan`` predicts the steps of this run with.
 
-    It knows dense Llamas whose layers are split evenly over the stages, without context parallelism.
+    Returns None if the planner does not support the model or its layout. It supports dense Llamas whose layers are
+    split evenly over the stages, without context parallelism.
     """
     uneven = (
         args.pipeline_model_parallel_layout,
         args.decoder_first_pipeline_num_layers,
         args.decoder_last_pipeline_num_layers,
     )
-    vocabulary = getattr(args, "padded_vocab_size", None)  # known once Megatron has built its tokenizer
+    vocabulary = getattr(args, "padded_vocab_size", None)  # set after Megatron has built its tokenizer
     if not args.swiglu or not vocabulary or ExpertLayers.of(args) or args.context_parallel_size > 1:
-        return {}
+        return None
     if any(value is not None for value in uneven):
-        return {}
+        return None
     try:
         shape = ModelShape(
             name="run",
@@ -90,21 +99,25 @@ def rest_of_step(args: argparse.Namespace, model: CostModel) -> dict[int, float]
             overlap_param_gather=args.overlap_param_gather,
             embedding_as_layer=args.account_for_embedding_in_pipeline_split,
             loss_as_layer=args.account_for_loss_in_pipeline_split,
+            cuda_graph_impl=compat.graph_implementation(args) or "none",
         )
-        return StepModel(layout, model).fixed_seconds()
-    except SnipError:  # a layout that the planner does not know: the report says less, the run is as good
-        return {}
+        return StepModel(layout, model)
+    except SnipError:  # the planner does not support this layout, and the report omits the rest of the step
+        return None
 
 
 def linear_shapes(args: argparse.Namespace, linears: Sequence[LinearRow]) -> Mapping[str, LinearShape]:
-    """Every linear's shape on one rank in a step; by kind where nothing differs between layers."""
+    """Return the shapes of the linears on one rank in a step, by name.
+
+    If all layers have the same shapes, they are returned by kind instead.
+    """
     shapes = {row.name: _linear_shape(args, row) for row in linears}
     by_kind = {row.id.kind: shapes[row.name] for row in linears}
     return by_kind if all(shapes[row.name] == by_kind[row.id.kind] for row in linears) else shapes
 
 
 def _linear_shape(args: argparse.Namespace, row: LinearRow) -> LinearShape:
-    """Of experts that share the tokens evenly: one GEMM for each of a rank's experts."""
+    """Shape of one linear. Tokens are assumed to be spread evenly over experts, with one GEMM per expert and rank."""
     tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
     microbatches = max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     tensor_parallel, sequence_parallel = args.tensor_model_parallel_size, args.sequence_parallel
@@ -126,7 +139,7 @@ def _linear_shape(args: argparse.Namespace, row: LinearRow) -> LinearShape:
 
 
 def _recomputed(args: argparse.Namespace, row: LinearRow) -> bool:
-    """Whether activation recomputation runs the linear's forward again (for an even split of the layers)."""
+    """Whether activation recomputation repeats the forward of the linear, for an even split of the layers."""
     if args.recompute_granularity == "selective":
         return row.id.kind.startswith("mlp.") and "mlp" in (args.recompute_modules or ())
     if args.recompute_granularity != "full" or args.recompute_method != "block":
@@ -137,7 +150,7 @@ def _recomputed(args: argparse.Namespace, row: LinearRow) -> bool:
 
 
 def _device_name() -> str | None:
-    """The GPU's name; None on a CPU, which has no table of its own."""
+    """Return the name of the GPU. Returns None on a CPU, for which there is no table."""
     import torch
 
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

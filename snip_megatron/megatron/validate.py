@@ -1,4 +1,4 @@
-"""What cannot work together with SNIP is refused before training starts, naming both arguments (DESIGN, rule 12)."""
+"""Refuses, before training starts, arguments that cannot be combined with SNIP. The error names both arguments."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from snip_megatron.config import SnipConfig
-from snip_megatron.coordinator import replay_schedule
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.model_linears import linear_names, model_linears, unquantised_flops
+from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
 from snip_megatron.megatron.step_costs import option_times
+from snip_megatron.phases import Schedule
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.runtime.coordinator import replay_schedule
+from snip_megatron.sensitivity.groups import matching_options, no_match_hint
+from snip_megatron.sensitivity.late import late_shares
+from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
 from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
 from snip_megatron.sensitivity.problem import check_groups, check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
@@ -28,10 +34,11 @@ class Conflict:
     """One argument of Megatron that SNIP refuses.
 
     Attributes:
-        argument: as the user wrote it.
-        present: whether the value in force conflicts.
-        why: reason and way out, after "cannot be combined with --snip: ".
-        derived: the attribute is not the argument's own value: it is not shown.
+        argument: Name on the command line.
+        attribute: Name in Megatron's parsed arguments.
+        present: Returns whether a value of the attribute conflicts with SNIP.
+        why: The reason and what to do, printed after "cannot be combined with --snip: ".
+        derived: Whether Megatron computes the attribute from the argument. Its value is then not printed.
     """
 
     argument: str
@@ -50,7 +57,6 @@ def _more_than_one(value: Any) -> bool:
 
 
 _OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out"
-_CAPTURED = "a captured graph would keep the precision of the step it was captured in; leave it out"
 _SHARDED = "its parameters have no FP32 main_grad of DDP to accumulate into; use --use-distributed-optimizer"
 _WIDTH = "experts of another width than the decoder are not supported; leave it out"
 _DENSE = "not supported so far"
@@ -69,9 +75,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         _given,
         "probes use the gradient buffer before it holds parameters; leave it out",
     ),
-    Conflict("--enable-cuda-graph", "enable_cuda_graph", _given, _CAPTURED),
-    Conflict("--external-cuda-graph", "external_cuda_graph", _given, _CAPTURED),
-    Conflict("--cuda-graph-impl", "cuda_graph_impl", lambda value: value not in (None, "none"), _CAPTURED),
     Conflict(
         "--optimizer-cuda-graph",
         "optimizer_cuda_graph",
@@ -118,6 +121,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         _more_than_one,
         "not supported yet: probes take the optimizer's state to be sharded once; use 1",
     ),
+    Conflict(
+        "--mlp-chunks-for-training",
+        "mlp_chunks_for_training",
+        _more_than_one,
+        "statistics would count each chunk as a microbatch; use 1",
+    ),
     Conflict("--moe-latent-size", "moe_latent_size", _given, _WIDTH),
     Conflict(
         "--moe-router-fusion",
@@ -137,14 +146,14 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 
 def check(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Refuse, before any communication, what cannot work.
+    """Check that SNIP can run with these arguments. No collective is called.
 
     Args:
         config: SNIP's configuration.
         args: Megatron's validated arguments.
 
     Raises:
-        SnipError: one line that names both sides of the conflict.
+        SnipError: If two arguments cannot be combined. The message names both.
     """
     for conflict in CONFLICTS:
         value = getattr(args, conflict.attribute, None)
@@ -153,14 +162,17 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
             raise SnipError(f"{conflict.argument}{shown} cannot be combined with --snip: {conflict.why}")
     _check_context_parallel(config, args)
     _check_experts(config, args)
+    _check_graphs(config, args)
     _check_optimizer(config, args)
     _check_main_grad(args)
     _check_fixed_map(config, args)
+    if config.phases is not None:
+        _check_globs(config.phases, linear_names(args))
     _check_reachable(config, args)
 
 
 def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> None:
-    """What ranks that share the tokens of a sequence need, or have not been run with."""
+    """Raise SnipError if context parallelism lacks what it needs or is combined with what is not supported."""
     if args.context_parallel_size == 1:
         return
     here = f"--context-parallel-size {args.context_parallel_size} cannot be combined with"
@@ -176,7 +188,7 @@ def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> Non
 
 
 def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
-    """What mixtures of experts do not work with, or have not been run with."""
+    """Raise SnipError if a mixture of experts is combined with what does not work or is not supported."""
     if ExpertLayers.of(args) is None:
         return
     here = f"--num-experts {args.num_experts} cannot be combined with"
@@ -204,6 +216,39 @@ def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
         )
 
 
+def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
+    """What CUDA graphs need, or do not work with."""
+    implementation = compat.graph_implementation(args)
+    if implementation is None:
+        return
+    here = f"--cuda-graph-impl {implementation} cannot be combined with"
+    if compat.MEGATRON_VERSION < compat.FIRST_WITH_GRAPHS:
+        raise SnipError(
+            f"{here} --snip under megatron-core {'.'.join(map(str, compat.MEGATRON_VERSION))}, which cannot capture"
+            " another map; use megatron-core 0.19, or --cuda-graph-impl none"
+        )
+    if not torch.cuda.is_available():
+        raise SnipError(f"--cuda-graph-impl {implementation} needs a CUDA device, and there is none; leave it out")
+    if ExpertLayers.of(args) is not None:
+        raise SnipError(f"{here} --num-experts {args.num_experts} under --snip: not supported so far; leave one out")
+    if implementation != "full_iteration":
+        return
+    if args.cuda_graph_warmup_steps < 1:
+        raise SnipError(
+            f"{here} --cuda-graph-warmup-steps {args.cuda_graph_warmup_steps} under --snip: kernels are compiled in a"
+            " step before the one that is captured; use 1 or more"
+        )
+    if args.rampup_batch_size is not None:
+        raise SnipError(
+            f"{here} --rampup-batch-size: the graph holds the microbatches of one batch size; leave one out"
+        )
+    if args.pipeline_model_parallel_size > 1:
+        raise SnipError(
+            f"{here} --pipeline-model-parallel-size {args.pipeline_model_parallel_size} under --snip: Megatron waits"
+            " for the device between stages, which no graph holds; use --cuda-graph-impl local or transformer_engine"
+        )
+
+
 def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
     if args.optimizer in compat.NEEDS_PACKAGE and not compat.has_package():
         raise SnipError(f"--optimizer {args.optimizer} needs a package that is not here: pip install {compat.PACKAGE}")
@@ -224,8 +269,7 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
 
 
 def _check_sharding(args: argparse.Namespace) -> None:
-    """Optimizers that Megatron cannot share out among data parallel ranks: it would say so after minutes, or not at
-    all."""
+    """Raise SnipError if Megatron cannot shard this optimizer. Megatron itself reports it late or not at all."""
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise SnipError(
             "--optimizer sgd cannot be combined with --use-distributed-optimizer: Megatron shards the state of adam"
@@ -239,7 +283,7 @@ def _check_sharding(args: argparse.Namespace) -> None:
 
 
 def _check_main_grad(args: argparse.Namespace) -> None:
-    """Megatron turns FP32 accumulation on with --bf16, unless one of two arguments asks for less."""
+    """Raise SnipError if weight gradients do not accumulate in FP32, Megatron's default under ``--bf16``."""
     if args.bf16 and not args.accumulate_allreduce_grads_in_fp32:
         argument = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "--main-grads-dtype bf16"
         raise SnipError(
@@ -248,7 +292,7 @@ def _check_main_grad(args: argparse.Namespace) -> None:
 
 
 def _check_fixed_map(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Maps that are known before training: of files, of another run, or of a policy that chooses nothing."""
+    """Check maps that are known before training: of ``--snip-map``, ``--snip-replay`` or a policy with a fixed map."""
     names = linear_names(args)
     if config.map is not None:
         load_map(config.map, names)
@@ -257,6 +301,18 @@ def _check_fixed_map(config: SnipConfig, args: argparse.Namespace) -> None:
             load_map(str(path), names, argument="--snip-replay")
     else:
         fixed_map(config.policy, names, pins(config, args), config.group)
+    if config.late:
+        flops, unquantised = gemm_flops(model_linears(args)), sum(unquantised_flops(args).values())
+        late_shares(solve_request(config, args), flops, unquantised)
+
+
+def _check_globs(schedule: Schedule, names: list[str]) -> None:
+    """Raise SnipError if a phase's glob of what may change matches no option."""
+    for i, phase in enumerate(schedule.phases):
+        for glob in phase.change or ():
+            if not matching_options(glob, names, "gemm"):
+                hint = no_match_hint("a phase", glob, names, "gemm")
+                raise SnipError(f"--snip-schedule: phases[{i}].change: {cut(glob)} matches no option; {hint}")
 
 
 def load_map(path: str, names: list[str], *, argument: str = "--snip-map") -> PrecisionMap:
@@ -271,7 +327,7 @@ def load_map(path: str, names: list[str], *, argument: str = "--snip-map") -> Pr
 
 
 def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """The user's pins, after those of Megatron's ``--first-last-layers-bf16``."""
+    """Return the pins of Megatron's ``--first-last-layers-bf16``, followed by those of ``--snip-pin``."""
     own: list[tuple[str, str]] = []
     if getattr(args, "first_last_layers_bf16", False):
         start, end = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
@@ -281,7 +337,11 @@ def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str],
 
 
 def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0) -> SolveRequest:
-    """What every update of this run asks. Raises SnipError where predicted times are needed and there are none."""
+    """Return the request that every update of this run solves.
+
+    Raises:
+        SnipError: If the budget needs predicted times and there is no table of them.
+    """
     kind, wanted = config.wanted
     timed = config.timed and config.updates
     unquantised = unquantised_flops(args)
@@ -305,17 +365,19 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0
         version=version,
         deterministic_time=config.solver_time,
         backward_noise=config.backward_noise,
+        standing_share=STANDING_SHARE if config.standing_share is None else config.standing_share,
+        forgetting=FORGETTING if config.forgetting is None else config.forgetting,
         unquantised_stage_flops={k: v * _tokens_per_step(args) for k, v in unquantised.items()} or None,
     )
 
 
 def _tokens_per_step(args: argparse.Namespace) -> int:
-    """Of a whole global batch; one that ramps up is smaller at first (:meth:`SolveRequest.of_step`)."""
+    """Tokens of the full global batch. :meth:`SolveRequest.of_step` corrects for a batch size that ramps up."""
     return int(args.global_batch_size * args.seq_length)
 
 
 def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
-    """A budget that pins make unreachable is refused now, with what could be reached."""
+    """Raise SnipError if pins make the budget unreachable. The message gives the largest share that is reachable."""
     if not config.updates:
         return
     request = solve_request(config, args)
@@ -336,5 +398,5 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
 
 
 def _down(share: float) -> str:
-    """Rounded down, so that asking for the figure shown succeeds."""
+    """Format ``share`` rounded down, so that a budget of the printed value is reachable."""
     return f"{math.floor(share * 1e4) / 1e4:.4f}"

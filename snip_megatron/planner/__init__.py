@@ -1,1 +1,1 @@
-"""What a configuration will give, before it is launched: shapes, memory, time and SNIP's overhead (README.md)."""
+"""Prediction of a configuration's shapes, memory, time and overhead of SNIP, before it is launched (README.md)."""

@@ -1,20 +1,21 @@
-"""How a model is spread over ranks: Megatron's parallelism, batch sizes, and which blocks a pipeline stage holds."""
+"""The distribution of a model over ranks: Megatron's parallelism, batch sizes, and the blocks of each stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from snip_megatron.errors import SnipError
-from snip_megatron.planner.models import ModelShape
 from snip_megatron.precision import LINEAR_KINDS
-from snip_megatron.solver.costs import LinearShape, local_shape
+from snip_megatron.timing.models import ModelShape
+from snip_megatron.timing.shapes import LinearShape, local_shape
 
 RECOMPUTE = ("none", "selective", "full")
+CUDA_GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
 
 
 def microbatches_in_flight(microbatches: int, stage: int, pp: int, vpp: int = 1) -> float:
-    """See :meth:`Layout.in_flight`."""
+    """Return the peak number of microbatches whose activations of a whole stage are kept; see Layout.in_flight."""
     if vpp == 1:
         return min(float(microbatches), float(pp - stage))
     chunks = 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
@@ -23,18 +24,28 @@ def microbatches_in_flight(microbatches: int, stage: int, pp: int, vpp: int = 1)
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes as Megatron's arguments of the same names give them.
+    """The sizes of a training, with the meaning of Megatron's arguments.
 
     Attributes:
         model: the model.
-        tp, pp, vpp, dp: tensor parallel, pipeline, virtual pipeline (chunks a stage) and data parallel sizes.
-        seq_length, micro_batch_size, global_batch_size: in tokens, sequences, sequences.
-        sequence_parallel, recompute: ``--sequence-parallel``; what runs again in the backward: ``none``, ``selective``
-            (attention) or ``full`` (whole blocks).
-        distributed_optimizer, overlap_grad_reduce, overlap_param_gather: ``--use-distributed-optimizer`` and so on.
-        embedding_as_layer, loss_as_layer: ``--account-for-embedding-in-pipeline-split``, ``--account-for-loss-…``.
+        tp: tensor parallel size.
+        pp: pipeline parallel size.
+        vpp: virtual pipeline size, the number of chunks of each stage.
+        dp: data parallel size.
+        seq_length: tokens of a sequence.
+        micro_batch_size: sequences of a microbatch.
+        global_batch_size: sequences of a step.
+        sequence_parallel: ``--sequence-parallel``.
+        recompute: what the backward recomputes: ``none``, ``selective`` (attention) or ``full`` (whole blocks).
+        distributed_optimizer: ``--use-distributed-optimizer``.
+        overlap_grad_reduce: ``--overlap-grad-reduce``.
+        overlap_param_gather: ``--overlap-param-gather``.
+        embedding_as_layer: ``--account-for-embedding-in-pipeline-split``.
+        loss_as_layer: ``--account-for-loss-in-pipeline-split``.
+        cuda_graph_impl: ``--cuda-graph-impl``: ``none``, ``local``, ``transformer_engine`` or ``full_iteration``.
 
-    Raises SnipError on sizes that Megatron would refuse.
+    Raises:
+        SnipError: Megatron would refuse the sizes.
     """
 
     model: ModelShape
@@ -52,6 +63,7 @@ class Layout:
     overlap_param_gather: bool = False
     embedding_as_layer: bool = False
     loss_as_layer: bool = False
+    cuda_graph_impl: str = "none"
 
     def __post_init__(self) -> None:
         self._check_positive()
@@ -62,22 +74,22 @@ class Layout:
     # -- derived -------------------------------------------------------------------------------------------------
     @property
     def ranks(self) -> int:
-        """GPUs in all."""
+        """Total number of GPUs."""
         return self.tp * self.pp * self.dp
 
     @property
     def microbatches(self) -> int:
-        """Of a training step, on one data parallel rank."""
+        """Microbatches of a training step on one data parallel rank."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch."""
+        """Tokens of a microbatch."""
         return self.seq_length * self.micro_batch_size
 
     @property
     def bubble(self) -> float:
-        """Step time over the time of the slowest stage's work: 1 + (pp − 1) / (vpp · microbatches)."""
+        """The step time divided by the time of the slowest stage's work: 1 + (pp − 1) / (vpp · microbatches)."""
         return 1.0 + (self.pp - 1) / (self.vpp * self.microbatches)
 
     @property
@@ -88,7 +100,7 @@ class Layout:
 
     @property
     def chunks(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Blocks by stage and chunk: chunk c of stage s comes after chunk c of stage s − 1."""
+        """Blocks by stage and chunk. Chunk c of stage s follows chunk c of stage s − 1."""
         per_chunk = self._layers // (self.pp * self.vpp)
         skipped = int(self.embedding_as_layer)
         stages: list[list[tuple[int, ...]]] = [[] for _ in range(self.pp)]
@@ -103,11 +115,11 @@ class Layout:
         return tuple(tuple(block for chunk in chunks for block in chunk) for chunks in self.chunks)
 
     def stage_of(self) -> dict[int, int]:
-        """Block → stage."""
+        """Return block → stage."""
         return {block: stage for stage, blocks in enumerate(self.stages) for block in blocks}
 
     def linear_shapes(self) -> dict[str, LinearShape]:
-        """By kind: each of a block's linears as one rank runs it."""
+        """Return the shapes of a block's linears on one rank, by kind."""
         return {
             kind: local_shape(
                 kind,
@@ -122,18 +134,15 @@ class Layout:
         }
 
     def stage_parameters(self, stage: int) -> int:
-        """Parameters that a rank of ``stage`` holds: linears, norms, embedding and output layer."""
-        model = self.model
-        embedding = self.vocabulary * model.hidden // self.tp
-        count = len(self.stages[stage]) * (model.block_weights // self.tp + 2 * model.hidden)
-        if stage == 0:
-            count += embedding
-        if stage == self.pp - 1:
-            count += model.hidden + (embedding if not model.tied or self.pp > 1 else 0)
-        return count
+        """Return the number of parameters on a rank of ``stage``: linears, norms, embedding and output layer."""
+        output = stage == self.pp - 1 and (not self.model.tied or self.pp > 1)
+        return self.probed_parameters(stage) + (self.vocabulary * self.model.hidden // self.tp if output else 0)
 
     def probed_parameters(self, stage: int) -> int:
-        """Parameters of a rank of ``stage`` whose gradients a probe reads: all but the output layer's."""
+        """Return the number of parameters on a rank of ``stage`` whose gradients a probe reads.
+
+        These are all parameters except those of the output layer.
+        """
         model = self.model
         count = len(self.stages[stage]) * (model.block_weights // self.tp + 2 * model.hidden)
         if stage == 0:
@@ -141,8 +150,15 @@ class Layout:
         return count + (model.hidden if stage == self.pp - 1 else 0)
 
     def in_flight(self, stage: int, microbatches: int | None = None) -> float:
-        """Microbatches whose activations of a whole stage are kept at once: 1F1B, or Megatron's interleaved schedule
-        (its chunks in flight as a share of the stage). ``microbatches`` of the call; None: a training step's."""
+        """Return the peak number of microbatches whose activations of the whole stage are kept.
+
+        The schedule is 1F1B, or Megatron's interleaved schedule under a virtual pipeline, whose chunks in flight are
+        counted as shares of the stage.
+
+        Args:
+            stage: the pipeline stage.
+            microbatches: microbatches of the call of the schedule; None for those of a training step.
+        """
         most = self.microbatches if microbatches is None else microbatches
         return microbatches_in_flight(most, stage, self.pp, self.vpp)
 
@@ -159,6 +175,8 @@ class Layout:
                 raise SnipError(f"--{name.replace('_', '-')} {value}: must be a whole number of 1 or more")
         if self.recompute not in RECOMPUTE:
             raise SnipError(f"--recompute {self.recompute}: choose one of {', '.join(RECOMPUTE)}")
+        if self.cuda_graph_impl not in CUDA_GRAPHS:
+            raise SnipError(f"--cuda-graph-impl {self.cuda_graph_impl}: choose one of {', '.join(CUDA_GRAPHS)}")
 
     def _check_tensor_parallel(self) -> None:
         model, tp = self.model, self.tp

@@ -1,4 +1,4 @@
-"""Bytes on one GPU of each pipeline stage: parameters, what is kept for the backward in each format, probes."""
+"""Predicted memory on one GPU of each pipeline stage: parameters, saved activations by format, probes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.probes import Probes, forced_passes, probe_microbatches
 from snip_megatron.precision import LINEAR_KINDS, Format
-from snip_megatron.solver.costs import Formats, LinearShape
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
+from snip_megatron.timing.shapes import Formats, LinearShape
 
 FormatsOf = Callable[[int, str], Formats]
 """(block, kind of linear) → formats."""
@@ -22,10 +22,10 @@ ASSUMPTIONS = (
 )
 
 _WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
-_LOGIT = 8  # bf16 logit, FP32 softmax, bf16 gradient
+_LOGIT = 8  # bytes: bf16 logit, FP32 softmax, bf16 gradient
 _TILE, _BLOCK = 128, 128 * 128
 _STORED = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
-"""Formats with kernels of their own; the others keep bf16 operands and are quantised in the GEMM."""
+"""Formats that store quantised operands. Linears in other formats keep bf16 operands, which the GEMM quantises."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,15 @@ class StageMemory:
     """Bytes on each GPU of a stage.
 
     Attributes:
-        parameters, gradients, optimizer: bf16 weights, FP32 gradients, master weights and moments.
-        quantised_weights: kept from a step's first microbatch to its end.
-        activations: kept for the backward at the schedule's peak.
-        logits: of the last stage. working: temporaries of the backward.
-        probe: what a probe has instead of activations, quantised weights and working memory.
-        probe_copies: the part of it that is a copy of the gradients (estimator measured) or weights (policy hawq).
+        parameters: bf16 weights.
+        gradients: FP32 gradients.
+        optimizer: FP32 master weights and moments.
+        quantised_weights: quantised weights, which are kept from a step's first microbatch to its end.
+        activations: activations that are kept for the backward at the schedule's peak.
+        logits: logits and their gradients on the last stage.
+        working: temporaries of the backward.
+        probe: activations and copies of a probe, which has no quantised weights.
+        probe_copies: the part of ``probe`` that is a copy of gradients (estimator measured) or weights (policy hawq).
     """
 
     parameters: float
@@ -53,29 +56,37 @@ class StageMemory:
 
     @property
     def fixed(self) -> float:
-        """What is there all the time."""
+        """Bytes that are allocated all the time."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def training(self) -> float:
-        """The peak of a training step."""
+        """Peak bytes of a training step."""
         return self.fixed + self.quantised_weights + self.activations + self.logits + self.working
 
     @property
     def probing(self) -> float:
-        """The peak of a probe."""
+        """Peak bytes of a probe."""
         return self.fixed + self.probe + self.logits + self.working
 
     @property
     def peak(self) -> float:
-        """The larger of the two."""
+        """The larger peak of training and probing."""
         return max(self.training, self.probing)
 
 
 def stage_memory(
     layout: Layout, stage: int, formats_of: FormatsOf, probes: Probes | None = None, candidates: Sequence[str] = ()
 ) -> StageMemory:
-    """Memory of a stage whose linears run in given formats, and of what an update measures: ``candidates``."""
+    """Predict the memory of a stage.
+
+    Args:
+        layout: the sizes.
+        stage: the pipeline stage.
+        formats_of: the formats of the linears.
+        probes: the probes of an update; None for a run without updates.
+        candidates: the formats that an update measures.
+    """
     parameters = layout.stage_parameters(stage)
     shards = layout.dp if layout.distributed_optimizer else 1
     shapes = layout.linear_shapes()
@@ -99,7 +110,7 @@ def stage_memory(
 
 
 def block_activations(layout: Layout, formats: Mapping[str, Formats]) -> float:
-    """Bytes that one block keeps of one microbatch for its backward."""
+    """Return the bytes that one block keeps of one microbatch for its backward."""
     if layout.recompute == "full":
         return 2.0 * layout.tokens * layout.model.hidden / _stream_shards(layout)
     return _kept_without_recompute(layout, formats)
@@ -116,10 +127,10 @@ def _kept_without_recompute(layout: Layout, formats: Mapping[str, Formats]) -> f
 
 
 def saved_input(layout: Layout, kind: str, formats: Formats) -> float:
-    """Bytes of X that a linear keeps of one microbatch beside what others keep anyway.
+    """Return the bytes of X that a linear keeps of one microbatch, without what other modules keep anyway.
 
-    wgrad's operand, E4M3 and FP32 scales a tile. Under sequence parallelism the bf16 shard of a gathered X. In bf16 the
-    attention's output, which it keeps itself, costs ``linear_proj`` nothing.
+    A linear keeps the operand of wgrad: E4M3 elements and FP32 scales of tiles. If sequence parallelism gathers X, it
+    keeps the bf16 shard instead. In bf16, ``linear_proj`` shares X with the attention, which keeps its output itself.
     """
     shape = layout.linear_shapes()[kind]
     if shape.gathered:
@@ -133,15 +144,18 @@ def saved_input(layout: Layout, kind: str, formats: Formats) -> float:
 
 
 def quantised_weight(shape: LinearShape, formats: Formats) -> float:
-    """Bytes of W as fprop and as dgrad take it."""
+    """Return the bytes of the quantised operands of W for fprop and dgrad."""
     sides = [fmt for fmt in formats[:2] if fmt in _STORED]
     each = [1.0 if fmt is Format.FP8_TENSOR else 1.0 + 4.0 / _BLOCK for fmt in sides]
     return float(shape.n * shape.k) * sum(each)
 
 
 def _probe(layout: Layout, stage: int, probes: Probes | None, candidates: Sequence[str]) -> dict[str, float]:
-    """The largest of an update's passes: bf16 activations, rows sampled by the statistics pass and kept to the end,
-    copies, and temporaries of one linear, or of one parameter whose drift is evaluated."""
+    """Return ``probe`` and ``probe_copies`` of :class:`StageMemory`, the maximum over an update's passes.
+
+    A pass needs bf16 activations, copies, and temporaries of one linear, or of one parameter whose drift is evaluated.
+    The rows that the statistics pass samples are kept to the end of the update.
+    """
     if probes is None or not probes.updates:
         return {"probe": 0.0, "probe_copies": 0.0}
     each = probe_microbatches(layout, probes)
@@ -174,7 +188,7 @@ def _probed_shapes(layout: Layout, stage: int) -> ProbedShapes:
 
 
 def _bf16_activations(layout: Layout, stage: int, microbatches: int) -> float:
-    """Of a call of the schedule with so many microbatches, all linears in bf16."""
+    """Return the bytes of activations of a call of the schedule, with all linears in bf16."""
     formats = dict.fromkeys(LINEAR_KINDS, (Format.BF16,) * 3)
     kept = len(layout.stages[stage]) * block_activations(layout, formats) * layout.in_flight(stage, microbatches)
     return kept + (_kept_without_recompute(layout, formats) if layout.recompute == "full" else 0.0)
@@ -185,5 +199,5 @@ def _row(formats_of: FormatsOf, block: int) -> dict[str, Formats]:
 
 
 def _stream_shards(layout: Layout) -> int:
-    """Ranks that share the residual stream and the norms' tensors."""
+    """Return the number of ranks over which the residual stream and the norms' activations are sharded."""
     return layout.tp if layout.sequence_parallel else 1

@@ -1,4 +1,4 @@
-"""What SNIP itself costs: bytes that an update moves, passes that it runs, their share of training."""
+"""The overhead of SNIP: bytes that an update communicates, passes that it runs, and its share of training time."""
 
 from __future__ import annotations
 
@@ -27,24 +27,28 @@ ASSUMPTIONS = (
 
 _FLOAT64, _FLOAT32 = 8, 4
 _LAYOUT_COLUMNS = 3  # stage, n, k
-_META_BYTES = 4096  # the map's figures, padded
-_STEP_FIGURES = 2  # the loss and how many ranks have it, in one small collective a step
+_META_BYTES = 4096  # the map's figures as padded JSON
+_STEP_FIGURES = 2  # one small collective a step carries the loss and the number of ranks that have it
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Of one update.
+    """The overhead of one update.
 
     Attributes:
-        gathered: bytes that every rank contributes to all-reduces of the statistics table over all ranks.
-        column_bytes: bytes of column norms reduced over data parallel ranks, a rank at most.
-        gradient_bytes: bytes of the probe's gradient reduced over data parallel ranks, a rank at most.
-        broadcast: bytes of the map's broadcast. per_step: bytes of the collective that every step carries.
-        passes: calls of the pipeline's schedule. microbatches: that a rank runs in them.
+        gathered: bytes that each rank contributes to all-reduces of the statistics table over all ranks.
+        column_bytes: bytes of column norms that are reduced over data parallel ranks, on the rank with most.
+        gradient_bytes: bytes of probe gradients that are reduced over data parallel ranks, on the rank with most.
+        broadcast: bytes of the map's broadcast.
+        per_step: bytes of the collective of every training step.
+        passes: calls of the pipeline schedule.
+        microbatches: microbatches that a rank runs in these calls.
         by_kind: kind of ``probe`` event → microbatches that a rank runs for it.
-        steps: their time in bf16 steps. seconds: their time. reducing_seconds: the part of it in which the probe's
-            gradients go over data parallel ranks.
-        share: of the training time between two updates.
+        steps: duration, in bf16 steps.
+        seconds: duration in seconds.
+        reducing_seconds: the part of ``seconds`` in which probe gradients are reduced over data parallel ranks.
+        recapture_seconds: capturing CUDA graphs anew at the adoption of another map; 0 without graphs.
+        share: the share of the update and the recapture in the training time from one update to the next.
     """
 
     gathered: int
@@ -58,6 +62,7 @@ class Overhead:
     steps: float
     seconds: float
     reducing_seconds: float
+    recapture_seconds: float
     share: float
 
 
@@ -68,8 +73,19 @@ def overhead(
     bf16: StepTime,
     running: StepTime,
     links: Links | None = None,
+    recapture: float = 0.0,
 ) -> Overhead:
-    """An update that measures ``formats`` (without bf16), between steps that take as long as ``running``."""
+    """Predict the overhead of an update.
+
+    Args:
+        layout: the sizes.
+        probes: the probes of an update.
+        formats: the formats that an update measures, without bf16.
+        bf16: the time of a bf16 step.
+        running: the time of a step between updates.
+        links: bandwidths of the network; None for the default.
+        recapture: seconds of capturing CUDA graphs anew.
+    """
     made = calls(layout, probes, formats)
     linears = layout.model.blocks * len(LINEAR_KINDS)
     ends = (layout.pp - 1) / layout.vpp
@@ -81,6 +97,7 @@ def overhead(
     reduced = _FLOAT32 * parameters * _reductions(layout, probes, formats) if several else 0
     reducing = 2.0 * (layout.dp - 1) / layout.dp * reduced / (links or Links()).of(layout.tp * layout.dp)
     seconds = passing + reducing
+    lost = seconds + (recapture if made else 0.0)
     return Overhead(
         gathered=_gathered(layout, probes, formats, linears) * _FLOAT64,
         column_bytes=columns * _FLOAT64 if several else 0,
@@ -93,12 +110,13 @@ def overhead(
         steps=seconds / bf16.total,
         seconds=seconds,
         reducing_seconds=reducing,
-        share=seconds / (seconds + probes.interval * running.total),
+        recapture_seconds=recapture if made else 0.0,
+        share=lost / (lost + probes.interval * running.total),
     )
 
 
 def _gathered(layout: Layout, probes: Probes, formats: Sequence[str], linears: int) -> int:
-    """Numbers that every rank contributes to all-reduces over all ranks."""
+    """Return the count of numbers that each rank contributes to all-reduces over all ranks."""
     if not probes.updates:
         return 0
     count = (3 if probes.drift else 2) * table_entries(linears, len(formats))
@@ -106,25 +124,28 @@ def _gathered(layout: Layout, probes: Probes, formats: Sequence[str], linears: i
         count += 2 * probes.hessian_probes * linears
     if probes.forces:
         forced = len(trials(layout, probes, formats))
-        sizes = 1 if probe_microbatches(layout, probes) == layout.microbatches else 2  # at which drift is evaluated
+        sizes = 1 if probe_microbatches(layout, probes) == layout.microbatches else 2  # batch sizes of the drift
         rows = linears + _sinks(linears)
         count += measurements(probes) * (rows * (forced * (sizes + 2) + 1) + 2 * forced)
     return count
 
 
 def _reductions(layout: Layout, probes: Probes, formats: Sequence[str]) -> int:
-    """Times that a rank's gradients go over data parallel ranks, at most: an option's dgrad reaches earlier blocks."""
+    """Return how often a rank's gradients are reduced over data parallel ranks, at most.
+
+    It is an upper bound, because forcing a dgrad changes only the gradients of earlier blocks.
+    """
     forced = measurements(probes) * (1 + len(trials(layout, probes, formats))) if probes.forces else 0
     return int(probes.drift) + forced
 
 
 def table_entries(linears: int, formats: int) -> int:
-    """Numbers in the statistics table that an all-reduce carries."""
+    """Return the count of numbers in the statistics table that an all-reduce carries."""
     boundaries = 2 * (linears // len(LINEAR_KINDS)) + 1
     each = len(LINEAR_COLUMNS) + len(FORMAT_COLUMNS) * formats + len(RHO_GRID) + _LAYOUT_COLUMNS
     return linears * each + boundaries * len(BOUNDARY_COLUMNS) + _sinks(linears) * (len(RHO_GRID) + 1)
 
 
 def _sinks(linears: int) -> int:
-    """The norms' weights and the word embedding."""
+    """Return the number of parameters that are not weights of linears: norms and the word embedding."""
     return 2 * (linears // len(LINEAR_KINDS)) + 2

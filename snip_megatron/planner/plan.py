@@ -1,4 +1,4 @@
-"""The whole plan as JSON-ready data: what ``snip plan`` prints and writes (``snip.plan/1``)."""
+"""The plan as JSON types (``snip.plan/1``), which ``snip plan`` prints and writes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner import memory, overhead, step_time, synthetic
+from snip_megatron.planner.host import REMEDY
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, stage_memory
 from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.question import Question, pose
 from snip_megatron.planner.step_time import ALL_BF16, StepModel, StepTime
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, Gemm, LinearId
 from snip_megatron.solver import Solution, solve
-from snip_megatron.solver.costs import BITS, Formats
+from snip_megatron.timing.shapes import Formats
 
 PLAN_SCHEMA = "snip.plan/1"
 INFEASIBLE_EXIT = 3
 _SOLVE_SECONDS = 30.0
+_SLACK = 5e-3  # of a step= budget: the solver charges quantisations that two GEMMs share slightly differently
 
 Body = dict[str, Any]
 
@@ -29,19 +31,26 @@ Body = dict[str, Any]
 def make_plan(step: StepModel, question: Question, probes: Probes) -> Body:
     """Plan one layout under one budget.
 
+    Args:
+        step: predicts step times of the layout.
+        question: the budget.
+        probes: the probes of an update.
+
     Raises:
-        SnipError: statistics of another model; a budget that cannot be met (exit code 3, with what can).
+        SnipError: the statistics are of another model, or the budget cannot be met (exit code 3; the message names
+            what can be reached).
     """
     layout = step.layout
     problem = pose(question, step)
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS)
     if solution.fault is not None:
         unit = "" if question.kind == "fp4" else " (times in seconds a step)"
-        raise SnipError(f"--budget {question.text}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
+        raise SnipError(f"--budget {cut(question.text)}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
     variants = _variants(step, solution)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
+    _check_host(question, steps["bf16"], steps["map"])
     candidates = [fmt.value for fmt in question.formats if fmt is not Format.BF16]
-    costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"], step.links)
+    costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"], step.links, step.host.recapture)
     return {
         "schema": PLAN_SCHEMA,
         "model": dataclasses.asdict(layout.model) | {"parameters": layout.model.parameters},
@@ -57,7 +66,7 @@ def make_plan(step: StepModel, question: Question, probes: Probes) -> Body:
 
 
 def _variants(step: StepModel, solution: Solution) -> dict[str, FormatsOf]:
-    """What is compared: bf16, fp8 everywhere where it was measured, the map."""
+    """Return the compared variants: bf16, fp8 everywhere (if the cost model knows it), and the map."""
     found: dict[str, FormatsOf] = {"bf16": lambda block, kind: ALL_BF16}
     if Format.FP8 in step.model.formats:
         found["fp8"] = lambda block, kind: (Format.FP8,) * 3
@@ -65,14 +74,24 @@ def _variants(step: StepModel, solution: Solution) -> dict[str, FormatsOf]:
     chosen: dict[tuple[int, str], Formats] = {}
     for block in range(step.layout.model.blocks):
         for kind in LINEAR_KINDS:
-            fprop, dgrad, wgrad = (_format(precision_map, block, kind, gemm) for gemm in Gemm)
+            fprop, dgrad, wgrad = (precision_map.format_of(str(LinearId(block, kind)), gemm) for gemm in Gemm)
             chosen[block, kind] = (fprop, dgrad, wgrad)
     found["map"] = lambda block, kind: chosen[block, kind]
     return found
 
 
-def _format(precision_map: PrecisionMap, block: int, kind: str, gemm: Gemm) -> Format:
-    return precision_map.format_of(str(LinearId(block, kind)), gemm)
+def _check_host(question: Question, bf16: StepTime, found: StepTime) -> None:
+    """Raise SnipError if the solved map keeps a ``step=`` budget on the GPU, but its launching takes too long."""
+    if question.kind != "step" or bf16.total / found.total >= question.wanted * (1.0 - _SLACK):
+        return
+    if any(stage.host_known and stage.host_bound for stage in (*bf16.stages, *found.stages)):
+        raise SnipError(
+            f"--budget {cut(question.text)}: launching a step of its map takes the host"
+            f" {max(stage.host for stage in found.stages):.3g} s on a stage, and the GPU only"
+            f" {max(stage.work for stage in found.stages):.3g} s: the step gets {bf16.total / found.total:.3f} × as"
+            f" fast; {REMEDY}",
+            exit_code=INFEASIBLE_EXIT,
+        )
 
 
 # -- parts of the body ---------------------------------------------------------------------------------------------
@@ -82,7 +101,7 @@ def _layout(layout: Layout) -> Body:
 
 
 def _linear(step: StepModel, kind: str) -> Body:
-    """One kind of linear on one GPU: its shape and milliseconds of a microbatch in each format."""
+    """Describe a kind of linear on one GPU: its shape, and the seconds of a microbatch in each format."""
     shape = step.shapes[kind]
     bf16 = step.linear(kind, ALL_BF16)
     formats = [fmt for fmt in step.model.formats if fmt is not Format.BF16]
@@ -147,6 +166,7 @@ def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:
         "data_parallel": time.data_parallel,
         "optimizer": time.optimizer,
         "host_bound": any(stage.host_bound for stage in time.stages),
+        "host": max(stage.host for stage in time.stages) if time.stages[0].host_known else None,
     }
 
 
@@ -155,7 +175,7 @@ def _linears(time: StepTime) -> float:
 
 
 def _budget(step: StepModel, question: Question, solution: Solution, formats_of: FormatsOf) -> Body:
-    """What was asked, what came of it, and the same wish in the words of ``--snip-budget``."""
+    """Describe the budget, its solution, and the equivalent ``--snip-budget``."""
     layout = step.layout
     counts: Counter[str] = Counter()
     four_bit = total = 0.0
@@ -165,7 +185,7 @@ def _budget(step: StepModel, question: Question, solution: Solution, formats_of:
             for fmt in formats_of(block, kind):
                 counts[fmt.value] += 1
                 total += n * k
-                four_bit += n * k if BITS[fmt] == 4 else 0.0
+                four_bit += n * k if fmt in FOUR_BIT else 0.0
     fast, slow = (_linears(step.step(f)) for f in (formats_of, lambda block, kind: ALL_BF16))
     own_unit = question.kind in ("fp4", "speedup") or (question.kind == "loss" and question.statistics is not None)
     as_argument = question.text if own_unit else f"speedup={slow / fast:.4g}"
@@ -193,6 +213,7 @@ def _overhead(costs: overhead.Overhead, probes: Probes) -> Body:
 def _assumptions(step: StepModel, question: Question) -> list[str]:
     outside = [kind for kind in LINEAR_KINDS if step.model.extrapolated(step.shapes[kind])]
     found = [*step.model.assumptions, *step.rates.assumptions(step.links), *step_time.ASSUMPTIONS]
+    found += step.host.assumptions()
     if outside:
         found.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")
     found += [*memory.ASSUMPTIONS, *overhead.ASSUMPTIONS]

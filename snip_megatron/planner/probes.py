@@ -1,4 +1,4 @@
-"""What an update runs before a step: the calls of the pipeline's schedule, as the code that probes makes them."""
+"""The calls of the pipeline schedule that an update runs before a step, in agreement with the probing code."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.precision import LINEAR_KINDS, LinearId
-from snip_megatron.sensitivity.policies import FIXED, needs_forward_noise, needs_hessian
+from snip_megatron.sensitivity.policies import UNSOLVED, needs_forward_noise, needs_hessian
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.measured_schedule import Schedule, Trial, all_units, choose_units, plan_trials
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What an update runs, as the ``--snip-*`` arguments of the same names say."""
+    """The settings of an update's probes, with the meaning of the ``--snip-*`` arguments."""
 
     microbatches: int = 1
     tokens: int = 512
@@ -29,22 +29,22 @@ class Probes:
 
     @property
     def updates(self) -> bool:
-        """Whether the policy measures at all: those with a fixed map do not."""
-        return self.policy not in FIXED
+        """Whether the policy measures anything. Policies with a fixed map do not."""
+        return self.policy not in UNSOLVED
 
     @property
     def drift(self) -> bool:
-        """Whether weight divergence is measured: the forward-noise pass, gradients reduced over data parallel ranks."""
+        """Whether weight divergence is measured, by a forward-noise pass whose gradients are reduced over DP ranks."""
         return needs_forward_noise(self._request)
 
     @property
     def hessian(self) -> bool:
-        """Whether Hessian traces are: two passes a probe vector."""
+        """Whether Hessian traces are measured, by two passes for each probe vector."""
         return needs_hessian(self._request)
 
     @property
     def forces(self) -> bool:
-        """Whether options are forced alone."""
+        """Whether single options are forced (estimator ``measured``)."""
         return self.drift and self.estimator == "measured"
 
     @property
@@ -54,11 +54,11 @@ class Probes:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the schedule, which fills the pipeline once.
+    """One call of the pipeline schedule.
 
     Attributes:
-        kind: of the ``probe`` event that counts it.
-        microbatches: passes of a microbatch that each rank runs in it.
+        kind: the kind of the ``probe`` event that counts the call.
+        microbatches: microbatches that each rank runs in the call.
     """
 
     kind: str
@@ -66,13 +66,19 @@ class Call:
 
 
 def probe_microbatches(layout: Layout, probes: Probes) -> int:
-    """Microbatches a rank runs in one pass: an interleaved schedule needs whole groups of them."""
+    """Return the microbatches that a rank runs in one pass. An interleaved schedule needs whole groups of them."""
     group = _group(layout)
     return min(-(-min(probes.microbatches, layout.microbatches) // group) * group, layout.microbatches)
 
 
 def calls(layout: Layout, probes: Probes, formats: Sequence[str]) -> tuple[Call, ...]:
-    """All calls of one update that measures ``formats`` (without bf16), in order; without pins."""
+    """Return all calls of an update in order. Pins are not considered.
+
+    Args:
+        layout: the sizes.
+        probes: the settings.
+        formats: the formats that the update measures, without bf16.
+    """
     if not probes.updates:
         return ()
     each = probe_microbatches(layout, probes)
@@ -89,7 +95,7 @@ def calls(layout: Layout, probes: Probes, formats: Sequence[str]) -> tuple[Call,
 
 
 def microbatches_by_kind(made: Sequence[Call]) -> Mapping[str, int]:
-    """Kind of ``probe`` event → its ``passes``."""
+    """Return kind of ``probe`` event → its field ``passes``."""
     counts: Counter[str] = Counter()
     for call in made:
         counts[call.kind] += call.microbatches
@@ -98,23 +104,23 @@ def microbatches_by_kind(made: Sequence[Call]) -> Mapping[str, int]:
 
 # -- estimator measured ----------------------------------------------------------------------------------------
 def measurements(probes: Probes) -> int:
-    """Of one update: on the first microbatches, and on others of their own."""
+    """Return the number of measurements of an update; with ``measured_twice`` a second one on other microbatches."""
     return 0 if not probes.forces else 2 if probes.measured_twice else 1
 
 
 def trials(layout: Layout, probes: Probes, formats: Sequence[str]) -> tuple[Trial, ...]:
-    """What one measurement forces; which units it renews differs between updates, how many does not."""
+    """Return the trials of one measurement. Their number is the same at every update, their options are not."""
     names = [str(LinearId(layer, kind)) for layer in range(layout.model.blocks) for kind in LINEAR_KINDS]
     never = dict.fromkeys(all_units(names), -1.0)
     return plan_trials(names, formats, choose_units(never, probes.measured_share, seed=0))
 
 
 def forced_passes(layout: Layout, probes: Probes, formats: Sequence[str]) -> int:
-    """Microbatch passes of one measurement on each rank, the pass without any option aside."""
+    """Return the microbatch passes of one measurement on each rank, without the pass that forces no option."""
     seen = tuple(range(probe_microbatches(layout, probes)))
     return len(Schedule(trials(layout, probes, formats), seen, _group(layout)).slots)
 
 
 def _group(layout: Layout) -> int:
-    """Microbatches that Megatron's interleaved schedule takes together, where nothing else is said."""
+    """Return the default size of the groups of microbatches in Megatron's interleaved schedule."""
     return layout.pp if layout.vpp > 1 else 1

@@ -1,4 +1,4 @@
-"""What a plan asks of the solver: a budget, candidate formats, and where the losses come from."""
+"""The budget of a plan as a Problem: candidate formats, costs and losses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
-from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, split_option_id
-from snip_megatron.solver.costs import BITS, with_times
-from snip_megatron.solver.problem import Budget, Choice, Item, Problem
+from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, LinearId, split_option_id
+from snip_megatron.solver.items import Budget, Choice, Item
+from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.timing.cost_model import with_times
 
 KINDS = ("fp4", "speedup", "step", "loss")
 GRANULARITIES = ("gemm", "layer")
@@ -24,15 +25,17 @@ _TIMED = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
 
 @dataclass(frozen=True)
 class Question:
-    """A budget as ``--snip-budget`` gives it, and ``step``.
+    """A budget and what it is solved with.
 
     Attributes:
-        kind: ``fp4`` (share of FLOPs), ``speedup`` (of the linears, on the slowest stage), ``loss``, or ``step``
+        kind: ``fp4`` (share of FLOPs), ``speedup`` (of the linears on the slowest stage), ``loss``, or ``step``
             (speedup of the whole step).
-        wanted: its figure.
-        formats: candidates.
-        granularity, tolerance: as ``--snip-granularity`` and ``--snip-stage-tolerance`` (None: no stage constraint).
-        statistics: a run's ``stats/step_<N>.npz``; None: synthetic losses of ``seed``.
+        wanted: the value of the budget.
+        formats: the candidate formats.
+        granularity: ``--snip-granularity``.
+        tolerance: ``--snip-stage-tolerance``; None for no constraint of stages.
+        statistics: a run's ``stats/step_<N>.npz``; None for synthetic losses.
+        seed: the seed of synthetic losses.
     """
 
     kind: str
@@ -45,7 +48,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """As the user wrote it."""
+        """The budget as an argument, such as ``fp4=0.75``."""
         return f"{self.kind}={self.wanted:g}"
 
 
@@ -59,7 +62,20 @@ def parse_question(
     statistics: Path | None,
     seed: int,
 ) -> Question:
-    """A question from arguments; ``measured``: formats that the cost model knows. Raises SnipError."""
+    """Parse the arguments of ``snip plan``.
+
+    Args:
+        budget: ``KIND=VALUE``.
+        formats: the candidate formats, comma separated; None for the default of the kind of budget.
+        measured: the formats that the cost model can predict.
+        granularity: see :class:`Question`.
+        tolerance: see :class:`Question`.
+        statistics: see :class:`Question`.
+        seed: see :class:`Question`.
+
+    Raises:
+        SnipError: the budget or a format is invalid.
+    """
     kind, _, figure = budget.partition("=")
     try:
         wanted = float(figure)
@@ -67,13 +83,13 @@ def parse_question(
         wanted = math.nan
     if kind not in KINDS or not math.isfinite(wanted):
         raise SnipError(
-            f"--budget {budget}: must be fp4=SHARE, speedup=FACTOR (of the linears), step=FACTOR (of the whole step) or"
-            " loss=BOUND"
+            f"--budget {cut(budget)}: must be fp4=SHARE, speedup=FACTOR (of the linears), step=FACTOR (of the whole"
+            " step) or loss=BOUND"
         )
     if kind == "fp4" and not 0 <= wanted <= 1:
-        raise SnipError(f"--budget {budget}: a share lies between 0 and 1")
+        raise SnipError(f"--budget {cut(budget)}: a share lies between 0 and 1")
     if kind in ("speedup", "step") and wanted < 1:
-        raise SnipError(f"--budget {budget}: a speedup is 1 or more")
+        raise SnipError(f"--budget {cut(budget)}: a speedup is 1 or more")
     if formats is None:
         chosen = _PAPER if kind == "fp4" else tuple(fmt for fmt in _TIMED if fmt in measured)
     else:
@@ -81,7 +97,7 @@ def parse_question(
         unknown = [name for name in names if name not in Format._value2member_map_]
         if unknown or len(set(names)) != len(names):
             known = ", ".join(fmt.value for fmt in Format)
-            raise SnipError(f"--formats {formats}: give distinct names among {known}")
+            raise SnipError(f"--formats {cut(formats)}: give distinct names among {known}")
         chosen = tuple(Format(name) for name in names)
     missing = [fmt.value for fmt in chosen if fmt not in measured]
     if missing:
@@ -90,7 +106,7 @@ def parse_question(
 
 
 def pose(question: Question, step: StepModel) -> Problem:
-    """The Problem of the question. Raises SnipError on statistics of another model or without the formats."""
+    """Build the Problem of a question. Raises SnipError if the statistics are of another model or lack a format."""
     layout = step.layout
     budget = Budget(target=question.wanted, stage_tolerance=question.tolerance)
     if question.kind != "fp4":
@@ -108,7 +124,7 @@ def pose(question: Question, step: StepModel) -> Problem:
 
 
 def _items(question: Question, layout: Layout) -> list[Item]:
-    """Items with costs in FLOPs a step, of which 4 bits save all."""
+    """Return items with costs in FLOPs a step. A 4-bit format saves the whole cost."""
     losses = _losses(question, layout)
     stages = layout.stage_of()
     items = []
@@ -116,7 +132,7 @@ def _items(question: Question, layout: Layout) -> list[Item]:
         linear, gemm = split_option_id(key)
         n, k = layout.model.linears[linear.kind]
         cost = 2.0 * layout.seq_length * layout.global_batch_size * n * k * (1 if gemm is not None else 3)
-        choices = tuple(Choice(fmt, loss, cost if BITS[fmt] == 4 else 0.0) for fmt, loss in by_format.items())
+        choices = tuple(Choice(fmt, loss, cost if fmt in FOUR_BIT else 0.0) for fmt, loss in by_format.items())
         items.append(Item(key, stages[linear.layer], cost, choices))
     return items
 
@@ -143,7 +159,7 @@ def _losses(question: Question, layout: Layout) -> Mapping[str, Mapping[Format, 
 
 
 def _restaged(table: StatisticsTable, layout: Layout, path: Path) -> StatisticsTable:
-    """The table with this layout's stages; its linears must be this model's."""
+    """Return the table with the stages of this layout. Raises SnipError if its linears are not those of the model."""
     wanted = {
         str(LinearId(layer, kind)): layout.model.linears[kind]
         for layer in range(layout.model.blocks)

@@ -1,30 +1,32 @@
-"""How fast what no format changes runs: attention, memory, links. Measured where a table has it, else as stated."""
+"""Rates of what does not depend on formats: attention, memory, links. They are measured, or assumed by default."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from snip_megatron.solver.costs import FLOPS_RATE, CostModel
-from snip_megatron.solver.log_grid import LogGrid
-from snip_megatron.solver.timing_model import TimingModel
+from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel
+from snip_megatron.timing.log_grid import LogGrid
+from snip_megatron.timing.table_model import TimingModel
 
 STATED_ATTENTION = 0.45
-"""Share of bf16's rate that causal attention reaches where nothing was measured, forward and backward."""
+"""Assumed rate of causal attention as a share of the bf16 rate, if the table has no measurement."""
 STATED_COPY = 4.0e12
-"""Bytes a second of a copy where nothing was measured."""
+"""Assumed bytes a second of a copy, if the table has no measurement."""
 ELEMENTWISE = 0.75
-"""Share of a copy's bandwidth that norms, SwiGLU, RoPE and additions reach."""
+"""Bandwidth of norms, SwiGLU, RoPE and additions as a share of a copy's."""
 ATTENTION_BACKWARD = 2.5
-"""FLOPs of attention's backward over its forward's."""
+"""FLOPs of attention's backward divided by those of its forward."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second that one GPU sends: within a node, and between nodes.
+    """Achieved bandwidths of the network.
 
     Attributes:
-        node_size: GPUs a node. within, between: achieved bandwidths.
+        node_size: GPUs of a node.
+        within: bytes a second that one GPU sends within a node.
+        between: bytes a second that one GPU sends between nodes.
     """
 
     node_size: int = 8
@@ -32,31 +34,30 @@ class Links:
     between: float = 40e9
 
     def of(self, ranks: int) -> float:
-        """Bandwidth of a group that spans ``ranks`` consecutive GPUs."""
+        """Return the bandwidth of a group that spans ``ranks`` consecutive GPUs."""
         return self.within if ranks <= self.node_size else self.between
 
 
 class Rates:
-    """Times of what is not a decoder linear.
+    """Times of everything except the decoder's linears.
 
     Args:
-        model: the cost model; its table, if it has one, also says how fast attention and memory are.
+        model: the cost model. If it has a table, the rates of attention and memory are taken from it.
     """
 
     def __init__(self, model: CostModel) -> None:
         table = model.table if isinstance(model, TimingModel) else None
-        self.measured_attention = bool(table and table.attention)
-        self._copy = table.copy_rate if table is not None and table.copy_rate is not None else STATED_COPY
-        self.measured_copy = table is not None and table.copy_rate is not None
-        self._grid = LogGrid(table.attention) if table is not None and table.attention else None
+        attention = {} if table is None else table.attention
+        self._measured_copy = None if table is None else table.copy_rate
+        self._copy = STATED_COPY if self._measured_copy is None else self._measured_copy
+        self._grid = LogGrid(attention) if attention else None
         self._rates = [
-            {size: _attention_flops(*size) * factor / times[i] for size, times in table.attention.items()}
+            {size: _attention_flops(*size) * factor / times[i] for size, times in attention.items()}
             for i, factor in ((0, 1.0), (1, ATTENTION_BACKWARD))
-            if table is not None
         ]
 
     def attention(self, sequence: int, heads: int, head_size: int, batch: int) -> tuple[float, float]:
-        """Seconds of causal attention of ``batch`` sequences, forward and backward."""
+        """Return the seconds of causal attention of ``batch`` sequences, forward and backward."""
         forward, backward = (
             batch * _attention_flops(sequence, heads, head_size) * f for f in (1.0, ATTENTION_BACKWARD)
         )
@@ -66,14 +67,14 @@ class Rates:
         return forward / rates[0], backward / rates[1]
 
     def memory(self, moved: float) -> float:
-        """Seconds of element-wise kernels that read and write ``moved`` bytes."""
+        """Return the seconds of element-wise kernels that read and write ``moved`` bytes."""
         return moved / (self._copy * ELEMENTWISE)
 
     def assumptions(self, links: Links) -> tuple[str, ...]:
-        """What stands behind these times."""
+        """Return the assumptions behind the times, a sentence each."""
         stated = f"stated at {STATED_ATTENTION * FLOPS_RATE / 1e12:.0f} TFLOP/s"
-        attention = "as torch's fused kernel was measured" if self.measured_attention else stated
-        copy = "measured" if self.measured_copy else "stated"
+        attention = stated if self._grid is None else "as torch's fused kernel was measured"
+        copy = "stated" if self._measured_copy is None else "measured"
         return (
             f"attention: causal, backward {ATTENTION_BACKWARD:g} × the forward's FLOPs, {attention}",
             f"norms, RoPE, SwiGLU, additions, embedding, loss, optimizer: bytes moved at {ELEMENTWISE:.0%} of a copy's"
@@ -84,5 +85,5 @@ class Rates:
 
 
 def _attention_flops(sequence: int, heads: int, head_size: int) -> float:
-    """Of the forward of one sequence: two products, half of them masked."""
+    """Return the FLOPs of the forward of one sequence: two GEMMs, of which half is masked."""
     return 2.0 * math.prod((sequence, sequence, heads, head_size))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from snip_megatron.planner.host import REMEDY
+
 Body = dict[str, Any]
 _GIB = 2.0**30
 
 
 def render(plan: Body) -> str:
-    """Tables for a terminal: everything but the details that only the JSON has."""
+    """Return the plan as tables for a terminal. The JSON has more details."""
     sections = (_head(plan), _linears(plan), _stages(plan), _steps(plan), _budget(plan), _overhead(plan))
     assumptions = "\n".join(["assumptions", *(f"  - {line}" for line in plan["assumptions"])])
     return "\n\n".join([*sections, assumptions]) + "\n"
@@ -21,6 +23,7 @@ def _head(plan: Body) -> str:
     virtual = f" × VPP {layout['vpp']}" if layout["vpp"] > 1 else ""
     extras = [name for name in ("sequence_parallel", "distributed_optimizer") if layout[name]]
     extras += [f"recompute {layout['recompute']}"] if layout["recompute"] != "none" else []
+    extras += [f"CUDA graphs {layout['cuda_graph_impl']}"] if layout["cuda_graph_impl"] != "none" else []
     noted = f"; {', '.join(extras).replace('_', ' ')}" if extras else ""
     return (
         f"{model['name']}: {model['parameters'] / 1e9:.2f} B parameters, {model['blocks']} blocks\n"
@@ -85,12 +88,19 @@ def _steps(plan: Body) -> str:
             f"{step['linear_flops_per_second_per_gpu'] / 1e12:.0f}",
             f"{step['balance']:.1%}",
             f"{step['bubble']:.1%}",
-            "host-bound" if step["host_bound"] else "",
+            _host(step),
         ]
         for name, step in plan["steps"].items()
     ]
     head = ["step", "seconds", "speedup", "of linears", "tokens/s/GPU", "TFLOP/s/GPU", "balance", "bubble", ""]
-    return _table(head, rows)
+    bound = any(step["host_bound"] for step in plan["steps"].values())
+    return _table(head, rows) + (f"\n  host-bound: the GPU waits for its host: {REMEDY}" if bound else "")
+
+
+def _host(step: Body) -> str:
+    if not step["host_bound"]:
+        return ""
+    return "likely host-bound" if step["host"] is None else f"host-bound: launches {step['host']:.3f} s"
 
 
 def _budget(plan: Body) -> str:
@@ -109,12 +119,15 @@ def _overhead(plan: Body) -> str:
     if not costs["passes"]:
         return f"policy {costs['policy']}: its map is fixed, nothing is measured"
     source = f"estimator {costs['estimator']}" if costs["policy"] == "snip" else f"policy {costs['policy']}"
+    seconds = costs["recapture_seconds"]
+    recapture = f"  adoption of another map: CUDA graphs are captured anew in {seconds:.2f} s\n" if seconds else ""
     kinds = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in costs["by_kind"].items())
     return (
         f"an update of SNIP ({source}): {costs['microbatches']} microbatch passes a GPU ({kinds}) in {costs['passes']}"
         f" calls of the schedule,\n"
         f"  {costs['steps']:.2f} bf16 steps ({costs['seconds']:.2f} s, {costs['reducing_seconds']:.2f} s of it for"
         f" gradients over data parallel ranks); every {costs['interval']} steps {costs['share']:.2%} of training\n"
+        f"{recapture}"
         f"  moved: table {_size(costs['gathered'])}, column norms {_size(costs['column_bytes'])}, probe gradients"
         f" {_size(costs['gradient_bytes'])} a GPU; map {_size(costs['broadcast'])}; {costs['per_step']} bytes each step"
     )

@@ -1,4 +1,4 @@
-"""Seconds of a training step: decoder linears by the cost model, the rest by simple, stated rules (README.md)."""
+"""Predicted seconds of a training step. The cost model predicts the linears, simple rules the rest (README.md)."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from snip_megatron.planner.host import Host, host_seconds
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
-from snip_megatron.solver.costs import CostModel, Formats, LinearShape
+from snip_megatron.timing.cost_model import CostModel
+from snip_megatron.timing.shapes import Formats, LinearShape
 
 ASSUMPTIONS = (
     "step: the slowest stage's work times 1 + (pp − 1) / (vpp · microbatches), plus exposed gradient and parameter"
     " communication and the optimizer; data parallel ranks are equally fast",
     "tensor parallel communication: the forward's is exposed, the backward's hides behind weight gradients; pipeline"
     " sends are exposed unless the pipeline is virtual",
-    "the launching thread keeps up (see host seconds); data loading, logging and checkpoints take no time",
+    "data loading, logging and checkpoints take no time",
 )
 
 ALL_BF16: Formats = (Format.BF16,) * 3
-# Tensors read and written by a block's element-wise kernels: forward, backward.
+# Tensors that a block's element-wise kernels read and write in the forward and in the backward.
 _NORM, _ADD, _ROPE, _SWIGLU = (2, 3), (3, 3), (2, 2), (3, 5)
-_LOSS_BYTES = 20  # a logit: read bf16; FP32 written, read, written, read; bf16 gradient written
-_EMBEDDING_BYTES = 10  # a feature of a token: read and written in bf16, its gradient read in bf16 and added in FP32
-_OPTIMIZER_BYTES = 34  # a parameter: gradient and its norm, master, two moments read and written, bf16 weight written
-_ZERO_BYTES = 4  # the gradient buffer is cleared
+_LOSS_BYTES = 20  # per logit: read in bf16; written, read, written, read in FP32; gradient written in bf16
+_EMBEDDING_BYTES = 10  # per feature of a token: read and written in bf16; gradient read in bf16 and added in FP32
+_OPTIMIZER_BYTES = 34  # per parameter: gradient and its norm, master weight, two moments, bf16 weight
+_ZERO_BYTES = 4  # per parameter: the gradient buffer is cleared
 _HOST_BOUND = 3.0
-"""A stage's work over ``host`` below which the host was seen to hold a step up: linears launched in a loop cost it less
-than in a training step, which launches much besides (README.md, Known limitations)."""
+"""Without a measurement of a training's launches, a step is likely bound by the host if a stage's work is less than
+this multiple of the launches of its linears in a loop (README.md, Known limitations)."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,15 @@ class StageTime:
     """Seconds that one GPU of a stage works in a step.
 
     Attributes:
-        linears: decoder linears with their quantisation. attention, elementwise: of the blocks.
-        ends: embedding, output layer and loss. tensor_parallel, pipeline: exposed communication.
-        host: seconds that launching the linears keeps the thread busy (not part of the others).
+        linears: decoder linears with their quantisation.
+        attention: attention of the blocks.
+        elementwise: element-wise kernels of the blocks.
+        ends: embedding, output layer and loss.
+        tensor_parallel: exposed tensor parallel communication.
+        pipeline: exposed pipeline communication.
+        host: seconds for which launching occupies the launching thread. They overlap with the others.
+        host_known: whether ``host`` is that of a whole training, which the stage cannot be faster than. Otherwise it
+            is that of the linears alone.
     """
 
     linears: float
@@ -49,30 +57,38 @@ class StageTime:
     tensor_parallel: float
     pipeline: float
     host: float = 0.0
+    host_known: bool = False
 
     @property
     def other(self) -> float:
-        """What no format changes."""
+        """Seconds that do not depend on formats."""
         return math.fsum((self.attention, self.elementwise, self.ends, self.tensor_parallel, self.pipeline))
 
     @property
-    def total(self) -> float:
-        """All of it."""
+    def work(self) -> float:
+        """Seconds that the GPU works."""
         return self.linears + self.other
 
     @property
+    def total(self) -> float:
+        """Seconds of the stage: of the GPU's work or of its launching, whichever takes longer."""
+        return max(self.work, self.host) if self.host_known else self.work
+
+    @property
     def host_bound(self) -> bool:
-        """Whether the GPU is likely to wait for its host."""
-        return self.total < _HOST_BOUND * self.host
+        """Whether the GPU waits for its host, or is likely to."""
+        return self.work < (self.host if self.host_known else _HOST_BOUND * self.host)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step.
+    """The time of a training step.
 
     Attributes:
-        stages: work by stage. bubble: step time over the slowest stage's work.
-        data_parallel, optimizer: exposed seconds after the pipeline.
+        stages: work by stage.
+        bubble: the pipeline's time divided by the slowest stage's work.
+        data_parallel: seconds of exposed data parallel communication after the pipeline.
+        optimizer: seconds of the optimizer.
     """
 
     stages: tuple[StageTime, ...]
@@ -92,7 +108,7 @@ class StepTime:
 
     @property
     def balance(self) -> float:
-        """Mean work of the stages over the slowest's."""
+        """The mean work of the stages divided by that of the slowest stage."""
         return math.fsum(stage.total for stage in self.stages) / len(self.stages) / self.slowest
 
 
@@ -100,7 +116,9 @@ class StepModel:
     """Predicts steps of one layout.
 
     Args:
-        layout: sizes. model: times of linears. links: bandwidths.
+        layout: the sizes.
+        model: predicts the times of linears.
+        links: bandwidths of the network; None for the default.
     """
 
     def __init__(self, layout: Layout, model: CostModel, links: Links | None = None) -> None:
@@ -108,23 +126,41 @@ class StepModel:
         self.model = model
         self.links = links or Links()
         self.rates = Rates(model)
+        self.host = Host(layout, model)
         self.shapes: Mapping[str, LinearShape] = layout.linear_shapes()
         self._linears: dict[tuple[str, Formats], float] = {}
 
     # -- steps ---------------------------------------------------------------------------------------------------
     def step(self, formats_of: FormatsOf) -> StepTime:
-        """The step when every linear runs in its formats."""
+        """Predict the step in which the linears run in the formats of ``formats_of``."""
         stages = tuple(self._stage(stage, formats_of) for stage in range(self.layout.pp))
         data_parallel, optimizer = self._after(max(stage.total for stage in stages))
         return StepTime(stages, self.layout.bubble, data_parallel, optimizer)
 
     def fixed_seconds(self) -> dict[int, float]:
-        """Stage → seconds a step that no choice changes, in the scale of the linears' seconds: the ``fixed_cost`` of a
-        budget of kind ``speedup`` or ``loss``. Time after the pipeline is divided by the bubble's factor, so that the
-        slowest stage's sum times that factor is the step."""
+        """Return stage → seconds of a step that do not depend on formats, for the ``fixed_cost`` of a budget.
+
+        The time after the pipeline is divided by the factor of the bubble, so that the sum of the slowest stage times
+        this factor is the step time.
+        """
         bf16 = self.step(lambda block, kind: ALL_BF16)
-        after = (bf16.data_parallel + bf16.optimizer) / bf16.bubble
+        after = self._after_stage(bf16)
         return {stage: time.other + after for stage, time in enumerate(bf16.stages)}
+
+    def host_seconds(self) -> tuple[dict[int, float], dict[str, float]] | None:
+        """Return the launching of a step for the predictions of a run; None if the host is not modelled.
+
+        The first dictionary is stage → seconds in bf16, with the same time after the pipeline as in
+        :meth:`fixed_seconds`. The second one is format → seconds that a GEMM in this format adds.
+        """
+        if not self.host.known:
+            return None
+        after = self._after_stage(self.step(lambda block, kind: ALL_BF16))
+        return host_seconds(self.host, self.layout.pp, after, self.model.formats)
+
+    @staticmethod
+    def _after_stage(step: StepTime) -> float:
+        return (step.data_parallel + step.optimizer) / step.bubble
 
     # -- one stage -----------------------------------------------------------------------------------------------
     def _stage(self, stage: int, formats_of: FormatsOf) -> StageTime:
@@ -143,18 +179,19 @@ class StepModel:
             ends=layout.microbatches * self._ends(stage),
             tensor_parallel=count * self._tensor_parallel(),
             pipeline=layout.microbatches * self._pipeline(stage),
-            host=layout.microbatches * math.fsum(self._host(formats) for _, formats in each),
+            host=self._host(stage, [formats for _, formats in each]),
+            host_known=self.host.known,
         )
 
     def linear(self, kind: str, formats: Formats) -> float:
-        """Seconds a step of one linear of that kind."""
+        """Return the seconds of one linear of a kind in a step."""
         key = (kind, formats)
         if key not in self._linears:
             self._linears[key] = self.model.linear_seconds(self.shapes[kind], formats)
         return self._linears[key]
 
     def _block_bytes(self) -> float:
-        """Bytes that a block's element-wise kernels read and write in one microbatch."""
+        """Return the bytes that a block's element-wise kernels read and write in one microbatch."""
         layout, model = self.layout, self.layout.model
         runs = (2, 1) if layout.recompute == "full" else (1, 1)
         stream = layout.tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
@@ -168,7 +205,7 @@ class StepModel:
         return 2.0 * tensors
 
     def _ends(self, stage: int) -> float:
-        """Embedding, output layer and loss of one microbatch."""
+        """Return the seconds of embedding, output layer and loss of one microbatch."""
         layout = self.layout
         features = layout.tokens * layout.model.hidden
         seconds = self.rates.memory(_EMBEDDING_BYTES * features) if stage == 0 else 0.0
@@ -179,13 +216,20 @@ class StepModel:
             seconds += self.rates.memory(_LOSS_BYTES * layout.tokens * rows + 2 * sum(_NORM) * features)
         return seconds
 
-    def _host(self, formats: Formats) -> float:
-        host = getattr(self.model, "host_seconds", None)
-        return 0.0 if host is None else float(host(formats))
+    def _host(self, stage: int, linears: list[Formats]) -> float:
+        if self.host.known:
+            return self.host.stage(stage, linears)
+        alone = getattr(self.model, "host_seconds", None)
+        if alone is None:
+            return 0.0
+        return self.layout.microbatches * math.fsum(alone(formats) for formats in linears)
 
     # -- communication -------------------------------------------------------------------------------------------
     def _tensor_parallel(self) -> float:
-        """Of one block's forward in one microbatch: two reductions (or a gather and a scatter each) of the stream."""
+        """Return the exposed seconds of one block in one microbatch.
+
+        The forward reduces the residual stream twice (with sequence parallelism: reduce-scatter and all-gather).
+        """
         layout = self.layout
         if layout.tp == 1:
             return 0.0
@@ -194,7 +238,7 @@ class StepModel:
         return runs * 2 * sent / self.links.of(layout.tp)
 
     def _pipeline(self, stage: int) -> float:
-        """Sends of one microbatch to both neighbours."""
+        """Return the seconds of one microbatch's sends to both neighbours."""
         layout = self.layout
         if layout.pp == 1 or layout.vpp > 1:
             return 0.0
@@ -203,11 +247,12 @@ class StepModel:
         return neighbours * sent / self.links.of(2 * layout.tp * layout.dp)
 
     def _after(self, slowest: float) -> tuple[float, float]:
-        """Exposed data parallel communication and the optimizer, of the stage with most parameters."""
+        """Return the seconds of exposed data parallel communication and of the optimizer, on the largest stage."""
         layout = self.layout
         parameters = max(layout.stage_parameters(stage) for stage in range(layout.pp))
         shards = layout.dp if layout.distributed_optimizer else 1
         optimizer = self.rates.memory(_OPTIMIZER_BYTES * parameters / shards + _ZERO_BYTES * parameters)
+        optimizer = max(optimizer, self.host.step)
         if layout.dp == 1:
             return 0.0, optimizer
         ring = (layout.dp - 1) / layout.dp / self.links.of(layout.tp * layout.dp)

@@ -1,4 +1,4 @@
-"""Losses of a model that nobody has trained yet: seeded and heavy-tailed, as measured ones are."""
+"""Synthetic losses for a model without statistics. They are seeded, and heavy-tailed as measured losses are."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FORMAT_LOSS: Mapping[Format, float] = {
     Format.MXFP4: 0.8,
     Format.FP4: 1.0,
 }
-"""Loss of a format over fp4's."""
+"""The loss of a format relative to fp4."""
 
-_UNIT = 1e-5  # of a median fp4 option, in nats or thereabouts
+_UNIT = 1e-5  # loss of a median fp4 option, roughly in nats
 _KIND = (1.0, 0.6, 1.5, 2.5)  # qkv, proj, fc1, fc2
 _GEMM = (10.0, 3.0, 1.0)  # fprop, dgrad, wgrad
 _SPREAD, _FORMAT_SPREAD = 1.5, 0.3
@@ -33,7 +33,7 @@ _SPREAD, _FORMAT_SPREAD = 1.5, 0.3
 def synthetic_losses(
     blocks: int, formats: Sequence[Format], seed: int, *, granularity: str = "gemm"
 ) -> dict[str, dict[Format, float]]:
-    """Option id → format → loss, to four digits, the same for equal seeds."""
+    """Return option id → format → loss, rounded to four significant digits. Equal seeds give equal losses."""
     rng = np.random.default_rng(seed)
     block = np.arange(blocks)[:, None, None]
     depth = 1 + 0.8 * np.exp(-block / 4) + 0.5 * np.exp((block + 1 - blocks) / 4)

@@ -1,6 +1,5 @@
-"""Formats and rounding: the plain torch reference; Triton kernels beside it compute the same numbers."""
+"""Number formats and rounding in plain torch. ``kernels`` has the same functions in Triton, with the same results."""
 
-from snip_megatron.quantization.formats import FOUR_BIT
 from snip_megatron.quantization.reference import (
     Quantized,
     fake_quantize,
@@ -11,7 +10,6 @@ from snip_megatron.quantization.reference import (
 from snip_megatron.quantization.rounding import derive_seed, derive_seeds, random_normal, random_signs
 
 __all__ = [
-    "FOUR_BIT",
     "Quantized",
     "derive_seed",
     "derive_seeds",

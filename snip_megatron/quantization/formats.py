@@ -1,6 +1,6 @@
-"""The element formats and their scaling: one frozen table that every quantiser reads.
+"""The table of number formats: element type, scaling and tile shape of each.
 
-Sources: METHOD, Formats (fp8, fp4, fp8_tensor); OCP Microscaling Formats 1.0 (mxfp4, mxfp8); NVIDIA's NVFP4 (nvfp4).
+Sources: docs/method.md (fp8, fp4, fp8_tensor); OCP Microscaling Formats 1.0 (mxfp4, mxfp8); NVIDIA's NVFP4 (nvfp4).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Format
 
 TILE = 128
@@ -17,12 +17,12 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Element:
-    """A small float: sign, exponent, ``mantissa_bits``; no infinities.
+    """A small floating-point type without infinities: a sign bit, exponent bits and mantissa bits.
 
     Attributes:
         mantissa_bits: explicit bits of the mantissa.
-        min_exponent: exponent of the smallest normal number; below it the spacing stays the same.
-        max_exponent: exponent of the largest number (``emax`` of the OCP text).
+        min_exponent: exponent of the smallest normal number. Subnormal numbers have the same spacing.
+        max_exponent: exponent of the largest number (``emax`` in the OCP text).
         maximum: the largest finite number.
     """
 
@@ -37,7 +37,7 @@ E4M3 = Element(mantissa_bits=3, min_exponent=-6, max_exponent=8, maximum=448.0)
 
 
 class Scaling(Enum):
-    """How a tile's scale is stored."""
+    """How the scale of a tile is stored."""
 
     FP32 = "fp32"  # amax / maximum, an FP32 number per tile
     FP32_TENSOR = "fp32_tensor"  # the same, the whole tensor is one tile
@@ -47,7 +47,14 @@ class Scaling(Enum):
 
 @dataclass(frozen=True)
 class FormatSpec:
-    """One row of the table: element, scaling and the tile's edge (None: the paper's 128, or the whole tensor)."""
+    """One row of the table.
+
+    Attributes:
+        element: the element type.
+        scaling: how scales are stored.
+        tile: edge of a tile; 0 if the whole tensor has one scale.
+        square_blocks: whether granularity "block" means tile×tile. The other formats ignore the granularity.
+    """
 
     element: Element
     scaling: Scaling
@@ -55,7 +62,9 @@ class FormatSpec:
     square_blocks: bool  # whether granularity "block" means tile×tile; otherwise it is ignored
 
     def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
-        """(rows, columns) of a tile that runs along ``axis`` (1: last dimension, 0: first) or of a square block."""
+        """Return the (rows, columns) that share a scale: a square block, or a tile along ``axis`` (0, or 1 for the
+        last).
+        """
         if block and self.square_blocks:
             return self.tile, self.tile
         return (self.tile, 1) if axis == 0 else (1, self.tile)
@@ -70,14 +79,11 @@ SPECS: dict[Format, FormatSpec] = {
     Format.MXFP8: FormatSpec(E4M3, Scaling.E8M0, 32, False),
 }
 
-FOUR_BIT = frozenset({Format.FP4, Format.NVFP4, Format.MXFP4})
-"""Formats whose gradients are rounded stochastically (METHOD, Formats)."""
-
 
 def resolve(format: Format | str) -> Format:
-    """The quantised :class:`Format` of a name. Raises SnipError for bf16 and unknown names."""
+    """Return the quantised :class:`Format` with this name. Raises SnipError for bf16 and unknown names."""
     value = format.value if isinstance(format, Format) else format
     for known in SPECS:
         if known.value == value:
             return known
-    raise SnipError(f"format {value!r} cannot be quantised to (known: {', '.join(f.value for f in SPECS)})")
+    raise SnipError(f"format {quoted(value)} cannot be quantised to (known: {', '.join(f.value for f in SPECS)})")

@@ -1,7 +1,8 @@
-"""Quantised operands as GEMM kernels take them: K-major E4M3 storage and FP32 scales, built in plain torch.
+"""Quantised GEMM operands in plain torch: K-major E4M3 storage with FP32 scales.
 
-The Triton kernels compute the same under the same names. An E2M1 number is exact in E4M3, so fp4 has fp8's storage.
-Layouts are those of cuBLAS' block-scaled GEMM on Hopper (``torch.nn.functional.scaled_mm``).
+The layouts are those of cuBLAS' block-scaled GEMM on Hopper (``torch.nn.functional.scaled_mm``). Every E2M1 number is
+exact in E4M3, so fp4 operands have the storage of fp8 operands. ``kernels/quantize.py`` has the same functions in
+Triton, with the same bytes; this module is their reference, and runs where the kernels do not.
 """
 
 from __future__ import annotations
@@ -14,38 +15,43 @@ import torch
 from torch import Tensor
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format
-from snip_megatron.quantization.formats import FOUR_BIT, TILE, resolve
+from snip_megatron.precision import FOUR_BIT, Format
+from snip_megatron.quantization.formats import TILE, resolve
 from snip_megatron.quantization.reference import Quantized, fake_quantize, quantize
+from snip_megatron.quantization.rounding import Key
 
 STORED = (Format.FP8, Format.FP4)
-"""Formats of 1×128 tiles and 128×128 blocks that E4M3 storage with FP32 scales can hold."""
+"""Formats with 1×128 tiles and 128×128 blocks that E4M3 storage with FP32 scales can represent."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a GEMM: ``rows`` vectors of length ``depth`` (the reduction), quantised along the reduction.
+    """One operand of a GEMM: ``rows`` vectors of length ``depth``, quantised along the reduction dimension.
 
     Attributes:
         values: float8_e4m3fn [rows, depth padded with zeros to a multiple of 128], row-major.
-        scale: FP32. Tiles: [rows, ceil(depth/128)], strides (1, rows). Blocks: [ceil(depth/128) padded to a multiple
-            of 4, ceil(rows/128)], strides (1, first size); entries of the padding are 1. Tensor: [1].
+        scale: FP32. Scaling "tile": [rows, ceil(depth/128)] with strides (1, rows). Scaling "block": [ceil(depth/128)
+            padded to a multiple of 4, ceil(rows/128)] with strides (1, first size); entries of the padding are 1.
+            Scaling "tensor": [1].
         scaling: "tile" (1×128), "block" (128×128) or "tensor".
         depth: length of the reduction without padding.
+        unpadded: a contiguous copy [ceil(rows/128), ceil(depth/128)] of a block operand's scales without the padding,
+            for a library that cannot read the padded ones. None if nothing needs a copy.
     """
 
     values: Tensor
     scale: Tensor
     scaling: str
     depth: int
+    unpadded: Tensor | None = None
 
     @property
     def rows(self) -> int:
-        """Vectors that are not reduced over."""
+        """Number of vectors: the size of the dimension that is not reduced over."""
         return self.values.shape[0]
 
     def dequantize(self) -> Tensor:
-        """FP32 [rows, depth]."""
+        """Return the dequantised operand, FP32 [rows, depth]."""
         tiles = self.values.shape[1] // TILE
         if self.scaling == "tensor":
             return self.values[:, : self.depth].to(torch.float32) * self.scale
@@ -58,13 +64,13 @@ class Operand:
 
 @dataclass(frozen=True)
 class Operands:
-    """What one read of a matrix [M, K] gives.
+    """The operands that one read of a matrix [M, K] gives.
 
     Attributes:
-        row: reduction along K: rows = M, depth = K. None when not asked for.
-        col: reduction along M, transposed storage: rows = K, depth = M. None when not asked for.
-        sums: float64 [1 + 2·candidates, K], column sums of x², then for each candidate format of (Q(x) − x)² with
-            tiles along K and of (Q(x) − x)² with tiles along M. None when not asked for.
+        row: the matrix with reduction along K: rows = M, depth = K. None if it was not requested.
+        col: the transposed matrix with reduction along M: rows = K, depth = M. None if it was not requested.
+        sums: float64 [1 + 2·candidates, K]: column sums of x², then for each candidate format those of (Q(x) − x)² with
+            tiles along K and those with tiles along M. None if there are no candidates.
     """
 
     row: Operand | None
@@ -72,85 +78,122 @@ class Operands:
     sums: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Held:
+    """Where a quantised weight is kept from step to step, for graphs that hold its address.
+
+    Attributes:
+        operands: as an earlier call gave them, for the same shape and formats: written anew.
+        current: int32 [1] on the device; where it is not zero, ``operands`` hold this weight already and stay.
+    """
+
+    operands: Operands
+    current: Tensor
+
+
 def quantize_tiles(
     x: Tensor,
     row_format: Format | str | None,
     col_format: Format | str | None,
     *,
-    row_seed: int | None = None,
-    col_seed: int | None = None,
+    row_seed: Key | None = None,
+    col_seed: Key | None = None,
     offset: tuple[int, int] = (0, 0),
     rows: Tensor | None = None,
     cols: Tensor | None = None,
     candidates: Sequence[Format | str] = (),
 ) -> Operands:
-    """1×128 tiles of ``x`` [M, K] along K and along M, each in its own format, and errors of candidate formats.
+    """Quantise ``x`` [M, K] in 1×128 tiles along K and along M, each in a format of its own.
 
     Args:
         x: fp32, bf16 or fp16 [M, K].
-        row_format, col_format: fp8, fp4 or None (not wanted).
-        row_seed, col_seed: round fp4 stochastically with this key, in tiles along K and along M; None: nearest.
-            fp8 rounds to nearest whatever the seed (METHOD, Formats).
-        offset, rows, cols: global position of x's elements, as in ``fake_quantize``.
-        candidates: formats (fp8, fp4) whose errors are summed; they round as the outputs would.
+        row_format, col_format: fp8, fp4, or None to leave that operand out.
+        row_seed, col_seed: seeds of stochastic rounding to fp4, for the tiles along K and along M. None rounds to
+            nearest. fp8 always rounds to nearest (docs/method.md, Formats).
+        offset, rows, cols: global position of the elements of x, as in ``fake_quantize``.
+        candidates: formats (fp8, fp4) whose squared errors are summed. They round as the operands would.
 
     Raises:
-        SnipError: another format, dtype or number of dimensions.
+        SnipError: the format, the dtype or the number of dimensions is not supported.
     """
     where: dict[str, Any] = {"offset": offset, "rows": rows, "cols": cols}
     row = col = None
     if row_format is not None:
-        rounding = _rounding(_stored(row_format), row_seed)
+        rounding = _rounding(stored_format(row_format), row_seed)
         row = _tile_operand(_quantized(x, row_format, **rounding, **where), x.shape[1])
     if col_format is not None:
-        rounding = _rounding(_stored(col_format), col_seed)
+        rounding = _rounding(stored_format(col_format), col_seed)
         q = _quantized(x, col_format, axis=0, **rounding, **where)
         col = _tile_operand(Quantized(q.values.t(), q.scale.t(), (1, TILE)), x.shape[0])
     return Operands(row, col, _error_sums(x, candidates, row_seed, col_seed, where) if candidates else None)
 
 
-def quantize_blocks(w: Tensor, row_format: Format | str | None, col_format: Format | str | None) -> Operands:
-    """128×128 blocks of a weight [N, K]: ``row`` for fprop (reduction K), ``col`` for dgrad (reduction N)."""
+def quantize_blocks(
+    w: Tensor, row_format: Format | str | None, col_format: Format | str | None, *, held: Held | None = None
+) -> Operands:
+    """Quantise a weight [N, K] in 128×128 blocks: ``row`` for fprop (reduction K), ``col`` for dgrad (reduction N).
+
+    With ``held``, the result is written to its operands, which are returned.
+    """
     row = col = None
     if row_format is not None:
-        _stored(row_format)
+        stored_format(row_format)
         row = _block_operand(_quantized(w, row_format, block=True), w.shape[1])
     if col_format is not None:
-        _stored(col_format)
+        stored_format(col_format)
         q = _quantized(w, col_format, block=True)
         col = _block_operand(Quantized(q.values.t(), q.scale.t(), q.tile), w.shape[0])
-    return Operands(row, col)
+    return _kept(Operands(row, col), held)
 
 
-def quantize_tensor(x: Tensor, *, row: bool = True, col: bool = False, amax: Tensor | None = None) -> Operands:
-    """fp8_tensor: one scale, ``amax``/448 (0-dim FP32; default max|x|), in either orientation or both."""
+def quantize_tensor(
+    x: Tensor, *, row: bool = True, col: bool = False, amax: Tensor | None = None, held: Held | None = None
+) -> Operands:
+    """Quantise ``x`` [M, K] to fp8_tensor: E4M3 with one scale, ``amax``/448.
+
+    Args:
+        x: fp32, bf16 or fp16 [M, K].
+        row, col: which operands to return.
+        amax: max|x| of the whole tensor, 0-dim FP32. Default: that of ``x``.
+        held: operands to write the result to, which are returned. Default: new ones.
+    """
     q = quantize(x, Format.FP8_TENSOR, tensor_amax=amax)
     scale = q.scale.view(-1)[:1] if q.scale.numel() else torch.ones(1, device=x.device)
-    return Operands(
+    made = Operands(
         Operand(_stored_values(q.values), scale, "tensor", x.shape[1]) if row else None,
         Operand(_stored_values(q.values.t()), scale, "tensor", x.shape[0]) if col else None,
     )
+    return _kept(made, held)
+
+
+def _kept(made: Operands, held: Held | None) -> Operands:
+    """``made`` where it is to be kept, unless that is current."""
+    if held is None:
+        return made
+    for old, new in ((held.operands.row, made.row), (held.operands.col, made.col)):
+        if old is not None and new is not None:
+            for kept, tensor in ((old.values.view(torch.uint8), new.values.view(torch.uint8)), (old.scale, new.scale)):
+                kept.copy_(torch.where(held.current != 0, kept, tensor))
+    return held.operands
 
 
 def stored_format(format: Format | str) -> Format:
-    """The format if tiles of it fit E4M3 storage with FP32 scales. Raises SnipError."""
-    return _stored(format)
-
-
-def _stored(format: Format | str) -> Format:
+    """Return the format if tiles of it fit E4M3 storage with FP32 scales. Raises SnipError otherwise."""
     known = resolve(format)
     if known not in STORED:
         raise SnipError(f"format {known.value!r} has no E4M3 tiles with FP32 scales (fp8 and fp4 do)")
     return known
 
 
-def _rounding(format: Format, seed: int | None) -> dict[str, Any]:
+def _rounding(format: Format, seed: Key | None) -> dict[str, Any]:
     return {} if seed is None or format not in FOUR_BIT else {"rounding": "stochastic", "seed": seed}
 
 
 def _quantized(x: Tensor, format: Format | str, **options: Any) -> Quantized:
-    """As ``quantize``, but fp4 rounded to nearest has no negative zero: its sign would cost the kernels an instruction
-    an element and changes no product."""
+    """Quantise as ``quantize`` does, but without negative zeros where fp4 rounds to nearest.
+
+    The sign of a zero would cost the kernels an instruction per element, and it changes no product.
+    """
     q = quantize(x, format, **options)
     if resolve(format) in FOUR_BIT and "rounding" not in options:
         q.values.add_(0.0)
@@ -179,12 +222,12 @@ def _block_operand(q: Quantized, depth: int) -> Operand:
 
 
 def _error_sums(
-    x: Tensor, candidates: Sequence[Format | str], row_seed: int | None, col_seed: int | None, where: dict[str, Any]
+    x: Tensor, candidates: Sequence[Format | str], row_seed: Key | None, col_seed: Key | None, where: dict[str, Any]
 ) -> Tensor:
     exact = x.detach().to(torch.float64)
     sums = [exact.square().sum(0)]
     for candidate in candidates:
-        format = _stored(candidate)
+        format = stored_format(candidate)
         for axis, seed in ((-1, row_seed), (0, col_seed)):
             found = fake_quantize(x, format, axis=axis, **_rounding(format, seed), **where)
             sums.append((found.to(torch.float64) - exact).square().sum(0))

@@ -1,17 +1,18 @@
-"""Reference quantisers in plain torch: exact, differentiable nowhere, fast enough to train small models on a CPU."""
+"""Reference quantisers in plain torch. They have no gradient."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import E4M3, SPECS, FormatSpec, Scaling, resolve
-from snip_megatron.quantization.rounding import random_bits, round_to_element
+from snip_megatron.quantization.rounding import Key, random_bits, round_to_element
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRANULARITIES = ("tile", "block")
@@ -24,8 +25,8 @@ class Quantized:
     """A quantised matrix.
 
     Attributes:
-        values: FP32 [rows, cols], numbers of the element format.
-        scale: FP32 [ceil(rows/tile[0]), ceil(cols/tile[1])], what a value is multiplied by.
+        values: FP32 [rows, cols], numbers of the element type.
+        scale: FP32 [ceil(rows/tile[0]), ceil(cols/tile[1])], the factor of the values of a tile.
         tile: (rows, columns) that share a scale.
     """
 
@@ -34,7 +35,7 @@ class Quantized:
     tile: tuple[int, int]
 
     def dequantize(self) -> Tensor:
-        """FP32 [rows, cols]: values · scale."""
+        """Return values · scale, FP32 [rows, cols]."""
         rows, cols = self.values.shape
         tiled = _tiled(_padded(self.values, self.tile), self.tile)
         return _cropped(_untiled(tiled * self.scale[:, None, :, None]), rows, cols)
@@ -49,87 +50,121 @@ def quantize_dequantize(
     seed: int | None = None,
     offset: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Quantise ``x`` and bring it back: the numbers that a GEMM in ``format`` sees.
+    """Quantise ``x`` and dequantise it: the values that a GEMM in ``format`` computes with.
 
     Args:
         x: fp32, bf16 or fp16 [rows, cols].
         format: "fp4", "fp8", "fp8_tensor", "nvfp4", "mxfp4", "mxfp8" or a quantised :class:`Format`.
-        granularity: "tile" (1×128 along the last dimension) or "block" (128×128). fp8_tensor, mxfp4 and mxfp8 ignore
-            it (whole tensor; 1×32); nvfp4 has 1×16 and 16×16.
+        granularity: "tile" (1×128 along the last dimension) or "block" (128×128). nvfp4 has tiles of 1×16 and blocks of
+            16×16. fp8_tensor (one scale for the tensor), mxfp4 and mxfp8 (1×32) ignore the granularity.
         rounding: "nearest" (ties to even) or "stochastic".
         seed: 64-bit seed, required by stochastic rounding.
-        offset: global (row, column) of ``x[0, 0]``: shards then draw what the whole tensor would.
+        offset: global (row, column) of ``x[0, 0]``. A shard then gets the random draws of its part of the whole tensor.
 
     Returns:
-        FP32 [rows, cols]. A NaN or Inf makes its tile NaN; a zero tile stays zero.
+        FP32 [rows, cols]. A tile with a NaN or Inf becomes NaN. A zero tile stays zero.
 
     Raises:
-        SnipError: unknown format, granularity or rounding; not 2-D; another dtype; a missing seed.
+        SnipError: the format, granularity or rounding is unknown, ``x`` is not 2-D or has another dtype, or a seed is
+            missing.
     """
     if granularity not in GRANULARITIES:
-        raise SnipError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
+        raise SnipError(f"granularity {quoted(granularity)} is not one of {', '.join(GRANULARITIES)}")
     return fake_quantize(x, format, block=granularity == "block", rounding=rounding, seed=seed, offset=offset)
 
 
-def fake_quantize(
-    x: Tensor,
-    format: Format | str,
-    *,
-    axis: int = -1,
-    block: bool = False,
-    rounding: str = "nearest",
-    seed: int | None = None,
-    offset: tuple[int, int] = (0, 0),
-    rows: Tensor | None = None,
-    cols: Tensor | None = None,
-    tensor_amax: Tensor | None = None,
-) -> Tensor:
-    """:func:`quantize_dequantize` with what the linears need beyond it.
+class QuantizeOptions(TypedDict, total=False):
+    """Keyword arguments of :func:`fake_quantize` and :func:`quantize`.
+
+    Attributes:
+        axis: dimension along which tiles run: -1 or 1 (the last dimension, the default), or 0 (tiles along tokens, for
+            the operands of wgrad). The random draw of an element does not depend on it.
+        block: use square blocks instead of tiles, where the format has them.
+        rounding: "nearest" (ties to even, the default) or "stochastic".
+        seed: 64-bit seed, or key words on the device. Required by stochastic rounding.
+        offset: global (row, column) of ``x[0, 0]``. Default: (0, 0).
+        rows, cols: 1-D integer tensors of global row and column ids that replace ``offset``, for shards that are not
+            contiguous.
+        tensor_amax: max|x| of the whole tensor (0-dim), for fp8_tensor and nvfp4 on a shard. Default: that of ``x``.
+    """
+
+    axis: int
+    block: bool
+    rounding: str
+    seed: Key | None
+    offset: tuple[int, int]
+    rows: Tensor | None
+    cols: Tensor | None
+    tensor_amax: Tensor | None
+
+
+def fake_quantize(x: Tensor, format: Format | str, **options: Unpack[QuantizeOptions]) -> Tensor:
+    """:func:`quantize_dequantize` with the options that quantised linears need.
 
     Args:
-        axis: dimension along which tiles run: -1 or 1 (last) or 0 (wgrad's operands, tiles along tokens). Random draws
-            belong to the element (row, column), whatever the axis.
-        block: square blocks instead of tiles, where the format has them.
-        rows, cols: explicit global ids (1-D integer tensors) in place of ``offset``, for shards that are not
-            contiguous.
-        tensor_amax: max|x| of the whole tensor (0-dim), for fp8_tensor and nvfp4 on a shard; default: that of ``x``.
+        x: fp32, bf16 or fp16 [rows, cols].
+        format: a quantised format.
+        options: see :class:`QuantizeOptions`.
+
+    Returns:
+        FP32 [rows, cols].
+
+    Raises:
+        SnipError: as :func:`quantize_dequantize`.
     """
-    spec = _validated(x, format, axis)
-    if x.numel() == 0:
-        return torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    bits = _draws(x, rounding, seed, offset, rows, cols)
-    tile = _tile(spec, x, axis, block)
-    y, scale = _encode(x, spec, tile, bits, tensor_amax)
-    y.mul_(scale)
-    return _cropped(_untiled(y), *x.shape)
+    values, scale, _ = _quantized_tiles(x, format, **options)
+    return _cropped(_untiled(values.mul_(scale)), *x.shape)
 
 
-def quantize(
+def quantize(x: Tensor, format: Format | str, **options: Unpack[QuantizeOptions]) -> Quantized:
+    """Return element values and scales instead of their product. Arguments and errors as :func:`fake_quantize`."""
+    values, scale, tile = _quantized_tiles(x, format, **options)
+    return Quantized(_cropped(_untiled(values), *x.shape), scale[:, 0, :, 0], tile)
+
+
+def _quantized_tiles(
     x: Tensor,
     format: Format | str,
     *,
     axis: int = -1,
     block: bool = False,
     rounding: str = "nearest",
-    seed: int | None = None,
+    seed: Key | None = None,
     offset: tuple[int, int] = (0, 0),
     rows: Tensor | None = None,
     cols: Tensor | None = None,
     tensor_amax: Tensor | None = None,
-) -> Quantized:
-    """The two halves of :func:`fake_quantize`: element values and scales. Same arguments and errors."""
+) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Quantise ``x`` padded to whole tiles.
+
+    Returns:
+        Element values [row tiles, tile rows, column tiles, tile columns] in memory of their own, scales that broadcast
+        against them, and the tile's shape.
+    """
     spec = _validated(x, format, axis)
     tile = _tile(spec, x, axis, block)
+    tiled = _tiled(_padded(x.detach().to(torch.float32), tile), tile)
     if x.numel() == 0:
-        shape = tuple(-(-size // edge) for size, edge in zip(x.shape, tile, strict=True))
-        return Quantized(x.to(torch.float32), torch.ones(shape, device=x.device), tile)
+        # Not ``tiled``, which is x itself: the caller changes it in place, which autograd would take for a change of x.
+        return torch.empty_like(tiled), torch.ones(tiled.shape[0], 1, tiled.shape[2], 1, device=x.device), tile
     bits = _draws(x, rounding, seed, offset, rows, cols)
-    y, scale = _encode(x, spec, tile, bits, tensor_amax)
-    return Quantized(_cropped(_untiled(y), *x.shape), scale[:, 0, :, 0], tile)
+    amax = _amax(tiled)
+    if spec.scaling is Scaling.FP32_TENSOR and tensor_amax is not None:
+        amax = tensor_amax.to(torch.float32).view(1, 1, 1, 1)
+    divisor, scale = _scales(amax, spec, tensor_amax)
+    if bits is None:
+        return round_to_element(tiled / divisor, spec.element), scale, tile
+    bits = _tiled(_padded(bits, tile), tile)
+    return round_to_element(_times_reciprocal(tiled, divisor), spec.element, bits), scale, tile
 
 
 def squared_error(x: Tensor, xq: Tensor, dim: int | None = None) -> Tensor:
-    """‖xq − x‖² in float64: over everything (0-dim), or summed along ``dim`` ([cols] for 0, [rows] for 1)."""
+    """Return ‖xq − x‖² in float64.
+
+    Args:
+        x, xq: tensors of one shape, any floating dtype.
+        dim: None sums over everything (0-dim result); 0 returns column sums [cols], 1 row sums [rows].
+    """
     error = xq.to(torch.float32) - x.to(torch.float32)
     # Squares of FP32 are accumulated in float64, so tiny errors under a large one still count.
     squares = error.to(torch.float64).square_()
@@ -154,11 +189,11 @@ def _tile(spec: FormatSpec, x: Tensor, axis: int, block: bool) -> tuple[int, int
 
 
 def _draws(
-    x: Tensor, rounding: str, seed: int | None, offset: tuple[int, int], rows: Tensor | None, cols: Tensor | None
+    x: Tensor, rounding: str, seed: Key | None, offset: tuple[int, int], rows: Tensor | None, cols: Tensor | None
 ) -> Tensor | None:
-    """Random bits [rows, cols] of stochastic rounding, None for nearest."""
+    """Return random bits [rows, cols] for stochastic rounding, or None for rounding to nearest."""
     if rounding not in ROUNDINGS:
-        raise SnipError(f"rounding {rounding!r} is not one of {', '.join(ROUNDINGS)}")
+        raise SnipError(f"rounding {quoted(rounding)} is not one of {', '.join(ROUNDINGS)}")
     if rounding == "nearest":
         return None
     if seed is None:
@@ -173,26 +208,11 @@ def _draws(
     return random_bits(seed, ids[0], ids[1])
 
 
-def _encode(
-    x: Tensor, spec: FormatSpec, tile: tuple[int, int], bits: Tensor | None, tensor_amax: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Element values in tiles [row tiles, tile rows, column tiles, tile columns] (own memory) and scales to match."""
-    tiled = _tiled(_padded(x.detach().to(torch.float32), tile), tile)
-    amax = _amax(tiled)
-    if spec.scaling is Scaling.FP32_TENSOR and tensor_amax is not None:
-        amax = tensor_amax.to(torch.float32).view(1, 1, 1, 1)
-    divisor, scale = _scales(amax, spec, tensor_amax)
-    if bits is None:
-        return round_to_element(tiled / divisor, spec.element), scale
-    bits = _tiled(_padded(bits, tile), tile)
-    return round_to_element(_times_reciprocal(tiled, divisor), spec.element, bits), scale
-
-
 def _times_reciprocal(x: Tensor, divisor: Tensor) -> Tensor:
-    """x · (1 / divisor), the reciprocal to nearest, the product to zero: as much as stochastic rounding can tell.
+    """Return x · (1 / divisor). The reciprocal is rounded to nearest, the product towards zero.
 
-    A subnormal divisor has few bits, so that the largest x of its tile may exceed the format: its reciprocal is made
-    smaller by 2^-12.
+    The mantissa of a subnormal divisor has few bits, so the rounded divisor could let the largest x of its tile exceed
+    the format. The reciprocal of such a divisor is reduced by a factor of 1 − 2^-12.
     """
     mantissa, exponent = torch.frexp(divisor)  # so that no reciprocal overflows
     inverse = torch.where(divisor < _SMALLEST_NORMAL, (1.0 / mantissa) * (1.0 - 2.0**-12), 1.0 / mantissa)
@@ -204,7 +224,7 @@ def _times_reciprocal(x: Tensor, divisor: Tensor) -> Tensor:
 
 
 def _amax(tiled: Tensor) -> Tensor:
-    """max|x| of each tile, NaN where it holds one: two reductions and no |x| in memory."""
+    """Return max|x| of each tile, or NaN if the tile holds a NaN. Reduces x twice instead of materialising |x|."""
     high, low = tiled, tiled
     for dim in (3, 1):
         if tiled.shape[dim] > 1:
@@ -213,7 +233,7 @@ def _amax(tiled: Tensor) -> Tensor:
 
 
 def _scales(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(what x is divided by, what the value is multiplied by); they differ only where a stored scale is zero."""
+    """Return (divisor of x, factor of the value). They differ only where a stored scale is zero."""
     if spec.scaling is Scaling.E8M0:
         scale = _e8m0_scale(amax, spec.element.max_exponent)
         return scale, scale
@@ -224,17 +244,19 @@ def _scales(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None) -> tuple
 
 
 def _divided(x: Tensor, number: float) -> Tensor:
-    """x / number as IEEE division: by a Python number, CUDA would multiply by the reciprocal."""
+    """Return x / number as an IEEE division. CUDA multiplies by the reciprocal if the divisor is a Python number."""
     return x / torch.full((), number, dtype=torch.float32, device=x.device)
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """1 in place of 0: zero tiles, and those whose amax / maximum underflows FP32 (below 3.2e-43): they become zero."""
+    """Replace a scale of 0 by 1. It belongs to a zero tile, or to one whose amax / maximum underflows FP32: that tile
+    becomes zero.
+    """
     return torch.where(scale == 0, 1.0, scale)
 
 
 def _e8m0_scale(amax: Tensor, max_exponent: int) -> Tensor:
-    """2^(floor(log2 amax) − emax), the rule of OCP MX 1.0 §6.3, clamped to E8M0's 2^-127 … 2^127; zero tile: 1."""
+    """Return 2^(floor(log2 amax) − emax), clamped to 2^-127 … 2^127 (OCP MX 1.0 §6.3). A zero tile has scale 1."""
     exponent = (amax.view(torch.int32) >> 23).sub_(127 + max_exponent).clamp_(min=-127)
     scale = torch.ldexp(torch.ones_like(amax), exponent)
     scale = torch.where(amax == 0, 1.0, scale)
@@ -242,21 +264,42 @@ def _e8m0_scale(amax: Tensor, max_exponent: int) -> Tensor:
 
 
 def _nvfp4_scales(amax: Tensor, maximum: float, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    """FP32 tensor scale amax/(maximum·448) times an E4M3 tile scale.
+    """Return divisors and factors of nvfp4.
 
-    The tensor's amax is taken over the tiles that are finite, so that a NaN or Inf stays in its tile. A tile whose E4M3
-    scale rounds to zero is zero after dequantisation (its divisor is infinite), as on the hardware.
+    A tile whose E4M3 scale rounds to zero becomes zero, as on the hardware: its divisor is infinite.
+    """
+    tile_scale, tensor_scale = nvfp4_factors(amax, maximum, tensor_amax)
+    scale = tile_scale * tensor_scale
+    return torch.where(scale == 0, torch.inf, scale), scale
+
+
+def nvfp4_factors(amax: Tensor, maximum: float, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the two factors of nvfp4's scale: E4M3 scales of tiles, and the FP32 scale amax/(maximum·448) of a tensor.
+
+    The amax of the tensor is taken over its finite tiles, so a NaN or Inf affects its own tile only.
+
+    Args:
+        amax: FP32 max|x| of each tile.
+        maximum: the largest number of the element type.
+        tensor_amax: max|x| of the whole tensor, 0-dim; None: that of ``amax``.
+
+    Returns:
+        The scales of tiles in the shape of ``amax``, NaN where it is not finite, and the 0-dim scale of the tensor.
     """
     if tensor_amax is None:
         tensor_amax = torch.where(torch.isfinite(amax), amax, 0.0).amax()
     tensor_scale = _nonzero(_divided(tensor_amax.to(torch.float32), maximum * E4M3.maximum))
     tile_scale = round_to_element(_divided(amax, maximum) / tensor_scale, E4M3)
-    scale = torch.where(torch.isfinite(amax), tile_scale * tensor_scale, torch.nan)
-    return torch.where(scale == 0, torch.inf, scale), scale
+    return torch.where(torch.isfinite(amax), tile_scale, torch.nan), tensor_scale
+
+
+def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Return FP32 max|x| of each tile of ``x`` [rows, cols], NaN where a tile holds a NaN."""
+    return _amax(_tiled(_padded(x.detach().to(torch.float32), tile), tile))[:, 0, :, 0].abs()
 
 
 def _padded(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Zero-padded to whole tiles; zeros change no amax. No copy where the shape divides."""
+    """Pad with zeros to whole tiles. Returns ``x`` itself if no padding is needed. Zeros change no amax."""
     below, right = -x.shape[0] % tile[0], -x.shape[1] % tile[1]
     return functional.pad(x, (0, right, 0, below)) if below or right else x
 

@@ -1,1 +1,1 @@
-"""Run directory, wandb figures and the HTML report. Imports nothing of a host framework."""
+"""HTML reports about runs, and SNIP's figures in wandb and TensorBoard."""

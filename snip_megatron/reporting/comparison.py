@@ -1,4 +1,4 @@
-"""`snip report RUN RUN …`: several runs on one page, side by side. What they have in common is left out."""
+"""``snip report RUN RUN …``: several runs on one page. Configuration values that all runs share are left out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, PrecisionMap
+from snip_megatron.records.run_data import RunData, Update, load_run, number
 from snip_megatron.reporting.figures import (
     FAULT,
     FORMAT_COLOURS,
@@ -22,18 +23,17 @@ from snip_megatron.reporting.figures import (
 )
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.report import flatten, policy_line
-from snip_megatron.reporting.run_data import RunData, Update, load_run, number
 
 COMPARISON = "comparison.html"
 MAX_RUNS = 8
-"""As many as there are colours that stay apart."""
+"""The number of colours that readers can distinguish."""
 TAIL = 0.1
-"""Share of the common steps whose mean loss stands in the table."""
+"""The table shows the mean loss over this last share of the common steps."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run in figures; None where it recorded none. Losses in nats a token, times in seconds."""
+    """One run's row of the table. Losses are in nats a token, times in seconds. None: the run did not record it."""
 
     name: str
     policy: str
@@ -51,9 +51,17 @@ class Row:
 
 
 def write_comparison(paths: Sequence[Path | str], out: Path | str | None = None) -> Path:
-    """Write the page about run directories ``paths`` (2 to 8) to ``out`` (default: comparison.html of the first).
+    """Write the page that compares several runs.
 
-    Raises SnipError if one is no run directory, stands twice, or ``out`` cannot be written.
+    Args:
+        paths: 2 to 8 run directories.
+        out: the output file; None for ``comparison.html`` in the first run directory.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        SnipError: a path is not a run directory or is given twice, or ``out`` cannot be written.
     """
     if len(paths) > MAX_RUNS:
         raise SnipError(f"{len(paths)} runs are too many for one page; give at most {MAX_RUNS}")
@@ -66,7 +74,7 @@ def write_comparison(paths: Sequence[Path | str], out: Path | str | None = None)
 
 
 def render_comparison(runs: Sequence[RunData]) -> str:
-    """The page as text; the first run is what the others' maps are compared with."""
+    """Return the page as text. The first run is the one with which the others are compared."""
     names = run_names(runs)
     figures = {
         "loss": _lines(runs, names, "loss", "loss"),
@@ -89,7 +97,7 @@ def render_comparison(runs: Sequence[RunData]) -> str:
 
 
 def run_names(runs: Sequence[RunData]) -> list[str]:
-    """Names of directories; where two are equal, with as many parents as keep them apart."""
+    """Return the names of the run directories, with as many parent folders as make them distinct."""
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-depth:]) for p in parts]
@@ -99,7 +107,7 @@ def run_names(runs: Sequence[RunData]) -> list[str]:
 
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """(key, value of each run) of the configuration and the facts that are not the same in all runs."""
+    """Return (key, value of each run) for each configuration value and fact that differs between the runs."""
     hidden = ("request", "linear_shapes")
     flat = [
         dict(flatten(r.config)) | dict(flatten({k: v for k, v in r.facts.items() if k not in hidden})) for r in runs
@@ -119,7 +127,7 @@ def _lines(
         steps, values = run.series(metric)
         if any(value is not None for value in values):
             x, y = thin(steps, values)
-            # The first run's is broad, so that it shows under a line that coincides with it.
+            # The first run's line is broad, so that it stays visible under a line that coincides with it.
             line = {"color": colour, "width": 1.5 if run is not runs[0] else 4, "shape": "hv" if percent else "linear"}
             form = "%{y:.2%}" if percent else "%{y:.4f}"
             figure.add_scatter(x=x, y=y, name=html.escape(name), mode="lines", line=line, hovertemplate=form)
@@ -127,7 +135,7 @@ def _lines(
 
 
 def _distance(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
-    """Each run's loss less the first's, as running means: what a loss curve is too steep to show."""
+    """Draw running means of each run's loss minus that of the first run."""
     base = _losses(runs[0])
     figure = new_figure(f"loss less that of {html.escape(names[0])}", rangemode="normal")
     for run, name, colour in list(zip(runs, names, STAGE_COLOURS, strict=False))[1:]:
@@ -142,7 +150,7 @@ def _distance(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] |
 
 
 def _formats(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
-    """Shares of the last map's GEMMs by format, a bar a run."""
+    """Draw one bar for each run: the shares of the last map's GEMMs by format."""
     counts = [Counter(_formats_of(last).values()) if (last := _last_map(run)) else Counter() for run in runs]
     if not any(counts):
         return None
@@ -163,7 +171,7 @@ def _formats(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | 
 
 
 def _cost(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
-    """Mean seconds of an update by part, and what it blocked the training thread, a pair of bars a run."""
+    """Draw two bars for each run: the mean seconds of an update by part, and the time that it blocked training."""
     parts: dict[str, tuple[str, Callable[[Update], float | None]]] = {
         "collect": ("#7fb2e5", lambda u: u.collect_s),
         "probes": ("#3f83c8", lambda u: sum(u.probes_s.values()) if u.probes_s else None),
@@ -216,7 +224,7 @@ def _row(run: RunData, name: str, runs: Sequence[RunData]) -> Row:
 
 
 def _tail(runs: Sequence[RunData]) -> tuple[int, int] | None:
-    """[start, stop) of the last tenth of the steps that all runs have."""
+    """Return [start, stop) of the last tenth of the steps that all runs have, or None if there are no such steps."""
     known = [run.series("loss")[0] for run in runs]
     if not all(known):
         return None
@@ -237,7 +245,7 @@ def _formats_of(precision_map: PrecisionMap) -> dict[tuple[str, Gemm], Format]:
 
 
 def _agreement(base: PrecisionMap, other: PrecisionMap) -> float | None:
-    """Share of the GEMMs of both maps that run in the same format."""
+    """Return the share of the GEMMs common to both maps that have the same format, or None without common GEMMs."""
     one, two = _formats_of(base), _formats_of(other)
     both = one.keys() & two.keys()
     return sum(one[key] is two[key] for key in both) / len(both) if both else None
@@ -249,7 +257,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _running(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last ``window`` values, of fewer at the start."""
+    """Return, for each value, the mean of the last ``window`` values up to it (fewer at the start)."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)

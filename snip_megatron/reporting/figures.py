@@ -1,4 +1,4 @@
-"""The report's figures, as plain plotly objects (data, layout). The page's theme sets the colours of text and grid."""
+"""The report's figures as plotly data and layout. The page's theme sets the colours of text and grid."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import plotly.graph_objects as go
-
+from snip_megatron.errors import needs_extra
 from snip_megatron.precision import Format
+from snip_megatron.records.run_data import RunData, Update, number
 from snip_megatron.reporting.front import Front, Point
-from snip_megatron.reporting.run_data import RunData, Update, number
+
+with needs_extra("report", "a report"):
+    import plotly.graph_objects as go
 
 MAX_POINTS = 2000
-"""Buckets of a line; each keeps its lowest and highest value, so that a spike survives."""
+"""Number of buckets of a thinned line. Each bucket keeps its lowest and highest value, so that spikes stay visible."""
 
 FORMAT_COLOURS = {
     Format.BF16: "#8f99a8",
@@ -24,13 +26,13 @@ FORMAT_COLOURS = {
     Format.NVFP4: "#c2571a",
     Format.MXFP4: "#f4b477",
 }
-"""8-bit formats are blues, 4-bit ones oranges: they stay apart for the colour-blind, on light and on dark."""
+"""8-bit formats are blue and 4-bit formats orange. Colour-blind readers can distinguish them in light and dark mode."""
 STAGE_COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8")
 LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
 
 
 def thin(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
-    """At most 2·MAX_POINTS points: of each bucket of steps the lowest and the highest value, in order."""
+    """Reduce a line to at most 2·MAX_POINTS points: the lowest and the highest value of each bucket of steps."""
     if len(steps) <= 2 * MAX_POINTS:
         return list(steps), list(values)
     keep: list[int] = []
@@ -42,7 +44,7 @@ def thin(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int
 
 
 def loss_figure(run: RunData) -> dict[str, Any] | None:
-    """Loss over steps with adoptions, guards and validation; None without a loss."""
+    """Draw the loss over steps with adoptions, guard events and validation. Returns None without a loss."""
     steps, losses = run.series("loss")
     if not any(loss is not None for loss in losses):
         return None
@@ -74,9 +76,15 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
 def share_figure(
     run: RunData, target: float | None, shares: Sequence[Mapping[str, float]] | None = None
 ) -> dict[str, Any] | None:
-    """fp4 share over steps, overall and of each pipeline stage; None if nothing is known.
+    """Draw the fp4 share over steps, of the whole model and of each pipeline stage.
 
-    ``shares``: of each adoption by stage; None: what the adoptions say of themselves.
+    Args:
+        run: the run.
+        target: the wanted share; None for another kind of budget.
+        shares: for each adoption, stage → share; None for the shares in the ``adopt`` events.
+
+    Returns:
+        The figure, or None if the run recorded no share.
     """
     steps, values = run.series("fp4_fraction")
     shares = [a.achieved_per_stage for a in run.adoptions] if shares is None else shares
@@ -89,7 +97,7 @@ def share_figure(
         x, y = thin(steps, values)
     else:
         x, y = [a.step for a in run.adoptions], [a.achieved for a in run.adoptions]
-    # Broad and pale under the stages' thin lines: they often coincide.
+    # A broad, pale line stays visible under the stages' thin lines, which often coincide with it.
     line = {"color": "rgba(63,131,200,0.45)", "width": 6, "shape": "hv"}
     figure.add_scatter(x=x, y=y, name="whole model", mode="lines", line=line, hovertemplate="%{y:.2%}")
     end = max([*steps[-1:], *(a.step for a in run.adoptions[-1:])], default=0)
@@ -103,7 +111,7 @@ def share_figure(
 
 
 def add_stages(figure: Any, steps: Sequence[int], shares: Sequence[Mapping[str, float]], end: int) -> None:
-    """A line a pipeline stage: a share in force from each of ``steps`` on, the last until ``end``."""
+    """Add one line for each pipeline stage. A share holds from its step to the next one, the last one until ``end``."""
     for i, stage in enumerate(dict.fromkeys(stage for by_stage in shares for stage in by_stage)):
         values = [by_stage.get(stage) for by_stage in shares]
         figure.add_scatter(
@@ -118,7 +126,10 @@ def add_stages(figure: Any, steps: Sequence[int], shares: Sequence[Mapping[str, 
 
 
 def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
-    """Seconds of each update: left bar its parts, right bar what the training thread was blocked; None without any."""
+    """Draw the times of each update: a stacked bar of its parts, and a bar of the time that it blocked training.
+
+    Returns None if no update has times.
+    """
     if not any(u.collect_s or u.probes_s or u.latency_s or u.solve_s or u.wait_s for u in updates):
         return None
     figure = new_figure("seconds", rangemode="tozero")
@@ -152,7 +163,10 @@ def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
 
 
 def front_figure(front: Front | None) -> dict[str, Any] | None:
-    """Σ loss over budgets of one Problem, the run's own budget and map marked; None without a front."""
+    """Draw the sum of losses over budgets of one Problem, and mark the run's own budget and map.
+
+    Returns None without a front.
+    """
     if front is None or not front.points:
         return None
     figure = new_figure("predicted loss (Σ of the choices' scores)", rangemode="tozero")
@@ -197,7 +211,7 @@ def _point_text(point: Point, form: str) -> str:
 
 
 class _Curve:
-    """Where on the loss curve a step lies: the finite loss at or after it, else the last one."""
+    """The height of the loss curve at a step: the first finite loss at or after the step, else the last one."""
 
     def __init__(self, steps: Sequence[int], losses: Sequence[float | None]) -> None:
         self._points = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
@@ -234,7 +248,7 @@ def _add_marks(
 
 
 def new_figure(y_title: str, rangemode: str) -> Any:
-    """A figure in the pages' own form: steps across, legend above."""
+    """Return an empty figure in the style of the pages, with training steps on the x axis."""
     figure = go.Figure(layout={"template": "none"})
     figure.update_layout(
         hovermode="x unified",
@@ -248,7 +262,7 @@ def new_figure(y_title: str, rangemode: str) -> Any:
 
 
 def plain(figure: Any) -> dict[str, Any]:
-    """Its data and layout; colours come from the page's theme."""
+    """Return the data and layout of a figure without plotly's template. The page's theme sets the colours."""
     body: dict[str, Any] = figure.to_plotly_json()
     body["layout"].pop("template", None)
     return body

@@ -1,4 +1,7 @@
-"""What other budgets would have cost: the Pareto front of a run's latest Problem, solved when the report is written."""
+"""The Pareto front of a run's latest Problem: the least predicted loss at other budgets.
+
+The front is solved when the report is written.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,28 @@ import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
-from snip_megatron.reporting.readers import STEP_FILES, step_of
-from snip_megatron.reporting.run_data import Update
+from snip_megatron.records.readers import step_files
+from snip_megatron.records.run_data import Update
 from snip_megatron.solver import Budget, Problem, Solution, solve
 from snip_megatron.solver.pareto import asking, reachable
+from snip_megatron.solver.phased import PhasedProblem, read_problem
 
 POINTS = 17
 SECONDS = 10.0
-"""Solving ends after about this long; points that were not proven by then are left with their bound or out."""
+"""Approximate limit of the solving time. Points that are not proven optimal by then are marked or left out."""
 MAX_BYTES = 32 << 20
-"""A larger Problem is not one of a training run's: ``snip solve --sweep`` draws it."""
+"""Size limit of a Problem file. ``snip solve --sweep`` draws the front of a larger one."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One budget: ``x`` reached (share of FLOPs in fp4, or predicted speedup), Σ loss, proven or not.
+    """The solution for one budget.
 
-    ``shares``: format → its share of the cost.
+    Attributes:
+        x: the fp4 share of FLOPs, or the predicted speedup, that the solution reaches.
+        loss: sum of the predicted losses.
+        proven: whether the solution is proven optimal.
+        shares: format → its share of the cost.
     """
 
     x: float
@@ -42,9 +50,12 @@ class Front:
     """Loss against budget for one update.
 
     Attributes:
-        step: of the Problem. kind: ``target`` (x is a share of FLOPs in fp4) or ``speedup`` (x is a predicted speedup).
-        points: by x. asked: the budget, as (kind, figure). chosen: the run's own map as (x, Σ loss); None: no map.
-        seconds: that solving took.
+        step: the step of the Problem.
+        kind: ``target`` (x is the fp4 share of FLOPs) or ``speedup`` (x is a predicted speedup).
+        points: the points, ascending by x.
+        asked: the run's budget as (kind, value).
+        chosen: the run's own map as (x, sum of losses); None if the run adopted no map from this Problem.
+        seconds: the solving time.
     """
 
     step: int
@@ -58,17 +69,28 @@ class Front:
 def latest_front(
     run: Path, updates: Sequence[Update], unreadable: list[str], *, points: int = POINTS, seconds: float = SECONDS
 ) -> Front | None:
-    """The front of the latest stored Problem; None without one. What cannot be read or solved joins ``unreadable``."""
-    files = {
-        step: f for f in (run / "problems").glob("step_*") if (step := step_of(f, STEP_FILES["problems"])) is not None
-    }
-    if not files:
-        return None
-    step = max(files)
+    """Solve the front of the latest stored Problem.
+
+    Args:
+        run: the run directory.
+        updates: the updates of the run.
+        unreadable: receives a message if the Problem cannot be read or solved.
+        points: the number of budgets.
+        seconds: approximate limit of the solving time.
+
+    Returns:
+        The front, or None if there is no Problem, if it is one over phases, or if it cannot be read or solved.
+    """
     try:
+        files = step_files(run, "problems")
+        if not files:
+            return None
+        step = max(files)
         if files[step].stat().st_size > MAX_BYTES:
             raise SnipError(f"{files[step]}: larger than {MAX_BYTES >> 20} MiB; draw it with snip solve --sweep")
-        problem = Problem.from_json(files[step].read_bytes(), where=str(files[step]))
+        problem = read_problem(files[step].read_bytes(), where=str(files[step]))
+        if isinstance(problem, PhasedProblem):  # one over the phases of a run has no such front
+            return None
         return _front(step, problem, _chosen(problem, step, updates), points, seconds)
     except OSError as error:
         unreadable.append(f"{files[step]}: cannot be read ({error})")
@@ -81,7 +103,7 @@ def _front(step: int, problem: Problem, chosen: tuple[float, float] | None, poin
     started = time.perf_counter()
     budget = problem.budget
     kind = "target" if budget.kind == "target" else "speedup"
-    if budget.kind == "loss":  # the same trade, by the axis that it shares with speedup
+    if budget.kind == "loss":  # the same trade-off, drawn over the predicted speedup
         problem = replace(problem, budget=Budget(speedup=1.0, fixed_cost=budget.fixed_cost))
     low, high = reachable(problem)
     found: list[Point] = []
@@ -98,7 +120,7 @@ def _front(step: int, problem: Problem, chosen: tuple[float, float] | None, poin
 
 
 def _points(problem: Problem, solution: Solution) -> list[Point]:
-    """The solution as a point; none where no time is left at all."""
+    """Return the solution as a point, or nothing if the solution has no finite x or no loss."""
     x = solution.achieved if solution.kind == "target" else solution.finite_speedup
     if x is None or solution.loss is None:
         return []
@@ -111,12 +133,12 @@ def _points(problem: Problem, solution: Solution) -> list[Point]:
 
 
 def _chosen(problem: Problem, step: int, updates: Sequence[Update]) -> tuple[float, float] | None:
-    """What the run's own solver reached with this Problem."""
+    """Return (x, sum of losses) of the map that the run solved from this Problem, or None."""
     for update in updates:
         if update.step == step:
             share = problem.budget.kind == "target"
             x, loss = (update.achieved, update.objective) if share else (update.speedup, update.loss)
-            loss = loss if update.loss is None else update.loss  # a penalty of changes is in the objective only
+            loss = loss if update.loss is None else update.loss  # the objective may also hold the change penalty
             if x is not None and loss is not None:
                 return x, loss
     return None

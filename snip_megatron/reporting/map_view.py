@@ -1,4 +1,4 @@
-"""The maps of a run as compact data for the page's grid: layers across, kind of linear × GEMM down, one grid a map."""
+"""The maps of a run as compact data for the page's grid. Columns are layers; rows are kinds of linears × GEMMs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.records.run_data import Adoption, number
 from snip_megatron.reporting.figures import FORMAT_COLOURS
-from snip_megatron.reporting.run_data import Adoption, number
 
 SHORT_KINDS = {kind: kind.rpartition("linear_")[2] for kind in LINEAR_KINDS}
 SHORT_KINDS |= {kind: "experts " + kind.rpartition("linear_")[2] for kind in EXPERT_KINDS}
@@ -15,11 +15,12 @@ SCORE_FIELDS = ("delta_loss", "delta_weight", "q")
 
 
 def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
-    """What the page's script draws, or None if no adopted map is known.
+    """Return the data that the page's script draws, or None if no adopted map is known.
 
-    ``rows`` [R] of {kind, gemm, label}; ``layers`` [C] of global indices; each of ``maps`` has ``codes`` [R][C] (index
-    into ``formats``; null where the model has no such linear), ``changed`` (count, null for the first) and ``scores``,
-    an index into ``scores`` [R][C] of {format: [ΔL, ΔW, Q]}.
+    ``rows`` [R] holds objects {kind, gemm, label}. ``layers`` [C] holds global layer indices. Each of ``maps`` has
+    ``codes`` [R][C] (an index into ``formats``; null if the model has no such linear), ``changed`` (the number of
+    changed GEMMs; null for the first map) and ``scores`` (an index into the list ``scores``; null if unknown). Each
+    entry of the list ``scores`` [R][C] holds {format: [ΔL, ΔW, Q]}.
     """
     known = [a for a in adoptions if a.precision_map is not None and a.precision_map.choices]
     linears = sorted({linear for a in known if a.precision_map for linear in a.precision_map.linears()})
@@ -29,7 +30,7 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
     layers = sorted({linear.layer for linear in linears})
     kinds = [kind for kind in SHORT_KINDS if any(linear.kind == kind for linear in linears)]
     rows = [(kind, gemm) for kind in kinds for gemm in Gemm]
-    tables = {id(a.scores): a.scores for a in known if a.scores}  # a map that a guard went back to shares its scores
+    tables = {id(a.scores): a.scores for a in known if a.scores}  # a map that the guard restored shares its scores
     maps: list[dict[str, Any]] = []
     for adoption in known:
         codes = _codes(adoption.precision_map, rows, layers, present) if adoption.precision_map else []
@@ -57,7 +58,7 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
 def _codes(
     precision_map: PrecisionMap, rows: Sequence[tuple[str, Gemm]], layers: Sequence[int], present: set[str]
 ) -> list[list[int | None]]:
-    """Format codes [R][C]."""
+    """Return the format codes [R][C]."""
     return [
         [
             precision_map.format_of(name, gemm).code if (name := str(LinearId(layer, kind))) in present else None
@@ -74,7 +75,7 @@ def _count_changes(old: list[list[int | None]], new: list[list[int | None]]) -> 
 def _scores(
     scores: Mapping[str, Any], rows: Sequence[tuple[str, Gemm]], layers: Sequence[int]
 ) -> list[list[dict[str, list[float | None]] | None]]:
-    """Scores [R][C]; the scores of a whole linear (granularity ``layer``) stand at each of its GEMMs."""
+    """Return the scores [R][C]. Under granularity ``layer``, each GEMM of a linear has the scores of the linear."""
     return [[_cell(scores, str(LinearId(layer, kind)), gemm) for layer in layers] for kind, gemm in rows]
 
 
@@ -90,6 +91,6 @@ def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[
 
 
 def _short(value: Any) -> float | None:
-    """Four significant digits: what a reader sees, and a third of the bytes."""
+    """Return four significant digits, as many as the page shows. This makes the page smaller."""
     finite = number(value)
     return None if finite is None else float(f"{finite:.3e}")

@@ -1,8 +1,7 @@
-"""What the pages share: templates, the parts that stand inside of them, the security policy, and writing them.
+"""Rendering and writing of HTML pages.
 
-A page is one self-contained file. It loads nothing: plotly.js, style and data are inside. A content security policy in
-it forbids every network access and every script but the two whose hashes it names, so that a name or message from a
-run's files can never become code.
+A page is one self-contained file: plotly.js, style and data are inside. Its content security policy forbids all network
+access, and all scripts except the two whose hashes it names. Text from a run's files can therefore never run as code.
 """
 
 from __future__ import annotations
@@ -17,15 +16,17 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from snip_megatron import __version__
-from snip_megatron.errors import SnipError
-from snip_megatron.reporting.storage import write_atomically
+from snip_megatron.errors import SnipError, needs_extra
+from snip_megatron.records.storage import write_atomically
+
+with needs_extra("report", "a report"):
+    from plotly.offline import get_plotlyjs
 
 
 def render_page(template: str, **values: Any) -> str:
-    """The page of ``template`` with ``values``. Raises jinja2's errors for a value that the template lacks."""
+    """Render ``template`` with ``values``. Raises jinja2.UndefinedError if the template needs another value."""
     plotly_js, page_js = _plotly_js(), _template_text("report.js")
     return (
         _environment()
@@ -41,7 +42,7 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def write_page(page: str, path: Path) -> Path:
-    """Write the page to ``path``; returns it. Raises SnipError if that cannot be."""
+    """Write the page to ``path`` and return ``path``. Raises SnipError if the file cannot be written."""
     try:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory; give a file name")
@@ -69,13 +70,13 @@ def _template_text(name: str) -> str:
 
 @functools.cache
 def _plotly_js() -> str:
-    """What plotly's own ``include_plotlyjs=True`` puts into a page."""
+    """Return the plotly.js library, which plotly's ``include_plotlyjs=True`` also embeds."""
     text: str = get_plotlyjs()
     return text
 
 
 def _data(value: Any) -> Markup:
-    """JSON for a ``<script type="application/json">``: nothing in it can close the element."""
+    """Return JSON for a ``<script type="application/json">``. ``<``, ``>`` and ``&`` are escaped."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 

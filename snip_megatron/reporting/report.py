@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page about a run."""
+"""``report.html``, a self-contained page about one run."""
 
 from __future__ import annotations
 
@@ -8,34 +8,53 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from snip_megatron.records.readers import REPORT
+from snip_megatron.records.run_data import RunData, fields_of, load_run, number
 from snip_megatron.reporting.figures import front_figure, loss_figure, share_figure, timing_figure
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.map_view import map_payload
 from snip_megatron.reporting.page import render_page, write_page
-from snip_megatron.reporting.readers import REPORT
-from snip_megatron.reporting.run_data import RunData, fields_of, load_run, number
+from snip_megatron.reporting.phase_view import phase_events, phase_figure, phase_view
 from snip_megatron.reporting.stage_view import saved_figure, stage_view
 from snip_megatron.reporting.truth_view import latest_truth
+from snip_megatron.reporting.worth import judge
+from snip_megatron.reporting.worth_text import headline, sentences
 
 MAX_EVENT_ROWS = 1000
-"""Rows of the table of all events; a longer record shows its end."""
+"""Number of rows in the table of events. Of a longer list, the last rows are shown."""
+MAX_MAP_ROWS = 200
+"""The same for the table of steps by map."""
 
 
 def write_report(run: Path | str, out: Path | str | None = None, cost: str | None = None) -> Path:
-    """Write the page about the run directory ``run`` to ``out`` (default: its report.html); returns the path.
+    """Write the report page of a run.
 
-    ``cost``: the cost model of predicted times (``flops``, a table's name or file); None: what the run itself used,
-    else ``flops``. Raises SnipError if ``run`` is no run directory, ``cost`` is none or ``out`` cannot be written.
+    Args:
+        run: the run directory.
+        out: the output file; None for ``report.html`` in the run directory.
+        cost: the cost model for predicted times (``flops``, the name of a table, or a file); None for the times that
+            the run used, or ``flops`` if it used none.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        SnipError: ``run`` is not a run directory, ``cost`` is not a cost model, or ``out`` cannot be written.
     """
     return write_page(render(load_run(run), cost), Path(run) / REPORT if out is None else Path(out))
 
 
-def render(run: RunData, cost: str | None = None) -> str:
-    """The page as text."""
+def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
+    """Return the page as text. For ``cost`` see :func:`write_report`.
+
+    With ``live`` the page leaves out what takes seconds to compute: other budgets, and estimators against truth.
+    """
+    worth = judge(run)
     target = target_share(run.config)
     unreadable = list(run.unreadable)
-    front = latest_front(run.path, run.updates, unreadable)
+    front = None if live else latest_front(run.path, run.updates, unreadable)
     stages = stage_view(run, cost, unreadable)
+    phases = phase_view(run)
     figures = {
         "loss": loss_figure(run),
         "share": share_figure(run, target, None if stages is None else stages.shares_of(run.adoptions)),
@@ -43,7 +62,9 @@ def render(run: RunData, cost: str | None = None) -> str:
         "front": front_figure(front),
         "timing": timing_figure(run.updates),
     }
-    truth = latest_truth(run.path, unreadable)
+    truth = None if live else latest_truth(run.path, unreadable)
+    if phases is not None:
+        figures["phases"] = phase_figure(phases)
     if truth is not None:
         figures["truth"] = dict(truth.figure)
     return render_page(
@@ -51,9 +72,13 @@ def render(run: RunData, cost: str | None = None) -> str:
         title=run.path.resolve().name,
         policy=policy_line(run.config),
         tiles=_tiles(run),
+        worth={"headline": headline(worth), "lines": sentences(worth), "warnings": worth.warnings},
+        worth_maps=worth.maps[-MAX_MAP_ROWS:],
         figures=figures,
         maps=map_payload(run.adoptions),
         stages=stages,
+        phases=phases,
+        phase_events=[_event_row(event) for event in phase_events(run)[-MAX_EVENT_ROWS:]],
         front=front,
         truth=truth,
         updates=run.updates,
@@ -67,7 +92,7 @@ def render(run: RunData, cost: str | None = None) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted key, value as text) of a configuration."""
+    """Return the (dotted key, value as text) pairs of a nested configuration."""
     rows: list[tuple[str, str]] = []
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -79,7 +104,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 # -- parts of the page ---------------------------------------------------------------------------------------------
 def _tiles(run: RunData) -> list[tuple[str, str]]:
-    """The figures at the top: (label, value)."""
+    """Return the (label, value) pairs at the top of the page."""
     steps, losses = run.series("loss")
     finite = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
     _, fractions = run.series("fp4_fraction")
@@ -114,21 +139,25 @@ def _tiles(run: RunData) -> list[tuple[str, str]]:
     return tiles
 
 
+_FACTS_TO_COMPUTE_WITH = ("request", "linear_shapes", "unquantised_flops", "predicted_times", "layer_stages")
+
+
 def _plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what `snip solve` needs and nobody reads: the request and the shapes behind it."""
-    return {
-        name: value for name, value in facts.items() if name not in ("request", "linear_shapes", "unquantised_flops")
-    }
+    """Return the facts without those that are no use to a reader."""
+    return {name: value for name, value in facts.items() if name not in _FACTS_TO_COMPUTE_WITH}
 
 
 def policy_line(config: Mapping[str, Any]) -> str:
-    """What the run did, in a line."""
+    """Return one line with the policy, budget, granularity and estimator of a configuration."""
     named = [f"{name} {config[name]}" for name in ("policy", "budget", "granularity", "estimator") if name in config]
     return " · ".join(named)
 
 
 def target_share(config: Mapping[str, Any]) -> float | None:
-    """The wanted fp4 share, from ``budget`` as text (``fp4=0.75``) or as an object ({"fp4": 0.75})."""
+    """Return the budget's fp4 share, or None for another kind of budget.
+
+    ``budget`` may be a text (``fp4=0.75``) or an object (``{"fp4": 0.75}``).
+    """
     budget = config.get("budget")
     if isinstance(budget, Mapping):
         return number(budget.get("fp4"))

@@ -1,4 +1,4 @@
-"""What every adopted map means for the pipeline stages: share of FLOPs in fp4, predicted time of their linears."""
+"""The adopted maps by pipeline stage: fp4 share of FLOPs, and predicted time of the linears."""
 
 from __future__ import annotations
 
@@ -7,26 +7,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, is_finite
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction
+from snip_megatron.records.readers import step_files
+from snip_megatron.records.replay import parse_shapes
+from snip_megatron.records.run_data import Adoption, RunData
 from snip_megatron.reporting.figures import add_stages, new_figure, plain
-from snip_megatron.reporting.readers import STEP_FILES, step_of
-from snip_megatron.reporting.run_data import Adoption, RunData
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.solver.costs import LinearShape, load_cost_model
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
+from snip_megatron.timing.cost_model import CostModel, FlopsModel
+from snip_megatron.timing.loading import load_cost_model
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Predicted seconds that a step takes of a stage's linears on one rank, in bf16 and under a map."""
+    """Predicted seconds that a training step spends in the linears of a stage on one rank.
+
+    Attributes:
+        before: in bf16.
+        after: under the map.
+    """
 
     before: float
     after: float
 
     @property
     def saved(self) -> float:
-        """Share of the bf16 time; negative where a map is slower."""
+        """The share of the bf16 time that the map saves. It is negative if the map is slower."""
         return 1.0 - self.after / self.before
 
 
@@ -35,12 +42,13 @@ class StageView:
     """The adopted maps by pipeline stage, in order of adoption.
 
     Attributes:
-        steps: of the adoptions. end: the run's last step.
-        linears: stage → how many it has.
-        shares: of each adoption, stage → share of its FLOPs in fp4.
-        times: of each adoption, stage → predicted times; empty where none can be predicted.
-        model: of the times; empty without.
-        assumptions: what stands behind them.
+        steps: the step of each adoption.
+        end: the run's last step.
+        linears: stage → number of linears.
+        shares: for each adoption, stage → fp4 share of the stage's FLOPs.
+        times: for each adoption, stage → predicted times; empty if times cannot be predicted.
+        model: name of the cost model; empty if times cannot be predicted.
+        assumptions: the assumptions of the cost model, a sentence each.
     """
 
     steps: Sequence[int]
@@ -52,16 +60,24 @@ class StageView:
     assumptions: Sequence[str]
 
     def shares_of(self, adoptions: Sequence[Adoption]) -> list[Mapping[str, float]]:
-        """By adoption; what it says of itself where its map is lost."""
+        """Return the shares of each adoption. If its map is lost, the shares of its ``adopt`` event are used."""
         known = dict(zip(self.steps, self.shares, strict=True))
         return [known.get(a.step, a.achieved_per_stage) for a in adoptions]
 
 
 def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageView | None:
-    """The run's maps by stage; None without maps, or where no statistics tell which linear is on which stage.
+    """Build the view of a run's maps by stage.
 
-    ``cost``: a cost model's name or file; None: the run's own times, else ``flops``. Raises SnipError on a bad
-    ``cost``; what the run's files lack joins ``unreadable``.
+    Args:
+        run: the run.
+        cost: the name or file of a cost model; None for the times that the run used, or ``flops`` if it used none.
+        unreadable: receives a message for each file that cannot be used.
+
+    Returns:
+        The view, or None if there are no maps, or no statistics that assign the linears to stages.
+
+    Raises:
+        SnipError: ``cost`` is not a cost model.
     """
     model = None if cost is None else load_cost_model(cost)
     known = [(a.step, a.precision_map) for a in run.adoptions if a.precision_map is not None]
@@ -98,7 +114,7 @@ def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageVi
 
 
 def saved_figure(view: StageView) -> dict[str, Any] | None:
-    """Predicted share of the linears' bf16 time saved, by stage over steps; None without predicted times."""
+    """Draw the share of the linears' bf16 time that each stage saves. Returns None without predicted times."""
     if not view.times:
         return None
     figure = new_figure("predicted time saved", rangemode="tozero")
@@ -109,12 +125,10 @@ def saved_figure(view: StageView) -> dict[str, Any] | None:
 
 
 def _rows(run: RunData, unreadable: list[str]) -> tuple[LinearRow, ...]:
-    """The linears of the latest statistics that can be read."""
-    suffix = STEP_FILES["stats"]
-    files = {step: path for path in (run.path / "stats").glob("step_*") if (step := step_of(path, suffix)) is not None}
-    for step in sorted(files, reverse=True):
+    """Return the linears of the latest statistics that can be read; empty if there are none."""
+    for path in reversed(step_files(run.path, "stats").values()):
         try:
-            return StatisticsTable.load(files[step]).linears
+            return StatisticsTable.load(path).linears
         except SnipError as error:
             if str(error) not in unreadable:
                 unreadable.append(str(error))
@@ -122,26 +136,26 @@ def _rows(run: RunData, unreadable: list[str]) -> tuple[LinearRow, ...]:
 
 
 def _unquantised(run: RunData) -> dict[str, float]:
-    """Stage → FLOPs a token of linears that no map covers; an older run does not say."""
+    """Return stage → FLOPs a token of the linears that no map covers. Runs of older versions do not store it."""
     found = run.facts.get("unquantised_flops")
     items = found.items() if isinstance(found, Mapping) else ()
-    return {str(stage): float(value) for stage, value in items if isinstance(value, (int, float)) and value >= 0}
+    return {str(stage): float(value) for stage, value in items if is_finite(value) and value >= 0}
 
 
-def _times(run: RunData, model: Any, formats: set[Format]) -> tuple[OptionTimes | None, Sequence[str]]:
-    """Times by the wanted model, else those the run solved with, else FLOPs; None for a run without shapes."""
+def _times(run: RunData, model: CostModel | None, formats: set[Format]) -> tuple[OptionTimes | None, Sequence[str]]:
+    """Return the option times, and the assumptions behind them.
+
+    The times are those of ``model`` if given, else those of the run's own request, else those of the ``flops`` model.
+    They are None if the run stores no shapes.
+    """
     request = run.facts.get("request")
     if model is None and isinstance(request, Mapping) and request.get("times"):
         return OptionTimes.from_dict(request["times"], "config.json: facts.request.times"), ()
     shapes = run.facts.get("linear_shapes")
     if not isinstance(shapes, Mapping):
         return None, ()
-    try:
-        parsed = {str(name): LinearShape(**fields) for name, fields in shapes.items()}
-    except TypeError as error:
-        raise SnipError(f"config.json: facts.linear_shapes: {error}") from None
-    model = load_cost_model("flops") if model is None else model
-    return OptionTimes.predict(model, parsed, formats), model.assumptions
+    model = FlopsModel() if model is None else model
+    return OptionTimes.predict(model, parse_shapes(shapes, "config.json"), formats), model.assumptions
 
 
 def _time(times: OptionTimes, precision_map: PrecisionMap, rows: Sequence[LinearRow]) -> StageTime:

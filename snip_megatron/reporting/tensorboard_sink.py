@@ -1,7 +1,7 @@
-"""SNIP's figures in Megatron's own TensorBoard log (``--tensorboard-dir``): scalars beside its own, the map as a table.
+"""SNIP's figures in Megatron's own TensorBoard log (``--tensorboard-dir``): scalars, and the map as a table.
 
-Megatron opens its ``SummaryWriter`` on the **last** rank and hands it out as ``get_tensorboard_writer()``; None
-elsewhere, or when TensorBoard is off. The log takes figures in any order, so every one stands at its own iteration.
+Megatron opens its ``SummaryWriter`` on the **last** rank. ``get_tensorboard_writer()`` returns None on other ranks or
+when TensorBoard is off. TensorBoard accepts figures in any order, so each figure is written at its own iteration.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from snip_megatron.reporting.sinks import MAP_COLUMNS, PREFIX, WriterSink, map_f
 
 
 class TensorBoardSink(WriterSink):
-    """Writes into ``writer``, a ``SummaryWriter``; None makes it a no-op."""
+    """A sink that writes to ``writer``, a ``SummaryWriter``. None disables it."""
 
     name = "TensorBoard"
 

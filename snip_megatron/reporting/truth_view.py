@@ -1,4 +1,4 @@
-"""The report's section on the latest measured truth of a run: how estimators follow it."""
+"""The report's section that compares estimators with the latest measured sensitivities of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ from typing import Any
 
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.plots import proxy_figure
-from snip_megatron.evaluation.proxy import CEILING, DEFAULT, QUANTITIES, Validation, find_tables, validate
+from snip_megatron.evaluation.proxy import DEFAULT, QUANTITIES, Validation, find_tables, validate
+from snip_megatron.reporting.figures import plain
 from snip_megatron.statistics.table import StatisticsTable
 
 
 @dataclass(frozen=True)
 class TruthView:
-    """Spearman to what was measured: a row a quantity, a column an estimator; the figure is of weight divergence."""
+    """Rank correlations between estimated and measured sensitivities.
+
+    Attributes:
+        step: the step of the measurement.
+        fmt: the candidate format.
+        tokens: the number of tokens of the measurement.
+        estimators: the names of the columns of ``rows``.
+        rows: (quantity, number of options, Spearman correlation of each estimator or None).
+        figure: the plotly figure of weight divergence.
+    """
 
     step: int
     fmt: str
@@ -26,7 +36,10 @@ class TruthView:
 
 
 def latest_truth(run: Path, unreadable: list[str]) -> TruthView | None:
-    """The latest statistics that hold measured columns; None without any. Broken files are added to ``unreadable``."""
+    """Return the view of the latest statistics that hold measured columns, or None if there are none.
+
+    The messages of broken files are added to ``unreadable``.
+    """
     try:
         paths = find_tables(run)
     except SnipError:
@@ -44,14 +57,12 @@ def latest_truth(run: Path, unreadable: list[str]) -> TruthView | None:
 
 
 def _view(validation: Validation) -> TruthView:
-    names = list(dict.fromkeys(c.estimator for c in validation.comparisons))
-    names.sort(key=lambda name: (name != CEILING, name != DEFAULT))
+    names = validation.estimators
     rows: list[tuple[str, int, list[float | None]]] = []
     for quantity in QUANTITIES:
         found = [validation.of(quantity, name) for name in names]
         options = max((c.options for c in found if c is not None), default=0)
         if options:
             rows.append((quantity, options, [None if c is None else c.rho for c in found]))
-    body: dict[str, Any] = proxy_figure(validation, "drift", DEFAULT).to_plotly_json()
-    body["layout"].pop("template", None)
-    return TruthView(validation.step, validation.fmt, validation.tokens, names, rows, body)
+    figure = plain(proxy_figure(validation, "drift", DEFAULT))
+    return TruthView(validation.step, validation.fmt, validation.tokens, names, rows, figure)

@@ -1,11 +1,12 @@
-"""SNIP's figures in Megatron's own wandb run: never a second run, never a reason for training to stop.
+"""SNIP's figures in Megatron's own wandb run.
 
-Megatron opens its wandb run on the **last** rank and hands it out as ``get_wandb_writer()``: the ``wandb`` module
-there, None elsewhere or when wandb is off. The run directory lives on rank 0: what the sink should show has to be known
-on the last rank, which the map and the loss are.
+Megatron opens its wandb run on the **last** rank. ``get_wandb_writer()`` returns the ``wandb`` module there, and None
+on other ranks or when wandb is off. The sink can therefore show only what the last rank knows, such as the map and the
+loss. (Rank 0 writes the run directory.)
 
-Rows carry Megatron's iteration (steps completed) as wandb's step, so that the panels line up with its ``lm loss``.
-wandb drops rows below its current step and asking for it is a round trip of up to 30 s, so the caller says it:
+Rows have Megatron's iteration (the number of completed steps) as wandb's step, so that the panels line up with its
+``lm loss``. wandb drops rows below its current step. Reading the current step may take up to 30 s, so the sink keeps
+track of it by calls of ``begin_step``:
 
     sink = WandbSink(get_wandb_writer())
     sink.begin_step(N)                     # at the start of every train_step(N): Megatron has logged up to iteration N
@@ -22,7 +23,7 @@ from snip_megatron.reporting.sinks import MAP_COLUMNS, PREFIX, WriterSink, map_f
 
 
 class WandbSink(WriterSink):
-    """Writes into ``writer`` (the ``wandb`` module with an open run, or a run object); None makes it a no-op."""
+    """A sink that writes to ``writer``, the ``wandb`` module with an open run or a run object. None disables it."""
 
     name = "wandb"
 
@@ -31,7 +32,7 @@ class WandbSink(WriterSink):
         self._iteration = 0
 
     def begin_step(self, step: int) -> None:
-        """Training step ``step`` begins: nothing is written below iteration ``step`` from now on."""
+        """Note the begin of training step ``step``. Later rows have at least iteration ``step``."""
         self._iteration = max(self._iteration, int(step))
 
     def _write(self, iteration: int, figures: Mapping[str, Any]) -> None:

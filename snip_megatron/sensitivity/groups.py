@@ -1,51 +1,77 @@
-"""Options that must share a format (``--snip-group``): which they are, and what pins make of them."""
+"""Globs over options, and options that must share a format (``--snip-group``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Gemm, LinearId, option_id
 
 PER_BLOCK = "block:"
-"""A group argument that begins so makes one group in every block of the decoder, instead of one in all."""
+"""Prefix of a ``--snip-group`` argument that makes one group in each block of the decoder instead of one in all."""
 
 
 def option_groups(linears: Iterable[str], specs: Iterable[str], granularity: str = "gemm") -> dict[str, str]:
-    """Option id → name of its group; options without one are left out.
+    """Return option id → name of its group. Options without a group are left out.
 
-    A spec is ``GLOB`` or ``block:GLOB``. The glob is matched, case-sensitive, against ``<linear>`` and, at granularity
-    ``gemm``, against ``<linear>:<gemm>``. All options that match share a format with those of the same GEMM: fprops
-    with fprops, dgrads with dgrads, wgrads with wgrads; at granularity ``layer``, linears with linears. Groups with an
-    option in common become one. Raises SnipError on a spec that matches nothing.
+    All options that a spec matches share a format with those of the same GEMM: fprops with fprops, dgrads with dgrads,
+    wgrads with wgrads. At granularity ``layer``, linears share a format with linears. Groups that have an option in
+    common become one.
+
+    Args:
+        linears: names of the linears.
+        specs: arguments of the form ``GLOB`` or ``block:GLOB``.
+        granularity: ``gemm`` or ``layer``.
+
+    Raises:
+        SnipError: a spec matches nothing.
     """
     names = list(linears)
-    gemms = tuple(Gemm) if granularity == "gemm" else (None,)
     members: dict[str, list[str]] = {}
     for spec in specs:
         glob = spec.removeprefix(PER_BLOCK)
-        found = False
-        for name in names:
+        matched = matching_options(glob, names, granularity)
+        if not matched:
+            hint = no_match_hint("a group", glob, names, granularity)
+            raise SnipError(f"--snip-group {cut(spec)}: matches no option; {hint}")
+        for name, gemm in matched:
             block = f" in block {LinearId.parse(name).layer}" if spec.startswith(PER_BLOCK) else ""
-            for gemm in gemms:
-                key = option_id(name, gemm)
-                if fnmatchcase(name, glob) or fnmatchcase(key, glob):
-                    found = True
-                    members.setdefault(f"{spec}{block}{'' if gemm is None else f' {gemm.value}'}", []).append(key)
-        if not found:
-            raise SnipError(f"--snip-group {spec}: matches no option; {_hint(glob, names, granularity)}")
+            members.setdefault(f"{spec}{block}{'' if gemm is None else f' {gemm.value}'}", []).append(
+                option_id(name, gemm)
+            )
     return _merged(members)
 
 
-def _hint(glob: str, names: list[str], granularity: str) -> str:
+def matching_options(glob: str, linears: Sequence[str], granularity: str) -> list[tuple[str, Gemm | None]]:
+    """Return (linear, GEMM) of the options that ``glob`` matches; the GEMM is None at granularity ``layer``.
+
+    The glob is case-sensitive. It is matched against ``<linear>`` and, at granularity ``gemm``, against
+    ``<linear>:<gemm>``.
+    """
+    return [
+        (name, gemm)
+        for name in linears
+        for gemm in _gemms(granularity)
+        if fnmatchcase(name, glob) or fnmatchcase(option_id(name, gemm), glob)
+    ]
+
+
+def _gemms(granularity: str) -> tuple[Gemm | None, ...]:
+    return tuple(Gemm) if granularity == "gemm" else (None,)
+
+
+def no_match_hint(what: str, glob: str, linears: Sequence[str], granularity: str) -> str:
+    """Return what to tell a user whose glob matches no option. ``what`` names the argument."""
     if granularity == "layer" and ":" in glob:
-        return "at granularity layer a group names linears, not GEMMs"
-    return f"the first linear is {names[0]}" if names else "the model has no candidate linear"
+        return f"at granularity layer {what} names linears, not GEMMs"
+    if not linears:
+        return "the model has no candidate linear"
+    return f"the first option is {option_id(linears[0], _gemms(granularity)[0])}"
 
 
 def _merged(members: Mapping[str, list[str]]) -> dict[str, str]:
-    """Groups that share an option become one, of all their names."""
+    """Merge groups that share an option. The name of the merged group consists of all their names."""
     parent = {name: name for name in members}
 
     def root(name: str) -> str:
@@ -64,9 +90,9 @@ def _merged(members: Mapping[str, list[str]]) -> dict[str, str]:
 
 
 def spread_pins(pinned: Mapping[str, str], groups: Mapping[str, str]) -> dict[str, str]:
-    """``pinned`` with every option of a group that a pin touches: they share its format.
+    """Return ``pinned``, extended to all options of every group with a pinned option.
 
-    Raises SnipError, naming both options, where pins give one group two formats.
+    Raises SnipError, naming both options, if pins give two formats to one group.
     """
     first: dict[str, str] = {}
     for key in pinned:
@@ -75,7 +101,7 @@ def spread_pins(pinned: Mapping[str, str], groups: Mapping[str, str]) -> dict[st
         other = first.setdefault(groups[key], key)
         if pinned[other] != pinned[key]:
             raise SnipError(
-                f"--snip-group {groups[key]}: --snip-pin fixes {other} to {pinned[other]} and {key} to {pinned[key]},"
-                " but a group shares one format; change a pin or the group"
+                f"--snip-group {cut(groups[key])}: --snip-pin fixes {other} to {pinned[other]} and {key} to"
+                f" {pinned[key]}, but a group shares one format; change a pin or the group"
             )
     return {**pinned, **{key: pinned[first[group]] for key, group in groups.items() if group in first}}

@@ -1,6 +1,6 @@
-"""Loss divergence: what an option does to the loss of the very step it runs in. Only fprop has one.
+"""Loss divergence: the effect of an option on the loss of the step that it runs in. Only fprop has one.
 
-dgrad and wgrad leave the loss of the step as it is; their harm is in the weights (weight_divergence.py).
+dgrad and wgrad do not change the loss of their step. Their effect is on the weights (``weight_divergence.py``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ FPROP, DGRAD, WGRAD = (list(Gemm).index(g) for g in (Gemm.FPROP, Gemm.DGRAD, Gem
 
 
 def format_column(table: StatisticsTable, column: str, formats: Sequence[str]) -> FloatArray:
-    """A by-format column [linears, len(formats)] in the order of ``formats``; bf16 has no error: zeros.
+    """Return a per-format column, float64 [linears, len(formats)]. See :func:`of_formats`."""
+    return of_formats(table, table.by_format[column], formats)
 
-    Raises SnipError when the table was recorded without one of the formats.
+
+def of_formats[T: np.generic](table: StatisticsTable, values: NDArray[T], formats: Sequence[str]) -> NDArray[T]:
+    """Select ``formats`` from the last axis of ``values``, in their order. bf16 has no error and gets zeros.
+
+    Raises SnipError if the table was recorded without one of the formats.
     """
     missing = [f for f in formats if f not in table.formats and f != Format.BF16.value]
     if missing:
@@ -30,13 +35,12 @@ def format_column(table: StatisticsTable, column: str, formats: Sequence[str]) -
             f"the statistics of step {table.step} hold no {missing[0]} (only {', '.join(table.formats)});"
             " record them with the same candidate formats"
         )
-    values = table.by_format[column]
-    zeros = np.zeros(len(table.linears))
-    return np.stack([values[:, table.formats.index(f)] if f in table.formats else zeros for f in formats], axis=1)
+    zeros = np.zeros(values.shape[:-1], dtype=values.dtype)
+    return np.stack([values[..., table.formats.index(f)] if f in table.formats else zeros for f in formats], axis=-1)
 
 
 def linear_shape(table: StatisticsTable) -> tuple[FloatArray, FloatArray]:
-    """(N, K) of every linear, float64 [linears]."""
+    """Return (N, K) of every linear, float64 [linears] each."""
     return (
         np.array([row.n for row in table.linears], dtype=np.float64),
         np.array([row.k for row in table.linears], dtype=np.float64),
@@ -44,7 +48,7 @@ def linear_shape(table: StatisticsTable) -> tuple[FloatArray, FloatArray]:
 
 
 def experts(table: StatisticsTable) -> FloatArray:
-    """Matrices that each row stands for, float64 [linears]: 1 but for experts."""
+    """Return the number of matrices that each row stands for, float64 [linears]. It is 1 except for experts."""
     return np.array([row.experts for row in table.linears], dtype=np.float64)
 
 
@@ -55,17 +59,19 @@ def _only_fprop(values: FloatArray) -> FloatArray:
 
 
 def second_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
-    """ΔL₂ = (T/2)·Σ_t (G_t·E_t)² of every option, in nats, float64 [linears, 3, formats] (METHOD, loss divergence).
+    """Return ΔL₂ = (T/2)·Σ_t (G_t·E_t)² of every option, in nats, float64 [linears, 3, formats] (docs/method.md, loss
+    divergence).
 
-    Additive over options and independent of T: the empirical Fisher of the mean token loss.
+    ΔL₂ is additive over options and independent of T: it is the empirical Fisher estimate for the mean token loss.
     """
     return _only_fprop(0.5 * table.tokens * format_column(table, "c2", formats))
 
 
 def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
-    """ΔL₁ = sqrt(‖D‖²‖δX‖²/(T·K) + ‖∇W‖²‖δW‖²/(N·K)), in nats, float64 [linears, 3, formats].
+    """Return ΔL₁ = sqrt(‖D‖²‖δX‖²/(T·K) + ‖∇W‖²‖δW‖²/(N·K)), in nats, float64 [linears, 3, formats].
 
-    The RMS of the first-order change. It falls as 1/√T and is not additive: for ranking single options only (METHOD).
+    ΔL₁ is the RMS of the first-order change. It decreases as 1/√T and is not additive, so it serves only to rank single
+    options (docs/method.md).
     """
     n, k = linear_shape(table)
     active = np.array([row.active for row in table.linears])
@@ -75,6 +81,6 @@ def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
 
 
 def from_norms(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
-    """(T/2)·ΔL₁²: an estimate of :func:`second_order` without c2 (METHOD: median ratio 1.01)."""
+    """Return (T/2)·ΔL₁², an estimate of :func:`second_order` without c2 (docs/method.md: median ratio 1.01)."""
     estimate: FloatArray = 0.5 * table.tokens * first_order(table, formats) ** 2
     return estimate

@@ -1,7 +1,8 @@
-"""The estimator ``measured``: scores from options that were forced alone (METHOD, "Estimators").
+"""The estimator ``measured``: scores from options that were forced alone (docs/method.md, "Estimators").
 
-What is not measured, or drowns in the rounding noise of the training dtype, is filled in from the cheap estimator (ΔL₂;
-the recipe's ΔW), brought to the measured scale by the median ratio of the two over what the update renewed (*ours*).
+An option that was not measured, or whose value is below the rounding noise of the training dtype, gets a *prior*: the
+score of the cheap estimator (ΔL₂, or the recipe's ΔW) times the median ratio of measured to cheap scores over the
+options that the update renewed (*ours*).
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from numpy.typing import NDArray
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Gemm
-from snip_megatron.sensitivity.loss_divergence import FPROP, FloatArray
+from snip_megatron.sensitivity.loss_divergence import FPROP, FloatArray, of_formats
 from snip_megatron.statistics.measured import Measured
 from snip_megatron.statistics.table import StatisticsTable
 
 TRUST = 2.0
-"""A change of the loss is trusted from this many times the rounding noise on; a drift, from √2 times its floor on."""
+"""A change of the loss is trusted from this multiple of the rounding noise on, a drift from √2 times its floor on."""
 
 BoolArray = NDArray[np.bool_]
 
 
 def loss_noise(measured: Measured) -> float:
-    """What rounding does to a measured ΔL, nats: the root mean square of what nudges did; 0 where none is known."""
+    """Return the rounding noise of a measured ΔL in nats: the root mean square over nudges, or 0 if there are none."""
     nudges = measured["loss_floor"][:, FPROP][measured.known[:, FPROP]]
     return float(np.sqrt(np.mean(nudges**2))) if len(nudges) else 0.0
 
 
 def trusted(measured: Measured) -> tuple[BoolArray, BoolArray]:
-    """(ΔL, ΔW): which options were measured and stand above the rounding noise, bool [linears, 3, formats]."""
+    """Return (ΔL, ΔW): which options were measured and are above the rounding noise, bool [linears, 3, formats]."""
     known = measured.known
     loss = known & (np.abs(measured_loss(measured)) >= TRUST * loss_noise(measured))
     drift = known & (measured["raw_drift"] ** 2 >= 2.0 * measured["floor"] ** 2)
@@ -38,7 +39,7 @@ def trusted(measured: Measured) -> tuple[BoolArray, BoolArray]:
 
 
 def measured_loss(measured: Measured) -> FloatArray:
-    """ΔL − ⟨G, E⟩ in nats, float64 [linears, 3, formats]; 0 where unknown, and for dgrad and wgrad."""
+    """Return ΔL − ⟨G, E⟩ in nats, float64 [linears, 3, formats]. It is 0 if not measured, and for dgrad and wgrad."""
     values: FloatArray = measured["loss"] - measured["first_order"]
     return values
 
@@ -48,20 +49,18 @@ def measured_divergences(
     formats: Sequence[str],
     prior_loss: FloatArray,
     prior_drift: FloatArray,
-    measured: Measured | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """(ΔL in nats, ΔW) of every option, float64 [linears, 3, formats].
+    """Return (ΔL in nats, ΔW) of every option, float64 [linears, 3, formats].
 
     Args:
-        table: with measured columns.
-        formats: the request's; bf16 among them has no error.
-        prior_loss, prior_drift: of the cheap estimator, [linears, 3, formats].
-        measured: instead of ``table.measured``, for example ``table.measured_again``.
+        table: a table with measured columns.
+        formats: formats of the request. bf16 has no error.
+        prior_loss, prior_drift: scores of the cheap estimator, [linears, 3, formats].
 
     Raises:
-        SnipError: the table holds no measured columns, or was recorded without one of the formats.
+        SnipError: the table has no measured columns, or was recorded without one of the formats.
     """
-    measured = _of_table(table) if measured is None else measured
+    measured = _of_table(table)
     filled = _Filled(table, measured, formats)
     loss_trusted, drift_trusted = trusted(measured)
     expected = filled.scaled(measured_loss(measured), loss_trusted, prior_loss)
@@ -73,9 +72,9 @@ def measured_divergences(
 
 
 def measured_variance(table: StatisticsTable, formats: Sequence[str], prior: FloatArray) -> FloatArray:
-    """Gradient variance added by every option, as :func:`measured_divergences` has ΔW, with ``prior`` from the recipe.
+    """Return the gradient variance that every option adds, as :func:`measured_divergences` does for ΔW.
 
-    Raises SnipError as that does.
+    ``prior`` is that of the recipe. Raises SnipError as :func:`measured_divergences` does.
     """
     measured = _of_table(table)
     filled = _Filled(table, measured, formats)
@@ -92,20 +91,8 @@ def _of_table(table: StatisticsTable) -> Measured:
     return table.measured
 
 
-def of_formats[T: np.generic](table: StatisticsTable, values: NDArray[T], formats: Sequence[str]) -> NDArray[T]:
-    """Columns [linears, 3, formats] in the order of ``formats``; zero for bf16. Raises SnipError on another format."""
-    missing = [f for f in formats if f not in table.formats and f != "bf16"]
-    if missing:
-        raise SnipError(
-            f"the statistics of step {table.step} hold no {missing[0]} (only {', '.join(table.formats)});"
-            " record them with the same candidate formats"
-        )
-    zeros = np.zeros(values.shape[:2], dtype=values.dtype)
-    return np.stack([values[:, :, table.formats.index(f)] if f in table.formats else zeros for f in formats], axis=2)
-
-
 class _Filled:
-    """Measured values beside the cheap estimator's, [linears, 3, formats] in the order of a request's formats."""
+    """Measured values and those of the cheap estimator, [linears, 3, formats] in the order of a request's formats."""
 
     def __init__(self, table: StatisticsTable, measured: Measured, formats: Sequence[str]) -> None:
         self._table = table
@@ -114,10 +101,11 @@ class _Filled:
         self._fresh = self._known & (of_formats(table, measured["step"], formats) == table.step)
 
     def scaled(self, values: FloatArray, trust: BoolArray, prior: FloatArray) -> FloatArray:
-        """``prior`` times the median ratio of values to it, by GEMM and format.
+        """Return ``prior`` times the median ratio of values to prior, by GEMM and format.
 
-        The median is over everything that was renewed, the untrusted too: those that happen to stand out of the noise
-        are the too large ones. A format most of which drowns has the ratio of the others; without any it is 1.
+        The median is over all options that were renewed, including those that are not trusted: the trusted ones alone
+        are biased upwards. If most options of a format are below the noise, it gets the median ratio of the other
+        formats, or 1 if there is none.
         """
         values, trust = of_formats(self._table, values, self._formats), of_formats(self._table, trust, self._formats)
         expected = np.array(prior)
@@ -131,7 +119,9 @@ class _Filled:
         return expected
 
     def _usable(self, at: tuple[slice, int, int], prior: FloatArray) -> BoolArray:
-        """What a ratio can be formed of: of this update where it renewed any."""
+        """Return which options a ratio can be formed of: those of this update if it renewed any, otherwise all that are
+        known.
+        """
         known, fresh = (flags[at] & (prior[at] > 0.0) for flags in (self._known, self._fresh))
         usable: BoolArray = fresh if fresh.any() else known
         return usable
@@ -144,13 +134,17 @@ class _Filled:
         return ratio if ratio > 0.0 else None
 
     def chosen(self, values: FloatArray, trust: BoolArray, expected: FloatArray) -> FloatArray:
-        """The trusted as measured, the rest as expected."""
+        """Return the measured value where it is trusted, otherwise the expected one."""
         values, trust = of_formats(self._table, values, self._formats), of_formats(self._table, trust, self._formats)
         return np.where(trust, values, expected)
 
     def weighed(self, values: FloatArray, noise: float, expected: FloatArray) -> FloatArray:
-        """Measured and expected, each by its precision: the noise is one for all options, and what is expected may be
-        wrong by as much as itself. Without noise the measured value, where much smaller than noise what is expected."""
+        """Return the mean of measured and expected values, weighted by their precision.
+
+        The noise of a measured value is the same for all options. The error of an expected value is taken to be as
+        large as the value itself. So without noise the result is the measured value; for a value far below the noise it
+        is the expected one.
+        """
         values = of_formats(self._table, values, self._formats)
         of_value, of_expected = expected**2, np.full_like(values, noise**2)
         total = of_value + of_expected

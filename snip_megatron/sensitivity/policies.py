@@ -1,20 +1,20 @@
-"""Policies: what scores the options. ``snip`` is the method, the others are baselines (EVALUATION).
+"""Policies: the functions that score options. ``snip`` is the method, the others are baselines (docs/method.md).
 
-Each gives a score per option to the same solver at the same granularity; protection is a score, never a hard rule. A
-rule that knows nothing of an option's size scores it in proportion to its FLOPs, so that the solver, which weighs score
-against FLOPs saved, follows the rule's order whatever the shapes.
+Each gives one score per option to the same solver at the same granularity. What a policy protects gets a high score;
+nothing is a hard rule. A policy that does not know the size of an option scores it in proportion to its FLOPs. The
+solver weighs score against FLOPs saved, so it then follows the policy's order for all shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
+from functools import partial
 
 import numpy as np
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id, split_option_id
-from snip_megatron.sensitivity.groups import option_groups, spread_pins
+from snip_megatron.sensitivity.groups import matching_options, no_match_hint, option_groups, spread_pins
 from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, FloatArray, format_column, second_order
 from snip_megatron.sensitivity.measured import measured_divergences, measured_variance
 from snip_megatron.sensitivity.quality import combine
@@ -26,27 +26,31 @@ ESTIMATORS = ("noise", "fisher", "measured")
 """Values of ``--snip-estimator``; the first is the default."""
 
 FIXED: Mapping[str, Format] = {"uniform-fp8": Format.FP8, "uniform-fp4": Format.FP4, "bf16": Format.BF16}
-"""Policies that choose nothing and ignore the budget."""
+"""Policies with a fixed map, which ignore the budget."""
+
+LATE = ("late-forward", "late-all")
+"""Policies with a fixed plan of two maps (``sensitivity.late``): all in four bits, more precise at the end."""
 
 TAIL_SHARE = 0.15
-"""Share of the blocks, from the end, that ``tail`` protects (rule of NVIDIA's NVFP4 recipe)."""
+"""Share of the blocks, from the end, that ``tail`` protects (from NVIDIA's NVFP4 recipe)."""
 
-# What an 8-bit format costs a rule that only says what to keep out of 4 bits: enough to prefer bf16 where that is free.
+# Score of an 8-bit format relative to a 4-bit one, for rules that only say what to keep out of 4 bits. It is enough for
+# the solver to prefer bf16 where that costs nothing.
 _EIGHT_BIT_SHARE = 1e-3
 
 
 def needs_forward_noise(request: SolveRequest) -> bool:
-    """Whether the policy uses the forward-noise pass: without it an update costs one probe pass."""
+    """Whether the policy uses the forward-noise pass. Without it an update takes one probe pass."""
     return request.policy == "snip" and request.estimator in ("noise", "measured")
 
 
 def needs_hessian(request: SolveRequest) -> bool:
-    """Whether the policy uses Hessian traces: two passes a probe vector."""
+    """Whether the policy uses Hessian traces, which take two passes per probe vector."""
     return request.policy == "hawq"
 
 
 def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArray, FloatArray]:
-    """(ΔL in nats, ΔW) of every option, float64 [linears, 3, formats]; ΔW is 0 where the policy does not need it."""
+    """Return (ΔL in nats, ΔW) of every option, float64 [linears, 3, formats]. ΔW is 0 if the policy does not use it."""
     loss = second_order(table, request.formats)
     if not needs_forward_noise(request):
         return loss, np.zeros_like(loss)
@@ -58,7 +62,7 @@ def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArr
 
 def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
     if request.estimator not in ESTIMATORS:
-        raise SnipError(f"--snip-estimator {request.estimator}: unknown; choose one of {', '.join(ESTIMATORS)}")
+        raise SnipError(f"--snip-estimator {cut(request.estimator)}: unknown; choose one of {', '.join(ESTIMATORS)}")
     variance = np.zeros_like(loss)
     if request.q == "noise" and needs_forward_noise(request):
         variance = added_variance(table, request.formats, backward_noise=request.backward_noise)
@@ -68,14 +72,15 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
 
 
 def _fisher(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    """(G·E)², ModelOpt AutoQuantize's score: nothing for dgrad and wgrad."""
+    """The score of ModelOpt AutoQuantize, (G·E)². dgrad and wgrad cost nothing."""
     return loss
 
 
 def _hawq(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    """½·Tr(H)/NK·‖δW‖², in nats: HAWQ-V2's average trace times squared error, what a random δW of that size costs.
+    """HAWQ-V2's average trace times squared error, ½·Tr(H)/NK·‖δW‖², in nats: the expected cost of a random δW of that
+    size.
 
-    It knows weights as operands of the forward alone: nothing for dgrad and wgrad.
+    It covers weights as operands of the forward only, so dgrad and wgrad cost nothing.
     """
     elements = np.array([row.elements for row in table.linears])
     scores = np.zeros_like(loss)
@@ -84,8 +89,12 @@ def _hawq(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
     return scores
 
 
-def _errors(table: StatisticsTable, request: SolveRequest, relative: bool) -> FloatArray:
-    """Sum of the Frobenius norms of both operands' errors, or of those relative to the operands' own norms."""
+def _errors(
+    table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray, *, relative: bool
+) -> FloatArray:
+    """Sum of the Frobenius norms of both operands' errors; with ``relative`` each divided by the norm
+    of its operand.
+    """
     operands = (("dx_row2", "x2", "dw2", "w2"), ("dg_row2", "g2", "dw2", "w2"), ("dg_col2", "g2", "dx_col2", "x2"))
     scores = []
     for operand in operands:
@@ -98,16 +107,10 @@ def _errors(table: StatisticsTable, request: SolveRequest, relative: bool) -> Fl
     return np.stack(scores, axis=1)
 
 
-def _min_abs_err(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    return _errors(table, request, relative=False)
-
-
-def _min_rel_err(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    return _errors(table, request, relative=True)
-
-
 def _rule(table: StatisticsTable, request: SolveRequest, protection: FloatArray) -> FloatArray:
-    """Scores from a protection [linears, 3], in proportion to FLOPs; formats of more bits are (almost) free."""
+    """Scores from a protection [linears, 3], in proportion to FLOPs. Formats of more than four bits cost little or
+    nothing.
+    """
     flops = np.array([row.flops for row in table.linears])
     by_bits = {16: 0.0, 8: _EIGHT_BIT_SHARE, 4: 1.0}
     weights = np.array([by_bits[BITS[f]] for f in request.formats])
@@ -116,7 +119,7 @@ def _rule(table: StatisticsTable, request: SolveRequest, protection: FloatArray)
 
 
 def _random(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    """Seeded uniform in (0, 1]: one draw an option, or one a linear at granularity ``layer``."""
+    """Seeded uniform scores in (0, 1]: one draw per option, or one per linear at granularity ``layer``."""
     draws = 1.0 - np.random.default_rng([request.seed % 2**64, 0]).random((len(table.linears), len(Gemm)))
     if request.granularity == "layer":
         draws[:] = draws[:, :1]
@@ -130,7 +133,7 @@ def _per_block(table: StatisticsTable, protect: Callable[[int, int], float]) -> 
 
 
 def _layer_id(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    """Protects the first and the last blocks, the outermost most: 1.3 times more for each block further out."""
+    """Protects the first and the last blocks. Each block further out is protected 1.3 times more."""
     return _rule(table, request, _per_block(table, lambda i, blocks: 1.3 ** -min(i, blocks - 1 - i)))
 
 
@@ -145,20 +148,20 @@ def _tail(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
 
 
 def _layer_type(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    """Protects the kinds of ``request.protected_kinds``, the first ten times more than the second, and so on."""
+    """Protects the kinds ``request.protected_kinds``, each ten times more than the next."""
     kinds = request.protected_kinds
     levels = {kind: 10.0**-rank for rank, kind in enumerate(kinds)}
-    # Of experts like the dense MLP's that they stand for.
+    # The linears of experts count as those of the dense MLP that they replace.
     values = np.array([levels.get(row.id.kind.replace(".experts.", "."), 0.0) for row in table.linears])
     return _rule(table, request, np.repeat(values[:, None], len(Gemm), axis=1))
 
 
 def _backward_first(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    """dgrad and wgrad to 4 bits first, in the seeded order; then fprops by loss divergence."""
+    """dgrad and wgrad go to four bits first, in the seeded order; then fprops, by loss divergence."""
     top = float(loss.max())
     scores = loss / top if top > 0.0 else loss.copy()
-    # A floor keeps even an fprop without any loss divergence behind every dgrad and wgrad, whose scores are 0 (and
-    # 1e-9 of the largest once ties are broken).
+    # The floor places even an fprop of loss divergence 0 after every dgrad and wgrad. Those score 0, or 1e-9 of the
+    # largest score once ties are broken.
     scores[:, FPROP] += _rule(table, request, np.full((len(table.linears), len(Gemm)), 1e-6))[:, FPROP]
     scores[:, DGRAD:] = 0.0
     return scores
@@ -169,8 +172,8 @@ _Score = Callable[[StatisticsTable, SolveRequest, FloatArray, FloatArray], Float
 _SCORES: Mapping[str, _Score] = {
     "snip": _snip,
     "random": _random,
-    "min-abs-err": _min_abs_err,
-    "min-rel-err": _min_rel_err,
+    "min-abs-err": partial(_errors, relative=False),
+    "min-rel-err": partial(_errors, relative=True),
     "backward-first": _backward_first,
     "fisher": _fisher,
     "hawq": _hawq,
@@ -179,19 +182,28 @@ _SCORES: Mapping[str, _Score] = {
     "tail": _tail,
 }
 
-POLICIES = (*_SCORES, *FIXED)
+UNSOLVED = (*FIXED, *LATE)
+"""Policies whose maps are known before training: they measure and solve nothing."""
+
+POLICIES = (*_SCORES, *UNSOLVED)
 """Values of ``--snip-policy``; the first is the default."""
 
 
 def policy_scores(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    """Score of every option by ``request.policy``, float64 [linears, 3, formats]: lower is better.
+    """Return the score of every option by ``request.policy``, float64 [linears, 3, formats]. Lower is better.
 
-    ``loss`` and ``weight`` are :func:`divergences`. Raises SnipError on an unknown policy or one that chooses nothing.
+    Args:
+        table: the statistics.
+        request: the request.
+        loss, weight: :func:`divergences`.
+
+    Raises:
+        SnipError: the policy is unknown or has a fixed map.
     """
-    if request.policy in FIXED:
+    if request.policy in UNSOLVED:
         raise SnipError(f"--snip-policy {request.policy} fixes the map; there is nothing to solve")
     if request.policy not in _SCORES:
-        raise SnipError(f"--snip-policy {request.policy}: unknown; choose one of {', '.join(POLICIES)}")
+        raise SnipError(f"--snip-policy {cut(request.policy)}: unknown; choose one of {', '.join(POLICIES)}")
     return _SCORES[request.policy](table, request, loss, weight)
 
 
@@ -199,36 +211,26 @@ def policy_scores(table: StatisticsTable, request: SolveRequest, loss: FloatArra
 def pinned_formats(
     linears: Iterable[str], pins: tuple[tuple[str, str], ...], granularity: str = "gemm"
 ) -> dict[str, str]:
-    """Option id → format of every option that a pin fixes; the last match wins.
+    """Return option id → format of every option that a pin fixes. The last matching pin wins.
 
-    A glob is matched against ``<linear>`` and, at granularity ``gemm``, against ``<linear>:<gemm>``. Raises SnipError
-    on a pin that matches nothing.
+    Raises SnipError if a pin matches nothing.
     """
     names = list(linears)
-    gemms = tuple(Gemm) if granularity == "gemm" else (None,)
     fixed: dict[str, str] = {}
     for glob, fmt in pins:
-        keys = [
-            key
-            for name in names
-            for key in (option_id(name, gemm) for gemm in gemms)
-            if fnmatchcase(name, glob) or fnmatchcase(key, glob)
-        ]
+        keys = [option_id(name, gemm) for name, gemm in matching_options(glob, names, granularity)]
         if not keys:
-            hint = (
-                "at granularity layer a pin names linears, not GEMMs"
-                if granularity == "layer" and ":" in glob
-                else f"the first option is {option_id(names[0], gemms[0])}"
-                if names
-                else "the model has no candidate linear"
-            )
-            raise SnipError(f"--snip-pin {glob}={fmt}: matches no option; {hint}")
+            hint = no_match_hint("a pin", glob, names, granularity)
+            raise SnipError(f"--snip-pin {cut(glob)}={fmt}: matches no option; {hint}")
         fixed |= dict.fromkeys(keys, fmt)
     return fixed
 
 
 def pinned_gemms(linears: Iterable[str], request: SolveRequest) -> set[tuple[str, Gemm]]:
-    """(linear, GEMM) of everything that the request's pins fix, at either granularity. Raises as pinned_formats."""
+    """Return (linear, GEMM) of everything that the request's pins fix, at either granularity.
+
+    Raises SnipError if a pin matches nothing.
+    """
     found = set()
     for key in pinned_formats(linears, request.pins, request.granularity):
         linear, gemm = split_option_id(key)
@@ -239,10 +241,11 @@ def pinned_gemms(linears: Iterable[str], request: SolveRequest) -> set[tuple[str
 def fixed_map(
     policy: str, linears: Iterable[str], pins: tuple[tuple[str, str], ...] = (), groups: tuple[str, ...] = ()
 ) -> PrecisionMap | None:
-    """The map of ``uniform-fp8``, ``uniform-fp4`` or ``bf16`` with pins applied; None for a policy that solves.
+    """Return the map of ``uniform-fp8``, ``uniform-fp4`` or ``bf16`` with pins applied, or None for a policy that
+    solves.
 
-    A pin holds for the whole group (``--snip-group``) of what it matches. Raises SnipError on a pin or group that
-    matches nothing, and on pins that contradict inside a group.
+    A pin holds for every option of its group (``--snip-group``). Raises SnipError if a pin or group matches nothing, or
+    if pins contradict each other in a group.
     """
     if policy not in FIXED:
         return None

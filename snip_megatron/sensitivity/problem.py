@@ -8,24 +8,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm, option_id, split_option_id
 from snip_megatron.sensitivity.groups import option_groups, spread_pins
-from snip_megatron.sensitivity.loss_divergence import FloatArray
+from snip_megatron.sensitivity.loss_divergence import FPROP, FloatArray
 from snip_megatron.sensitivity.policies import divergences, pinned_formats, policy_scores
 from snip_megatron.sensitivity.quality import monotone, rounded
 from snip_megatron.sensitivity.request import SolveRequest, is_four_bit
 from snip_megatron.solver.infeasible import why_infeasible
-from snip_megatron.solver.problem import Choice, Item, Problem
+from snip_megatron.solver.items import Choice, Item
+from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.spanning import spanning_groups
 from snip_megatron.solver.table import ChoiceTable
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 
 Scores = dict[str, dict[str, dict[str, float]]]
-"""Option id → format → {"loss_divergence", "weight_divergence", "q"}; q is the loss of the Problem's choice."""
+"""Option id → format → {"loss_divergence", "weight_divergence", "q"}. q is the loss of the Problem's choice."""
 
-# Scores that tie are set apart by steps just above what 4 significant digits resolve (1e-3 at most); ties at 0 by
-# the same steps of a number far below every other score, yet above the 1e-15 that a solver keeps in order.
+# Tied scores are separated by relative steps just above the resolution of 4 significant digits (1e-3 at most). Ties at
+# 0 use the same steps of a number far below every other score, but above the 1e-15 that a solver keeps in order.
 _TIE_STEP = 2e-3
 _TIE_AT_ZERO = 1e-9
 
@@ -35,12 +36,13 @@ class Option:
     """One choice to make.
 
     Attributes:
-        id: ``<linear>:<gemm>`` or ``<linear>``. stage: pipeline stage.
-        flops: of a training step; what 4 bits save of the budget.
-        cost: ``flops`` and the option's part of the FLOPs of its stage that no choice covers, so that Σ cost is all of
-            the decoder's linears: the denominator of the fp4 share, overall and on every stage.
-        pinned: the format that a pin fixes, on it or on another of its group, or None.
-        group: name of the options that it shares a format with, or None.
+        id: ``<linear>:<gemm>`` or ``<linear>``.
+        stage: pipeline stage.
+        flops: FLOPs in a training step, which four bits save of the budget.
+        cost: ``flops`` plus the option's part of those FLOPs of its stage that no choice covers. So Σ cost is all of
+            the decoder's linears, overall and on every stage: the denominator of the fp4 share.
+        pinned: format that a pin fixes, on this option or on another one of its group, or None.
+        group: name of the group of options that share a format, or None.
     """
 
     id: str
@@ -52,9 +54,9 @@ class Option:
 
 
 def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> list[Option]:
-    """The options of a model in the order of its linears and GEMMs.
+    """Return the options of a model in the order of its linears and GEMMs.
 
-    Raises SnipError on a pin or group that matches nothing, and on pins that contradict inside a group.
+    Raises SnipError if a pin or group matches nothing, or if pins contradict each other in a group.
     """
     if not linears:
         raise SnipError("the model has no linear that SNIP can choose formats for")
@@ -73,9 +75,9 @@ def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per
 
 
 def _cost_factors(flops: Sequence[tuple[int, float]], request: SolveRequest) -> dict[int, float]:
-    """Stage → (candidates' + unquantised FLOPs) / candidates' FLOPs.
+    """Return stage → (FLOPs of candidates + unquantised FLOPs) / FLOPs of candidates.
 
-    FLOPs of unknown stage, or of a stage without any candidate, are spread over all stages in proportion.
+    Unquantised FLOPs of an unknown stage, or of a stage without candidates, are spread over all stages in proportion.
     """
     stages = sorted({stage for stage, _ in flops})
     own = {stage: math.fsum(f for s, f in flops if s == stage) for stage in stages}
@@ -96,16 +98,16 @@ def _reachable(options: Sequence[Option], request: SolveRequest) -> float:
 
 
 def reachable_share(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> float:
-    """The highest budget that pins, unquantised linears and the stage constraint leave reachable, in [0, 1].
+    """Return the highest budget in [0, 1] that pins, unquantised linears and the stage constraint allow.
 
-    ``tokens_per_step`` brings the linears' FLOPs to the scale of ``request.unquantised_flops``; without those it does
-    not matter. Raises SnipError on a pin that matches nothing.
+    ``tokens_per_step`` scales the FLOPs of the linears to those of ``request.unquantised_flops``; it has no effect
+    without these. Raises SnipError if a pin matches nothing.
     """
     return _reachable_limit(list_options(linears, request, tokens_per_step), request)[0]
 
 
 def _reachable_limit(options: Sequence[Option], request: SolveRequest) -> tuple[float, int | None]:
-    """(highest reachable budget, the stage that limits it or None)."""
+    """Return (highest reachable budget, the stage that limits it or None)."""
     limits: list[tuple[float, int | None]] = [(_reachable(options, request), None)]
     if request.stage_tolerance is not None:
         for stage in sorted({o.stage for o in options}):
@@ -118,8 +120,8 @@ def _reachable_limit(options: Sequence[Option], request: SolveRequest) -> tuple[
 def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> None:
     """Raise SnipError, naming the highest reachable budget, if ``request`` asks for more.
 
-    A bound on the loss is never refused here: what is reachable depends on scores. Groups that no solve could try all
-    formats of are refused as well.
+    Also refuses groups that no solve could try all formats of. A bound on the loss is never refused here, because what
+    is reachable depends on scores.
     """
     check_groups(linears, request)
     if request.timed:
@@ -136,19 +138,19 @@ def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, toke
 
 
 def check_groups(linears: Sequence[LinearRow], request: SolveRequest) -> None:
-    """Raise SnipError on pins and groups (``--snip-pin``, ``--snip-group``) that no map can meet."""
+    """Raise SnipError if no map can satisfy the pins and groups (``--snip-pin``, ``--snip-group``)."""
     if not request.groups:
         return
-    items = tuple(_item(option, request, {}) for option in list_options(linears, request, 1))
+    items = tuple(make_item(option, request, {}) for option in list_options(linears, request, 1))
     try:
         spanning_groups(Problem(items=items, budget=request.budget))
     except SnipError as error:
-        raise SnipError(f"--snip-group {' '.join(request.groups)}: {error}") from None
+        raise SnipError(f"--snip-group {cut(' '.join(request.groups))}: {error}") from None
 
 
 def _check_reachable_speedup(options: Sequence[Option], request: SolveRequest) -> None:
-    items = tuple(_item(option, request, {}) for option in options)
-    problem = Problem(items=items, budget=request.budget)  # also finds formats without a predicted time
+    items = tuple(make_item(option, request, {}) for option in options)
+    problem = Problem(items=items, budget=request.budget)  # raises for a format without a predicted time
     if request.speedup is None:
         return
     choices = ChoiceTable.build(problem)
@@ -161,19 +163,33 @@ def _check_reachable_speedup(options: Sequence[Option], request: SolveRequest) -
 
 
 def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Problem, Scores]:
-    """The Problem of one update, and the scores behind it.
+    """Return the Problem of one update, and the scores behind it.
 
-    Raises SnipError on an unknown policy, estimator, rule or format, on a pin that matches nothing, and on a table
-    with a NaN or Inf (DESIGN, rule 5: such an update is dropped).
+    Raises:
+        SnipError: the policy, estimator, rule or a format is unknown, a pin matches nothing, or the table holds a NaN
+            or Inf (docs/method.md, rules of a run: such an update is dropped).
+    """
+    options, scores, _ = score_options(table, request)
+    items = tuple(make_item(option, request, scores[option.id]) for option in options)
+    return Problem(items=items, budget=request.budget), scores
+
+
+def score_options(table: StatisticsTable, request: SolveRequest) -> tuple[list[Option], Scores, FloatArray]:
+    """Return the options, their scores, and the part of each option's score that its fprop has, [options, formats].
+
+    Raises SnipError as :func:`build_problem`.
     """
     broken = table.non_finite()
     if broken:
         raise SnipError(f"the statistics of step {table.step} are not finite: {', '.join(broken[:3])}")
     options = list_options(table.linears, request, table.tokens_per_step)
     loss, weight = divergences(table, request)
-    q = _per_option(policy_scores(table, request, loss, weight), request)
+    each = policy_scores(table, request, loss, weight)
+    q = _per_option(each, request)
     if not np.all(np.isfinite(q)):
         raise SnipError(f"the scores of step {table.step} are not finite; the update is dropped")
+    forward = _per_option(np.where(np.arange(each.shape[1])[:, None] == FPROP, each, 0.0), request)
+    parts = np.clip(np.divide(forward, q, out=np.zeros_like(q), where=q > 0.0), 0.0, 1.0)
     q = monotone(q, request.formats)
     flops = np.array([o.flops for o in options])
     for column, fmt in enumerate(request.formats):
@@ -192,18 +208,21 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
         }
         for i, option in enumerate(options)
     }
-    items = tuple(_item(option, request, scores[option.id]) for option in options)
-    return Problem(items=items, budget=request.budget), scores
+    return options, scores, rounded(parts)
 
 
 def change_penalty(problem: Problem, request: SolveRequest) -> float:
-    """Loss a changed choice costs: ``request.change_penalty`` means of the options' largest losses."""
+    """Return the loss that a changed choice costs: ``request.change_penalty`` times the mean of the options' largest
+    losses.
+    """
     worst = math.fsum(max(c.loss for c in item.choices) for item in problem.items) / len(problem.items)
     return request.change_penalty * max(worst, 0.0)
 
 
 def _per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
-    """[linears, 3, formats] → [options, formats]: GEMMs side by side, or summed at granularity ``layer``."""
+    """[linears, 3, formats] → [options, formats]: the GEMMs one after the other, or their sum at
+    granularity ``layer``.
+    """
     if request.granularity == "layer":
         summed: FloatArray = values.sum(axis=1)
         return summed
@@ -211,9 +230,9 @@ def _per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
 
 
 def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray:
-    """Scores rounded to 4 digits, options of equal score *per FLOP* set apart in one seeded order.
+    """Separate options of equal score *per FLOP* in one seeded order. Scores are rounded to 4 digits.
 
-    The order depends on the seed and the number of options alone, so it is the same for every policy (EVALUATION).
+    The order depends on the seed and the number of options alone, so it is the same for every policy (docs/method.md).
     """
     order = np.random.default_rng([seed % 2**64, 1]).permutation(len(scores))
     per_flop = scores / size
@@ -228,7 +247,8 @@ def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray
     return rounded(np.where(separate == per_flop, scores, separate * size))
 
 
-def _item(option: Option, request: SolveRequest, scores: dict[str, dict[str, float]]) -> Item:
+def make_item(option: Option, request: SolveRequest, scores: dict[str, dict[str, float]]) -> Item:
+    """Return the item of an option: its cost, and saving and loss of every format it may take."""
     formats = request.formats if option.pinned is None else (option.pinned,)
     cost, savings = option.cost, {fmt: option.flops if is_four_bit(fmt) else 0.0 for fmt in formats}
     if request.timed:
@@ -241,7 +261,7 @@ def _item(option: Option, request: SolveRequest, scores: dict[str, dict[str, flo
 
 
 def _times(option: str, formats: Sequence[str], request: SolveRequest) -> tuple[float, dict[str, float]]:
-    """An option's seconds in bf16, and what each format takes less (negative: more)."""
+    """Return an option's seconds in bf16, and the seconds that each format saves. A saving may be negative."""
     if request.times is None:
         raise SnipError("speedup= and loss= need predicted times")
     linear, gemm = split_option_id(option)

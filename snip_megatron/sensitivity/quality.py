@@ -1,10 +1,10 @@
-"""Q: loss divergence and weight divergence put together to one score an option, and made fit for a solver."""
+"""Q: loss divergence and weight divergence combined into one score per option, and prepared for a solver."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.sensitivity.loss_divergence import DGRAD, FloatArray
 from snip_megatron.sensitivity.request import BITS, SolveRequest
 
@@ -15,14 +15,21 @@ SIGNIFICANT_DIGITS = 4
 
 
 def combine(request: SolveRequest, loss: FloatArray, weight: FloatArray, variance: FloatArray) -> FloatArray:
-    """Q of every option by the rule ``request.q``; arrays float64 [linears, 3, formats].
+    """Return Q of every option by the rule ``request.q``, float64 [linears, 3, formats].
+
+    - ``split``: ΔL₂ for fprop. For dgrad and wgrad ΔW, scaled so that its sum in the lowest format is
+      ``backward_share`` times that of fprop: the ratio of trained loss gaps.
+    - ``noise``: ΔL₂ + ``noise_nats`` · variance, in nats.
+    - ``paper``: ΔL/ΣΔL + ΔW/ΣΔW. Each sum is over all options in the lowest format.
 
     Args:
-        loss: ΔL₂ in nats. weight: ΔW. variance: gradient variance added, as a share of the gradient's own.
+        request: the request.
+        loss: ΔL₂ in nats.
+        weight: ΔW.
+        variance: gradient variance added, relative to the gradient's own.
 
-    ``split``: ΔL₂ for fprop; for dgrad and wgrad ΔW, scaled so that they sum, in the lowest format, to
-    ``backward_share`` of fprop's sum: the ratio of trained loss gaps. ``noise``: ΔL₂ + ``noise_nats`` · variance, in
-    nats. ``paper``: ΔL/ΣΔL + ΔW/ΣΔW, each sum over all options in the lowest format. Raises SnipError on another rule.
+    Raises:
+        SnipError: the rule is unknown.
     """
     if request.q == "split":
         return _split(request, loss, weight)
@@ -30,7 +37,7 @@ def combine(request: SolveRequest, loss: FloatArray, weight: FloatArray, varianc
         return loss + request.noise_nats * variance
     if request.q == "paper":
         return _normalised(loss, request.lowest) + _normalised(weight, request.lowest)
-    raise SnipError(f"--snip-q {request.q}: unknown; choose one of {', '.join(Q_RULES)}")
+    raise SnipError(f"--snip-q {cut(request.q)}: unknown; choose one of {', '.join(Q_RULES)}")
 
 
 def _split(request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
@@ -49,10 +56,9 @@ def _normalised(values: FloatArray, lowest: int) -> FloatArray:
 
 
 def monotone(scores: FloatArray, formats: tuple[str, ...]) -> FloatArray:
-    """Raise scores [..., formats] so that a format of fewer bits is never better than every one of more bits.
+    """Raise scores [..., formats] so that fewer bits never score better than all formats of more bits.
 
-    Measured or sampled scores may come out the other way round (METHOD, the recipe). Formats of equal bits stay as
-    they are to each other.
+    Measured or sampled scores may violate this (docs/method.md, the recipe). Formats of equal bits keep their order.
     """
     projected = scores.copy()
     floor = np.full(scores.shape[:-1], -np.inf)
@@ -64,7 +70,7 @@ def monotone(scores: FloatArray, formats: tuple[str, ...]) -> FloatArray:
 
 
 def rounded(scores: FloatArray) -> FloatArray:
-    """Scores rounded to 4 significant digits: equal on layouts that differ in the last bits (DESIGN, rule 6)."""
+    """Round scores to 4 significant digits, so that layouts which differ in the last bits agree (docs/method.md)."""
     digits = SIGNIFICANT_DIGITS - 1
-    # Through decimal text: the same double for the same digits, which scaling by powers of ten does not give.
+    # Decimal text gives the same double for the same digits; scaling by powers of ten does not.
     return np.array([float(f"{value:.{digits}e}") for value in scores.ravel()], dtype=np.float64).reshape(scores.shape)

@@ -8,31 +8,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import Format
+from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
+from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.solver.problem import Budget
+from snip_megatron.solver.items import Budget
 
 GRANULARITIES = ("gemm", "layer")
 
-BITS: Mapping[str, int] = {
-    Format.BF16.value: 16,
-    Format.FP8.value: 8,
-    Format.FP8_TENSOR.value: 8,
-    Format.MXFP8.value: 8,
-    Format.FP4.value: 4,
-    Format.NVFP4.value: 4,
-    Format.MXFP4.value: 4,
-}
-"""Bits of an element: formats of four bits count towards the fp4 share."""
+BITS: Mapping[str, int] = {fmt.value: fmt.bits for fmt in Format}
+"""Name of a format → bits of an element. Formats of four bits count towards the fp4 share."""
 
 BACKWARD_SHARE = 0.08
-"""Trained loss gap of all 4-bit dgrads and wgrads ÷ that of all 4-bit fprops: (.0013 − .0005) / (.0110 − .0013), three
-seeds: backward-first at 67 %, uniform-fp8 and -fp4 of ``benchmarks/compare_26m-gemm-145_h200_2026-11-21.md``."""
+"""Trained loss gap of all 4-bit dgrads and wgrads divided by that of all 4-bit fprops: (.0013 − .0005) / (.0110 −
+.0013), three seeds; backward-first at 67 %, uniform-fp8 and -fp4 of
+``benchmarks/compare_26m-gemm-145_h200_2026-11-21.md``.
+"""
 
 NOISE_NATS = 0.025
-"""Loss, in nats, that doubling the gradient's variance costs: METHOD's trained gaps of dgrad and wgrad in fp4 over the
-variance they add, (.0011 + .0005) / (.025 + .04)."""
+"""Loss, in nats, of doubling the gradient's variance: the trained gaps of dgrad and wgrad in fp4 divided by the
+variance that they add, (.0011 + .0005) / (.025 + .04).
+"""
 
 
 def is_four_bit(fmt: str) -> bool:
@@ -45,31 +42,34 @@ _LISTS = ("formats", "groups", "protected_kinds")
 
 @dataclass(frozen=True)
 class SolveRequest:
-    """One update's question, as plain data: it crosses to the sidecar process.
+    """The request of one update, as plain data: it is sent to the sidecar process.
 
     Attributes:
-        policy, estimator, q: names of ``policies.POLICIES``, ``policies.ESTIMATORS``, ``quality.Q_RULES``.
-        formats: candidate formats of every option that is not pinned; bf16 among them costs its time and no loss.
-        granularity: ``gemm`` (one choice a GEMM) or ``layer`` (one a linear, the paper's).
-        target: wanted fp4 share in [0, 1] of the FLOPs of *all* decoder linears (DESIGN, definitions).
-        stage_tolerance: how far a pipeline stage may stay below ``target``; None: no stage constraint.
-        speedup: instead of ``target``: wanted time of the decoder linears in bf16 over theirs under the map, on the
+        policy, estimator, q: one of ``policies.POLICIES``, ``policies.ESTIMATORS``, ``quality.Q_RULES``.
+        formats: candidate formats of every option without a pin. bf16 among them costs its time and no loss.
+        granularity: ``gemm`` (one choice per GEMM) or ``layer`` (one per linear, as in the paper).
+        target: fp4 share in [0, 1] of the FLOPs of *all* decoder linears (docs/method.md, definitions).
+        stage_tolerance: how far a pipeline stage may stay below ``target``. None: no stage constraint.
+        speedup: replaces ``target``: time of the decoder's linears in bf16 divided by their time under the map, on the
             slowest pipeline stage; 1 or more.
-        loss: instead of ``target``: Σ of the scores that the fastest map may have, in the policy's unit (nats).
-        times: predicted seconds of every GEMM; needed by ``speedup`` and ``loss``.
-        change_penalty: added to the loss for every choice unlike the hint's, in means over the options of the loss of
-            an option's worst format; 0: none.
-        pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``; the last match wins.
+        loss: replaces ``target``: largest Σ of scores that the fastest map may have, in the policy's unit (nats).
+        times: predicted seconds of every GEMM, required by ``speedup`` and ``loss``.
+        change_penalty: loss added for every choice that differs from the hint, in units of the mean, over options, of
+            the loss of an option's worst format. 0: none.
+        pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
         groups: ``GLOB`` or ``block:GLOB``: options that share a format (``sensitivity.groups``).
-        seed: of the ``random`` policy and of the one order that breaks ties.
+        seed: seed of the policy ``random``, and of the order that breaks ties.
         version: version of the map that this update makes.
         deterministic_time: CP-SAT's deterministic limit in seconds.
-        unquantised_flops: FLOPs a training step spends in decoder linears that are no candidates (MTP, experts).
-        unquantised_stage_flops: the same by pipeline stage; None: spread over the stages like the candidates' FLOPs.
-            Where given, its sum is what counts and must agree with ``unquantised_flops`` unless that is 0.
-        backward_share, noise_nats: constants of the ``split`` and ``noise`` rules of ``--snip-q``.
-        backward_noise: use the gains of the paper's backward-noise pass where the table has them.
-        protected_kinds: for the policy ``layer-type``: kinds of linears, the most protected first.
+        unquantised_flops: FLOPs per training step in decoder linears that are no candidates (MTP, experts).
+        unquantised_stage_flops: the same by pipeline stage. None: spread over the stages in proportion to the
+            candidates' FLOPs. If given, its sum is what counts, and must equal ``unquantised_flops`` unless that is 0.
+        backward_share, noise_nats: constants of the rules ``split`` and ``noise`` of ``--snip-q``.
+        backward_noise: use the gains of the paper's backward-noise pass.
+        protected_kinds: kinds of linears that the policy ``layer-type`` protects, the most protected first.
+        phases: the remaining phases of the run, over which the budget is the average. None: one map for all of it.
+        standing_share, forgetting: constants of ``persistence``: the share of an fprop's loss that a later precise
+            phase removes at once, and the rate at which training repairs the rest.
     """
 
     policy: str = "snip"
@@ -94,6 +94,9 @@ class SolveRequest:
     noise_nats: float = NOISE_NATS
     backward_noise: bool = False
     protected_kinds: tuple[str, ...] = ("mlp.linear_fc2", "self_attention.linear_proj")
+    phases: PhasedRequest | None = None
+    standing_share: float = STANDING_SHARE
+    forgetting: float = FORGETTING
 
     def __post_init__(self) -> None:
         _check_formats(self)
@@ -101,18 +104,20 @@ class SolveRequest:
 
     @property
     def budget(self) -> Budget:
-        """What the solver is asked for."""
+        """The budget of the Problem."""
         if self.speedup is not None or self.loss is not None:
             return Budget(speedup=self.speedup, loss=self.loss)
         return Budget(self.target, self.stage_tolerance)
 
     @property
     def timed(self) -> bool:
-        """Whether an option costs seconds rather than FLOPs."""
+        """Whether an option costs seconds instead of FLOPs."""
         return self.speedup is not None or self.loss is not None
 
     def of_step(self, share: float) -> SolveRequest:
-        """For a step of ``share`` of the tokens: unquantised FLOPs go with them, as the candidates' do."""
+        """Return the request for a step with ``share`` of the tokens. Unquantised FLOPs scale with the tokens, as those
+        of the candidates do.
+        """
         stages = self.unquantised_stage_flops
         return dataclasses.replace(
             self,
@@ -121,18 +126,21 @@ class SolveRequest:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: what a run's config.json keeps, to solve its statistics again."""
+        """Return the request in a form that JSON can store. A run's config.json keeps it, to solve its statistics
+        again.
+        """
         body = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         body |= {name: list(getattr(self, name)) for name in _LISTS}
         body["pins"] = [list(pin) for pin in self.pins]
         body["times"] = None if self.times is None else self.times.as_dict()
+        body["phases"] = None if self.phases is None else self.phases.as_dict()
         if self.unquantised_stage_flops is not None:
             body["unquantised_stage_flops"] = {str(k): v for k, v in self.unquantised_stage_flops.items()}
         return body
 
     @classmethod
     def from_dict(cls, body: Any, where: str) -> SolveRequest:
-        """Inverse of :meth:`as_dict`. Raises SnipError naming ``where`` on anything else."""
+        """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
         known = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(body, dict) or not set(body) <= known:
             raise SnipError(f"{where}: not a request that this version knows")
@@ -145,9 +153,11 @@ class SolveRequest:
             values["unquantised_stage_flops"] = stages and {int(k): float(v) for k, v in stages.items()}
             times = body.get("times")
             values["times"] = None if times is None else OptionTimes.from_dict(times, f"{where}.times")
+            phases = body.get("phases")
+            values["phases"] = None if phases is None else PhasedRequest.from_dict(phases, f"{where}.phases")
             return cls(**values)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise SnipError(f"{where}: not a request ({error})") from None
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise SnipError(f"{where}: not a request ({cut(error)})") from None
 
     @property
     def lowest(self) -> int:
@@ -157,35 +167,38 @@ class SolveRequest:
 
 def _check_formats(request: SolveRequest) -> None:
     if request.granularity not in GRANULARITIES:
-        raise SnipError(f"granularity {request.granularity!r}: unknown; choose one of {', '.join(GRANULARITIES)}")
+        raise SnipError(f"granularity {quoted(request.granularity)}: unknown; choose one of {', '.join(GRANULARITIES)}")
     unknown = [f for f in (*request.formats, *(f for _, f in request.pins)) if f not in BITS]
     if unknown:
-        raise SnipError(f"format {unknown[0]!r}: unknown; choose among {', '.join(BITS)}")
+        raise SnipError(f"format {quoted(unknown[0])}: unknown; choose among {', '.join(BITS)}")
     if not request.formats or len(set(request.formats)) != len(request.formats):
-        raise SnipError(f"formats {','.join(request.formats) or '(none)'}: give one or more distinct names")
+        raise SnipError(f"formats {cut(','.join(request.formats) or '(none)')}: give one or more distinct names")
 
 
 def _check_numbers(request: SolveRequest) -> None:
     if request.speedup is not None and request.loss is not None:
         raise SnipError("speedup and loss are two budgets: give one")
     if request.speedup is not None and not 1.0 <= request.speedup <= 1e6:
-        raise SnipError(f"speedup {request.speedup}: must be a factor of 1 or more")
+        raise SnipError(f"speedup {cut(request.speedup)}: must be a factor of 1 or more")
     if request.loss is not None and not math.isfinite(request.loss):
-        raise SnipError(f"loss {request.loss}: must be a finite number")
+        raise SnipError(f"loss {cut(request.loss)}: must be a finite number")
     if not 0.0 <= request.target <= 1.0:
-        raise SnipError(f"target {request.target}: the fp4 share must lie between 0 and 1")
+        raise SnipError(f"target {cut(request.target)}: the fp4 share must lie between 0 and 1")
     if request.stage_tolerance is not None and not 0.0 <= request.stage_tolerance <= 1.0:
-        raise SnipError(f"stage tolerance {request.stage_tolerance}: must lie between 0 and 1")
+        raise SnipError(f"stage tolerance {cut(request.stage_tolerance)}: must lie between 0 and 1")
+    if not 0.0 <= request.standing_share <= 1.0:
+        raise SnipError(f"standing_share {cut(request.standing_share)}: must lie between 0 and 1")
     stage_flops = dict(request.unquantised_stage_flops or {})
     for name, value in (
         ("unquantised_flops", request.unquantised_flops),
         ("backward_share", request.backward_share),
         ("noise_nats", request.noise_nats),
         ("change_penalty", request.change_penalty),
+        ("forgetting", request.forgetting),
         *((f"unquantised_stage_flops of stage {stage}", value) for stage, value in stage_flops.items()),
     ):
         if not (math.isfinite(value) and value >= 0.0):
-            raise SnipError(f"{name} {value}: must be a finite number, 0 or more")
+            raise SnipError(f"{name} {cut(value)}: must be a finite number, 0 or more")
     total = math.fsum(stage_flops.values())
     if stage_flops and request.unquantised_flops and not math.isclose(total, request.unquantised_flops, rel_tol=1e-6):
         raise SnipError(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Gemm, option_id
-from snip_megatron.sensitivity.loss_divergence import FloatArray
-from snip_megatron.sensitivity.measured import measured_loss, of_formats, trusted
+from snip_megatron.sensitivity.loss_divergence import FloatArray, of_formats
+from snip_megatron.sensitivity.measured import measured_loss, trusted
 from snip_megatron.sensitivity.policies import ESTIMATORS, divergences
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.measured import Measured
@@ -16,12 +16,13 @@ from snip_megatron.statistics.table import StatisticsTable
 
 
 class OptionScore(NamedTuple):
-    """One option in one format.
+    """Scores of one option in one format.
 
     Attributes:
         delta_loss: ΔL in nats; 0 for dgrad and wgrad.
-        delta_drift: ΔW, a sum of relative changes of the optimizer's update; 0 by an estimator without drift.
-        loss_trusted, drift_trusted: whether a measured value stands above rounding noise; True for other estimators.
+        delta_drift: ΔW, a sum of relative changes of the optimizer's update; 0 if the estimator has no drift.
+        loss_trusted, drift_trusted: whether a measured value is above the rounding noise. Always True for other
+            estimators.
     """
 
     delta_loss: float
@@ -31,23 +32,31 @@ class OptionScore(NamedTuple):
 
 
 def option_scores(table: StatisticsTable, request: SolveRequest, fmt: str | None = None) -> dict[str, OptionScore]:
-    """Option id (``<linear>:<gemm>``) → its score in ``fmt`` by ``request.estimator``, as the solver would get it.
+    """Return option id (``<linear>:<gemm>``) → score in ``fmt`` by ``request.estimator``, as the solver gets it.
 
-    ``fmt`` is one of ``request.formats``, by default the one of fewest bits. For ``measured`` an unknown or untrusted
-    value is the rescaled prior; :func:`truth` has the bare measurement. Raises SnipError if the table lacks what the
-    estimator needs.
+    With ``measured``, a value that is unknown or not trusted is the rescaled prior; :func:`truth` returns the bare
+    measurement.
+
+    Args:
+        table: the statistics.
+        request: the request.
+        fmt: one of ``request.formats``. Default: the one with the fewest bits.
+
+    Raises:
+        SnipError: the table lacks what the estimator needs.
     """
     if request.estimator not in ESTIMATORS:
-        raise SnipError(f"estimator {request.estimator!r}: unknown; choose one of {', '.join(ESTIMATORS)}")
+        raise SnipError(f"estimator {quoted(request.estimator)}: unknown; choose one of {', '.join(ESTIMATORS)}")
     loss, drift = divergences(table, replace(request, policy="snip"))
     column = request.lowest if fmt is None else request.formats.index(fmt)
     return _scores(table, loss[:, :, column], drift[:, :, column])
 
 
 def truth(table: StatisticsTable, fmt: str, *, again: bool = False) -> dict[str, OptionScore]:
-    """Option id → what was measured in ``fmt``; options never measured are left out.
+    """Return option id → what was measured in ``fmt``. Options that were never measured are left out.
 
-    ``again``: the second, disjoint batch, for the ceiling. Raises SnipError where the table holds no such columns.
+    With ``again`` returns the measurement on the second, disjoint batch, which is the ceiling of every estimator.
+    Raises SnipError if the table has no such columns.
     """
     measured: Measured | None = table.measured_again if again else table.measured
     if measured is None:

@@ -1,4 +1,4 @@
-"""Predicted seconds of every GEMM of a run: what a choice costs under ``speedup=`` and ``loss=`` budgets."""
+"""Predicted seconds of every GEMM of a run: the costs of options under ``speedup=`` and ``loss=`` budgets."""
 
 from __future__ import annotations
 
@@ -7,33 +7,63 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format, Gemm, LinearId
-from snip_megatron.solver.costs import CostModel, LinearShape
+from snip_megatron.errors import SnipError, is_finite, quoted
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.timing.cost_model import CostModel
+from snip_megatron.timing.shapes import LinearShape
 
 Seconds = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 @dataclass(frozen=True)
+class HostSeconds:
+    """Predicted seconds of a step for which launching occupies the thread of a rank.
+
+    Attributes:
+        stages: pipeline stage → seconds with every GEMM in bf16, plus the time after the pipeline, which is in
+            ``rest`` as well.
+        gemm: format → seconds that one GEMM of one linear adds in this format.
+    """
+
+    stages: Mapping[int, float]
+    gemm: Mapping[str, float]
+
+    def of_map(self, stages: Mapping[str, int], precision_map: PrecisionMap) -> dict[int, float]:
+        """Return pipeline stage → seconds under a map. ``stages`` is name of a linear → stage."""
+        found = dict(self.stages)
+        for name, stage in stages.items():
+            for gemm in Gemm:
+                found[stage] = found.get(stage, 0.0) + self.gemm.get(precision_map.format_of(name, gemm).value, 0.0)
+        return found
+
+
+@dataclass(frozen=True)
 class OptionTimes:
-    """Plain figures, so that they cross to the sidecar and stay in a run's record: no table is needed to solve again.
+    """Predicted times as plain figures. They are sent to the sidecar and stored with a run, which can then be solved
+    again without the cost model.
 
     Attributes:
         model: name of the cost model: ``flops``, or the device that was measured.
-        seconds: linear's name or kind → GEMM → format → seconds a training step takes of one rank, quantisation
-            included. A name goes before a kind.
-        rest: pipeline stage → seconds a step that no choice changes; empty: not known.
+        seconds: name or kind of a linear → GEMM → format → seconds per training step on one rank, quantisation
+            included. A name takes precedence over a kind.
+        rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
+        host: seconds of launching a step; None if the host is not modelled.
     """
 
     model: str
     seconds: Seconds
     rest: Mapping[int, float] = field(default_factory=dict)
+    host: HostSeconds | None = None
 
     @classmethod
     def predict(cls, model: CostModel, shapes: Mapping[str, LinearShape], formats: Iterable[Format]) -> OptionTimes:
-        """All GEMMs of ``shapes`` (by linear name or kind) in bf16 and ``formats``.
+        """Predict all GEMMs of ``shapes`` in bf16 and in ``formats``. Raises SnipError if the model has no figures for
+        a format.
 
-        Raises SnipError on a format that the model has no figures for.
+        Args:
+            model: the cost model.
+            shapes: name or kind of a linear → its shape.
+            formats: candidate formats.
         """
         wanted = sorted({Format.BF16, *formats}, key=lambda f: f.code)
         return cls(
@@ -47,7 +77,9 @@ class OptionTimes:
         )
 
     def of(self, linear: str, gemm: Gemm | None, fmt: str) -> float:
-        """Seconds of one GEMM, or of all three (``gemm`` None). Raises SnipError where they are not known."""
+        """Return the seconds of one GEMM, or of all three if ``gemm`` is None. Raises SnipError if
+        they are not known.
+        """
         known = self.seconds.get(linear) or self.seconds.get(LinearId.parse(linear).kind)
         if known is None:
             raise SnipError(f"{linear}: its predicted time is not known")
@@ -56,27 +88,46 @@ class OptionTimes:
         except KeyError:
             raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}") from None
 
-    def step_speedup(self, stages: Mapping[str, int], saved: Mapping[int, float]) -> float | None:
-        """Predicted speedup of the whole step; None where the rest of it is not known.
+    def step_speedup(
+        self, stages: Mapping[str, int], saved: Mapping[int, float], precision_map: PrecisionMap | None = None
+    ) -> float | None:
+        """Return the predicted speedup of the whole step, or None if the rest of the step is not known.
+
+        A stage takes the longer of the GPU's work and of its launching, if the host is modelled.
 
         Args:
-            stages: linear's name → pipeline stage. saved: stage → share of its linears' bf16 seconds that a map saves.
+            stages: name of a linear → pipeline stage.
+            saved: pipeline stage → share of the bf16 seconds of its linears that a map saves.
+            precision_map: the map, whose formats decide what is launched. None: as much as in bf16.
         """
+        linears = self.linears(stages)
+        if not linears or not set(linears) <= set(self.rest):
+            return None
+        host = {} if self.host is None else dict(self.host.stages)
+        under = host if self.host is None or precision_map is None else self.host.of_map(stages, precision_map)
+        before = max(max(self.rest[k] + seconds, host.get(k, 0.0)) for k, seconds in linears.items())
+        return before / max(
+            max(self.rest[k] + seconds * (1.0 - saved.get(k, 0.0)), under.get(k, 0.0)) for k, seconds in linears.items()
+        )
+
+    def linears(self, stages: Mapping[str, int]) -> dict[int, float]:
+        """Return pipeline stage → seconds of its linears in bf16. ``stages`` is name of a linear → stage."""
         linears = dict.fromkeys(stages.values(), 0.0)
         for name, stage in stages.items():
             linears[stage] += self.of(name, None, Format.BF16.value)
-        if not linears or not set(linears) <= set(self.rest):
-            return None
-        before = max(self.rest[k] + seconds for k, seconds in linears.items())
-        return before / max(self.rest[k] + seconds * (1.0 - saved.get(k, 0.0)) for k, seconds in linears.items())
+        return linears
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {"model": self.model, "seconds": self.seconds, "rest": {str(k): v for k, v in self.rest.items()}}
+        """Return the figures in a form that JSON can store."""
+        body = {"model": self.model, "seconds": self.seconds, "rest": {str(k): v for k, v in self.rest.items()}}
+        if self.host is not None:
+            by_stage = {str(k): v for k, v in self.host.stages.items()}
+            body["host"] = {"stages": by_stage, "gemm": dict(self.host.gemm)}
+        return body
 
     @classmethod
     def from_dict(cls, body: Any, where: str) -> OptionTimes:
-        """Inverse of :meth:`as_dict`. Raises SnipError naming ``where`` on anything else."""
+        """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
         try:
             seconds = {
                 str(name): {
@@ -86,12 +137,25 @@ class OptionTimes:
                 for name, by_gemm in body["seconds"].items()
             }
             rest = {int(stage): _positive(value) for stage, value in body.get("rest", {}).items()}
-            return cls(str(body["model"]), seconds, rest)
+            return cls(str(body["model"]), seconds, rest, _host(body.get("host")))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SnipError(f"{where}: not predicted times ({error!r:.80})") from None
+            raise SnipError(f"{where}: not predicted times ({quoted(error)})") from None
+
+
+def _host(body: Any) -> HostSeconds | None:
+    if body is None:
+        return None
+    by_stage = {int(stage): _positive(value) for stage, value in body["stages"].items()}
+    return HostSeconds(by_stage, {Format(fmt).value: _finite(value) for fmt, value in body["gemm"].items()})
+
+
+def _finite(value: Any) -> float:
+    if not is_finite(value):
+        raise ValueError(f"{quoted(value)} is no time")
+    return float(value)
 
 
 def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{value!r:.40} is no time")
+    if not is_finite(value) or value <= 0:
+        raise ValueError(f"{quoted(value)} is no time")
     return float(value)

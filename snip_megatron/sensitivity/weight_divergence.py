@@ -1,12 +1,12 @@
-"""Weight divergence: how far one option moves the optimizer's next update, over all linears.
+"""Weight divergence: how far one option changes the optimizer's next update, summed over all linears.
 
-An option perturbs the gradients of its own linear *and of the others*: fprop through the activations and the loss,
-dgrad through the residual gradient. METHOD, "The recipe for AdamW", steps 3–6. A weight divergence of wgrad alone,
-without these cross-layer gains, ranks options worse than chance (METHOD's trap).
+An option changes the gradients of its own linear *and of others*: fprop through the activations and the loss, dgrad
+through the residual gradient. Source: docs/method.md, Weight divergence, steps 3–6. Without these cross-layer gains the
+weight divergence of wgrad alone ranks options worse than chance.
 
-Scale. ρ and ξ are *relative* errors of a linear's gradient noise: ‖δ∇W‖²/‖s‖² with s the per-token gradients summed in
-squares. Numerator and denominator are both sums over independent tokens, so ρ of a probe is ρ of a step, whatever the
-number of tokens; √(microbatches of a step) enters once only, in the s that ``drift2`` was tabulated with.
+Scale: ρ and ξ are errors *relative* to a linear's gradient noise, ‖δ∇W‖²/‖s‖², where ‖s‖² is the sum of squares of the
+per-token gradients. Numerator and denominator are both sums over independent tokens, so ρ of a probe equals ρ of a
+step. √(microbatches of a step) enters only once, in the s that ``drift2`` was tabulated with.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ from snip_megatron.sensitivity.loss_divergence import (
 from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
 
 EMBEDDING = "embedding"
-"""Names of sinks that begin so are embeddings; the others are norms, at the boundary they read."""
+"""Prefix of the names of embeddings among the sinks. The other sinks are norms."""
 
 _TINY = 1e-300
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Relative gradient errors √(ρ² + ξ²) that options of one GEMM and format cause.
+    """Relative gradient errors √(ρ² + ξ²) that options of one GEMM and format cause. An option is the GEMM of one
+    linear.
 
-    ``linears`` is float64 [options, linears], ``sinks`` float64 [options, sinks]; an option is the GEMM of one linear.
+    Attributes:
+        linears: float64 [options, linears].
+        sinks: float64 [options, sinks].
     """
 
     linears: FloatArray
@@ -48,17 +51,17 @@ class Reach:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where linears and sinks sit: indices and masks, [options, linears] or [options, sinks]."""
+    """Positions of linears and sinks, as indices, and as masks [options, linears] or [options, sinks]."""
 
-    sub_block: np.ndarray  # of every linear; also the residual boundary below it
+    sub_block: np.ndarray  # of every linear; also the index of the residual boundary at its input
     later: np.ndarray  # linear j lies in a later sub-block than option i
     earlier: np.ndarray
-    into_second: np.ndarray  # i reads the residual stream, j is the linear behind it in the same sub-block
-    into_first: np.ndarray  # i and j read the residual stream of the same sub-block: i is j
+    into_second: np.ndarray  # i is the first linear of a sub-block, j the second
+    into_first: np.ndarray  # i and j are the first linear of the same sub-block: i is j
     behind_first: np.ndarray  # i is the second linear of a sub-block, j the first
     sink_boundary: np.ndarray
-    below_sink: np.ndarray  # sink fed by the residual gradient that option i's sub-block hands down
-    own_sink: np.ndarray  # sink inside option i's sub-block: its norm
+    below_sink: np.ndarray  # the residual gradient below option i's sub-block reaches the sink
+    own_sink: np.ndarray  # the sink is the norm of option i's sub-block
 
 
 def _layout(table: StatisticsTable) -> _Layout:
@@ -66,7 +69,7 @@ def _layout(table: StatisticsTable) -> _Layout:
     sub = np.array([i.sub_block for i in ids], dtype=np.int64)
     first = np.array([i.is_first for i in ids], dtype=bool)
     sink = np.array([row.boundary for row in table.sinks], dtype=np.int64)
-    # A norm sits in the sub-block above its boundary, behind that sub-block's linears; the embedding ends at 0.
+    # In the backward, a norm follows the linears of the sub-block above its boundary. The embedding is at boundary 0.
     is_norm = np.array([not row.name.startswith(EMBEDDING) for row in table.sinks], dtype=bool)
     at_boundary = sink[None, :] == sub[:, None]
     same = sub[None, :] == sub[:, None]
@@ -84,20 +87,22 @@ def _layout(table: StatisticsTable) -> _Layout:
 
 
 def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
-    """sqrt(numerator / denominator); 0 where both vanish or there is nothing to be relative to."""
+    """Return sqrt(numerator / denominator), and 0 where the denominator is 0."""
     safe = np.where(denominator > 0.0, denominator, 1.0)
     root: FloatArray = np.sqrt(np.where(denominator > 0.0, numerator / safe, 0.0))
     return root
 
 
 def fprop_reach(table: StatisticsTable, fmt: str) -> Reach:
-    """Where the error of an fprop in ``fmt`` goes (recipe, steps 2 and 3).
+    """Return where the error of an fprop in ``fmt`` goes (recipe, steps 2 and 3).
 
-    The forward-noise pass gives, for noise at the embedding, the relative change of every X_j and G_j. An option of
-    sub-block b acts like k times that noise, k = sqrt(c2 / cn2[b+1]) being calibrated by the effect on the loss.
-    Gradients change everywhere (through the loss), activations in later sub-blocks only; inside its own sub-block the
-    error is local: ‖E‖/‖Y‖ reaches the second linear's X, and the first linear's own G through the nonlinearity (gate
-    and up are one fc1, q, k and v one qkv: each half's error sits in the other half's gradient).
+    The forward-noise pass gives the relative change of every X_j and G_j for noise at the embedding. An option of
+    sub-block b has the effect of k times that noise. k = sqrt(c2 / cn2[b+1]) is calibrated by the effect on the loss.
+    Gradients change everywhere, through the loss; activations change in later sub-blocks only. Inside its own sub-block
+    the error is local: ‖E‖/‖Y‖ reaches the X of the second linear and, through
+    the nonlinearity, the first linear's own G. (Gate and up are one fc1, and q, k and v are one qkv: the error of each
+    part is in the gradient of the other.)
+
     Raises SnipError if the table lacks the forward-noise pass.
     """
     where = _layout(table)
@@ -118,10 +123,10 @@ def fprop_reach(table: StatisticsTable, fmt: str) -> Reach:
 
 
 def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
-    """‖E_D‖² ≈ (‖δG‖²‖W‖² + ‖G‖²‖δW‖²)/N of every linear's dgrad, float64 [linears] (METHOD, weight divergence).
+    """Return ‖E_D‖² ≈ (‖δG‖²‖W‖² + ‖G‖²‖δW‖²)/N of every linear's dgrad, float64 [linears] (docs/method.md).
 
-    Of experts the sums of products are taken to be products of sums, over the number of experts: their weights are of
-    about one size.
+    For experts, a sum of products is approximated by the product of the sums divided by the number of experts, which
+    assumes that their weights are of about one size.
     """
     n, _ = linear_shape(table)
     dg2, dw2 = (format_column(table, c, (fmt,))[:, 0] for c in ("dg_row2", "dw2"))
@@ -130,13 +135,21 @@ def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
 
 
 def dgrad_reach(table: StatisticsTable, fmt: str, *, backward_noise: bool = False) -> Reach:
-    """Where the error of a dgrad in ``fmt`` goes (recipe, step 4).
+    """Return where the error of a dgrad in ``fmt`` goes (recipe, step 4).
 
-    Relative to the residual gradient it enters, q = ‖E_D‖/‖D‖ · ‖r_b − r_{b+1}‖/‖r_b‖, and travels down unchanged: to
-    every earlier sub-block and to the sinks below, so that the first block's dgrad is not free. Inside the sub-block it
-    reaches the first linear's G (from the second) and the norm's weight undiluted: ‖E_D‖/‖D‖.
-    With ``backward_noise`` the gain from sub-block b to linear j is the one that the paper's backward-noise pass
-    measured, bG_j/bR_b, instead of 1. Raises SnipError if the table lacks that pass.
+    Relative to the residual gradient that it enters, the error is q = ‖E_D‖/‖D‖ · ‖r_b − r_{b+1}‖/‖r_b‖. It travels
+    down unchanged, to every earlier sub-block and to the sinks below, so the dgrad of the first block has an effect
+    too. Inside its own sub-block the error is undiluted, ‖E_D‖/‖D‖: it reaches the norm's weight and, from the second
+    linear, the G of the first.
+
+    Args:
+        table: the statistics.
+        fmt: format of the dgrad.
+        backward_noise: take the gain from sub-block b to linear j as measured by the paper's backward-noise pass,
+            bG_j/bR_b, instead of 1.
+
+    Raises:
+        SnipError: ``backward_noise`` is set, and the table lacks that pass.
     """
     where = _layout(table)
     local = _ratio(dgrad_error2(table, fmt), table.linear["d2"])[:, None]
@@ -158,11 +171,18 @@ def dgrad_reach(table: StatisticsTable, fmt: str, *, backward_noise: bool = Fals
 
 
 def drift(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
-    """F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the tabulated drift (recipe, step 6).
+    """Return F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the tabulated drift (recipe, step 6).
 
-    Linear in ρ below RHO_GRID and below the smallest error that moved anything (Lion's update moves in steps), constant
-    above the grid (u is bounded, or the error absurd). ``drift2`` is [owners, grid], ``w2`` [owners], ``rho`` [options,
-    owners]; the result has the shape of ``rho``. A parameter without norm has no relative drift: 0.
+    F is linear in ρ below RHO_GRID and below the smallest error that changed the update (Lion's update moves in steps).
+    It is constant above the grid. A parameter of norm 0 has no relative drift and counts as 0.
+
+    Args:
+        drift2: tabulated squared drift [owners, grid].
+        w2: ‖W‖² [owners].
+        rho: relative errors [options, owners].
+
+    Returns:
+        float64 [options, owners].
     """
     log_grid = np.log(RHO_GRID)
     log_drift = 0.5 * np.log(np.maximum(_without_zeros(drift2), _TINY))
@@ -178,7 +198,7 @@ def drift(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
 
 
 def _without_zeros(drift2: FloatArray) -> FloatArray:
-    """Leading zeros of every row replaced by the first other value, brought down in proportion to ρ²."""
+    """Replace the leading zeros of every row by the first nonzero value, scaled down in proportion to ρ²."""
     moved = drift2 > 0.0
     first = moved.argmax(axis=1)
     rows = np.arange(len(drift2))
@@ -196,9 +216,11 @@ def _total_drift(table: StatisticsTable, reach: Reach) -> FloatArray:
 
 
 def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backward_noise: bool = False) -> FloatArray:
-    """ΔW = Σ_j F_j(√(ρ_j² + ξ_j²)) over all linears and sinks of every option, float64 [linears, 3, formats].
+    """Return ΔW = Σ_j F_j(√(ρ_j² + ξ_j²)) over all linears and sinks, of every option, float64 [linears, 3, formats].
 
-    A sum of relative changes of AdamW's update: no unit. wgrad reaches its own linear only (recipe, step 5).
+    ΔW is a sum of relative changes of the optimizer's update and has no unit. wgrad changes its own linear only
+    (recipe, step 5).
+
     Raises SnipError if the table lacks a format, the forward-noise pass or the optimizer's drift.
     """
     if not np.any(table.drift2 > 0.0):
@@ -216,21 +238,22 @@ def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backwar
 
 
 def natural_noise2(table: StatisticsTable) -> FloatArray:
-    """Var(∇W) of the probe's gradient, float64 [linears], in the unit of ``s2``.
+    """Return Var(∇W) of the probe's gradient, float64 [linears], in the unit of ``s2``.
 
-    Over microbatches and data parallel ranks where the probe had two or more (``gv2``); else, and for a linear whose
-    microbatches agree exactly, ‖s‖²: the variance if tokens were independent.
+    The variance over microbatches and data parallel ranks (``gv2``) is used where it was measured and is not 0.
+    Otherwise the result is ‖s‖², the variance if tokens were independent.
     """
     measured = table.linear["gv2"]
     return np.where(measured > 0.0, measured, table.linear["s2"])
 
 
 def added_variance(table: StatisticsTable, formats: Sequence[str], *, backward_noise: bool = False) -> FloatArray:
-    """Gradient variance an option adds, as a share of the gradient's own, float64 [linears, 3, formats].
+    """Return the gradient variance that an option adds, relative to the gradient's own, float64 [linears, 3, formats].
 
-    Σ over parameters of ‖δ∇W‖²/Var(∇W), weighted by their number of elements; ‖δ∇W‖² = (ρ² + ξ²)·‖s‖², for wgrad ‖σ‖²
-    of one step; Var(∇W) is :func:`natural_noise2`. 1 means: as much noise again as the gradient has anyway (METHOD,
-    putting ΔL and ΔW together). Sinks, whose own variance is not measured, count with the linears' overall ratio.
+    This is Σ over parameters of ‖δ∇W‖²/Var(∇W), weighted by their number of elements. ‖δ∇W‖² is (ρ² + ξ²)·‖s‖², or for
+    wgrad ‖σ‖² of one step. Var(∇W) is :func:`natural_noise2`. A value of 1 doubles the noise of the gradient.
+    The variance of sinks is not measured; they count with the overall ratio of the
+    linears.
     """
     elements = np.array([row.elements for row in table.linears])
     weights = np.concatenate([elements, np.array([row.numel for row in table.sinks], dtype=np.float64)])

@@ -1,8 +1,9 @@
 """Integer programming: which format each item takes, with proof (README.md beside this file)."""
 
 from snip_megatron.solver.api import solve
+from snip_megatron.solver.items import Budget, Choice, Item
 from snip_megatron.solver.pareto import sweep
-from snip_megatron.solver.problem import Budget, Choice, Item, Problem
+from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Infeasibility, Solution
 
 __all__ = ["Budget", "Choice", "Infeasibility", "Item", "Problem", "Solution", "solve", "sweep"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Format
 from snip_megatron.solver.collector import collector_paused
 from snip_megatron.solver.fastest import solve_fastest
@@ -17,7 +17,7 @@ from snip_megatron.solver.greedy import solve_greedy
 from snip_megatron.solver.infeasible import why_infeasible
 from snip_megatron.solver.limits import Limits, Outcome
 from snip_megatron.solver.problem import Problem
-from snip_megatron.solver.solution import Solution
+from snip_megatron.solver.solution import Solution, saved_share, speedup_of
 from snip_megatron.solver.spanning import solve_spanning, spanning_groups
 from snip_megatron.solver.table import ChoiceTable, Ints
 from snip_megatron.solver.units import decision_units
@@ -33,7 +33,6 @@ def solve(
     time_limit_s: float | None = None,
     deterministic_time: float | None = None,
     seed: int = 0,
-    workers: int = 8,
     hint: Mapping[str, Format] | None = None,
     change_penalty: float = 0.0,
     solver: str = "cpsat",
@@ -43,8 +42,8 @@ def solve(
     Args:
         time_limit_s: wall seconds; 60 when neither limit is given. A solve that reaches it may end differently on
             another machine.
-        deterministic_time: CP-SAT's deterministic seconds, the limit to use where results must repeat.
-        seed, workers: of CP-SAT; equal values give equal results.
+        deterministic_time: CP-SAT's deterministic seconds in all, the limit to use where results must repeat.
+        seed: of CP-SAT; equal values give equal results.
         hint: formats by item id, such as the previous map's choices; unknown ids and formats are ignored.
         change_penalty: added to the loss for every item whose format differs from its hint's.
         solver: ``cpsat`` (proves its optimum) or ``greedy`` (one pass, with a bound).
@@ -52,7 +51,9 @@ def solve(
     Returns a Solution, of status ``infeasible`` where nothing meets the budget. Raises SnipError on a bad argument.
     """
     started = time.perf_counter()
-    settings = _Settings(time_limit_s, deterministic_time, seed, workers, solver, started)
+    limits = make_limits(time_limit_s, deterministic_time, seed)
+    if solver not in SOLVERS:
+        raise SnipError(f"solver {quoted(solver)} is not one of {', '.join(SOLVERS)}")
     if not (math.isfinite(change_penalty) and change_penalty >= 0):
         raise SnipError(f"change_penalty must be 0 or more, got {change_penalty}")
     if change_penalty and problem.budget.kind == "loss":
@@ -61,18 +62,16 @@ def solve(
     if spanning:
 
         def part(within: Problem, by: str) -> Solution:
-            seconds, work = settings.left
             solution = solve(
                 within,
-                time_limit_s=seconds,
-                deterministic_time=work,
+                time_limit_s=max(limits.seconds, _LEAST_SECONDS),
+                deterministic_time=max(limits.left, _LEAST_SECONDS),
                 seed=seed,
-                workers=workers,
                 hint=hint,
                 change_penalty=change_penalty,
                 solver=by,
             )
-            settings.spent += solution.deterministic_seconds
+            limits.spend(solution.deterministic_seconds)
             return solution
 
         best = solve_spanning(problem, spanning, solver, part)
@@ -81,9 +80,9 @@ def solve(
         table = ChoiceTable.build(problem, hint, change_penalty)
     start = _hinted(table, hint)
     if problem.budget.kind == "loss":
-        outcome = solve_fastest(table, problem.budget, lambda t, pick: settings.run(t, _better(t, start, pick)))
+        outcome = solve_fastest(table, problem.budget, lambda t, pick: _run(t, _better(t, start, pick), solver, limits))
     elif table.feasible(table.most_saving()):
-        outcome = settings.run(table, start)
+        outcome = _run(table, start, solver, limits)
     else:
         outcome = None
     if outcome is None:
@@ -96,54 +95,28 @@ def solve(
             fault=why_infeasible(table, problem.budget),
         )
     solution = _solution(table, problem, outcome, penalised=change_penalty > 0)
-    return replace(solution, solve_seconds=time.perf_counter() - started)
+    return replace(solution, solve_seconds=time.perf_counter() - started, deterministic_seconds=limits.spent)
 
 
-@dataclass
-class _Settings:
-    """How to solve; what several solves of one call spend is taken from one limit."""
+def make_limits(time_limit_s: float | None, deterministic_time: float | None, seed: int) -> Limits:
+    """The limits of one solve. Raises SnipError on one that is not above 0."""
+    for name, value in (("time_limit_s", time_limit_s), ("deterministic_time", deterministic_time)):
+        if value is not None and not value > 0:
+            raise SnipError(f"{name} must be above 0, got {value}")
+    if time_limit_s is None:
+        time_limit_s = DEFAULT_SECONDS if deterministic_time is None else math.inf
+    return Limits(
+        time.perf_counter() + time_limit_s, math.inf if deterministic_time is None else deterministic_time, seed
+    )
 
-    time_limit_s: float | None
-    deterministic_time: float | None
-    seed: int
-    workers: int
-    solver: str
-    started: float
-    spent: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.solver not in SOLVERS:
-            raise SnipError(f"solver {self.solver!r} is not one of {', '.join(SOLVERS)}")
-        for name in ("time_limit_s", "deterministic_time"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SnipError(f"{name} must be above 0, got {value}")
-        if self.time_limit_s is None:
-            self.time_limit_s = DEFAULT_SECONDS if self.deterministic_time is None else math.inf
-        if self.deterministic_time is None:
-            self.deterministic_time = math.inf
+def _run(table: ChoiceTable, start: Ints | None, solver: str, limits: Limits) -> Outcome:
+    """One solve of a feasible problem."""
+    if solver == "greedy":
+        return solve_greedy(table, start)
+    from snip_megatron.solver.exact import solve_exact  # OR-Tools: loaded where it is used, not in training ranks
 
-    @property
-    def left(self) -> tuple[float, float]:
-        """Wall and deterministic seconds for what is still to be solved; a little even when all is spent."""
-        assert self.time_limit_s is not None
-        assert self.deterministic_time is not None
-        seconds = self.time_limit_s - (time.perf_counter() - self.started)
-        return max(seconds, _LEAST_SECONDS), max(self.deterministic_time - self.spent, _LEAST_SECONDS)
-
-    def run(self, table: ChoiceTable, start: Ints | None) -> Outcome:
-        """One solve of a feasible problem."""
-        if self.solver == "greedy":
-            return solve_greedy(table, start)
-        from snip_megatron.solver.exact import solve_exact  # OR-Tools: loaded where it is used, not in training ranks
-
-        assert self.time_limit_s is not None
-        assert self.deterministic_time is not None
-        seconds = self.time_limit_s - (time.perf_counter() - self.started)
-        limits = Limits(seconds, self.deterministic_time - self.spent, self.seed, self.workers)
-        outcome = solve_exact(table, start, limits)
-        self.spent += outcome.deterministic
-        return outcome
+    return solve_exact(table, start, limits)
 
 
 def _better(table: ChoiceTable, start: Ints | None, pick: Ints) -> Ints:
@@ -188,23 +161,11 @@ def _solution(table: ChoiceTable, problem: Problem, outcome: Outcome, *, penalis
         kind=budget.kind,
         objective=objective,
         bound=min(objective, outcome.bound),
-        achieved=_share(total, table.cost),
+        achieved=saved_share(total, table.cost),
         achieved_per_stage={
-            stage: _share(float(saved), float(cost))
+            stage: saved_share(float(saved), float(cost))
             for stage, saved, cost in zip(table.stages, per_stage, table.stage_cost, strict=True)
         },
         loss=loss,
-        speedup=None if slowest is None else _over(table.reference(budget), slowest),
-        deterministic_seconds=outcome.deterministic,
+        speedup=None if slowest is None else speedup_of(table.reference(budget), slowest),
     )
-
-
-def _share(saved: float, cost: float) -> float:
-    return saved / cost if cost > 0 else 0.0
-
-
-def _over(reference: float, time: float) -> float:
-    """Reference over time: 1 where both are nothing."""
-    if time > 0:
-        return reference / time
-    return 1.0 if reference == 0 else math.inf

@@ -26,36 +26,37 @@ class CoreResult:
         pick: [n], meets every need; None when nothing was found.
         bound: no picks among the open choices have a smaller Σ loss (as given).
         optimal: whether CP-SAT proved the picks optimal for its integers.
-        deterministic: CP-SAT's deterministic seconds.
         resolution: how far rounding the losses to integers may have moved the optimum; 0 when all are exact.
     """
 
     pick: Ints | None
     bound: float
     optimal: bool
-    deterministic: float
     resolution: float = 0.0
 
 
-def solve_core(table: ChoiceTable, open_: NDArray[np.bool_], hint: Ints, limits: Limits) -> CoreResult:
+def solve_core(
+    table: ChoiceTable, open_: NDArray[np.bool_], hint: Ints, limits: Limits, *, by_lp: bool = False
+) -> CoreResult:
     """Minimise Σ loss over the open choices [n, F], starting from ``hint`` (feasible, its columns open).
 
     Needs are rounded so that no feasible picks are lost: CP-SAT may return picks that miss a need by a hair. Those are
     forbidden, then the needs are rounded finer; at last they are rounded to the other side, and the bound stays that
-    of the last rounding that lost nothing.
+    of the roundings that lost nothing. All of these solves share ``limits``. ``by_lp``: branch as the LP relaxation
+    says instead of by conflicts.
     """
-    spent = 0.0
+    bound = -math.inf
     for bits in (QUICK_BITS, BITS):
         model = _Model(table, open_, hint, bits=bits, strict=False)
         for _ in range(REPAIRS):
-            result = model.solve(limits)
-            spent += result.deterministic
+            result = model.solve(limits, by_lp=by_lp)
+            bound = max(bound, result.bound)
             if result.pick is None or table.feasible(result.pick):
-                return replace(result, deterministic=spent)
+                return replace(result, bound=bound)
             model.forbid(result.pick)
-    strict = _Model(table, open_, hint, bits=BITS, strict=True).solve(limits)
+    strict = _Model(table, open_, hint, bits=BITS, strict=True).solve(limits, by_lp=by_lp)
     pick = strict.pick if strict.pick is not None and table.feasible(strict.pick) else None
-    return CoreResult(pick, result.bound, False, spent + strict.deterministic)
+    return CoreResult(pick, bound, False)
 
 
 class _Model:
@@ -104,37 +105,52 @@ class _Model:
         chosen = pick[self.rows] == self.columns
         self.model.add_bool_or([v.negated() for v, on in zip(self.variables, chosen, strict=True) if on])
 
-    def solve(self, limits: Limits) -> CoreResult:
-        """Picks are not checked against the needs here.
-
-        The hint is feasible: an answer that rules it out is wrong, and is asked again without presolve.
-        """
-        spent = 0.0
-        for presolve in (True, False):
-            solver = cp_model.CpSolver()
-            _configure(solver, limits, presolve=presolve)
-            status = solver.solve(self.model)
-            response = solver.response_proto
-            spent += float(response.deterministic_time)
-            if status != cp_model.INFEASIBLE and response.inner_objective_lower_bound <= self.hinted:
-                break
-        else:
-            return CoreResult(None, -math.inf, False, spent)
-        bound = math.fsum([*self.base, math.ldexp(response.inner_objective_lower_bound, self.exponent)])
+    def solve(self, limits: Limits, *, by_lp: bool) -> CoreResult:
+        """Picks are not checked against the needs here."""
+        answered = answer(self.model, self.hinted, limits, by_lp=by_lp)
+        if answered is None:
+            return CoreResult(None, -math.inf, False)
+        solver, status = answered
+        bound = math.fsum([*self.base, math.ldexp(solver.response_proto.inner_objective_lower_bound, self.exponent)])
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return CoreResult(None, bound, False, spent)
+            return CoreResult(None, bound, False)
         on = np.array([solver.boolean_value(v) for v in self.variables], dtype=bool)
         pick = self.pick.copy()
         pick[self.rows[on]] = self.columns[on]
-        return CoreResult(pick, bound, status == cp_model.OPTIMAL, spent, self.resolution)
+        return CoreResult(pick, bound, status == cp_model.OPTIMAL, self.resolution)
 
 
-def _configure(solver: cp_model.CpSolver, limits: Limits, *, presolve: bool) -> None:
+def answer(
+    model: cp_model.CpModel, hinted: float, limits: Limits, *, by_lp: bool
+) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus] | None:
+    """Run CP-SAT; None when nothing is left to spend or its answers contradict the hint.
+
+    ``hinted`` is the objective of the hint, which is feasible: an answer that rules it out is wrong, and is asked again
+    without presolve; inf without a hint. An answer needs a limit that is not spent yet.
+    """
+    for presolve in (True, False):
+        if limits.over:
+            return None
+        solver = cp_model.CpSolver()
+        _configure(solver, limits, presolve=presolve, by_lp=by_lp)
+        status = solver.solve(model)
+        limits.spend(float(solver.response_proto.deterministic_time))
+        if hinted == math.inf:
+            return solver, status
+        if status != cp_model.INFEASIBLE and solver.response_proto.inner_objective_lower_bound <= hinted:
+            return solver, status
+    return None
+
+
+def _configure(solver: cp_model.CpSolver, limits: Limits, *, presolve: bool, by_lp: bool) -> None:
     parameters = solver.parameters
     parameters.cp_model_presolve = presolve
     parameters.random_seed = limits.seed
-    parameters.num_workers = limits.workers
-    parameters.interleave_search = limits.workers > 1
+    # One search keeps to its deterministic limit. Several interleaved ones look at it after each batch, in which every
+    # one of them may take a second: seen to take 12.8 of 4.2.
+    parameters.num_workers = 1
+    if by_lp:
+        parameters.search_branching = cp_model.LP_SEARCH
     parameters.linearization_level = 2  # all of the model in the LP: seen 3–10 times faster than the default here
     # In OR-Tools 9.15 this presolve step (at-most-one and linear constraints that overlap: exactly our models) proves
     # wrong optima: google/or-tools#5293. tests/unit/solver/test_solve.py has an instance.
@@ -142,4 +158,4 @@ def _configure(solver: cp_model.CpSolver, limits: Limits, *, presolve: bool) -> 
     if math.isfinite(limits.seconds):
         parameters.max_time_in_seconds = max(limits.seconds, 0.01)
     if math.isfinite(limits.deterministic):
-        parameters.max_deterministic_time = max(limits.deterministic, 1e-3)
+        parameters.max_deterministic_time = limits.left

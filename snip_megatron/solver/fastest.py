@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from snip_megatron.solver.items import Budget
 from snip_megatron.solver.limits import Outcome
-from snip_megatron.solver.problem import Budget
 from snip_megatron.solver.relaxation import gap, relax
 from snip_megatron.solver.rounding import round_picks
 from snip_megatron.solver.table import ChoiceTable, Ints
@@ -40,10 +40,9 @@ def solve_fastest(table: ChoiceTable, budget: Budget, solve: Callable[[ChoiceTab
     final = search.within(table.slowest(search.pick, budget) + _ROUNDING * table.reference(budget))
     if final.feasible(search.pick):
         outcome = solve(final, search.pick)
-        search.spent += outcome.deterministic
         if final.difference(outcome.pick, search.pick) < 0:
             search.pick = outcome.pick
-    return Outcome(search.pick, search.bound, proven, search.spent)
+    return Outcome(search.pick, search.bound, proven)
 
 
 class _Bisection:
@@ -54,7 +53,6 @@ class _Bisection:
         self, table: ChoiceTable, budget: Budget, solve: Callable[[ChoiceTable, Ints], Outcome], most: float
     ) -> None:
         self.table, self.budget, self.solve, self.most = table, budget, solve, most
-        self.spent = 0.0
         # Least loss, and of equal ones the most saving.
         saving = np.where(table.loss <= 0, table.saving, -np.inf)
         self.pick = saving.argmax(axis=1).astype(np.int64)
@@ -82,7 +80,6 @@ class _Bisection:
         if loss - distance > self.most + _ROUNDING * (abs(loss) + distance):
             return self._too_fast(time, proven=True)
         outcome = self.solve(table, pick)
-        self.spent += outcome.deterministic
         if table.objective(outcome.pick) <= self.most:
             return self._possible(outcome.pick, time)
         return self._too_fast(time, proven=outcome.bound > self.most)

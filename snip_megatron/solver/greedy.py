@@ -18,4 +18,4 @@ def solve_greedy(table: ChoiceTable, start: Ints | None) -> Outcome:
     if start is not None and table.feasible(start) and table.difference(start, pick) < 0:
         pick = start
     distance = gap(table, relaxation, pick)
-    return Outcome(pick, table.objective(pick) - distance, distance == 0.0, 0.0)
+    return Outcome(pick, table.objective(pick) - distance, distance == 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from snip_megatron.solver.problem import Budget
+from snip_megatron.solver.items import Budget
 from snip_megatron.solver.solution import Infeasibility
 from snip_megatron.solver.table import ChoiceTable
 

@@ -19,6 +19,10 @@ QUICK_BITS = 46
 bits it was not."""
 
 
+Exact = float | Fraction
+"""A number whose value is taken exactly."""
+
+
 @dataclass(frozen=True)
 class IntegerNeed:
     """Σ coefficients·x ≥ ``need`` in integers. ``exact``: it holds exactly where the true constraint does."""
@@ -29,7 +33,7 @@ class IntegerNeed:
 
 
 def integer_need(
-    savings: Sequence[float], need: float, fixed: Sequence[float] = (), *, bits: int = BITS, strict: bool = False
+    savings: Sequence[Exact], need: Exact, fixed: Sequence[Exact] = (), *, bits: int = BITS, strict: bool = False
 ) -> IntegerNeed:
     """Σ savings·x ≥ need − Σ fixed.
 
@@ -70,8 +74,8 @@ def integer_losses(losses: Sequence[float]) -> tuple[list[int], int]:
     return [math.floor(math.ldexp(x, -exponent)) for x in losses], exponent
 
 
-def _common_unit(values: Sequence[float]) -> tuple[list[int], Fraction]:
-    """The values as exact integer multiples of one power of two."""
-    ratios = [float(v).as_integer_ratio() for v in values]
-    denominator = max((d for _, d in ratios), default=1)
+def _common_unit(values: Sequence[Exact]) -> tuple[list[int], Fraction]:
+    """The values as exact integer multiples of one unit fraction; of floats alone its denominator is a power of two."""
+    ratios = [v.as_integer_ratio() for v in values]
+    denominator = math.lcm(*(d for _, d in ratios))
     return [n * (denominator // d) for n, d in ratios], Fraction(1, denominator)

@@ -94,3 +94,15 @@ class Solution:
     def to_map_json(self, version: int = 0) -> str:
         """The text of a ``snip.map/1`` file; with ``budget``, ``loss`` and ``speedup`` where it was not a target."""
         return self.to_precision_map(version).to_json()
+
+
+def saved_share(saved: float, cost: float) -> float:
+    """Return the share of ``cost`` that is saved; 0 where everything costs nothing."""
+    return saved / cost if cost > 0 else 0.0
+
+
+def speedup_of(reference: float, time: float) -> float:
+    """Return reference over time; 1 where both are nothing."""
+    if time > 0:
+        return reference / time
+    return 1.0 if reference == 0 else math.inf

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
-from snip_megatron.solver.problem import Item, Problem
+from snip_megatron.solver.items import Item
+from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
 
 MOST_COMBINATIONS = 512

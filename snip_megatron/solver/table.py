@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.precision import Format
-from snip_megatron.solver.problem import Budget, Problem
+from snip_megatron.solver.items import Budget
+from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.units import Unit, decision_units
 
 Floats = NDArray[np.float64]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snip_megatron.precision import Format
-from snip_megatron.solver.problem import Item
+from snip_megatron.solver.items import Item
 
 
 @dataclass(frozen=True, slots=True)

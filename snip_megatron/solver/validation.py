@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from snip_megatron.errors import quoted
 from snip_megatron.precision import Format
-from snip_megatron.solver.problem import KINDS, Budget, Item, Problem
+from snip_megatron.solver.items import KINDS, Budget, Item
 
 MAX_COST = 1e18
 MAX_LOSS = 1e100
@@ -14,21 +15,21 @@ MAX_STAGE = 2**20
 _ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums rounded to float64
 
 
-def faults(problem: Problem) -> Iterator[tuple[str, str]]:
+def faults(budget: Budget, items: Sequence[Item]) -> Iterator[tuple[str, str]]:
     """(JSON path, what is wrong), first fault first."""
-    yield from _budget_faults(problem.budget)
-    if not problem.items:
+    yield from _budget_faults(budget)
+    if not items:
         yield "items", "must hold at least one item"
     seen: dict[str, int] = {}
     groups: dict[str, list[Item]] = {}
-    for i, item in enumerate(problem.items):
+    for i, item in enumerate(items):
         if not item.id:
             yield f"items[{i}].id", "must be a non-empty string"
         first = seen.setdefault(item.id, i)
         if first != i:
-            yield f"items[{i}].id", f"{item.id!r} is also the id of items[{first}]"
+            yield f"items[{i}].id", f"{quoted(item.id)} is also the id of items[{first}]"
         if not 0 <= item.stage < MAX_STAGE:
-            yield f"items[{i}].stage", f"must be a stage number from 0 to {MAX_STAGE - 1}, got {item.stage}"
+            yield f"items[{i}].stage", f"must be a stage number from 0 to {MAX_STAGE - 1}, got {quoted(item.stage)}"
         if not 0 <= item.cost <= MAX_COST:
             yield f"items[{i}].cost", f"must be a finite number from 0 to {MAX_COST:g}, got {item.cost}"
         yield from _choice_faults(item, f"items[{i}].choices")
@@ -37,7 +38,7 @@ def faults(problem: Problem) -> Iterator[tuple[str, str]]:
             if not item.group:
                 yield f"items[{i}].group", "must be a non-empty string or absent"
         if item.pin is not None and item.pin not in _formats(item):
-            yield f"items[{i}].pin", f"{item.pin.value!r} is not among the item's choices"
+            yield f"items[{i}].pin", f"{quoted(item.pin.value)} is not among the item's choices"
     for name, members in groups.items():
         yield from _unity_faults(name, members)
 
@@ -77,7 +78,7 @@ def _choice_faults(item: Item, path: str) -> Iterator[tuple[str, str]]:
     formats = _formats(item)
     if len(set(formats)) != len(formats):
         j = next(j for j, f in enumerate(formats) if f in formats[:j])
-        yield f"{path}[{j}].format", f"{formats[j].value!r} stands twice in one item"
+        yield f"{path}[{j}].format", f"{quoted(formats[j].value)} stands twice in one item"
 
 
 def _unity_faults(name: str, members: list[Item]) -> Iterator[tuple[str, str]]:
@@ -85,11 +86,11 @@ def _unity_faults(name: str, members: list[Item]) -> Iterator[tuple[str, str]]:
     shared = set(_formats(members[0])).intersection(*(_formats(item) for item in members))
     pins = {item.pin for item in members if item.pin is not None}
     if not shared:
-        yield "items", f"group {name!r}: its {len(members)} items have no format in common"
+        yield "items", f"group {quoted(name)}: its {len(members)} items have no format in common"
     elif len(pins) > 1:
-        yield "items", f"group {name!r}: pinned to {' and '.join(sorted(p.value for p in pins))}"
+        yield "items", f"group {quoted(name)}: pinned to {' and '.join(sorted(p.value for p in pins))}"
     elif not pins <= shared:
-        yield "items", f"group {name!r}: pinned to {next(iter(pins)).value}, which not all its items may take"
+        yield "items", f"group {quoted(name)}: pinned to {next(iter(pins)).value}, which not all its items may take"
 
 
 def _formats(item: Item) -> list[Format]:

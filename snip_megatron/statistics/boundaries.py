@@ -1,7 +1,7 @@
 """The residual stream at the boundaries between sub-blocks: h_b, r_b = ∂L/∂h_b, and their response to noise.
 
-Boundary b is the stream below sub-block b (2i: attention of layer i, 2i+1: its MLP); boundary 2L is the last layer's
-output. Rows are tokens; under sequence parallelism a rank holds a contiguous share of them.
+Boundary b is the input of sub-block b (2i: attention of layer i, 2i + 1: its MLP). Boundary 2L is the output of the
+last layer. Rows are tokens. Under sequence parallelism a rank holds a contiguous share of them.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 import torch
 
 from snip_megatron.statistics.recorder import Pass
-from snip_megatron.statistics.sums import sample_rows, sum_squares
+from snip_megatron.statistics.squares import sample_rows
+from snip_megatron.statistics.sums import sum_squares
 from snip_megatron.statistics.table import BOUNDARY_COLUMNS
 
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Which tokens of a microbatch this tensor parallel rank holds of the residual stream.
+    """The tokens of a microbatch that this tensor parallel rank holds of the residual stream.
 
     Attributes:
-        rank, size: share ``rank`` of ``size`` equal contiguous shares; size 1 when the stream is replicated.
-        reports: whether this rank reports its tokens (exactly one rank does where they are replicated).
+        rank, size: this rank holds share ``rank`` of ``size`` equal contiguous shares. The size is 1 if the stream is
+            replicated.
+        reports: whether this rank reports its tokens. Where they are replicated, exactly one rank does.
     """
 
     rank: int
@@ -30,17 +32,19 @@ class TokenShard:
     reports: bool
 
     def first_row(self, local_rows: int) -> int:
-        """Global index of the first local token."""
+        """Return the global index of the first local token."""
         return self.rank * local_rows
 
     def rows(self, local_rows: int, count: int, device: torch.device | None = None) -> torch.Tensor:
-        """Local indices of the sampled tokens that this rank holds; not to be written to."""
+        """Return local indices of the sampled tokens that this rank holds. Do not write to the result."""
         return _held_rows(self, local_rows, count, device)
 
 
 @functools.lru_cache(maxsize=64)
 def _held_rows(shard: TokenShard, local_rows: int, count: int, device: torch.device | None) -> torch.Tensor:
-    """Kept on the device: a copy to a GPU would wait for all that runs there."""
+    """Compute :meth:`TokenShard.rows`. Cached on the device, because a copy to a GPU waits for all work that runs
+    there.
+    """
     sampled = sample_rows(local_rows * shard.size, count)
     start = shard.first_row(local_rows)
     return (sampled[(sampled >= start) & (sampled < start + local_rows)] - start).to(device)
@@ -48,9 +52,18 @@ def _held_rows(shard: TokenShard, local_rows: int, count: int, device: torch.dev
 
 @dataclass
 class Boundary:
-    """Records one boundary on one rank. Tensors are [s(/tp), b, hidden] and flattened to tokens × hidden.
+    """Recorder of one boundary on one rank.
 
-    ``weight`` brings a sum over sampled tokens to all tokens of a microbatch.
+    Tensors are [s(/tp), b, hidden] and are flattened to tokens × hidden.
+
+    Attributes:
+        index: index b of the boundary.
+        shard: tokens that this rank holds.
+        sample_tokens: number of tokens sampled in a microbatch.
+        phase: current pass.
+        h, r: sampled h_b and r_b of each microbatch in the statistics pass.
+        weight: factor from a sum over sampled tokens to all tokens of a microbatch.
+        sums: column name → float64 scalar, this rank's share of the global sum.
     """
 
     index: int
@@ -70,7 +83,7 @@ class Boundary:
         self._forwards = self._backwards = 0
 
     def sampled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sampled tokens of [s, b, hidden] that this rank holds, a copy in float32."""
+        """Return a float32 copy of the sampled tokens of [s, b, hidden] that this rank holds."""
         flat = tensor.detach().reshape(-1, tensor.shape[-1])
         rows = self.shard.rows(flat.shape[0], self.sample_tokens, flat.device)
         total = flat.shape[0] * self.shard.size
@@ -78,7 +91,7 @@ class Boundary:
         return flat[rows].float()
 
     def on_forward(self, tensor: torch.Tensor) -> None:
-        """See the stream pass and arrange to see its gradient."""
+        """Record the stream in the forward, and register a hook that records its gradient."""
         h = self.sampled(tensor)
         if self.phase is Pass.STATISTICS:
             self.h.append(h)
@@ -92,7 +105,9 @@ class Boundary:
             tensor.register_hook(self.on_gradient)  # type: ignore[no-untyped-call]
 
     def on_gradient(self, gradient: torch.Tensor) -> None:
-        """A tensor's hook sees the sum of all gradients that reach the stream here: branch and residual."""
+        """Record the gradient. A hook on the tensor gets the sum of all gradients of the stream: of the branch and of
+        the residual.
+        """
         r = self.sampled(gradient)
         if self.phase is Pass.STATISTICS:
             self.r.append(r)
@@ -103,7 +118,7 @@ class Boundary:
         self._backwards += 1
 
     def finish_statistics(self, above: Boundary | None) -> None:
-        """After the statistics pass: what the branch between this boundary and the one ``above`` added."""
+        """After the statistics pass, record what the branch between this boundary and the one ``above`` added."""
         if above is None:
             return
         for low, high in zip(self.h, above.h, strict=True):

@@ -1,8 +1,7 @@
-"""Sums over one operand of a linear: its squares and the squared errors of candidate formats. Plain torch; the kernels
-of ``triton_sums.py`` have the same names and results.
+"""Sums over one operand of a linear: its squares and the squared errors of candidate formats, in plain torch.
 
-Where training rounds stochastically, the error is its expectation over the draws: no seed enters, and nothing but the
-numbers themselves decides, so that every layout finds the same.
+``kernels/sums.py`` has Triton kernels with the same names and results. Where training rounds stochastically, a squared
+error is its expectation over the draws. It depends on the values alone, so all layouts find the same.
 """
 
 from __future__ import annotations
@@ -14,20 +13,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from snip_megatron.quantization import FOUR_BIT, fake_quantize, quantize
-from snip_megatron.quantization.formats import SPECS, Element, resolve
-from snip_megatron.statistics.sums import sum_squares
+from snip_megatron.precision import FOUR_BIT
+from snip_megatron.quantization import fake_quantize, quantize
+from snip_megatron.quantization.formats import SPECS, resolve
+from snip_megatron.quantization.rounding import spacing
+from snip_megatron.statistics.squares import squares
 
 
 @dataclass(frozen=True)
 class TensorSums:
-    """Of x [R, C] and F formats; float64.
+    """Sums of x [R, C] and F formats, float64.
 
     Attributes:
         rows, cols: Σ_c x² [R] and Σ_r x² [C].
-        row_errors: Σ (Q(x) − x)² [F], tiles along C.
-        col_errors: Σ_r (Q(x) − x)² [F, C], tiles along R.
-        dots: Σ_c d·x, then Σ_c d·(Q(x) − x) with tiles along C, [1 + F, R]; None without d.
+        row_errors: Σ (Q(x) − x)² with tiles along C, [F].
+        col_errors: Σ_r (Q(x) − x)² with tiles along R, [F, C].
+        dots: Σ_c d·x, then Σ_c d·(Q(x) − x) of each format with tiles along C, [1 + F, R]. None without d.
     """
 
     rows: Tensor
@@ -45,23 +46,25 @@ def tensor_sums(
     amax: Tensor | None = None,
     d: Tensor | None = None,
 ) -> TensorSums:
-    """Sums over an activation or a gradient.
+    """Sum over an activation or a gradient.
 
     Args:
         x: fp32, bf16 or fp16 [R, C], tokens by features.
         formats: names of candidate formats.
-        stochastic: x is a gradient: four-bit formats round it stochastically.
-        amax: max|·| (0-dim) of the tensor that x is a shard of, for formats that scale by it; default: that of x.
-        d: any floating dtype [R, C]; with it the rows' inner products with x and its errors (rounded to nearest).
+        stochastic: whether x is a gradient, which four-bit formats round stochastically.
+        amax: max|·| (0-dim) of the tensor that x is a shard of, for formats with one scale per tensor. Default: that of
+            x.
+        d: any floating dtype [R, C]. If given, the inner products of its rows with x and with errors of x, rounded to
+            nearest, are summed as well.
 
     Raises:
-        SnipError: a format that cannot be quantised to, another dtype or number of dimensions.
+        SnipError: a format, the dtype or the number of dimensions is not supported.
     """
     of = partial(squared_errors, x, stochastic=stochastic, amax=amax)
     rows = [of(fmt).sum(dtype=torch.float64) for fmt in formats]
     cols = [of(fmt, axis=0).sum(0, dtype=torch.float64) for fmt in formats]
     dots = None if d is None else torch.stack([_dots(d, x.float()), *(_dots(d, _error(x, f, amax)) for f in formats)])
-    return TensorSums(sum_squares(x, 1), sum_squares(x, 0), torch.stack(rows), torch.stack(cols), dots)
+    return TensorSums(squares(x, 1), squares(x, 0), torch.stack(rows), torch.stack(cols), dots)
 
 
 def _error(x: Tensor, fmt: str, amax: Tensor | None) -> Tensor:
@@ -73,20 +76,20 @@ def _dots(d: Tensor, x: Tensor) -> Tensor:
 
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
-    """‖W‖² and each format's ‖Q(W) − W‖² in blocks: float64 [1 + F]. Arguments as of :func:`tensor_sums`."""
+    """Return ‖W‖² and ‖Q(W) − W‖² of each format in blocks, float64 [1 + F]. Arguments as of :func:`tensor_sums`."""
     errors = [squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64) for fmt in formats]
-    return torch.stack([sum_squares(w), *errors])
+    return torch.stack([squares(w), *errors])
 
 
 def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """G_t·E_t of every row [R] and ‖E‖² (0-dim), float64, of E = ``quantised`` − ``exact``.
+    """Return G_t·E_t of every row [R] and ‖E‖² (0-dim), float64, where E = ``quantised`` − ``exact``.
 
     Args:
         quantised, exact: FP32 [R, N].
         g: any floating dtype [R, N].
     """
     error = quantised - exact
-    return (error * g).sum(1, dtype=torch.float64), sum_squares(error)
+    return (error * g).sum(1, dtype=torch.float64), squares(error)
 
 
 def squared_errors(
@@ -98,9 +101,10 @@ def squared_errors(
     stochastic: bool = False,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """(Q(x) − x)² element by element, FP32 [R, C]; of stochastic rounding the expectation.
+    """Return (Q(x) − x)² of every element, FP32 [R, C]; its expectation if rounding is stochastic.
 
-    ``axis`` and ``block`` as in :func:`snip_megatron.quantization.fake_quantize`, ``amax`` as its ``tensor_amax``.
+    ``axis`` and ``block`` are those of :func:`snip_megatron.quantization.fake_quantize`, ``amax`` is its
+    ``tensor_amax``.
     """
     if not (stochastic and fmt in FOUR_BIT):
         return (fake_quantize(x, fmt, axis=axis, block=block, tensor_amax=amax) - x.float()).square()
@@ -109,14 +113,8 @@ def squared_errors(
     element = SPECS[resolve(fmt)].element
     y = x.float() / scale
     inside = y.clamp(-element.maximum, element.maximum)
-    # Between two neighbours s apart, one of them d away: (1 − d/s)·d² + (d/s)·(s − d)².
+    # With neighbours at distances d and s − d, the expectation is (1 − d/s)·d² + (d/s)·(s − d)² = d·(s − d).
     distance = (q.values - inside).abs()
-    error = distance * (_spacing(inside, element) - distance) + (inside - y).square()
+    error = distance * (spacing(inside, element) - distance) + (inside - y).square()
     # A tile whose stored scale underflows becomes zero.
     return torch.where(scale == 0, x.float().square(), error * scale.square())
-
-
-def _spacing(y: Tensor, element: Element) -> Tensor:
-    """The distance between neighbours in ``element`` at each FP32 y: a power of two."""
-    exponent = torch.frexp(y.abs().clamp(min=2.0**element.min_exponent)).exponent - 1 - element.mantissa_bits
-    return torch.ldexp(torch.ones_like(y), exponent)

@@ -1,11 +1,11 @@
-"""Natural noise of a gradient: its variance over microbatches, from norms that a probe has anyway.
+"""Variance of a gradient over microbatches, from norms that a probe records anyway.
 
-The probe's gradient G is the sum of B equally distributed microbatch gradients g_b of mean μ and variance v, so
-E‖g_b‖² = ‖μ‖² + v and E‖G‖² = B²‖μ‖² + B·v. Hence, unbiased and without keeping a second gradient,
+The probe's gradient G is the sum of B equally distributed microbatch gradients g_b of mean μ and variance v, so E‖g_b‖²
+= ‖μ‖² + v and E‖G‖² = B²‖μ‖² + B·v. Hence, unbiased and without keeping a second gradient,
 
     Var(G) = B·v = (B·Σ_b‖g_b‖² − ‖G‖²) / (B − 1) = Σ_{a<b} ‖g_a − g_b‖² / (B − 1) ≥ 0.
 
-METHOD, "Putting ΔL and ΔW together": Var(∇W) is free from data parallel ranks and microbatches.
+Source: docs/method.md, "Putting ΔL and ΔW together".
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from snip_megatron.statistics.reduction import ProbeGroups
 def gradient_noise(
     each: torch.Tensor | None, total: torch.Tensor, groups: ProbeGroups, microbatches: int
 ) -> torch.Tensor:
-    """This rank's additive share of Var(G), float64 scalar in the squared unit of its arguments.
+    """Return this rank's share of Var(G), a float64 scalar in the squared unit of the arguments.
 
-    One microbatch in all has no variance to see: 0. Single shares may be negative.
+    The shares of all ranks add up to Var(G); a single share may be negative. The result is 0 if there is only one
+    microbatch in all, which has no variance to measure.
 
     Args:
-        each: Σ_b‖g_b‖² of this rank's microbatches, of the local weight shard; None where it was not noted.
+        each: Σ_b‖g_b‖² of this rank's microbatches, of the local weight shard; None if it was not recorded.
         total: ‖G‖² of the local weight shard, after the reduction over data parallel ranks.
-        groups: who else holds a part.
-        microbatches: of this rank.
+        groups: process groups of the linear.
+        microbatches: number of microbatches on this rank.
     """
     count = microbatches * groups.dp_size
     if count < 2 or each is None:

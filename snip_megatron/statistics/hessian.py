@@ -1,9 +1,9 @@
-"""Trace of the loss's Hessian with respect to each linear's weight, by Hutchinson's estimator on gradients.
+"""Trace of the loss's Hessian with respect to each linear's weight: Hutchinson's estimator on differences of gradients.
 
 For random signs v, E[vᵀHv] = Tr(H). All linears are moved at once, W_j ± ε_j·v_j, and each reads its own part of the
-change of the gradient: v_j·(g_j⁺ − g_j⁻) = 2 Σ_k ε_k v_jᵀH_jk v_k, whose mean is 2 ε_j Tr(H_jj): cross terms vanish on
-average. So a probe vector costs two passes however many linears there are. HAWQ-V2 (Dong et al. 2020) takes Hv from a
-second backward; central differences need none, and run through any schedule and layout.
+change of the gradient: v_j·(g_j⁺ − g_j⁻) = 2 Σ_k ε_k v_jᵀH_jk v_k. The mean of this is 2 ε_j Tr(H_jj), because cross
+terms vanish on average. So a probe vector costs two passes, whatever the number of linears. HAWQ-V2 (Dong et al. 2020)
+computes Hv by a second backward. Central differences need no second backward, and run through any schedule and layout.
 """
 
 from __future__ import annotations
@@ -17,21 +17,26 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.quantization import derive_seed, random_signs
 
 STEP = {torch.bfloat16: 2.0**-5}
-"""ε over the root mean square of W, by dtype. In bf16 it must stand above the spacing of the numbers (2⁻⁸ to 2⁻⁷ of an
-element) and its effect above the rounding noise of bf16 activations."""
+"""ε divided by the root mean square of W, by dtype.
+
+In bf16 the step must be larger than the spacing of the numbers (2⁻⁸ to 2⁻⁷ of an element), and its effect larger than
+the rounding noise of bf16 activations.
+"""
 
 FINE_STEP = 2.0**-9
-"""The same for every other dtype: truncation and rounding of float32 gradients are then alike."""
+"""The same for every other dtype. At this step the truncation error and the rounding error of float32 gradients are of
+one size.
+"""
 
 
 class HutchinsonTrace:
-    """Moves this rank's weights, reads gradients, puts the weights back bit by bit.
+    """Moves this rank's weights along probe vectors, reads gradients, and restores the weights bit for bit.
 
     Args:
-        handles: this rank's linears; their weights have DDP's ``main_grad``.
-        w2: ‖W‖² of every one, unsharded.
-        seed: of the probe vectors, whose signs belong to global elements: all layouts draw the same.
-        probes: how many vectors.
+        handles: this rank's linears. Their weights have DDP's ``main_grad``.
+        w2: ‖W‖² of every unsharded weight, by name.
+        seed: seed of the probe vectors. Signs belong to global elements, so all layouts draw the same.
+        probes: number of probe vectors.
     """
 
     def __init__(self, handles: Sequence[LinearHandle], w2: Mapping[str, float], seed: int, probes: int) -> None:
@@ -41,10 +46,12 @@ class HutchinsonTrace:
         self._probes = probes
 
     def measure(self, run_pass: Callable[[], None]) -> torch.Tensor:
-        """This rank's additive share of :func:`traces`' input, float64 [linears, 2, probes] on the weights' device.
+        """Return this rank's share of the input of :func:`traces`, float64 [linears, 2, probes] on the weights' device.
 
-        ``run_pass`` runs the forward and backward of the same microbatches with zeroed gradients. The first row holds
-        v·(g⁺ − g⁻) of this rank's tokens and shard, the second v·(W⁺ − W⁻) of its shard.
+        Row 0 holds v·(g⁺ − g⁻) of this rank's tokens and shard, row 1 holds v·(W⁺ − W⁻) of its shard.
+
+        Args:
+            run_pass: runs forward and backward of the same microbatches, from zeroed gradients.
         """
         sums = [torch.zeros(2, self._probes, dtype=torch.float64, device=h.weight.device) for h in self._handles]
         with self._restored() as kept:
@@ -59,7 +66,7 @@ class HutchinsonTrace:
 
     @contextmanager
     def _restored(self) -> Iterator[list[torch.Tensor]]:
-        """A copy of the weights, which are put back whatever happens."""
+        """Yield copies of the weights, and restore the weights at exit, after an exception too."""
         kept = [handle.weight.detach().clone() for handle in self._handles]
         try:
             yield kept
@@ -86,14 +93,15 @@ class HutchinsonTrace:
 
 
 def traces(sums: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """Tr(H) of each linear by each probe vector, float64 [linears, probes]; their mean is the estimate.
+    """Return Tr(H) of each linear by each probe vector, float64 [linears, probes]. Their mean is the estimate.
 
-    The step that was taken, v·(W⁺ − W⁻)/2N on average, is used rather than the one that was meant: bf16 rounds it.
+    The step is the one that was taken, v·(W⁺ − W⁻)/2N on average. It differs from the intended one, because bf16 rounds
+    it.
 
     Args:
-        sums: of :meth:`HutchinsonTrace.measure`, added up over ranks, [linears, 2, probes]; the first row in units of
-            the mean token loss, the second counted once per element of the weight.
-        elements: N of each linear's unsharded weight.
+        sums: :meth:`HutchinsonTrace.measure` summed over ranks, [linears, 2, probes]. Row 0 is in units of the mean
+            token loss, row 1 counts each element of the weight once.
+        elements: N, elements of each linear's unsharded weight.
     """
     moved = sums[:, 1] / elements[:, None]
     return torch.where(moved > 0, sums[:, 0] / torch.where(moved > 0, moved, 1.0), 0.0)

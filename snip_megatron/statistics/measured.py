@@ -1,6 +1,6 @@
-"""What was measured of each option by forcing it alone (METHOD, estimator ``measured``): columns of the table.
+"""Columns of the table with what was measured by forcing each option alone (docs/method.md, estimator ``measured``).
 
-NumPy only: the sidecar and ``snip validate-proxy`` read it without torch.
+NumPy only: the sidecar and ``snip validate-proxy`` read the table without torch.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 MEASURED_COLUMNS = (
-    "loss",  # mean token loss with the option on less that without it, nats; fprop only, 0 elsewhere
-    "first_order",  # ⟨G, E⟩ on the same tokens, which ``loss`` contains and which vanishes on average; fprop only
-    "loss_floor",  # |change of the loss| by a nudge in the same layer: rounding noise; fprop only
-    "drift",  # Σ_j ‖u(g_j + δ_j) − u(g_j)‖/‖W_j‖ over linears and sinks, the floor of each taken off in quadrature
-    "raw_drift",  # the same as it was read
-    "floor",  # the same of a nudge: rounding noise of the training dtype; 0 for wgrad, which has none
-    "variance",  # gradient variance added, as a share of the gradient's own (``weight_divergence.added_variance``)
+    "loss",  # mean token loss with the option minus that without it, nats; fprop only, 0 elsewhere
+    "first_order",  # ⟨G, E⟩ on the same tokens: part of ``loss``, with mean 0 over batches; fprop only
+    "loss_floor",  # |change of the loss| by a nudge in the same layer, which is rounding noise; fprop only
+    "drift",  # Σ_j ‖u(g_j + δ_j) − u(g_j)‖/‖W_j‖ over linears and sinks, minus the floor of each in quadrature
+    "raw_drift",  # the same without subtracting the floor
+    "floor",  # the same for a nudge: rounding noise of the training dtype; 0 for wgrad, which has none
+    "variance",  # added gradient variance relative to the gradient's own (``weight_divergence.added_variance``)
     "step",  # the step before which it was measured; -1: never
 )
-"""One value an option: float64 [linears, 3 GEMMs, formats]."""
+"""One value per option: float64 [linears, 3 GEMMs, formats]."""
 
 SIGNED = ("loss", "first_order", "step")
 """Columns that may be negative."""
 
 NEVER = -1.0
 
-# All that NumPy, zipfile and the conversions of a header raise on bytes that are no such file: RuntimeError for
+# Exceptions of NumPy, zipfile and the conversions of a header on bytes that are no such file: RuntimeError for
 # encryption and unknown compression, MemoryError and OverflowError for impossible sizes.
 UNREADABLE = (
     OSError,
@@ -50,14 +50,19 @@ UNREADABLE = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured columns of one table, by every name of :data:`MEASURED_COLUMNS`; ``formats`` is their last axis."""
+    """The measured columns of one table.
+
+    Attributes:
+        columns: every name of :data:`MEASURED_COLUMNS` → float64 [linears, 3, formats].
+        formats: names of the formats, the last axis.
+    """
 
     columns: Mapping[str, NDArray[np.float64]]
     formats: tuple[str, ...]
 
     @classmethod
     def nothing(cls, linears: int, formats: tuple[str, ...]) -> Measured:
-        """No option measured yet."""
+        """Return columns in which no option is measured."""
         columns = {name: np.zeros((linears, 3, len(formats))) for name in MEASURED_COLUMNS}
         columns["step"][:] = NEVER
         return cls(columns, formats)
@@ -71,17 +76,17 @@ class Measured:
         return np.asarray(self.columns["step"] > NEVER)
 
     def renewed(self, newer: Measured) -> Measured:
-        """This, with what ``newer``, of the same formats, measured in its place."""
+        """Return a copy in which what ``newer`` measured replaces the old values. Both have the same formats."""
         known = newer.known
         columns = {name: np.where(known, newer[name], self[name]) for name in MEASURED_COLUMNS}
         return Measured(columns, self.formats)
 
     def fits(self, linears: int, formats: tuple[str, ...]) -> bool:
-        """Whether this is of so many linears and these formats."""
+        """Whether the columns have this number of linears and these formats."""
         return self.formats == formats and len(self.columns["step"]) == linears
 
     def check(self, linears: int, formats: tuple[str, ...]) -> None:
-        """Raises ValueError unless this is of so many linears and these formats."""
+        """Raise ValueError unless the columns have this number of linears and these formats."""
         if self.formats != formats:
             raise ValueError(f"measured in {', '.join(self.formats)}, expected {', '.join(formats)}")
         shape = (linears, 3, len(formats))
@@ -91,7 +96,7 @@ class Measured:
                 raise ValueError(f"measured {name}: {array.dtype}{array.shape}, expected float64{shape}")
 
     def to_bytes(self) -> bytes:
-        """The contents of a .npz file, without pickles."""
+        """Return the contents of a .npz file without pickles."""
         buffer = io.BytesIO()
         names = np.array(self.formats, dtype=np.str_)
         np.savez(buffer, formats=names, **self.columns)  # type: ignore[arg-type]
@@ -99,7 +104,7 @@ class Measured:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Measured:
-        """Inverse of :meth:`to_bytes`. Raises ValueError on anything else; never unpickles."""
+        """Read :meth:`to_bytes`. Raises ValueError on anything else; never unpickles."""
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as data:
                 found = cls({c: data[c] for c in MEASURED_COLUMNS}, tuple(str(f) for f in data["formats"]))

@@ -19,14 +19,17 @@ _GEMM = {gemm: index for index, gemm in enumerate(Gemm)}
 
 @dataclass(frozen=True)
 class Readings:
-    """Reduced readings, the same on all ranks; float64 (see :class:`measured_reader.MeasuredReader`).
+    """Reduced readings, float64, the same on all ranks (see
+    :class:`~snip_megatron.optimizers.measured_reader.MeasuredReader`).
 
     Attributes:
-        trials: what was forced.
-        drift2: [sizes of δ, trials, owners]; size 1, then, where a step has more tokens, √(T / tokens of a step).
-        norm2, noise2: [trials, owners]. natural2: [owners].
+        trials: the trials.
+        drift2: [sizes of δ, trials, owners]. The sizes are 1 and, if a step has more tokens than the probe, √(T /
+            tokens of a step).
+        norm2, noise2: [trials, owners].
+        natural2: [owners].
         loss, first_order: [trials].
-        repeated: whether there were several microbatches, so that ``noise2`` says something.
+        repeated: whether there were several microbatches. Only then does ``noise2`` carry information.
     """
 
     trials: tuple[Trial, ...]
@@ -40,10 +43,14 @@ class Readings:
 
 
 def step_share(readings: Readings, variance: float) -> FloatArray:
-    """E‖δ of a step‖² over ‖δ of the probe‖², [trials, owners], between ``variance`` (nothing of δ repeats in other
-    microbatches: it averages out) and 1 (all of it does). METHOD, weight divergence: bias and noise.
+    """Return E‖δ of a step‖² / ‖δ of the probe‖², [trials, owners].
 
-    ``variance``: tokens of the probe over tokens of a step. From one microbatch alone: nothing repeats.
+    The share is ``variance`` if nothing of δ repeats in other microbatches, because then it averages out, and 1 if all
+    of it repeats (docs/method.md). With one microbatch in all, nothing is taken to repeat.
+
+    Args:
+        readings: of one measurement.
+        variance: tokens of the probe / tokens of a step.
     """
     norm2 = readings.norm2
     noise = np.clip(readings.noise2, 0.0, norm2) if readings.repeated else norm2
@@ -52,7 +59,9 @@ def step_share(readings: Readings, variance: float) -> FloatArray:
 
 
 def step_drift2(readings: Readings, variance: float) -> FloatArray:
-    """‖u(g + δ) − u(g)‖² of a training step, [trials, owners]: between the sizes of δ, linear in its logarithm."""
+    """Return ‖u(g + δ) − u(g)‖² of a training step, [trials, owners]. Interpolates log-linearly
+    between the sizes of δ.
+    """
     if len(readings.drift2) == 1 or variance >= 1.0:
         drift2: FloatArray = readings.drift2[0]
         return drift2
@@ -64,12 +73,12 @@ def step_drift2(readings: Readings, variance: float) -> FloatArray:
 
 
 def measured_columns(readings: Readings, table: StatisticsTable, natural_noise2: FloatArray) -> Measured:
-    """The columns of all options that ``readings`` has trials of; the others are unknown.
+    """Return the columns of all options that ``readings`` has trials of. The other options stay unknown.
 
     Args:
-        readings: of one measurement.
-        table: of the same update.
-        natural_noise2: Var(∇W) of its probe's gradient, [linears].
+        readings: readings of one measurement.
+        table: table of the same update.
+        natural_noise2: Var(∇W) of the gradient of that update's probe, [linears].
     """
     measured = Measured.nothing(len(table.linears), table.formats)
     sums = _Sums(readings, table, natural_noise2)
@@ -97,20 +106,22 @@ def measured_columns(readings: Readings, table: StatisticsTable, natural_noise2:
 
 
 class _Sums:
-    """Sums over owners of what trials did to them, relative to the owners' own sizes."""
+    """Sums over owners of the effects of trials, relative to the size of each owner."""
 
     def __init__(self, readings: Readings, table: StatisticsTable, natural_noise2: FloatArray) -> None:
         variance = min(1.0, table.tokens / table.tokens_per_step)
         w2 = np.concatenate([table.linear["w2"], table.sink_w2])
         self._drift2 = step_drift2(readings, variance) / np.where(w2 > 0.0, w2, np.inf)
         numbers = np.array([row.elements for row in table.linears] + [float(row.numel) for row in table.sinks])
-        # The sinks' own noise is known from several microbatches only, the linears' from one as well.
+        # The noise of the sinks is known only if the probe had several microbatches; that of the linears always.
         natural = np.concatenate([natural_noise2, readings.natural2[len(table.linears) :]]) * variance
         weights = numbers / numbers.sum() / np.where(natural > 0.0, natural, np.inf)
         self._variance = readings.norm2 * step_share(readings, variance) * weights
 
     def all(self, trial: int, nudge: int) -> dict[str, float]:
-        """Over all owners, what a nudge does to them taken off in quadrature: it is none of the option's doing."""
+        """Return sums over all owners. The effect of the nudge is subtracted in quadrature, because it is rounding
+        noise.
+        """
         raw = self._drift2[trial]
         floor = np.minimum(self._drift2[nudge], raw)
         variance = np.maximum(self._variance[trial] - self._variance[nudge], 0.0)
@@ -122,13 +133,13 @@ class _Sums:
         }
 
     def own(self, trial: int, row: int) -> dict[str, float]:
-        """Of one linear: its wgrad accumulates in FP32 and reaches nothing else."""
+        """Return the sums of one linear, for wgrad: its GEMM accumulates in FP32 and affects nothing else."""
         drift = float(np.sqrt(self._drift2[trial, row]))
         return {"drift": drift, "raw_drift": drift, "variance": float(self._variance[trial, row])}
 
 
 def measured_at(names: Sequence[str], measured: Measured | None) -> dict[Unit, float]:
-    """Unit → the step at which it was measured, −1 for never: what decides which units are renewed next."""
+    """Return unit → step at which it was measured, −1 for never. The next units to renew follow from it."""
     steps = dict.fromkeys(all_units(names), -1.0)
     if measured is not None:
         for i, name in enumerate(names):

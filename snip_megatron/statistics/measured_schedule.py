@@ -1,12 +1,12 @@
-"""Which option is forced in which microbatch pass of a measurement (METHOD, estimator ``measured``).
+"""Which option is forced in which microbatch pass of a measurement (docs/method.md, estimator ``measured``).
 
-A *trial* forces one thing. It takes two passes of each microbatch: with the option on and the loss times +1, then with
-it off and the loss times −1, so that ``main_grad`` is left with the difference. Trials follow each other without a
-pause: one pipelined call carries them all. Plain Python, no torch.
+A *trial* forces one option. It takes two passes of each microbatch: one with the option and the loss times +1, one
+without it and the loss times −1, so that ``main_grad`` holds the difference. One pipelined call runs all trials,
+without a pause between them. Plain Python, no torch.
 
-Two facts keep trials few. An error of wgrad touches its own weight's gradient only, so the wgrads of all linears are
-forced at once. Rounding noise depends on where it starts and hardly on how, so a layer has one nudge for its fprops and
-one for its dgrads.
+Two facts keep the number of trials small. An error of wgrad changes the gradient of its own weight only, so the wgrads
+of all linears are forced at once. And rounding noise depends on where it starts and hardly on how. So one *nudge*, a
+change below a rounding step, measures the noise of all fprops of a layer, and another one that of all its dgrads.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from functools import cached_property
 from snip_megatron.precision import Format, Gemm, LinearId
 
 IDLE = -1
-"""Trial of a pass that only fills the schedule up."""
+"""Trial of a pass that only pads the schedule."""
 
 
 @dataclass(frozen=True, order=True)
 class Unit:
-    """What is renewed together: one GEMM, fprop or dgrad, of the four linears of a layer, in every format."""
+    """The options that are renewed together: one GEMM, fprop or dgrad, of all linears of a layer, in every format."""
 
     layer: int
     gemm: Gemm
@@ -33,12 +33,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Trial:
-    """One thing forced.
+    """One forced option.
 
     Attributes:
-        gemm: of the option.
-        linears: global names: one; or, for wgrad, all.
-        format: None for a nudge.
+        gemm: GEMM of the option.
+        linears: global names: one linear, or all of them for wgrad.
+        format: format of the option; None for a nudge.
     """
 
     gemm: Gemm
@@ -47,13 +47,15 @@ class Trial:
 
     @property
     def layer(self) -> int:
-        """Of the (first) linear."""
+        """Layer of the (first) linear."""
         return LinearId.parse(self.linears[0]).layer
 
     def reaches(self, layer: int, *, linear: bool) -> bool:
         """Whether the gradient of a parameter of ``layer`` can change.
 
-        ``linear`` False: of a norm or the embedding (layer 0; the final norm belongs to the layer after the last).
+        Args:
+            layer: layer of the parameter. The embedding has layer 0, the final norm the layer after the last.
+            linear: whether the parameter is a linear's weight, not a norm or the embedding.
         """
         if self.gemm is Gemm.WGRAD:
             return linear
@@ -62,7 +64,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Slot:
-    """One microbatch pass: trial, microbatch, and what the loss is multiplied by (+1 on, −1 off, 0 idle)."""
+    """One microbatch pass.
+
+    Attributes:
+        trial: index of the trial, or IDLE.
+        microbatch: number of the microbatch.
+        sign: factor of the loss: +1 with the option, −1 without it, 0 if idle.
+    """
 
     trial: int
     microbatch: int
@@ -74,9 +82,9 @@ class Schedule:
     """All passes of a measurement on a data parallel rank, in order.
 
     Attributes:
-        trials: what is forced.
-        microbatches: numbers of the microbatches that every trial sees.
-        multiple_of: an interleaved pipeline takes whole groups of passes.
+        trials: the trials.
+        microbatches: numbers of the microbatches that every trial uses.
+        multiple_of: the number of passes is padded to a multiple of this, as an interleaved pipeline requires.
     """
 
     trials: tuple[Trial, ...]
@@ -85,12 +93,12 @@ class Schedule:
 
     @property
     def passes_a_trial(self) -> int:
-        """Two a microbatch."""
+        """Passes of one trial: two for each microbatch."""
         return 2 * len(self.microbatches)
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """In the order of execution."""
+        """The passes in the order of execution."""
         slots = [
             Slot(trial, microbatch, sign)
             for trial in range(len(self.trials))
@@ -102,19 +110,23 @@ class Schedule:
 
 
 def all_units(names: Sequence[str]) -> list[Unit]:
-    """Every unit of a model with these linears, in order."""
+    """Return every unit of a model with these linears, in order."""
     layers = sorted({LinearId.parse(name).layer for name in names})
     return [Unit(layer, gemm) for layer in layers for gemm in (Gemm.FPROP, Gemm.DGRAD)]
 
 
 def choose_units(measured_at: Mapping[Unit, float], share: float, seed: int) -> list[Unit]:
-    """The units to renew now: the longest unmeasured first, equals in one seeded order; in network order.
+    """Choose the units to renew now: those that were measured longest ago, ties in one seeded order.
+
+    The result depends on the arguments alone, so a resumed run chooses what the uninterrupted run would.
 
     Args:
-        measured_at: unit → step it was measured at, negative for never. A function of this and the arguments alone, so
-            that a resumed run chooses what the uninterrupted one would.
-        share: of the units, rounded up.
-        seed: of the order.
+        measured_at: unit → step at which it was measured, negative for never.
+        share: share of the units to renew, rounded up.
+        seed: seed of the order of ties.
+
+    Returns:
+        The units in network order.
     """
     units = sorted(measured_at)
     order = list(range(len(units)))
@@ -127,13 +139,14 @@ def choose_units(measured_at: Mapping[Unit, float], share: float, seed: int) -> 
 def plan_trials(
     names: Sequence[str], formats: Sequence[str], units: Sequence[Unit], skip: Collection[tuple[str, Gemm]] = ()
 ) -> tuple[Trial, ...]:
-    """Trials of ``units``, a nudge each among them, and of every wgrad.
+    """Return the trials of ``units``, each with a nudge, and of every wgrad.
 
     Args:
-        names: of all linears, in global order.
-        formats: to measure.
-        units: to measure.
-        skip: options nobody asks for (pinned ones). A unit without any other is left out, nudge included.
+        names: all linears, in global order.
+        formats: formats to measure.
+        units: units to measure.
+        skip: options that need no measurement because they are pinned. A unit with no other option is left out with its
+            nudge.
     """
     skipped = set(skip)
     trials: list[Trial] = []
@@ -142,7 +155,7 @@ def plan_trials(
         wanted = [name for name in members if (name, unit.gemm) not in skipped]
         if not wanted:
             continue
-        # Where noise starts that passes through the whole layer: below it going forward, above it going backward.
+        # The noise passes through the whole layer: it starts at the first linear in fprop, at the last one in dgrad.
         start = members[0] if unit.gemm is Gemm.FPROP else members[-1]
         trials.append(Trial(unit.gemm, (start,), None))
         trials += [Trial(unit.gemm, (name,), Format(fmt)) for name in wanted for fmt in formats]

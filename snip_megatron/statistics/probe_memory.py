@@ -1,6 +1,6 @@
-"""Bytes that a probe takes on one rank beside what a training pass takes anyway, from shapes alone.
+"""Bytes that a probe needs on one rank beyond those of a training pass, from shapes alone.
 
-What ``snip plan`` shows and what a run is held against before it probes: DESIGN, rule 3. Plain Python, no torch.
+``snip plan`` shows them, and a run checks them before it probes (docs/method.md). Plain Python, no torch.
 """
 
 from __future__ import annotations
@@ -9,15 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDE_COPIES = 6
-"""FP32 copies of one linear's largest operand while the reference records it, or of one parameter's own elements while
-drift is evaluated (gradient, error, their sum, both updates, their moments). Kernels take less."""
-_MOVED_COPIES = 3  # FP32, of a weight that policy hawq moves: it, the signs, their sum
+"""FP32 copies that the reference holds at a time: of the largest operand while it records a linear, or of one
+parameter's own elements while it evaluates drift (gradient, error, their sum, both updates, their moments). Kernels
+need less.
+"""
+_MOVED_COPIES = 3  # FP32 copies of a weight that policy hawq moves: the weight, the signs, their sum
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class LinearRows:
-    """One linear of a rank: rows that its GEMMs have in a microbatch, its local weight [n, k]."""
+    """One linear of a rank.
+
+    Attributes:
+        rows: rows of its GEMMs in a microbatch.
+        n, k: shape of the local weight [n, k].
+    """
 
     rows: int
     n: int
@@ -25,7 +32,7 @@ class LinearRows:
 
     @property
     def elements(self) -> int:
-        """Of the weight."""
+        """Elements of the local weight."""
         return self.n * self.k
 
 
@@ -34,10 +41,13 @@ class ProbedShapes:
     """One rank's share of what a probe records.
 
     Attributes:
-        linears: its own; experts one by one.
-        tokens: of a microbatch in the residual stream. hidden: its features. boundaries: of its sub-blocks, recorded.
-        parameters: elements of all parameters whose gradients are read. largest: of the largest one.
-        shards: data parallel ranks that share out the optimizer's state.
+        linears: this rank's linears, each expert on its own.
+        tokens: tokens of a microbatch in the residual stream.
+        hidden: features of the residual stream.
+        boundaries: number of recorded residual boundaries.
+        parameters: elements of all parameters whose gradients are read.
+        largest: elements of the largest of these parameters.
+        shards: data parallel ranks that share the optimizer's state.
         element: bytes of a weight or activation.
     """
 
@@ -51,7 +61,9 @@ class ProbedShapes:
     element: int = 2
 
     def samples(self, probe_tokens: int, microbatches: int) -> float:
-        """Rows of X and G of every linear, of h and r of every boundary, kept until the update is measured."""
+        """Bytes of the sampled rows, kept until the update is measured: X and G of every linear, h and r of every
+        boundary.
+        """
         of_linears = sum(min(probe_tokens, linear.rows) * (linear.n + linear.k) for linear in self.linears)
         of_stream = min(probe_tokens, self.tokens) * self.boundaries * 2 * self.hidden
         return float(self.element * microbatches * (of_linears + of_stream))
@@ -63,26 +75,28 @@ class ProbedShapes:
 
     @property
     def recording(self) -> float:
-        """Temporaries of the statistics pass."""
+        """Bytes of temporaries in the statistics pass."""
         sizes = (max(linear.rows * max(linear.n, linear.k), linear.elements) for linear in self.linears)
         return float(_FLOAT32 * WIDE_COPIES * max(sizes, default=0))
 
     @property
     def gradient_copy(self) -> float:
-        """Estimator ``measured``: the gradient of every element whose optimizer state this rank has."""
+        """Bytes of the estimator ``measured``: the gradient of every element whose optimizer state this rank holds."""
         return self.element * self.parameters / self.shards
 
     @property
     def evaluating(self) -> float:
-        """Temporaries of the drift of one parameter, which a rank's range of the optimizer's state may hold whole."""
+        """Bytes of temporaries for the drift of one parameter. A rank's range of the optimizer's state may hold it
+        whole.
+        """
         return _FLOAT32 * WIDE_COPIES * min(float(self.largest), self.parameters / self.shards)
 
     @property
     def weight_copy(self) -> float:
-        """Policy ``hawq``: the linears' weights, to be put back."""
+        """Bytes of the policy ``hawq``: a copy of the linears' weights, to restore them."""
         return float(self.element * sum(linear.elements for linear in self.linears))
 
     @property
     def moving(self) -> float:
-        """Temporaries of a weight that is moved."""
+        """Bytes of temporaries while a weight is moved."""
         return float(_FLOAT32 * _MOVED_COPIES * max((linear.elements for linear in self.linears), default=0))

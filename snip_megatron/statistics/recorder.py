@@ -1,7 +1,8 @@
-"""What one linear records in the backwards of a probe.
+"""What a linear records in the backward passes of a probe.
 
-The backward is the one place where X, W, G and D are all at hand, and it runs exactly once a microbatch, recomputed or
-not, under every pipeline schedule. Sums are float64 and local; :mod:`snip_megatron.statistics.reduction` adds them up.
+X, W, G and D are available together in the backward only. It runs exactly once per microbatch, with and without
+recompute, under every pipeline schedule. Sums are float64 and local; :mod:`snip_megatron.statistics.reduction` adds
+them up over ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.quantization.formats import resolve
 from snip_megatron.statistics import errors
-from snip_megatron.statistics.sums import has_kernels, sample_rows, sum_squares
+from snip_megatron.statistics.squares import sample_rows
+from snip_megatron.statistics.sums import has_kernels, sum_squares
 
 OUTPUT_TOKENS = 512
-"""Tokens a microbatch, evenly spread, of which Y and E are formed: all of a smaller one (``README.md``, evidence)."""
+"""Number of evenly spread tokens of a microbatch that Y and E are formed of; all tokens of a smaller one
+(``README.md``).
+"""
 
 
 class Pass(Enum):
-    """The probe's passes over the same microbatches (METHOD, the six steps: 1 to 3)."""
+    """The passes of a probe over the same microbatches (docs/method.md, the six steps: 1 to 3)."""
 
     STATISTICS = "statistics"
     FORWARD_NOISE = "forward_noise"
@@ -34,7 +38,7 @@ class Pass(Enum):
 
 @dataclass
 class _Samples:
-    """Rows of X and G of one microbatch in the statistics pass, and how many rows they stand for."""
+    """Sampled rows of X and G of one microbatch in the statistics pass, and the number of rows that each stands for."""
 
     x: torch.Tensor
     g: torch.Tensor
@@ -43,17 +47,17 @@ class _Samples:
 
 @dataclass(frozen=True)
 class Dots:
-    """G_t·E_t of one microbatch, float64; all but ``rows`` still to be summed over tensor parallel ranks.
+    """G_t·E_t of one microbatch, float64. Everything but ``rows`` is still to be summed over tensor parallel ranks.
 
-    E = δX·Wᵀ + Q(X)·δWᵀ, so G_t·E_t = D_t·δX_t + (G·δW)_t·Q(X)_t. The first term is known of every token, the second
-    of a sample: its mean shrinkage, a multiple of D_t·Q(X)_t, is fitted there, and the square of what then remains of a
-    token is in proportion to ‖G_t‖²‖X_t‖².
+    E = δX·Wᵀ + Q(X)·δWᵀ, so G_t·E_t = D_t·δX_t + (G·δW)_t·Q(X)_t. The first term is known for every token. The second
+    is known for a sample and consists of two parts. One is a multiple of D_t·Q(X)_t, because rounding shrinks W on
+    average; the factor is fitted on the sample. The square of the other part is proportional to ‖G_t‖²‖X_t‖².
 
     Attributes:
         values: G_t·E_t of the sampled tokens, [formats, sampled].
-        rows: which these are, [sampled].
+        rows: indices of the sampled tokens, [sampled].
         share: ‖G_t‖²‖X_t‖² of every token, [T].
-        known: D_t·X_t, then each format's D_t·δX_t, of every token, [1 + formats, T]; None where all are sampled.
+        known: D_t·X_t, then D_t·δX_t of each format, of every token, [1 + formats, T]. None if all tokens are sampled.
     """
 
     values: torch.Tensor
@@ -62,7 +66,7 @@ class Dots:
     known: torch.Tensor | None
 
     def squared(self) -> torch.Tensor:
-        """Σ_t (G_t·E_t)² over all tokens: exact where all are sampled. [formats]."""
+        """Return Σ_t (G_t·E_t)² over all tokens, [formats]. Exact if all tokens are sampled, otherwise an estimate."""
         if self.known is None:
             return self.values.square().sum(1)
         first, quantised = self.known[1:], self.known[:1] + self.known[1:]
@@ -81,15 +85,17 @@ class LinearRecorder:
     Attributes:
         handle: the linear.
         formats: candidate formats.
-        sample_tokens: rows a microbatch that noise passes compare.
+        sample_tokens: rows of a microbatch that noise passes compare.
+        phase: current pass.
         sums: column name → float64 scalar, this rank's share of the global sum.
         by_format: column name → float64 [formats].
         x_cols, g_cols: Σ_t X_tk² [K local], Σ_t G_tn² [N local].
         dx_cols, dg_cols: the same of the wgrad errors, [formats, K local], [formats, N local].
-        dots: per microbatch.
-        each_gw2: Σ over microbatches of ‖∇W‖² of one alone, as recorded.
-        microbatches: seen in the statistics pass.
-        whole: of an expert, ‖X‖², ‖G‖², Σ_t ‖G_t‖²‖X_t‖² and the number of its tokens, [4], summed over ranks.
+        dots: one entry per microbatch.
+        each_gw2: Σ over microbatches of the ‖∇W‖² of that microbatch alone, in recorded units.
+        microbatches: number of microbatches seen in the statistics pass.
+        whole: ‖X‖², ‖G‖², Σ_t ‖G_t‖²‖X_t‖² and the number of tokens of one expert, [4], summed over ranks. None for
+            other linears.
     """
 
     handle: LinearHandle
@@ -113,11 +119,16 @@ class LinearRecorder:
 
     @property
     def _once(self) -> float:
-        """1 on the tensor parallel rank that reports replicated tensors, else 0."""
+        """1 on the tensor parallel rank that reports replicated tensors, otherwise 0."""
         return 1.0 if self.handle.tp_rank == 0 else 0.0
 
+    @property
+    def rows(self) -> int:
+        """Number of tokens seen in the statistics pass."""
+        return self._rows
+
     def start(self, phase: Pass) -> None:
-        """Begin a pass; noise passes compare with the statistics pass microbatch by microbatch."""
+        """Begin a pass. Noise passes compare each microbatch with the same microbatch of the statistics pass."""
         self.phase = phase
         self._compared = 0
 
@@ -137,8 +148,11 @@ class LinearRecorder:
             self._compare(x, g)
 
     def _note_gradient(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """wgrad has been accumulated by now: after the first microbatch ``main_grad`` is that microbatch's gradient,
-        the others' are multiplied out once more."""
+        """Record ‖∇W‖² of one microbatch.
+
+        wgrad has been accumulated by now, so after the first microbatch ``main_grad`` is that microbatch's gradient.
+        The gradients of later microbatches are computed once more.
+        """
         self.microbatches += 1
         gradient = getattr(getattr(self.handle.module, "weight", None), "main_grad", None)
         if self.microbatches > 1 or gradient is None:
@@ -146,7 +160,7 @@ class LinearRecorder:
         self.each_gw2 = _plus(self.each_gw2, sum_squares(gradient))
 
     def complete_columns(self) -> None:
-        """Zeros where nothing was recorded: experts that no token was sent to."""
+        """Set the column norms to zero if nothing was recorded, as for an expert that no token was sent to."""
         if self.x_cols is not None:
             return
         n, k = self.handle.weight.shape
@@ -154,15 +168,23 @@ class LinearRecorder:
         for name, shape in shapes.items():
             setattr(self, name, torch.zeros(shape, dtype=torch.float64, device=self.handle.weight.device))
 
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (x_cols, g_cols, dx_cols, dg_cols). Call it after :meth:`complete_columns`."""
+        assert self.x_cols is not None
+        assert self.g_cols is not None
+        assert self.dx_cols is not None
+        assert self.dg_cols is not None
+        return self.x_cols, self.g_cols, self.dx_cols, self.dg_cols
+
     def own_sums(self) -> torch.Tensor:
-        """This rank's share of :attr:`whole`; before a table takes the sums."""
+        """Return this rank's share of :attr:`whole`. Call it before a table takes the sums."""
         nothing = torch.zeros((), dtype=torch.float64, device=self.handle.weight.device)
         rows = nothing + self._rows * self._once
         return torch.stack([*(self.sums.get(name, nothing) for name in ("x2", "g2", "s2")), rows])
 
     # -- statistics pass ---------------------------------------------------------------------------------------
     def _record_weight(self, w: torch.Tensor) -> None:
-        """Once a probe: it is the same in all microbatches."""
+        """Record the weight, once per probe: it is the same in all microbatches."""
         if self._weighed:
             return
         self._weighed = True
@@ -174,9 +196,9 @@ class LinearRecorder:
         self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_local: torch.Tensor, d_reduced: torch.Tensor
     ) -> None:
         column = self.handle.parallel == "column"
-        x_own = self._once if column else 1.0  # a column-parallel input is replicated, everything else is a shard
+        x_own = self._once if column else 1.0  # the input of a column-parallel linear is replicated
         g_own = 1.0 if column else self._once
-        # The gradient of a replicated input is replicated after its all-reduce; reduce-scattered, it is a shard.
+        # D of a replicated input is replicated after an all-reduce, and a shard after a reduce-scatter.
         d_own = self._once if column and d_reduced.shape[0] == x.shape[0] else 1.0
         amax = {name: self._amax(name, tensor) for name, tensor in (("x", x), ("w", w), ("g", g))}
         summed = _implementation(x)
@@ -194,7 +216,7 @@ class LinearRecorder:
         self.x_cols, self.g_cols = _plus(self.x_cols, of_x.cols), _plus(self.g_cols, of_g.cols)
         self.dx_cols = _plus(self.dx_cols, of_x.col_errors)
         self.dg_cols = _plus(self.dg_cols, of_g.col_errors)
-        # One operand is whole on every rank, so the shards' products add up to the whole token's.
+        # One operand is whole on every rank, so the products of the shards add up to that of the whole token.
         share = of_x.rows * of_g.rows
         self._add("s2", share.sum())
         self._record_samples(x, g, x_own, g_own)
@@ -216,16 +238,18 @@ class LinearRecorder:
         g: torch.Tensor,
         amax: dict[str, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Y and each format's E, the GEMM of training less the plain one, of OUTPUT_TOKENS evenly spread tokens.
+        """Record Y and E of each format for OUTPUT_TOKENS evenly spread tokens. E is the GEMM of training minus the
+        plain GEMM.
 
-        Returns G·E [formats, tokens] and the tokens.
+        Returns:
+            G·E [formats, tokens] and the indices of the tokens.
         """
         backend = self.handle.context.backend
         rows = sample_rows(x.shape[0], OUTPUT_TOKENS, x.device)
         xs, gs = (x, g) if len(rows) == x.shape[0] else (x[rows], g[rows])
         weight = x.shape[0] / max(len(rows), 1)
         y = _product(xs, w)
-        column = self.handle.parallel == "column"  # a row-parallel Y is partial: reduction takes the branch's norm
+        column = self.handle.parallel == "column"  # Y of a row-parallel linear is a partial sum; see reduction.py
         if column:
             self._add("y2", sum_squares(y) * weight)
         found = []
@@ -240,7 +264,9 @@ class LinearRecorder:
         return torch.stack(dots), rows
 
     def _amax(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """max|·| of the whole operand for the formats that scale by it: a sample of its rows has a smaller one."""
+        """Return max|·| of the whole operand if a format has one scale per tensor, otherwise None. A sample of rows
+        would have a smaller one.
+        """
         if not WHOLE_TENSOR & {resolve(fmt) for fmt in self.formats}:
             return None
         shared = self.handle.shared_amax(name, tensor, self.formats)
@@ -272,26 +298,26 @@ class LinearRecorder:
 
 
 def _implementation(x: torch.Tensor) -> ModuleType:
-    """What sums on x's device: the kernels, imported where they run only, or the reference."""
+    """Return the module that sums on the device of x: the kernels, imported only where they run, or the reference."""
     if not has_kernels(x):
         return errors
-    from snip_megatron.statistics import triton_sums
+    from snip_megatron.statistics.kernels import sums as triton_sums
 
     return triton_sums
 
 
 def _owned(value: torch.Tensor, share: float) -> torch.Tensor:
-    """This rank's share of a sum; a product with 1 is a launch for nothing."""
+    """Return this rank's share of a sum. Skips the product with 1, which would be a kernel launch without effect."""
     return value if share == 1.0 else value * share
 
 
 def _over(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a / b, 0 where b is."""
+    """Return a / b, or 0 where b is 0."""
     return torch.where(b > 0, a / b, 0.0)
 
 
 def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x·wᵀ in FP32."""
+    """Return x·wᵀ in FP32."""
     if x.is_cuda and x.dtype is not torch.float32 and x.numel():
         return torch.mm(x, w.t(), out_dtype=torch.float32)
     return x.float() @ w.float().t()
@@ -303,7 +329,7 @@ def _plus(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def attached(recorders: list[LinearRecorder]) -> Iterator[None]:
-    """Attach recorders to their linears for a probe; detached again whatever happens."""
+    """Attach recorders to their linears, and detach them at exit, after an exception too."""
     try:
         for recorder in recorders:
             recorder.handle.recorder = recorder

@@ -1,7 +1,7 @@
-"""From every rank's sums to one table: a single float64 all-reduce a stage of the probe.
+"""From every rank's sums to one table: a single float64 all-reduce for each stage of the probe.
 
-Each rank adds what it alone knows to the rows of its linears; replicated tensors are reported by one rank only, so the
-sum over all ranks is the global sum on every parallel layout.
+Each rank adds its own share to the rows of its linears. Exactly one rank reports a replicated tensor. So the sum over
+all ranks is the global sum on every parallel layout.
 """
 
 from __future__ import annotations
@@ -27,24 +27,28 @@ from snip_megatron.statistics.table import (
     StatisticsTable,
 )
 
-# Powers of the gradient's scale in each column: G is recorded as autograd gives it, the table wants ∂L/∂Y of the mean
-# token loss; one named factor converts (DESIGN, "Statistics' scale"). Columns that are not named hold no gradient.
-_GRADIENT_POWER = {
-    **dict.fromkeys(("g2", "d2", "s2", "gs2", "fg2", "bg2", "c2", "dg_row2", "dg_col2"), 2),
-    **dict.fromkeys(("r2", "branch_r2", "cn2", "fr2", "br2"), 2),
-}
+# Columns that hold the square of a gradient. G is recorded as autograd gives it, and the table holds ∂L/∂Y of the mean
+# token loss, so these columns are multiplied by the square of one factor (docs/method.md, "Statistics' scale").
+_GRADIENT_COLUMNS = frozenset(
+    ("g2", "d2", "s2", "gs2", "fg2", "bg2", "c2", "dg_row2", "dg_col2", "r2", "branch_r2", "cn2", "fr2", "br2")
+)
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks in a group; 1 in a process that has not initialised torch.distributed."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 @dataclass(frozen=True)
 class ProbeGroups:
-    """The process groups a probe reduces over. ``world`` None is the default group.
+    """The process groups that a probe reduces over.
 
     Attributes:
         tp: tensor parallel group.
-        dp: data parallel group whose ranks hold distinct tokens.
-        world: all training ranks.
-        experts: the same of the weights of experts, whose data parallel ranks are those with the same experts; None
-            without experts.
+        dp: data parallel group, whose ranks hold distinct tokens.
+        world: all training ranks. None is the default group.
+        experts: groups of the weights of experts, whose data parallel ranks are those with the same experts. None if
+            the model has no experts.
     """
 
     tp: dist.ProcessGroup | None
@@ -53,11 +57,13 @@ class ProbeGroups:
     experts: ProbeGroups | None = None
 
     def of(self, handle: LinearHandle) -> ProbeGroups:
-        """Those of one linear."""
+        """Return the groups of one linear."""
         return self if handle.expert is None or self.experts is None else self.experts
 
     def split(self, recorders: Sequence[LinearRecorder]) -> list[tuple[ProbeGroups, list[LinearRecorder]]]:
-        """Recorders by groups; kinds that this rank has none of are left out, as by all of its peers."""
+        """Split recorders by their groups. Leaves out groups that this rank has no recorder of; its peers have none
+        either.
+        """
         kinds = [(self, [r for r in recorders if self.of(r.handle) is self])]
         if self.experts is not None:
             kinds.append((self.experts, [r for r in recorders if self.of(r.handle) is self.experts]))
@@ -65,20 +71,24 @@ class ProbeGroups:
 
     @property
     def dp_rank(self) -> int:
-        """Rank among data parallel peers."""
-        return dist.get_rank(self.dp)
+        """Rank in the data parallel group."""
+        return dist.get_rank(self.dp) if dist.is_initialized() else 0
 
     @property
     def dp_size(self) -> int:
-        """Number of data parallel peers."""
-        return dist.get_world_size(self.dp)
+        """Size of the data parallel group."""
+        return group_size(self.dp)
 
 
 @dataclass(frozen=True)
 class TableShape:
-    """What the table has rows for, on every rank the same.
+    """Rows and columns of the table, the same on every rank.
 
-    ``mixture``: how many matrices a row of experts stands for, and how many of them a token goes through.
+    Attributes:
+        names: global names of the linears.
+        formats: candidate formats.
+        sinks: the sinks.
+        mixture: number of matrices that a row of experts stands for, and number of them that a token goes through.
     """
 
     names: tuple[str, ...]
@@ -88,12 +98,12 @@ class TableShape:
 
     @property
     def boundaries(self) -> int:
-        """2L + 1."""
+        """Number of residual boundaries, 2L + 1."""
         return 2 * (1 + max(LinearId.parse(name).layer for name in self.names)) + 1
 
 
 class PartialTable:
-    """This rank's additive share of the table's arrays."""
+    """This rank's share of the table's arrays. The shares of all ranks add up to the table."""
 
     def __init__(self, shape: TableShape, gradient_scale: float) -> None:
         self.shape = shape
@@ -112,14 +122,14 @@ class PartialTable:
         self._on_device: list[tuple[str, int, torch.Tensor, float]] = []
 
     def _add(self, array: str, row: int, value: torch.Tensor | float, column: str) -> None:
-        scale = self._scale2 if _GRADIENT_POWER.get(column) else 1.0
+        scale = self._scale2 if column in _GRADIENT_COLUMNS else 1.0
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            self._on_device.append((array, row, value.detach().double(), scale))  # one copy for all, in _fetch
+            self._on_device.append((array, row, value.detach().double(), scale))  # finish() copies all of them at once
             return
         self.arrays[array][row] += (value.detach().double() if isinstance(value, torch.Tensor) else value) * scale
 
-    def _fetch(self) -> None:
-        """Add what is still on the device: one copy to the host instead of a wait a value."""
+    def finish(self) -> None:
+        """Add the values that are still on the device, with one copy to the host. :meth:`reduce` does so as well."""
         if not self._on_device:
             return
         values = torch.cat([value.reshape(-1) for _, _, value, _ in self._on_device]).cpu()
@@ -133,7 +143,9 @@ class PartialTable:
         return LinearRow(name, stage, n, k, *(self.shape.mixture if LinearId.parse(name).of_experts else (1, 1)))
 
     def add_recorder(self, recorder: LinearRecorder, dp_rank: int) -> None:
-        """Add the sums a recorder holds, then forget them. Weights are the same on all data parallel ranks."""
+        """Add the sums of a recorder, and clear them. Weights are the same on all data parallel ranks, so one of these
+        reports them.
+        """
         row = self._row[recorder.handle.name]
         for name, value in recorder.sums.items():
             if name != "w2" or dp_rank == 0:
@@ -145,7 +157,7 @@ class PartialTable:
         recorder.by_format.clear()
 
     def add_boundary(self, boundary: Boundary) -> None:
-        """Add the sums a boundary holds, then forget them."""
+        """Add the sums of a boundary, and clear them."""
         for name, value in boundary.sums.items():
             self._add(f"boundary.{name}", boundary.index, value, name)
         boundary.sums.clear()
@@ -155,25 +167,25 @@ class PartialTable:
         self._add(f"linear.{column}", self._row[name], value, column)
 
     def add_by_format(self, name: str, column: str, values: torch.Tensor) -> None:
-        """Add to a per-format column of a linear; values [formats]."""
+        """Add ``values`` [formats] to a per-format column of a linear."""
         self._add(f"by_format.{column}", self._row[name], values, column)
 
     def add_drift(self, name: str, values: torch.Tensor) -> None:
-        """Add a linear's squared drift over the ρ grid."""
+        """Add the squared drift of a linear over the ρ grid."""
         self._add("drift2", self._row[name], values, "drift2")
 
     def add_sink(self, index: int, drift2: torch.Tensor, w2: torch.Tensor) -> None:
-        """Add a sink's squared drift over the ρ grid and ‖W‖²."""
+        """Add the squared drift of a sink over the ρ grid, and its ‖W‖²."""
         self._add("sink_drift2", index, drift2, "sink_drift2")
         self._add("sink_w2", index, w2, "sink_w2")
 
     def add_layout(self, name: str, stage: int, n: int, k: int) -> None:
-        """Report where a linear lives; by exactly one rank."""
+        """Report the pipeline stage and the global shape of a linear. Exactly one rank does."""
         self._add("layout", self._row[name], torch.tensor([stage, n, k], dtype=torch.float64), "layout")
 
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Sum over all ranks in one float64 all-reduce: afterwards every rank holds the global arrays."""
-        self._fetch()
+        """Sum over all ranks in one float64 all-reduce. Afterwards every rank holds the global arrays."""
+        self.finish()
         flat = torch.cat([array.reshape(-1) for array in self.arrays.values()]).to(device)
         dist.all_reduce(flat, group=group)
         flat = flat.cpu()
@@ -183,21 +195,21 @@ class PartialTable:
             offset += array.numel()
 
     def merge(self, other: PartialTable) -> None:
-        """Add another, equally reduced, share."""
+        """Add another share that has been reduced over the same ranks."""
         for name, array in other.arrays.items():
             self.arrays[name] += array
 
     def linear(self, name: str, column: str) -> float:
-        """One reduced value."""
+        """Return one reduced value."""
         return float(self.arrays[f"linear.{column}"][self._row[name]])
 
     def matrices(self) -> torch.Tensor:
-        """How many each row stands for, float64 [linears]."""
+        """Return the number of matrices that each row stands for, float64 [linears]."""
         each = [self.shape.mixture[0] if LinearId.parse(name).of_experts else 1 for name in self.shape.names]
         return torch.tensor(each, dtype=torch.float64)
 
     def to_table(self, *, step: int, tokens: int, tokens_per_step: int, meta: dict[str, float]) -> StatisticsTable:
-        """The finished table, with the entries that follow from others."""
+        """Return the finished table, with the entries that follow from others."""
         arrays = {name: array.numpy() for name, array in self.arrays.items()}
         layout = arrays.pop("layout").astype(np.int64)
         rows = tuple(self._linear_row(name, layout[i]) for i, name in enumerate(self.shape.names))
@@ -206,7 +218,8 @@ class PartialTable:
             group, _, column = name.partition(".")
             if column:
                 groups[group][column] = array
-        np.maximum(groups["linear"]["gv2"], 0.0, out=groups["linear"]["gv2"])  # a difference of two estimates
+        # An estimate of a variance by a difference may be negative.
+        np.maximum(groups["linear"]["gv2"], 0.0, out=groups["linear"]["gv2"])
         _complete_row_parallel(rows, groups["linear"], groups["by_format"], groups["boundary"])
         return StatisticsTable(
             step=step,
@@ -231,25 +244,28 @@ def _complete_row_parallel(
     by_format: dict[str, np.ndarray],
     boundary: dict[str, np.ndarray],
 ) -> None:
-    """Y and E of a linear that writes to the residual stream are partial sums on each tensor parallel rank, whose norms
-    mean nothing. Y is what its branch adds to the stream; E comes from the operands' errors (METHOD, local errors)."""
+    """Fill in ``y2`` and ``e2`` of the linears that write to the residual stream.
+
+    On each tensor parallel rank their Y and E are partial sums, whose norms have no meaning. ‖Y‖ is that of the
+    branch's contribution to the stream. ‖E‖ follows from the errors of the operands (docs/method.md, local errors).
+    """
     for i, row in enumerate(rows):
         if row.id.is_first:
             continue
         linear["y2"][i] = boundary["branch_h2"][row.id.sub_block]
         products = by_format["dx_row2"][i] * linear["w2"][i] + linear["x2"][i] * by_format["dw2"][i]
-        by_format["e2"][i] = products / (row.k * row.experts)  # experts' weights are of about one size
+        by_format["e2"][i] = products / (row.k * row.experts)  # assumes that the experts' weights are of about one size
 
 
 def finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
-    """Turn the recorders' partial G_t·E_t into ``c2``, with one all-reduce over each tensor parallel group."""
+    """Turn the recorders' partial G_t·E_t into ``c2``, with one all-reduce in each tensor parallel group."""
     for own, some in groups.split(recorders):
         _finish_dots(some, own)
 
 
 def _finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
     dots = [one for recorder in recorders for one in recorder.dots]
-    if dist.get_world_size(groups.tp) > 1 and dots:
+    if group_size(groups.tp) > 1 and dots:
         parts = iter(_summed([part for one in dots for part in _sums_of(one)], groups.tp))
         dots = [Dots(next(parts), one.rows, next(parts), None if one.known is None else next(parts)) for one in dots]
     whole = iter(dots)
@@ -265,8 +281,10 @@ def _sums_of(dots: Dots) -> list[torch.Tensor]:
 
 
 def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
-    """Sum the recorders' column norms over data parallel ranks, in one all-reduce of each kind of group; of experts
-    their own sums, too, which the table does not tell apart."""
+    """Sum the recorders' column norms over data parallel ranks, with one all-reduce for each kind of group.
+
+    For experts, the sums of each expert alone are reduced as well, because the table adds up all experts of a layer.
+    """
     for own, some in groups.split(recorders):
         for recorder in some:
             recorder.complete_columns()
@@ -279,7 +297,7 @@ def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> 
 
 
 def _reduce(recorders: Sequence[LinearRecorder], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
-    if dist.get_world_size(group) == 1:
+    if group_size(group) == 1:
         return
     whole = iter(_summed([getattr(recorder, name) for recorder in recorders for name in names], group))
     for recorder in recorders:
@@ -288,7 +306,7 @@ def _reduce(recorders: Sequence[LinearRecorder], names: Sequence[str], group: di
 
 
 def _summed(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """The tensors summed over a group, in one all-reduce."""
+    """Return the tensors summed over a group, with one all-reduce."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

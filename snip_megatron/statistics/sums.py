@@ -1,4 +1,4 @@
-"""Sums of squares: the currency of all statistics."""
+"""Sums of squares by the Triton kernels where these run, otherwise by plain torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import importlib.util
 
 import torch
 
+from snip_megatron.statistics.squares import squares
+
 
 def has_kernels(x: torch.Tensor) -> bool:
-    """Whether the Triton kernels of this package run where ``x`` is."""
+    """Whether the Triton kernels of this package run on the device of ``x``."""
     return x.is_cuda and _triton_is_installed()
 
 
@@ -19,20 +21,9 @@ def _triton_is_installed() -> bool:
 
 
 def sum_squares(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Σ x², accumulated in float64, over everything or over ``dim``; float64, on x's device."""
+    """Return Σ x², accumulated in float64, over everything or over ``dim``; float64, on the device of ``x``."""
     if dim is None and has_kernels(x):
-        from snip_megatron.statistics import triton_sums
+        from snip_megatron.statistics.kernels import sums
 
-        return triton_sums.sum_squares(x)
-    squares = x.float().square()
-    return squares.sum(dtype=torch.float64) if dim is None else squares.sum(dim=dim, dtype=torch.float64)
-
-
-@functools.lru_cache(maxsize=64)
-def sample_rows(total: int, count: int, device: torch.device | None = None) -> torch.Tensor:
-    """Evenly spread row indices, int64 [min(total, count)]: the same for every layout of the same tokens.
-
-    Kept on ``device`` and not to be written to: a copy to a GPU would wait for all that runs there.
-    """
-    count = min(total, count)
-    return torch.arange(count, device=device) * total // max(count, 1)
+        return sums.sum_squares(x)
+    return squares(x, dim)

@@ -1,7 +1,8 @@
-"""The statistics table: everything one update measured, as float64 arrays on rank 0.
+"""The statistics table: everything that one update measured, as float64 arrays on rank 0.
 
-All entries are sums of squares over the whole global tensor (all tokens of the probe over all DP ranks, all shards),
-so that they add over microbatches and ranks. L is the mean token loss of the probe's T tokens; G = ∂L/∂Y in that scale.
+All entries are sums of squares over the whole global tensor (all tokens of the probe over all data parallel ranks, all
+shards), so they add over microbatches and ranks. L is the mean token loss of the probe's T tokens, and G = ∂L/∂Y in
+that scale.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import LinearId
 from snip_megatron.statistics.measured import MEASURED_COLUMNS, SIGNED, UNREADABLE, Measured
 
@@ -24,9 +25,9 @@ STATS_SCHEMA = "snip.stats/1"
 _MEASURED_GROUPS = ("measured", "measured_again")
 
 RHO_GRID = np.logspace(-4.0, 1.0, 24)
-"""Relative gradient errors ρ at which F_j(ρ) is tabulated (METHOD, recipe step 6)."""
+"""Relative gradient errors ρ at which F_j(ρ) is tabulated (docs/method.md, recipe step 6)."""
 
-# One value a linear. Shapes: X [T,K], W [N,K], Y [T,N], G [T,N], D = ∂L/∂X [T,K], ∇W [N,K].
+# One value per linear. Shapes: X [T,K], W [N,K], Y [T,N], G [T,N], D = ∂L/∂X [T,K], ∇W [N,K].
 LINEAR_COLUMNS = (
     "x2",  # ‖X‖²
     "w2",  # ‖W‖²
@@ -34,30 +35,30 @@ LINEAR_COLUMNS = (
     "g2",  # ‖G‖²
     "d2",  # ‖D‖², after its reduction over tensor parallel ranks
     "gw2",  # ‖∇W‖², after the reduction over data parallel ranks
-    "gv2",  # Var(∇W) of the probe's gradient, from its microbatches or data parallel ranks; 0: there is only one
-    "s2",  # Σ_t ‖G_t‖²‖X_t‖²: the squared norm of the per-token gradients, T × what independent tokens add to Var(∇W)
+    "gv2",  # Var(∇W) of the probe's gradient over microbatches and data parallel ranks; 0 if there is only one
+    "s2",  # Σ_t ‖G_t‖²‖X_t‖², the sum of squared per-token gradients: Var(∇W) if tokens were independent
     "m2",  # ‖exp_avg‖²
     "v2",  # ‖exp_avg_sq‖²
     "xs2",  # ‖X‖² over the sampled tokens, in the statistics pass
     "gs2",  # ‖G‖² over the sampled tokens
     "fx2",  # ‖X' − X‖² over the sampled tokens, X' of the forward-noise pass
     "fg2",  # ‖G' − G‖² over the sampled tokens, forward-noise pass
-    "bg2",  # the same of the backward-noise pass; 0 when that pass was not run
+    "bg2",  # the same in the backward-noise pass; 0 if that pass was not run
     "htrace",  # Tr(∂²L/∂W²), nats per unit of W²; 0 where it is negative or was not probed
 )
-# One value a linear and candidate format.
+# One value per linear and candidate format.
 FORMAT_COLUMNS = (
     "dx_row2",  # ‖δX‖², tiles along K (fprop)
     "dx_col2",  # ‖δX‖², tiles along T (wgrad)
     "dw2",  # ‖δW‖², blocks (fprop, dgrad)
-    "dg_row2",  # ‖δG‖², tiles along N (dgrad), as training rounds: expected over its draws in fp4
+    "dg_row2",  # ‖δG‖², tiles along N (dgrad), rounded as in training: for fp4 the expectation over the draws
     "dg_col2",  # ‖δG‖², tiles along T (wgrad), likewise
     "e2",  # ‖E‖², E = Q(X)Q(W)ᵀ − XWᵀ, from a sample of the tokens of a large microbatch
     "c2",  # Σ_t (G_t·E_t)², likewise (recorder.Dots)
     "wdrift2",  # ‖u(g + σ∘z) − u(g)‖², σ from column norms of the wgrad error of one step (weight divergence of wgrad)
     "wsigma2",  # ‖σ‖² of one step: the expected squared error of ∇W that wgrad in this format adds
 )
-# One value a residual boundary b = 0 … 2L: the stream below sub-block b (b = 2L: below the final norm).
+# One value per residual boundary b = 0 … 2L: the input of sub-block b (b = 2L: the input of the final norm).
 BOUNDARY_COLUMNS = (
     "h2",  # ‖h_b‖² over the sampled tokens
     "r2",  # ‖r_b‖², r_b = ∂L/∂h_b, sampled tokens
@@ -66,16 +67,22 @@ BOUNDARY_COLUMNS = (
     "cn2",  # Σ_t (r_{b,t}·δh_{b,t})², sampled tokens scaled to all tokens, forward-noise pass
     "fh2",  # ‖δh_b‖², sampled tokens, forward-noise pass
     "fr2",  # ‖δr_b‖², sampled tokens, forward-noise pass
-    "br2",  # ‖δr_b‖², sampled tokens, backward-noise pass; 0 when that pass was not run
+    "br2",  # ‖δr_b‖², sampled tokens, backward-noise pass; 0 if that pass was not run
 )
 
 
 @dataclass(frozen=True)
 class LinearRow:
-    """One linear of the model: global name, pipeline stage, global (unsharded) shape of W [n, k].
+    """One linear of the model.
 
-    A linear of experts stands for ``experts`` such matrices, of which a token goes through ``active``; sums of squares
-    are over all of them.
+    A linear of experts stands for ``experts`` matrices, and its sums of squares are over all of them.
+
+    Attributes:
+        name: global name.
+        stage: pipeline stage.
+        n, k: global (unsharded) shape of W [n, k].
+        experts: number of matrices.
+        active: number of those matrices that a token goes through.
     """
 
     name: str
@@ -92,21 +99,26 @@ class LinearRow:
 
     @property
     def elements(self) -> float:
-        """Of its weights."""
+        """Elements of its weights."""
         return float(self.n) * self.k * self.experts
 
     @property
     def flops(self) -> float:
-        """Of one of its GEMMs, a token."""
+        """FLOPs of one of its GEMMs for one token."""
         return 2.0 * self.n * self.k * self.active
 
 
 @dataclass(frozen=True)
 class SinkRow:
-    """A parameter that gradient errors reach although it is no candidate: the word embedding, the norms' weights.
+    """A parameter that gradient errors reach although its GEMM is no candidate: the word embedding or the weight of a
+    norm.
 
-    ``boundary`` is the residual boundary it belongs to: the embedding writes boundary 0, a norm reads the stream at its
-    own. The first block's dgrad reaches nothing else (METHOD, recipe step 4).
+    The dgrad of the first block reaches sinks only (docs/method.md, recipe step 4).
+
+    Attributes:
+        name: global name.
+        boundary: residual boundary: the one that a norm reads, or 0, which the embedding writes.
+        numel: number of elements.
     """
 
     name: str
@@ -116,19 +128,22 @@ class SinkRow:
 
 @dataclass(frozen=True)
 class StatisticsTable:
-    """One update's measurements. Arrays are float64 [rows] or [rows, formats] or [rows, len(RHO_GRID)].
+    """The measurements of one update. Arrays are float64 [rows], [rows, formats] or [rows, len(RHO_GRID)].
 
     Attributes:
         step: training step (0-based) before which the probe ran.
         tokens: T, tokens of the probe over all data parallel ranks.
-        tokens_per_step: tokens of a training step's global batch; gradient noise of one step is that of the probe times
-            sqrt(tokens / tokens_per_step). ``wdrift2`` and ``wsigma2`` already are of one step.
-        formats: the candidate formats, the columns' second axis.
-        linear, by_format, boundary: named columns (LINEAR_COLUMNS, FORMAT_COLUMNS, BOUNDARY_COLUMNS).
-        drift2: ‖u(g + ρ·s∘z) − u(g)‖² per linear [linears, len(RHO_GRID)]; ‖s‖² = s2 brought to one step.
-        sink_drift2, sink_w2: the same table for the sinks and their ‖W‖².
-        measured: what was measured of options forced alone (``--snip-estimator measured``); None where nothing was.
-        measured_again: the same on other microbatches (``--snip-measured-twice``): the ceiling of every estimator.
+        tokens_per_step: tokens of a training step's global batch. Gradient noise of one step is that of the probe times
+            sqrt(tokens / tokens_per_step). ``wdrift2`` and ``wsigma2`` are already those of one step.
+        formats: candidate formats, the second axis of the per-format columns.
+        linears, sinks: the rows.
+        linear, by_format, boundary: columns by name (LINEAR_COLUMNS, FORMAT_COLUMNS, BOUNDARY_COLUMNS).
+        drift2: ‖u(g + ρ·s∘z) − u(g)‖² of each linear, [linears, len(RHO_GRID)]. ‖s‖² is s2 scaled to one step.
+        sink_drift2, sink_w2: the same of the sinks, and their ‖W‖².
+        meta: further figures of the update, by name.
+        measured: columns of options forced alone (``--snip-estimator measured``), or None.
+        measured_again: the same on other microbatches (``--snip-measured-twice``), the ceiling of every estimator, or
+            None.
     """
 
     step: int
@@ -168,7 +183,7 @@ class StatisticsTable:
                 measured.check(n, self.formats)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays by dotted name, in a fixed order."""
+        """Return all arrays by dotted name, in a fixed order."""
         named: dict[str, np.ndarray] = {}
         for group in ("linear", "by_format", "boundary"):
             named |= {f"{group}.{c}": array for c, array in getattr(self, group).items()}
@@ -179,7 +194,9 @@ class StatisticsTable:
         return named
 
     def non_finite(self) -> list[str]:
-        """Names of the columns that hold a NaN, an Inf or a negative value: such a table drops the update."""
+        """Return the names of columns with a NaN, an Inf or a value that must not be negative. Such a table drops the
+        update.
+        """
         bad = []
         of_linears = ("linear", "by_format", "drift2", *_MEASURED_GROUPS)
         for name, array in self.arrays().items():
@@ -193,7 +210,7 @@ class StatisticsTable:
         return bad
 
     def to_bytes(self) -> bytes:
-        """The contents of a .npz file, without pickles."""
+        """Return the contents of a .npz file without pickles."""
         header = {
             "schema": STATS_SCHEMA,
             "step": self.step,
@@ -210,14 +227,14 @@ class StatisticsTable:
         return buffer.getvalue()
 
     def save(self, path: Path) -> None:
-        """Write :meth:`to_bytes` by rename."""
+        """Write :meth:`to_bytes` to a temporary file, and rename it to ``path``."""
         partial = path.with_name(path.name + ".part")
         partial.write_bytes(self.to_bytes())
         os.replace(partial, path)
 
     @classmethod
     def load(cls, path: Path) -> StatisticsTable:
-        """Read a file written by :meth:`save`. Raises SnipError on anything else; never unpickles."""
+        """Read a file of :meth:`save`. Raises SnipError on anything else; never unpickles."""
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -226,7 +243,9 @@ class StatisticsTable:
 
     @classmethod
     def from_bytes(cls, content: bytes, *, where: str) -> StatisticsTable:
-        """Inverse of :meth:`to_bytes`; ``where`` names the source in errors. Raises SnipError."""
+        """Read :meth:`to_bytes`. ``where`` names the source in errors. Raises SnipError on anything else; never
+        unpickles.
+        """
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as data:
                 header = json.loads(bytes(data["header"]))
@@ -253,7 +272,7 @@ class StatisticsTable:
                     measured_again=_measured(data, "measured_again", header),
                 )
         except UNREADABLE as error:
-            raise SnipError(f"{where}: not a statistics file ({error})") from None
+            raise SnipError(f"{where}: not a statistics file ({cut(error)})") from None
 
 
 def _row(row: LinearRow) -> list[Any]:
@@ -266,13 +285,15 @@ def _linear_row(name: Any, stage: Any, n: Any, k: Any, experts: Any = 1, active:
 
 
 def _measured(data: Mapping[str, np.ndarray], group: str, header: Mapping[str, Any]) -> Measured | None:
-    """Files of other estimators and of older releases have no such group; it is there whole or not at all."""
+    """Return a group of measured columns. None if the file has none, as files of other estimators and of older
+    releases.
+    """
     if f"{group}.{MEASURED_COLUMNS[0]}" not in data:
         return None
     return Measured({c: data[f"{group}.{c}"] for c in MEASURED_COLUMNS}, tuple(header["formats"]))
 
 
 def _column(data: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """A column; one that older releases did not record is zero: not probed."""
+    """Return a column. A column that older releases did not record is zero, which means not probed."""
     later = name in ("linear.gv2", "linear.htrace") and name not in data
     return np.zeros_like(data["linear.x2"]) if later else data[name]

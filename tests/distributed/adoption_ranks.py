@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from snip_megatron.adoption import Decision, MapChannel, MapMismatchError, Verdict
 from snip_megatron.layers.registry import decoder_linear_names
+from snip_megatron.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
-from snip_megatron.step_report import StepFigures, StepReport
+from snip_megatron.runtime.adoption import Decision, MapChannel, MapMismatchError, Verdict
+from snip_megatron.runtime.step_report import StepFigures, StepReport
 
 NAMES = decoder_linear_names(3)
 CPU = torch.device("cpu")
@@ -62,6 +63,13 @@ class FaultyChannel(MapChannel):
             message[5] ^= 1
         return bytes(message)
 
+    def _broadcast_text(self, text: bytes | None) -> bytes:
+        message = bytearray(super()._broadcast_text(text))
+        self.broadcasts += 1
+        if self.broadcasts <= self.faults:
+            message[5] ^= 1
+        return bytes(message)
+
 
 def only_on_zero(value: Any) -> Any:
     return value if dist.get_rank() == 0 else None
@@ -100,6 +108,19 @@ def other_model() -> dict[str, Any]:
     return {}
 
 
+def a_plan() -> PrecisionPlan:
+    other = PrecisionMap.uniform(NAMES, Format.FP8, version=7, loss=0.25)
+    return PrecisionPlan((PlanPhase(4, a_map()), PlanPhase(9, other)), 20, 7, "optimal", 0.5, 0.25, 0.75, 0.76)
+
+
+def plan(rank: int = 0, faults: int = 0) -> dict[str, Any]:
+    channel = FaultyChannel(faults if dist.get_rank() == rank else 0)
+    try:
+        return {"plan": channel.agree_plan(only_on_zero(a_plan())).as_dict(), "broadcasts": channel.broadcasts}
+    except MapMismatchError as error:
+        return {"error": str(error), "exit_code": error.exit_code}
+
+
 def steps() -> dict[str, Any]:
     channel = MapChannel(NAMES, CPU)
     return {"steps": channel.agree_steps(only_on_zero([3, 50, 2**40])), "none": channel.agree_steps(only_on_zero([]))}
@@ -133,6 +154,9 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "corrupted_twice": lambda: corrupted(1, 2),
     "corrupted_always": lambda: corrupted(1, 3),
     "other_model": other_model,
+    "plan": plan,
+    "corrupted_plan": lambda: plan(1, 2),
+    "corrupted_plan_always": lambda: plan(2, 3),
     "steps": steps,
     "report": report,
     "two_losses": two_losses,

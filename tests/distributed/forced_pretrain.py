@@ -92,10 +92,8 @@ class Brute:
         """Where torch's AdamW takes the weight at learning rate 1, without decay."""
         from snip_megatron.megatron import compat
 
-        state = compat.optimizer_shards(self.optimizer, weight)
+        state: Any = compat.update_of(self.optimizer, weight, steps=0)
         assert state is not None
-        assert state.exp_avg is not None
-        assert state.exp_avg_sq is not None
         copy = torch.nn.Parameter(weight.detach().double().clone())
         adamw = torch.optim.AdamW([copy], lr=1.0, betas=(state.beta1, state.beta2), eps=state.eps, weight_decay=0.0)
         adamw.state[copy] = {

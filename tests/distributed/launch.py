@@ -19,15 +19,19 @@ _LLAMA = shlex.split("""
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --eval-interval 1000
 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0
---seed 1234 --log-interval 1 --num-workers 0
+--log-interval 1 --num-workers 0
 """)
 _MOCK_DATA = shlex.split("--mock-data --tokenizer-type NullTokenizer --vocab-size 255")
 
 
 def tiny_llama_args(*extra: str, iters: int = 10, mock_data: bool = True) -> list[str]:
-    """Megatron's arguments of a 4-layer Llama (hidden 64, 64 tokens) for ``iters`` steps; a later ``extra`` wins."""
+    """Megatron's arguments of a 4-layer Llama (hidden 64, 64 tokens) for ``iters`` steps; a later ``extra`` wins.
+
+    ``SNIP_TEST_SEED`` is added to the seed of weights and data: a test must not depend on its draws.
+    """
     data = _MOCK_DATA if mock_data else []
-    return [*_LLAMA, *data, "--train-iters", str(iters), *extra]
+    seed = str(1234 + int(os.environ.get("SNIP_TEST_SEED", "0")))
+    return [*_LLAMA, *data, "--seed", seed, "--train-iters", str(iters), *extra]
 
 
 def run_ranks(
@@ -97,7 +101,7 @@ def cpu_environment() -> dict[str, str]:
             filter(None, (str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
         ),
         "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "CUDA_VISIBLE_DEVICES": "",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -24,8 +24,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from agreement import STATISTICS_LIMIT, TOUCHED_SHARE
 from launch import REPOSITORY
-from layouts import FAST, LAYOUTS, LOSS_LIMIT, MODELS, RAGGED_LIMIT, STATISTICS_LIMIT, TIES_LIMIT, LayoutRuns
+from layouts import FAST, LAYOUTS, LOSS_LIMIT, MODELS, RAGGED_LIMIT, LayoutRuns
 from resumes import FAST_OTHER, OTHER_LAYOUT, RESHARDED_POINTS, SAME_LAYOUT, ResumeRuns
 from warm_ranks import WarmRanks
 
@@ -34,6 +35,11 @@ Rows = Iterator[tuple[str, Callable[[], Row]]]
 
 STEPS, LAG = 20, 2
 """Trained after the checkpoint, and from the probe to the map, of the layouts."""
+LAYOUT_COLUMNS = (
+    "layout", "ranks", "against", "steps", "bitwise", "statistics", "ragged", "close", "touched", "flips", "map_equal",
+    "loss_difference", "worst_loss_difference", "passed",
+)  # fmt: skip
+"""What the table shows of a layout."""
 
 
 def layout_rows(runs: LayoutRuns, *, full: bool) -> Rows:
@@ -120,25 +126,26 @@ def _layout_table(rows: list[Row], result: Row) -> list[str]:
         "",
         "## Layouts, from one checkpoint",
         "",
-        f"Worst relative difference of the statistics (limit {STATISTICS_LIMIT:g}; drift at ρ < 1e-2 as a share of its"
-        f" own limit), map, relative difference of the loss after {steps} steps and the worst of any step (limit"
-        f" {LOSS_LIMIT:g}). In brackets: experts' tiles along tokens, whose number is no multiple of 128 (limit"
-        f" {RAGGED_LIMIT:g}), or, of experts-bf16, c2 and e2, which a value on a boundary of roundings moves (limit"
-        f" {TIES_LIMIT:g}).",
+        f"Worst relative difference of the statistics (limit {STATISTICS_LIMIT:g}; in brackets experts' tiles along"
+        f" tokens, whose number is no multiple of 128, limit {RAGGED_LIMIT:g}). Differences of close quantities, drift"
+        f" among them, as a share of their limit. Share of c2 and e2 that a value on a boundary of roundings moves"
+        f" (limit {TOUCHED_SHARE:g}), and the worst as a share of its limit. Map. Relative difference of the loss after"
+        f" {steps} steps and the worst of any step (limit {LOSS_LIMIT:g}).",
     ]
     if "yardstick" in result:
         lines += [
             f"Yardstick: one rank, same map, other draws of stochastic rounding: after {steps} steps"
             f" {result['yardstick']['loss_difference']:.1e}, worst {result['yardstick']['worst_loss_difference']:.1e}.",
         ]
-    lines += ["", "| layout | ranks | against | statistics | drift | map | Δ loss | worst Δ loss | |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    lines += ["", "| layout | ranks | against | statistics | close | flips | map | Δ loss | worst Δ loss | |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         if row["bitwise"]:
-            figures = ["bitwise" if row["identical"] else f"{row['statistics']:.1e}", "–"]
+            figures = ["bitwise" if row["identical"] else f"{row['statistics']:.1e}", "–", "–"]
         else:
-            apart = "".join(f" ({row[name]:.0e})" for name in ("ragged", "ties") if row.get(name))
-            figures = [f"{row['statistics']:.1e}{apart}", f"{row['drift_over_limit']:.2f}"]
+            ragged = f" ({row['ragged']:.0e})" if row["ragged"] else ""
+            figures = [f"{row['statistics']:.1e}{ragged}", f"{row['close']:.2f}"]
+            figures += [f"{row['touched']:.2f}, {row['flips']:.2f}"]
         figures += ["equal" if row["map_equal"] else "**differs**"]
         figures += [f"{row[name]:.1e}" if row[name] else "0" for name in ("loss_difference", "worst_loss_difference")]
         end = "" if row["passed"] else "**beyond**"
@@ -159,10 +166,25 @@ def write(path: Path, result: Row) -> None:
         temporary.replace(target)
 
 
+def earlier(out: Path) -> Row | None:
+    """The result that ``out`` holds, to be added to; None without one. Exits if its rows have other columns."""
+    if not out.is_file():
+        return None
+    result: Row = json.loads(out.read_text())
+    for key, row in result["rows"].items():
+        missing = [name for name in LAYOUT_COLUMNS if name not in row] if key.startswith("layout ") else []
+        if missing:
+            sys.exit(
+                f"layout_matrix: --out {out}: written by an earlier version ({key} has no {missing[0]}): name another"
+                " file, or remove this one to measure all rows again"
+            )
+    return result
+
+
 def run(out: Path, folder: Path, *, full: bool, only: str | None, names: str = "*") -> Row:
     """Make the rows that ``out`` does not hold yet, of those whose name matches the glob ``names``."""
     here = header()
-    result: Row = json.loads(out.read_text()) if out.is_file() else here | {"rows": {}}
+    result = earlier(out) or here | {"rows": {}}
     if here["command"] not in result["command"].split("; "):
         result["command"] += "; " + here["command"]
     result["seconds"] = result.get("seconds", 0.0)

@@ -123,8 +123,8 @@ def run(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from snip_megatron.layers.context import StepContext
-    from snip_megatron.layers.conversion import _convert_linear
     from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+    from snip_megatron.megatron.conversion import _convert_linear
     from snip_megatron.statistics.recorder import LinearRecorder
 
     size = group.size()

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from adoption_ranks import NAMES, SCENARIOS, a_map
+from adoption_ranks import NAMES, SCENARIOS, a_map, a_plan
 from warm_ranks import WarmRanks
 
-from snip_megatron.adoption import EXIT_MAP_MISMATCH
 from snip_megatron.errors import SnipError
+from snip_megatron.runtime.adoption import EXIT_MAP_MISMATCH
 
 RANKS = 3
 
@@ -48,6 +48,16 @@ def test_a_corrupted_broadcast_is_repeated_on_all_ranks(
     for rank in outcomes:
         assert rank[scenario]["broadcasts"] == broadcasts
         assert rank[scenario]["decision"]["digest"] == a_map().digest(NAMES)
+
+
+def test_a_plan_arrives_whole_and_a_corrupted_one_is_repeated(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
+        assert rank["plan"] == {"plan": a_plan().as_dict(), "broadcasts": 1}
+        assert rank["corrupted_plan"] == {"plan": a_plan().as_dict(), "broadcasts": 3}
+        assert rank["corrupted_plan_always"] == {
+            "error": "ranks disagree about the plan of precision maps after 3 broadcasts",
+            "exit_code": EXIT_MAP_MISMATCH,
+        }
 
 
 def test_lasting_corruption_stops_every_rank(outcomes: list[dict[str, Any]]) -> None:

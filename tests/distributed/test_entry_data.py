@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from launch import losses, run_ranks, tiny_llama_args
+from launch import losses, tiny_llama_args
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from warm_ranks import WarmRanks
 
 PERIOD = 16
 
@@ -24,14 +25,14 @@ def write_documents(prefix: Path, documents: int, seed: int) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def test_train_and_validation_files(tmp_path: Path) -> None:
+def test_train_and_validation_files(warm: WarmRanks, tmp_path: Path) -> None:
     write_documents(tmp_path / "train", 40, seed=1)
     write_documents(tmp_path / "valid", 20, seed=2)
     data = ["--train-data-path", str(tmp_path / "train"), "--valid-data-path", str(tmp_path / "valid")]
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
     evaluation = ["--eval-iters", "2", "--eval-interval", "10"]
     args = tiny_llama_args(*data, *tokenizer, *evaluation, iters=20, mock_data=False)
-    process = run_ranks(1, args, tmp=tmp_path)
+    process = warm.run(1, args, tmp=tmp_path)
     assert process.returncode == 0, process.stderr[-4000:]
     curve = losses(process)
     assert len(curve) == 20

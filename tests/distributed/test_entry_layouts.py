@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import finish, losses, run_ranks, start_ranks, tiny_llama_args
+from launch import tiny_llama_args
 from traced_pretrain import read_traces
+from warm_ranks import WarmRanks
 
 STEPS = 5
 
 
-def train(tmp: Path, nproc: int, *extra: str, iters: int = STEPS, **env: str) -> list[dict[str, Any]]:
+def train(warm: WarmRanks, tmp: Path, nproc: int, *extra: str, iters: int = STEPS, **env: str) -> list[dict[str, Any]]:
     trace = tmp / "trace"
     args = tiny_llama_args(*extra, iters=iters)
-    process = run_ranks(nproc, args, module="traced_pretrain", tmp=tmp, env={"TRACE": str(trace), **env})
+    process = warm.run(nproc, args, module="traced_pretrain", tmp=tmp, env={"TRACE": str(trace), **env})
     assert process.returncode == 0, process.stderr[-4000:]
     return read_traces(trace)
 
@@ -36,8 +37,8 @@ def assert_learns(curve: list[float]) -> None:
 
 
 @pytest.fixture(scope="module")
-def world_1(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return train(tmp_path_factory.mktemp("world_1"), 1)
+def world_1(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train(warm, tmp_path_factory.mktemp("world_1"), 1)
 
 
 def test_world_1_learns(world_1: list[dict[str, Any]]) -> None:
@@ -45,9 +46,11 @@ def test_world_1_learns(world_1: list[dict[str, Any]]) -> None:
     assert all(s["after"]["range"] == [0, s["after"]["numel"]] for s in world_1[0]["shards"].values())
 
 
-def test_tensor_and_sequence_parallel_is_world_1(world_1: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_tensor_and_sequence_parallel_is_world_1(
+    warm: WarmRanks, world_1: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """Weights start equal (initialised as a whole on the CPU), so losses and the norms' gradients must be equal."""
-    traces = train(tmp_path, 2, "--tensor-model-parallel-size", "2", "--sequence-parallel", PROBE_STEP="3")
+    traces = train(warm, tmp_path, 2, "--tensor-model-parallel-size", "2", "--sequence-parallel", PROBE_STEP="3")
     assert loss_curve(traces) == pytest.approx(loss_curve(world_1), rel=1e-5)
     expected = world_1[0]["norm_grads"]
     assert len(expected) == 9
@@ -55,59 +58,29 @@ def test_tensor_and_sequence_parallel_is_world_1(world_1: list[dict[str, Any]], 
         assert trace["norm_grads"].keys() == expected.keys()
         for name, gradient in expected.items():
             assert trace["norm_grads"][name] == pytest.approx(gradient, rel=1e-3, abs=1e-6), name
-        assert trace["groups"] | {"tp": 2, "pp": 1, "mp": 2, "dp_cp": 1, "intra_dp_cp": 1} == trace["groups"]
+        assert trace["groups"] | {"tp": 2, "dp_cp": 1} == trace["groups"]
 
 
-def test_tensor_by_pipeline_parallel_bf16(tmp_path: Path) -> None:
-    traces = train(tmp_path, 4, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--bf16")
+def test_tensor_by_pipeline_parallel_bf16(warm: WarmRanks, tmp_path: Path) -> None:
+    traces = train(
+        warm, tmp_path, 4, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--bf16"
+    )
     assert_learns(loss_curve(traces))
     assert [bool(t["losses"]) for t in traces] == [False, False, True, True]
     for trace in traces:
         check_shards([trace])
-        assert trace["groups"] | {"tp": 2, "pp": 2, "mp": 4, "dp_cp": 1} == trace["groups"]
+        assert trace["groups"] | {"tp": 2, "dp_cp": 1} == trace["groups"]
 
 
-def test_virtual_pipeline_and_probe(tmp_path: Path) -> None:
+def test_virtual_pipeline_and_probe(warm: WarmRanks, tmp_path: Path) -> None:
     """The peeked batches of interleaved chunks are the same in both of the probe's passes; shards with one DP rank."""
     layout = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
-    traces = train(tmp_path, 2, *layout, "--bf16", "--use-distributed-optimizer", PROBE_STEP="2")
+    traces = train(warm, tmp_path, 2, *layout, "--bf16", "--use-distributed-optimizer", PROBE_STEP="2")
     assert_learns(loss_curve(traces))
     first, second = traces[1]["probe_losses"]
     assert first == second != 0.0
     for trace in traces:
         check_shards([trace])
-
-
-def test_two_agents_rendezvous_and_pipeline(tmp_path: Path) -> None:
-    """Two torchrun agents, as on two nodes, with c10d rendezvous; each holds one pipeline stage."""
-    port = free_port()
-    args = tiny_llama_args("--pipeline-model-parallel-size", "2", iters=STEPS)
-    processes = []
-    for node in range(2):
-        folder = tmp_path / f"node{node}"
-        folder.mkdir()
-        # fmt: off
-        launcher = [
-            "--nnodes", "2", "--node-rank", str(node), "--rdzv-backend", "c10d", "--rdzv-id", "test",
-            "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={int(node == 0)}",
-            "--local-addr", "127.0.0.1",
-        ]
-        # fmt: on
-        processes.append(start_ranks(1, args, tmp=folder, launcher=launcher))
-    finished = [finish(process, timeout=120) for process in processes]
-    assert [p.returncode for p in finished] == [0, 0], finished[0].stderr[-2000:] + finished[1].stderr[-2000:]
-    curves = [curve for p in finished if (curve := losses(p))]
-    assert len(curves) == 1  # Megatron logs on the last rank
-    assert_learns(list(curves[0].values()))
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def check_shards(data_parallel: list[dict[str, Any]]) -> None:

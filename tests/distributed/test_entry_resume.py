@@ -5,39 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from launch import run_ranks, tiny_llama_args
+from launch import tiny_llama_args
 from test_entry_layouts import check_shards
 from traced_pretrain import read_traces
+from warm_ranks import WarmRanks
 
 STEPS = 12
 # Dropout, so that a lost random state shows.
 ARGS = ("--use-distributed-optimizer", "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--save-interval", "6")
 
 
-def train(tmp: Path, name: str, *extra: str, **env: str) -> list[dict[str, Any]]:
+def train(warm: WarmRanks, tmp: Path, name: str, *extra: str, **env: str) -> list[dict[str, Any]]:
     trace = tmp / name
     args = tiny_llama_args(*ARGS, *extra, iters=STEPS)
-    process = run_ranks(2, args, module="traced_pretrain", tmp=tmp, env={"TRACE": str(trace), **env})
+    process = warm.run(2, args, module="traced_pretrain", tmp=tmp, env={"TRACE": str(trace), **env})
     assert process.returncode == 0, process.stderr[-4000:]
     return read_traces(trace)
 
 
-def test_resume_is_bitwise_in_both_formats(tmp_path: Path) -> None:
+def test_resume_is_bitwise_in_both_formats(warm: WarmRanks, tmp_path: Path) -> None:
     """Uninterrupted; from step 6 (dp_reshardable, the default) to 9, with a probe; from 9 (fully_reshardable) to 12.
 
     Steps well after the load are compared: the first one says nothing about the optimizer.
     """
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    whole = train(tmp_path, "whole", "--save", first)
+    whole = train(warm, tmp_path, "whole", "--save", first)
     check_shards(whole)
     middle = train(
+        warm,
         tmp_path,
         "middle",
         *("--load", first, "--ckpt-step", "6", "--save", second, "--exit-interval", "9"),
         "--dist-ckpt-optim-fully-reshardable",
         PROBE_STEP="8",
     )
-    last = train(tmp_path, "last", "--load", second, "--dist-ckpt-optim-fully-reshardable")
+    last = train(warm, tmp_path, "last", "--load", second, "--dist-ckpt-optim-fully-reshardable")
     for rank in range(2):
         assert sorted(middle[rank]["losses"]) == list(range(7, 10))
         assert sorted(last[rank]["losses"]) == list(range(10, 13))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_ranks import WarmRanks
 
 from snip_megatron.cli import main
-from snip_megatron.megatron.text_tokenizer import byte_tokenizer, save
+from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
 
 VOCABULARY = 200  # padded to 256
 

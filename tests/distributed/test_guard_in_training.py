@@ -11,7 +11,7 @@ import pytest
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.reporting.readers import read_events, read_maps, read_metrics
+from snip_megatron.records.readers import read_events, read_maps, read_metrics
 
 STEPS = 28
 SNIP = shlex.split(

@@ -9,7 +9,7 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.launch.arguments import megatron_arguments
 from snip_megatron.launch.job import Wishes, make_job
-from snip_megatron.reporting.readers import read_events, read_metrics
+from snip_megatron.records.readers import read_events, read_metrics
 
 STEPS = 10
 
@@ -25,7 +25,11 @@ def train(wishes: Wishes, ranks: int, warm: WarmRanks, tmp: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "tp", "pp", "ranks"),
-    [("3b", 1, 1, 2), ("70b", 2, 1, 2), ("70b-pp8", 1, 2, 2)],
+    [
+        ("3b", 1, 1, 2),
+        ("70b", 2, 1, 2),
+        pytest.param("70b-pp8", 1, 2, 2, marks=pytest.mark.matrix),
+    ],
     ids=["3b-dp2-selective", "70b-tp2", "70b-pp2"],
 )
 def test_a_shrunk_configuration_trains(

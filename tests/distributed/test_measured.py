@@ -10,16 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agreement import TOUCHED_SHARE
 from launch import losses, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.probes import Probes, calls, microbatches_by_kind
 from snip_megatron.precision import Gemm
-from snip_megatron.reporting.readers import read_events
-from snip_megatron.statistics.measured import MEASURED_COLUMNS
+from snip_megatron.records.readers import read_events
+from snip_megatron.statistics.measured import MEASURED_COLUMNS, SIGNED
 from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.timing.models import ModelShape
 
 # Every shard, gated half, query group and token share is a multiple of 128: tiles fall alike on all layouts.
 MODEL = shlex.split(
@@ -32,6 +33,9 @@ MEASURE = shlex.split(
     f"--snip --snip-estimator measured --snip-measured-share 0.25 --snip-formats fp4 --snip-first-update {AT}"
     f" --snip-seed {SEED} --snip-update-interval 1000 --snip-lag 500 --snip-probe-tokens 32 --exit-interval {AT + 1}"
 )
+# Ranks add in another order, so that a value on a boundary of roundings falls to the other side, in about one option in
+# ten. In one of the 512 x 256 terms of a GEMM's error the sign changes. Seen: 3.4e-4 of a drift.
+FLIPPED, FLIP_LIMIT = ("loss", "first_order", "drift", "raw_drift", "variance"), 1e-2
 SHARDED_OPTIMIZER = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 # ranks, microbatches on each data parallel rank (always two in all), arguments
 LAYOUTS: dict[str, tuple[int, int, str]] = {
@@ -163,7 +167,14 @@ def planned_passes(layout: str) -> int:
 
 
 # -- layouts ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "world-1"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.matrix) if name in ("pipeline", "data-per-token-loss") else name
+        for name in LAYOUTS
+        if name != "world-1"
+    ],
+)
 def test_layouts_measure_the_same(
     alone: tuple[StatisticsTable, Path], warm: WarmRanks, checkpoint: Path, layout: str
 ) -> None:
@@ -173,15 +184,22 @@ def test_layouts_measure_the_same(
     assert table.measured is not None
     assert expected is not None
     known = expected.known
+    flipped = np.zeros(known.sum(), dtype=bool)
     for name in MEASURED_COLUMNS:
         # Losses of single tokens are float32: their changes are known to 1e-7 of the loss. Float32 has no floor of its
         # own: what is left of one is the order in which gradients are added.
         absolute = {"loss": 1e-7, "first_order": 1e-7, "floor": 1e-5}.get(name, 0.0)
         # Noise of norms and the embedding is estimated from parts: data parallel ranks, or else the first microbatch.
         relative = 2e-2 if name == "variance" and layout.startswith("data") else 2e-5
-        np.testing.assert_allclose(
-            table.measured[name][known], expected[name][known], rtol=relative, atol=absolute, err_msg=name
-        )
+        value, apart = expected[name][known], np.abs(table.measured[name][known] - expected[name][known])
+        beyond = ~(apart <= absolute + relative * np.abs(value))  # also where either is NaN
+        if name in FLIPPED:
+            flipped |= beyond
+            beyond &= ~(apart <= FLIP_LIMIT * np.where(name in SIGNED, np.abs(value).max(), np.abs(value)))
+        assert not beyond.any(), (name, value[beyond], apart[beyond])
+    gemm = np.nonzero(known)[1]
+    for index in range(3):
+        assert flipped[gemm == index].mean() <= TOUCHED_SHARE, (index, flipped)
     np.testing.assert_array_equal(table.measured.known, known)
 
 

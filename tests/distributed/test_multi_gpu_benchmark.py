@@ -36,6 +36,7 @@ def run(warm: WarmRanks) -> Callable[..., subprocess.CompletedProcess[str]]:
     return functools.partial(ranks, warm, threading.Lock())
 
 
+@pytest.mark.matrix
 def test_tensor_parallel_against_one_rank_and_its_times(
     run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

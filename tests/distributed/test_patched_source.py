@@ -12,7 +12,7 @@ from launch import REPOSITORY, cpu_environment, run_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 from wheels import copy_installed
 
-from snip_megatron.reporting.readers import read_events, read_metrics
+from snip_megatron.records.readers import read_events, read_metrics
 
 STEPS = 10
 SNIP = shlex.split(

@@ -19,9 +19,9 @@ from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.probes import Probes, calls, microbatches_by_kind
-from snip_megatron.reporting.readers import read_events
+from snip_megatron.records.readers import read_events
+from snip_megatron.timing.models import ModelShape
 
 # Dropout, so that a lost or shifted random state shows.
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
@@ -101,14 +101,14 @@ def assert_same(runs: Runs, layout: str, snip: tuple[str, ...]) -> None:
 
 
 # -- bitwise ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("layout", ["world-1", "tensor-and-sequence-bf16"])
+@pytest.mark.parametrize("layout", [pytest.param("world-1", marks=pytest.mark.matrix), "tensor-and-sequence-bf16"])
 def test_an_all_bf16_map_without_updates_is_training_without_snip(runs: Runs, layout: str) -> None:
     assert_same(runs, layout, ALL_BF16)
     _, _, directory = runs.run(layout, *ALL_BF16)
     assert [event["event"] for event in read_events(directory)] == ["adopt"]
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", [pytest.param("world-1", marks=pytest.mark.matrix), *list(LAYOUTS)[1:]])
 def test_probes_leave_no_trace(runs: Runs, layout: str) -> None:
     assert_same(runs, layout, tuple(PROBES))
     _, _, directory = runs.run(layout, *PROBES)
@@ -120,7 +120,9 @@ def test_probes_leave_no_trace(runs: Runs, layout: str) -> None:
     assert all(event["changed"] == 0 for event in events if event["event"] == "adopt")
 
 
-@pytest.mark.parametrize("layout", ["tensor-and-sequence-bf16", "distributed-optimizer"])
+@pytest.mark.parametrize(
+    "layout", ["tensor-and-sequence-bf16", pytest.param("distributed-optimizer", marks=pytest.mark.matrix)]
+)
 def test_moved_weights_leave_no_trace(runs: Runs, layout: str) -> None:
     """Policy hawq: passes with weights that are not the model's."""
     assert_same(runs, layout, HAWQ)
@@ -129,7 +131,10 @@ def test_moved_weights_leave_no_trace(runs: Runs, layout: str) -> None:
     assert kinds[:2] == ["statistics", "hessian"]
 
 
-@pytest.mark.parametrize("layout", ["tensor-and-sequence-bf16", "pipeline", "distributed-optimizer"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("tensor-and-sequence-bf16", marks=pytest.mark.matrix), "pipeline", "distributed-optimizer"],
+)
 def test_options_forced_alone_leave_no_trace(runs: Runs, layout: str) -> None:
     assert_same(runs, layout, tuple(MEASUREMENT))
     _, _, directory = runs.run(layout, *MEASUREMENT)

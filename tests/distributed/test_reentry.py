@@ -10,7 +10,7 @@ import pytest
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.reporting.readers import read_events, read_metrics
+from snip_megatron.records.readers import read_events, read_metrics
 
 STEPS = 18
 SNIP = shlex.split(

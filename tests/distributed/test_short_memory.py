@@ -8,7 +8,7 @@ from pathlib import Path
 from launch import losses, tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.reporting.readers import read_events
+from snip_megatron.records.readers import read_events
 
 SNIP = shlex.split("--snip --snip-first-update 2 --snip-update-interval 5 --snip-lag 1 --snip-wait 120")
 STEPS = 10

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import finish, run_ranks, start_ranks, tiny_llama_args
+from launch import finish, start_ranks, tiny_llama_args
+from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
-from snip_megatron.reporting.readers import read_events, read_maps, read_metrics
+from snip_megatron.records.readers import read_events, read_maps, read_metrics
 from snip_megatron.statistics.table import StatisticsTable
 
 STEPS = 24
@@ -25,10 +26,12 @@ def arguments(run: Path, *extra: str, steps: int = STEPS) -> list[str]:
     return tiny_llama_args(*SNIP, "--snip-dir", str(run), *extra, iters=steps)
 
 
-def train(tmp: Path, nproc: int, *extra: str, name: str = "run", steps: int = STEPS) -> tuple[Path, dict[int, float]]:
+def train(
+    warm: WarmRanks, tmp: Path, nproc: int, *extra: str, name: str = "run", steps: int = STEPS
+) -> tuple[Path, dict[int, float]]:
     """The run directory and its losses by step (from 0); Megatron prints some as means of two."""
     run = tmp / name
-    process = run_ranks(nproc, arguments(run, *extra, steps=steps), tmp=tmp, timeout=300)
+    process = warm.run(nproc, arguments(run, *extra, steps=steps), tmp=tmp, timeout=300)
     check(process)
     (tmp / f"{name}.out").write_text(process.stdout)
     return run, {figure["step"]: figure["loss"] for figure in read_metrics(run)}
@@ -66,15 +69,17 @@ def assert_maps_hold(run: Path, stages: int) -> None:
 @pytest.mark.parametrize(
     ("nproc", "stages", "layout"),
     [
-        (2, 1, "--tensor-model-parallel-size 2 --sequence-parallel"),
-        (2, 2, "--pipeline-model-parallel-size 2"),
+        pytest.param(2, 1, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.matrix),
+        pytest.param(2, 2, "--pipeline-model-parallel-size 2", marks=pytest.mark.matrix),
         (2, 1, "--use-distributed-optimizer"),
         (4, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
     ],
     ids=["tp2-sp", "pp2", "dp2-distributed-optimizer", "tp2-pp2"],
 )
-def test_every_layout_adopts_optimal_maps(nproc: int, stages: int, layout: str, tmp_path: Path) -> None:
-    run, curve = train(tmp_path, nproc, *layout.split())
+def test_every_layout_adopts_optimal_maps(
+    warm: WarmRanks, nproc: int, stages: int, layout: str, tmp_path: Path
+) -> None:
+    run, curve = train(warm, tmp_path, nproc, *layout.split())
     assert_maps_hold(run, stages)
     sharded = "--tensor-model-parallel-size" in layout
     assert (tmp_path / "run.out").read_text().count("snip: not multiples of 128 on a rank: ") == sharded
@@ -85,30 +90,32 @@ def test_every_layout_adopts_optimal_maps(nproc: int, stages: int, layout: str, 
 
 
 def test_two_agents_with_c10d_rendezvous(tmp_path: Path) -> None:
+    """Two torchrun agents, as on two nodes; each holds one pipeline stage."""
     run = tmp_path / "run"
     launcher = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29717", "--rdzv-id", "snip")
-    agents = [start_ranks(1, arguments(run), tmp=tmp_path, launcher=launcher) for _ in range(2)]
+    layout = ("--pipeline-model-parallel-size", "2")
+    agents = [start_ranks(1, arguments(run, *layout), tmp=tmp_path, launcher=launcher) for _ in range(2)]
     for agent in agents:
         check(finish(agent, 300))
-    assert_maps_hold(run, 1)
+    assert_maps_hold(run, 2)
 
 
-def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(tmp_path: Path) -> None:
+def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: WarmRanks, tmp_path: Path) -> None:
     """The checkpoint lies between submitting an update and adopting it."""
     saves = ("--save", str(tmp_path / "ckpt"), "--save-interval", "15")
-    run, curve = train(tmp_path, 1, *saves)
+    run, curve = train(warm, tmp_path, 1, *saves)
     adoptions = {event["step"]: event["version"] for event in events(run, "adopt")}
     assert len(adoptions) >= 2
 
-    _, replayed = train(tmp_path, 1, "--snip-replay", str(run), name="replayed")
+    _, replayed = train(warm, tmp_path, 1, "--snip-replay", str(run), name="replayed")
     assert replayed == curve
 
     resume = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", "15")
-    _, resumed = train(tmp_path, 1, *resume, "--snip-replay", str(run), name="resumed")
+    _, resumed = train(warm, tmp_path, 1, *resume, "--snip-replay", str(run), name="resumed")
     assert resumed == {step: loss for step, loss in curve.items() if step in resumed}
     assert list(resumed) == list(range(15, STEPS))
 
-    later, own = train(tmp_path, 1, *resume, name="again")
+    later, own = train(warm, tmp_path, 1, *resume, name="again")
     before = [step for step in adoptions if step <= 15]
     expected = {15: adoptions[max(before)]} | {step: v for step, v in adoptions.items() if step > 15}
     # The map in force came out of the checkpoint, and so did the update that was on its way.
@@ -116,13 +123,13 @@ def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(tmp_path:
     assert own == {step: loss for step, loss in curve.items() if step >= 15}
 
 
-def test_a_static_map_needs_no_update(tmp_path: Path) -> None:
+def test_a_static_map_needs_no_update(warm: WarmRanks, tmp_path: Path) -> None:
     names = [str(LinearId(layer, kind)) for layer in range(4) for kind in KINDS]
     static = PrecisionMap.uniform(names, Format.FP8, version=7)
     path = tmp_path / "map.json"
     path.write_text(static.to_json())
     run = tmp_path / "run"
-    process = run_ranks(
+    process = warm.run(
         1, tiny_llama_args("--snip", "--snip-map", str(path), "--snip-dir", str(run), iters=4), tmp=tmp_path
     )
     check(process)

@@ -9,7 +9,7 @@ from typing import Any
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.reporting.readers import read_events, read_metrics
+from snip_megatron.records.readers import read_events, read_metrics
 
 JUMP, STEPS, SAVED = 60, 78, 71
 # The interval is out of reach: what starts after step 1 the trigger has started.

@@ -17,7 +17,8 @@ def main() -> None:
     import torch
     from megatron.training import get_args
 
-    from snip_megatron.megatron import entry, probe_memory
+    from snip_megatron.megatron import entry
+    from snip_megatron.megatron.probing import probe_memory
 
     rank, step = (int(number) for number in os.environ["TIGHT"].split(","))
 

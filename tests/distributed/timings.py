@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from snip_megatron.precision import Format
-from snip_megatron.solver.timing_table import TimingTable
+from snip_megatron.timing.table import TimingTable
 
 RATES = {Format.BF16: 1.0, Format.FP8: 1.4, Format.FP8_TENSOR: 1.8, Format.FP4: 1.3}
 """GEMMs' speed over bf16's. Quantising takes 2 % of a bf16 GEMM of [128, 64, 64] a read, whatever the format."""

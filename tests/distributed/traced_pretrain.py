@@ -2,7 +2,7 @@
 
 Each rank writes ``rank<k>.json``: ``losses`` and ``grad_norms`` (step from 1 -> float.hex(); losses only on the last
 pipeline stage), ``weights`` (SHA-256 of all parameters at the end), ``norm_grads`` (of the first step, by global name),
-``shards`` (what compat.optimizer_shards says of each parameter around the first step) and ``groups`` (sizes).
+``shards`` (the optimizer state of each parameter on this rank, before and after the first step) and ``groups`` (sizes).
 
 ``PROBE_STEP=<n>``: before that step, a pass over its first microbatches that must leave nothing behind.
 """
@@ -91,18 +91,19 @@ def _shards(model: list[torch.nn.Module], optimizer: Any, bf16: bool) -> dict[st
 
     found: dict[str, dict[str, Any] | None] = {}
     for name, parameter in _named_parameters(model):
-        shard = compat.optimizer_shards(optimizer, parameter)
-        if shard is None:
+        held = compat.held_state(optimizer, parameter)
+        if held is None:
             found[name] = None
             continue
-        state = compat.adamw_state(optimizer, parameter)
-        part = slice(shard.start, shard.end)
-        main = shard.main_param.bfloat16() if bf16 else shard.main_param
+        state: Any = compat.update_of(optimizer, parameter, steps=0)
+        part = slice(held.start, held.end)
+        main = held.main.detach().reshape(-1)
+        main = main.bfloat16() if bf16 else main
         entry = {
             "numel": parameter.numel(),
-            "range": (shard.start, shard.end),
-            "step": shard.step,
-            "hyper": (shard.beta1, shard.beta2, shard.eps, shard.weight_decay),
+            "range": (held.start, held.end),
+            "step": 0 if state is None else state.step,
+            "hyper": (*held.group["betas"], held.group["eps"], held.group["weight_decay"]),
             "main_is_param": bool(torch.equal(main, parameter.detach().view(-1)[part])),
             "has_moments": state is not None,
         }

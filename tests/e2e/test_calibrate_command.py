@@ -12,13 +12,14 @@ import pytest
 
 from snip_megatron.cli import main
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.solver.costs import LinearShape, load_cost_model
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.shapes import LinearShape
 
 
 def snip(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "snip_megatron.cli", "calibrate", "--device", "cpu", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
 def test_a_table_of_this_cpu(tmp_path: Path) -> None:
@@ -30,6 +31,10 @@ def test_a_table_of_this_cpu(tmp_path: Path) -> None:
     body = json.loads(out.read_text())
     assert (body["device"], body["backend"], body["commit"], body["complete"]) == ("cpu", "reference", "abc", True)
     assert body["command"].startswith("snip calibrate --device cpu")
+    launching = body["launching"]  # of Megatron's own layers
+    assert launching["layers"] in ("local", "transformer_engine")
+    assert set(launching["layer"]) == {"bf16", "fp8", "fp4"}
+    assert min(launching["microbatch"], launching["step"], *launching["layer"].values()) > 0
     model = load_cost_model(out)
     assert model.formats == (Format.BF16, Format.FP8, Format.FP4)
     assert model.seconds(LinearShape(64, 128, 128), Gemm.WGRAD, Format.FP4) > 0
@@ -49,7 +54,7 @@ def test_a_models_own_shapes_on_standard_output(tmp_path: Path) -> None:
             }
         )
     )
-    done = snip("--shapes", config, "--tp", 2, "--tokens", "16,32", "--formats", "fp8")
+    done = snip("--shapes", config, "--tp", 2, "--tokens", "16,32", "--formats", "fp8", "--no-host")
     assert done.returncode == 0, done.stderr
     rows = [(row["tokens"], row["n"], row["k"]) for row in json.loads(done.stdout)["gemms"]]
     weights = ((96, 64), (64, 32), (64, 48))  # linear_qkv and linear_fc1 are alike

@@ -29,22 +29,24 @@ def test_every_relative_link_resolves(page):
             assert (ROOT / page).parent.joinpath(target.partition("#")[0]).exists(), f"{page}: {target}"
 
 
-def figure_rows() -> list[tuple[str, str, Path]]:
-    """(what, figures, linked file) of the README's table."""
-    table = README.partition("## What it gives")[2].partition("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")][2:]
+def figure_rows(page: str = "docs/results.md") -> list[tuple[str, str, Path]]:
+    """(what, figures, linked file) of the table of figures in a page: the first one with the column ``shown by``."""
+    table = (ROOT / page).read_text().partition("| shown by |\n")[2].partition("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines()][1:]
     found = []
     for what, figures, link in rows:
         target = re.search(r"\]\(([^)]+)\)", link)
         assert target, f"no link: {what}"
-        found.append((what.strip(), figures, ROOT / target[1]))
+        found.append((what.strip(), figures, (ROOT / page).parent.joinpath(target[1]).resolve()))
     return found
 
 
-def test_every_figure_of_the_readme_links_to_a_result():
-    rows = figure_rows()
+def test_every_figure_links_to_a_result_and_those_of_the_readme_are_among_them():
+    rows, shown = figure_rows(), figure_rows("README.md")
     assert len(rows) >= 8
     assert all(path.parent == ROOT / "benchmarks" and path.suffix in (".json", ".md") for _, _, path in rows)
+    assert len(shown) >= 3
+    assert all(row in rows for row in shown)
     rest = README.replace(README.partition("## What it gives")[2].partition("\n## ")[0], "")
     assert not re.findall(r"\d[\d.,]*\s?×", rest), "a speed outside of the table"
 
@@ -54,7 +56,20 @@ def written(figures: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"(\w+)(?: numerics)? (\d\.\d+)×", figures)}
 
 
+def trainings(body: dict, suffix: str) -> dict[str, float]:
+    """Speedups of a result of ``benchmarks/job.py`` under the names of the table."""
+    names = {
+        "fp8_tensor": "snip_fp8_tensor",
+        "fp8": "snip_fp8",
+        "tensorwise": "te_fp8_tensor",
+        "blockwise": "te_fp8_block",
+    }
+    return {shown: body["speedup"][name + suffix] for shown, name in names.items()}
+
+
 RESULTS = {
+    "graphs": lambda body: trainings(body, "_graphs"),
+    "eager": lambda body: trainings(body, ""),
     "linear": lambda body: body["geomean"],
     "layer": lambda body: body["speedup"],
     "memory": lambda body: body["saved_inputs"],
@@ -64,7 +79,14 @@ RESULTS = {
 
 @pytest.mark.parametrize(
     ("kind", "word"),
-    [("linear", "one linear"), ("layer", "four Llama"), ("memory", "memory"), ("update", "an update's")],
+    [
+        ("graphs", "a training of"),
+        ("eager", "the same without CUDA"),
+        ("linear", "one linear"),
+        ("layer", "four Llama"),
+        ("memory", "memory"),
+        ("update", "an update's"),
+    ],
 )
 def test_figures_are_those_of_the_json_files(kind, word):
     ((_, figures, path),) = [row for row in figure_rows() if row[0].startswith(word)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import re
 import shlex
@@ -22,7 +23,8 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.cli import COMMANDS, main
-from snip_megatron.reporting.readers import read_events
+from snip_megatron.records.readers import read_events
+from snip_megatron.runtime.account import duration
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/quickstart.md")
@@ -109,8 +111,10 @@ def run(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 
 def test_a_newcomers_path(newcomer, capfd):
+    outputs: dict[str, str] = {}
     for line in [line for block in ALL if not block.directive for line in block.lines]:
         code, output = run(line, capfd)
+        outputs[line] = output
         if line.startswith("snip doctor"):
             assert code in (0, 1), output  # 1: what it found on this machine, in the right form
         else:
@@ -120,3 +124,19 @@ def test_a_newcomers_path(newcomer, capfd):
         assert Path(file).is_file(), file
     assert list(Path("runs/tensorboard").glob("events.*"))
     assert not Path("checkpoints/1b").exists()  # only a dry run
+    assert_worth(outputs)
+
+
+def assert_worth(outputs: dict[str, str]) -> None:
+    """The training on the CPU ends by saying what the report says: speed is not judged, the rest is there."""
+    (training,) = [output for line, output in outputs.items() if line.startswith("torchrun")]
+    (figures,) = [json.loads(output) for line, output in outputs.items() if line == "snip report runs/mine --json"]
+    assert (figures["verdict"], figures["steps"], figures["total_steps"]) == ("not judged", int(STEPS), int(STEPS))
+    assert "snip: Worth it: not judged. Formats are emulated on cpu" in training
+    assert re.search(r"^snip: map 1, 7\d% fp4 \| measuring steps$", training, re.MULTILINE)
+    assert "Worth it: not judged." in Path("runs/mine/report.html").read_text(encoding="utf-8")
+    assert figures["updates"] == 1
+    assert f"snip: 1 update cost {duration(figures['cost_s'])}" in training
+    assert figures["loss"]["nats"] > 0
+    assert 2**26 < figures["memory"]["before"] <= figures["memory"]["peak"]
+    assert [(each["begin"], each["end"]) for each in figures["maps"]] == [(0, 8), (8, int(STEPS))]

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.cli import main
+from snip_megatron.commands.plan import _probes, add_arguments
 from snip_megatron.config import SnipConfig
-from snip_megatron.planner.command import _probes, add_arguments
 from snip_megatron.planner.plan import PLAN_SCHEMA
 from snip_megatron.planner.probes import Probes
+from snip_megatron.timing.loading import TIMINGS
 
 SEVENTY = ("--model", "llama-70b", "--tp", 8, "--pp", 8)
 
@@ -47,6 +48,26 @@ def test_70b(tmp_path: Path) -> None:
 def test_models_on_one_gpu(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["plan", "--model", model, "--timings", "flops", "--budget", "step=1.2"]) == 0
     assert "budget step=1.2 over bf16,fp8,fp8_tensor" in capsys.readouterr().out
+
+
+def test_cuda_graphs_and_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table with slow launches holds the step up; graphs of the layers do away with it and are captured anew."""
+    body = json.loads((TIMINGS / "h200.json").read_text())
+    layer = {fmt: 1.0 if fmt == "bf16" else 2.0 for fmt in body["formats"]}
+    body |= {"launching": {"layers": "local", "layer": layer, "microbatch": 0.1, "step": 0.1}, "recapture": 0.01}
+    table = tmp_path / "slow.json"
+    table.write_text(json.dumps(body))
+    sizes = ["--micro-batch-size", "8", "--global-batch-size", "16", "--granularity", "layer"]
+    asked = ["plan", "--model", "1b", *sizes, "--timings", str(table)]
+    assert exit_code([*asked, "--budget", "fp4=0.75"]) == 0
+    assert "host-bound: the GPU waits for its host: capture CUDA graphs" in capsys.readouterr().out
+    assert exit_code([*asked, "--budget", "step=1.05"]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+    graphs = ["--cuda-graph-impl", "full_iteration"]
+    assert exit_code([*asked, *graphs, "--budget", "step=1.05"]) == 0
+    output = capsys.readouterr().out
+    assert "CUDA graphs are captured anew in 0.44 s" in output  # 22 layers, 2 microbatches
+    assert "host-bound" not in output
 
 
 def test_405b_with_an_embedding_and_a_loss_as_layers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import signal
 import subprocess
 import sys
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.reporting.run_directory import RunDirectory
+from snip_megatron.records.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +51,43 @@ def test_out(recorded, tmp_path):
     assert not (recorded / "report.html").exists()
 
 
-@pytest.mark.parametrize("arguments", [("absent",), (".",), ("run/config.json",), ("run", "--out", ".")])
+def test_json_says_whether_it_was_worth_it(recorded, tmp_path):
+    done = snip("report", "run", "--json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    body = json.loads(done.stdout)
+    assert (body["schema"], body["verdict"], body["steps"]) == ("snip.worth/1", "not judged", 5)
+    assert not (recorded / "report.html").exists()
+
+
+def test_live_serves_the_page_until_it_is_interrupted(recorded, tmp_path):
+    command = [sys.executable, "-m", "snip_megatron.cli", "report", "run", "--live", "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url, tunnel = server.stdout.readline().split()[0], server.stdout.readline()
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            page = gzip.decompress(answer.read()).decode()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=60) == 0
+    assert "<h1>run</h1>" in page
+    port = urllib.parse.urlsplit(url).port
+    assert f"ssh -L {port}:127.0.0.1:{port} " in tunnel
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("absent",),
+        (".",),
+        ("run/config.json",),
+        ("run", "--out", "."),
+        ("run", "--port", "1"),
+        ("run", "--live", "--port", "70000"),
+        ("run", "--json", "--out", "page.html"),
+        ("run", "--json", "--cost", "h200"),
+        ("run", "run", "--live"),
+    ],
+)
 def test_bad_input_is_one_line(recorded, tmp_path, arguments):
     done = snip("report", *arguments, cwd=tmp_path)
     assert done.returncode == 2

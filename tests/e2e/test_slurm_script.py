@@ -1,7 +1,7 @@
-"""launch/slurm.sh against stand-ins for SLURM's commands: ``srun`` starts two agents on this host, which train.
+"""launch/slurm.sh where no SLURM is installed: what it submits, what it refuses, and when it queues a job again.
 
-The stand-ins do what SLURM's manual says of the real ones: srun sets SLURM_PROCID, starts a task a node and hands
-signals on to them; scontrol lists host names, shows a job, requeues.
+Stand-ins take the place of SLURM's commands: srun starts a task a node and hands signals on to them; scontrol lists
+host names, shows a job, requeues. tests/slurm has the real SLURM.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-from snip_megatron.reporting.readers import read_events, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "slurm.sh"
@@ -52,9 +50,10 @@ import os, sys
 with open(os.environ["STUB_LOG"], "a") as log:
     print("scontrol", *sys.argv[1:], file=log)
 if sys.argv[1:3] == ["show", "hostnames"]:
-    print("localhost\\nlocalhost")
-if sys.argv[1:3] == ["show", "job"]:
-    print("JobId=4711 JobName=snip PreemptEligibleTime=Unknown PreemptTime=" + os.environ.get("STUB_PREEMPTED", "None"))
+    print(os.environ.get("STUB_HOST", "localhost"))
+if sys.argv[1:4] == ["show", "--oneliner", "job"]:
+    times = "StartTime=2026-11-21T09:00:00 EndTime=Unknown PreemptTime=" + os.environ.get("STUB_PREEMPTED", "None")
+    print("JobId=4711 JobName=snip PreemptEligibleTime=Unknown", times)
 """
 SBATCH = """
 import os, sys
@@ -140,29 +139,6 @@ def test_bad_input_in_the_job_starts_nothing(cluster: dict[str, str]) -> None:
     assert "srun:" not in refused.stdout
 
 
-def start(cluster: dict[str, str], tmp: Path, restart: int, *megatron: str) -> tuple[subprocess.Popen[bytes], Path]:
-    """The job's script, and the file that it writes to."""
-    output = tmp / f"job{restart}.log"
-    wishes = [
-        "1b",
-        "--smoke",
-        "--cpu",
-        "--gpus-per-node",
-        "1",
-        "--local-address",
-        "127.0.0.1",
-        "--save",
-        str(tmp / "c"),
-    ]
-    with output.open("ab") as file:
-        process = subprocess.Popen(
-            ["bash", str(SCRIPT), *wishes, "--megatron", *megatron],
-            stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=tmp,
-            env=job(cluster, restart), start_new_session=True,
-        )  # fmt: skip
-    return process, output
-
-
 def wait(process: subprocess.Popen[bytes], output: Path, seconds: float) -> str:
     try:
         process.wait(timeout=seconds)
@@ -182,43 +158,36 @@ def wait_for(text: str, times: int, process: subprocess.Popen[bytes], output: Pa
         time.sleep(0.1)
 
 
-def test_stopped_queued_again_and_resumed(cluster: dict[str, str], tmp_path: Path) -> None:
-    # Far more steps than the test waits for: what ends the first job is the signal.
-    process, output = start(cluster, tmp_path, 0, "--train-iters", "100000")
-    wait_for(" iteration        4/", 1, process, output)
-    process.send_signal(signal.SIGUSR1)
-    text = wait(process, output, 120)
-    assert process.returncode == 0, text[-4000:]
-    assert "snip: SIGUSR1: the ranks save a checkpoint after this step" in text
-    assert text.count("snip launch: ended on SIGUSR1; the same command goes on from") == 2
-    assert text.splitlines()[-1] == "snip: training left with exit code 0; the job is queued again"
-    assert log(cluster)[-1] == "scontrol requeue 4711"
-    saved = int((tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text())
-    assert saved >= 4
+def test_a_head_node_that_cannot_be_found_is_one_line(cluster: dict[str, str]) -> None:
+    refused = bash(job(cluster) | {"STUB_HOST": "no-such-node"}, "7b", "--data", "mock", "--save", "/shared/7b")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "slurm.sh: no-such-node, the first node of this job, and its NodeAddr (none) do not resolve on it; the nodes"
+        " cannot meet there\n"
+    )
+    assert "srun:" not in refused.stdout
 
-    process, output = start(cluster, tmp_path, 1, "--train-iters", "100000", "--exit-interval", str(saved + 3))
-    text = wait(process, output, 180)
-    assert process.returncode == 0, text[-4000:]
-    assert "srun: --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1" in text
-    assert text.count("snip launch: goes on from the checkpoint in") == 2
-    assert f"iteration {saved + 1:8d}/" in text
-    assert f"iteration {saved:8d}/" not in text
-    assert log(cluster).count("scontrol requeue 4711") == 1
-    run = tmp_path / "c" / "snip"
-    assert [figure["step"] for figure in read_metrics(run)] == list(range(saved + 3))
-    assert any(event["event"] == "adopt" for event in read_events(run))
+
+def test_a_wrong_word_about_queueing_is_refused(cluster: dict[str, str]) -> None:
+    refused = bash(job(cluster) | {"SNIP_REQUEUE": "yes"}, "7b", "--data", "mock", "--save", "/shared/7b")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr.startswith("slurm.sh: SNIP_REQUEUE=yes: give always, never or nothing")
 
 
 STAND_IN = """
-import signal, sys, time
-if "--dry-run" in sys.argv:
+import os, signal, sys, time
+saved = os.path.join(os.environ["STUB_FOLDER"], "saved")
+if "--progress" in sys.argv:
+    print(50 if os.path.exists(saved) else 0, 100)
+if {"--progress", "--dry-run", "--check"} & set(sys.argv):
     sys.exit(0)
 got = []
 signal.signal(signal.SIGUSR1, lambda *a: got.append(1))
 print("training", flush=True)
-while not got:
+while not got and "wait" in sys.argv:
     time.sleep(0.05)
-time.sleep(0.5)  # a checkpoint
+time.sleep(0.5)
+open(saved, "w").close()  # a checkpoint
 sys.exit(int(sys.argv[-1]))
 """
 
@@ -232,8 +201,9 @@ sys.exit(int(sys.argv[-1]))
         (signal.SIGUSR1, {"SNIP_REQUEUE": "never"}, 0, False),
         (signal.SIGUSR1, {}, 3, True),  # the checkpoint failed: the job goes on from the one before
         (None, {"SNIP_REQUEUE": "always"}, 3, False),  # training failed
+        (None, {"STUB_PREEMPTED": "2026-11-21T08:00:00"}, 0, False),  # in an earlier start
     ],
-    ids=["preempted", "cancelled", "always", "never", "failed-while-it-saved", "failed"],
+    ids=["preempted", "cancelled", "always", "never", "failed-while-it-saved", "failed", "preempted-before"],
 )
 def test_when_a_job_is_queued_again(
     sent: signal.Signals | None,
@@ -245,12 +215,13 @@ def test_when_a_job_is_queued_again(
 ) -> None:
     """The script alone, with a stand-in for what it runs."""
     program = tmp_path / "program.py"
-    program.write_text(STAND_IN if sent else "import sys\nsys.exit('--dry-run' not in sys.argv and int(sys.argv[-1]))")
+    program.write_text(STAND_IN)
     output = tmp_path / "out"
     with output.open("ab") as file:
         process = subprocess.Popen(
-            ["bash", str(SCRIPT), "1b", str(code)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            env=job(cluster) | environment | {"SNIP": f"{sys.executable} {program}"},
+            ["bash", str(SCRIPT), "1b", "wait" if sent else "go", str(code)],
+            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            env=job(cluster) | environment | {"SNIP": f"{sys.executable} {program}", "STUB_FOLDER": str(tmp_path)},
         )  # fmt: skip
     if sent is not None:
         wait_for("training\n", 2, process, output)

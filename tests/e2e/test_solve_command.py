@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import PrecisionMap
 
 FORMATS = ("fp8", "fp4")
@@ -172,7 +173,8 @@ def test_mistakes_on_the_command_line(written: Path, tmp_path: Path) -> None:
         (["solve", tmp_path], "not a run directory"),
         (["solve", written, "--time-limit", "0"], "--time-limit"),
         (["solve", written, "--solver", "magic"], "magic"),
-        (["solve", written, "--out", tmp_path / "none" / "map.json"], "cannot be written"),
+        (["solve", written, "--out", tmp_path / "none" / "map.json"], "there is no folder"),
+        (["solve", written, "--out", tmp_path], "cannot be written"),
         (["solve"], "PROBLEM.json"),
         (["sovle"], "sovle"),
         ([], "COMMAND"),
@@ -232,3 +234,41 @@ def test_sweep(written: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["fp4", "fp4=", "fp4=much", "fp8=0.5", "fp4=1.7", "speedup=0.5", "loss=nan"])
 def test_bad_budgets_are_named(written: Path, text: str) -> None:
     assert "budget" in one_line(snip("solve", written, "--budget", text), 2)
+
+
+def phased(target: float = 0.75, **changes: Any) -> dict[str, Any]:
+    """The same problem over two phases of a run; an error in the last one costs three times as much."""
+    body = problem(target=target)
+    for item in body["items"]:
+        item["choices"] = [
+            {"format": c["format"], "saving": c["saving"], "losses": [c["loss"], 3 * c["loss"]]}
+            for c in item["choices"]
+        ]
+    return body | {"schema": "snip.problem/2", "phases": [{"steps": 300}, {"steps": 100}]} | changes
+
+
+def test_phases_give_a_plan(tmp_path: Path) -> None:
+    path, out = tmp_path / "problem.json", tmp_path / "plan.json"
+    path.write_text(json.dumps(phased()))
+    done = snip("solve", path, "--out", out)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    plan = PrecisionPlan.from_json(out.read_text())
+    assert [(phase.begin, steps) for phase, steps in zip(plan.phases, plan.steps, strict=True)] == [
+        (0, 300),
+        (300, 100),
+    ]
+    assert plan.status == "optimal"
+    shares = [phase.precision_map.achieved for phase in plan.phases]
+    assert shares[0] > shares[1]
+    assert plan.achieved == pytest.approx((300 * shares[0] + 100 * shares[1]) / 400)
+    assert plan.achieved >= 0.75 * (1 - 1e-9)
+
+
+def test_phases_out_of_reach_and_misused(tmp_path: Path) -> None:
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps(phased(target=0.9, spent={"steps": 1200, "achieved": 0.25})))
+    line = one_line(snip("solve", path), 3)
+    assert "the highest reachable target over the whole run is 0.4375 after 1200 steps at 0.25" in line
+    assert "has phases" in one_line(snip("solve", path, "--sweep", 3), 2)
+    path.write_text(json.dumps(phased(phases=[{"steps": 0}])))
+    assert "phases[0].steps: must be a number of steps" in one_line(snip("solve", path), 2)

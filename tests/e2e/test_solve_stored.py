@@ -12,9 +12,8 @@ import pytest
 from test_solve_command import one_line, snip
 
 from snip_megatron.precision import LINEAR_KINDS, LinearId
-from snip_megatron.reporting.run_directory import RunDirectory
+from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity import SolveRequest, build_problem
-from snip_megatron.solver.costs import local_shape
 from snip_megatron.statistics.table import (
     BOUNDARY_COLUMNS,
     FORMAT_COLUMNS,
@@ -23,6 +22,7 @@ from snip_megatron.statistics.table import (
     LinearRow,
     StatisticsTable,
 )
+from snip_megatron.timing.shapes import local_shape
 
 LAYERS = 4
 SHAPES = {

@@ -19,9 +19,9 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from snip_megatron.precision import Format
+from snip_megatron.runtime.sidecar.messages import write_frame
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.sidecar.messages import write_frame
 from snip_megatron.solver import Problem
 from snip_megatron.statistics.table import StatisticsTable
 

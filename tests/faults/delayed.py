@@ -17,7 +17,7 @@ from faults.judge import MARK
 from faults.kinds import Lost
 from faults.plan import Fault
 from faults.storage import write_json
-from snip_megatron.reporting.readers import read_events, read_metrics
+from snip_megatron.records.readers import read_events, read_metrics
 
 UPDATE, LAG = 4, 5
 _WAITS = ("submit", "postpone", "adopt", "collect")

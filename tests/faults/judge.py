@@ -14,7 +14,7 @@ from typing import Any
 
 from faults.injection import read_record
 from faults.kinds import Lost
-from snip_megatron.reporting.readers import read_events, read_metrics
+from snip_megatron.records.readers import read_events, read_metrics
 
 MARK = "FAULTS_JOB"
 _GRACE_S = 10.0  # a sidecar looks for its parent every second

@@ -416,7 +416,7 @@ class SolverDelayed(Kind):
     name, weight = "solver delayed", 0
 
     def install(self, rank: Rank, fault: Any) -> None:
-        from snip_megatron.controller import Controller
+        from snip_megatron.runtime.controller import Controller
 
         adopt, after_step = Controller._adopt, Controller.after_step
 

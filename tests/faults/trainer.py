@@ -38,7 +38,7 @@ def main() -> int:
 
 def _follow(rank: Rank, faults: list[Fault]) -> None:
     """Tell the faults of this process's steps, before each of them."""
-    from snip_megatron.controller import Controller
+    from snip_megatron.runtime.controller import Controller
 
     genuine = Controller.before_step
 
@@ -55,8 +55,8 @@ def _follow(rank: Rank, faults: list[Fault]) -> None:
 
 
 def _use_faulty_sidecar() -> None:
-    from snip_megatron import coordinator
-    from snip_megatron.sidecar import SidecarClient
+    from snip_megatron.runtime import coordinator
+    from snip_megatron.runtime.sidecar import SidecarClient
 
     coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
         SidecarClient, build="faults.builder:build", restart_backoff_s=BACKOFF_S
@@ -72,7 +72,7 @@ def _use_own_media_folder() -> None:
 
 
 def _trace(rank: Rank) -> None:
-    from snip_megatron.controller import Controller
+    from snip_megatron.runtime.controller import Controller
 
     trace = Record(rank.folder / f"trace{rank.number}.jsonl")
     genuine = Controller.after_step

@@ -6,15 +6,15 @@ import time
 
 import torch
 
-from snip_megatron.calibration.clock import clock_for
-from snip_megatron.calibration.command import calibrate
-from snip_megatron.calibration.measure import Measurer
-from snip_megatron.calibration.workload import Workload
+from snip_megatron.commands.calibrate import calibrate
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
-from snip_megatron.solver.costs import LinearShape
-from snip_megatron.solver.timing_model import TimingModel
-from snip_megatron.solver.timing_table import TimingTable
+from snip_megatron.timing.calibration.clock import clock_for
+from snip_megatron.timing.calibration.measure import Measurer
+from snip_megatron.timing.calibration.workload import Workload
+from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.table import TimingTable
+from snip_megatron.timing.table_model import TimingModel
 
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 WORKLOAD = Workload(

@@ -1,4 +1,4 @@
-"""Compiled quantisation kernels at training sizes; small shapes: tests/unit/quantization/test_triton.py."""
+"""Compiled quantisation kernels at training sizes; small shapes: tests/unit/quantization/kernels/test_quantize.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assert_same(found: Operand, expected: Operand) -> None:
 @pytest.mark.parametrize("seeds", [{}, {"row_seed": 2**63 + 5, "col_seed": 6}])
 @pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", "fp4"), ("fp8", "fp4")])
 def test_tiles(formats: tuple[str, str], seeds: dict[str, int]) -> None:
-    from snip_megatron.quantization import triton_quantize
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     x = activations()
     found = triton_quantize.quantize_tiles(x, *formats, candidates=("fp8", "fp4"), **seeds)
@@ -34,7 +34,7 @@ def test_tiles(formats: tuple[str, str], seeds: dict[str, int]) -> None:
 
 
 def test_shards_at_odd_places_draw_as_the_whole() -> None:
-    from snip_megatron.quantization import triton_quantize
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     x = activations(256, 1024)
     whole = packed.quantize_tiles(x, "fp4", "fp4", row_seed=3, col_seed=4)
@@ -52,7 +52,7 @@ def test_shards_at_odd_places_draw_as_the_whole() -> None:
 @pytest.mark.parametrize("seeds", [{}, {"row_seed": 5, "col_seed": 6}])
 def test_tiles_of_subnormal_scales(seeds: dict[str, int]) -> None:
     """Their scales have few bits; their largest number must stay in the format."""
-    from snip_megatron.quantization import triton_quantize
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     sizes = torch.logspace(-37, -39.5, 256, dtype=torch.float64, device="cuda")
     x = (sizes[:, None] * (torch.rand(256, 256, device="cuda").double() - 0.5).sign()).to(torch.bfloat16)
@@ -65,7 +65,7 @@ def test_tiles_of_subnormal_scales(seeds: dict[str, int]) -> None:
 
 def test_launches_are_remembered_by_what_decides_the_kernel() -> None:
     """The same shape at addresses of other alignment, and other seeds in between."""
-    from snip_megatron.quantization import triton_quantize
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     memory = activations(1, 256 * 384 + 64).view(-1)
     for shift in (0, 2, 8, 0):
@@ -78,7 +78,7 @@ def test_launches_are_remembered_by_what_decides_the_kernel() -> None:
 
 
 def test_scales_of_a_tensor_lie_where_the_gemm_takes_them() -> None:
-    from snip_megatron.quantization import triton_quantize
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     for amax in (None, torch.tensor(3.0, device="cuda")):
         scale = triton_quantize.quantize_tensor(activations(128, 256), amax=amax).row.scale
@@ -86,7 +86,7 @@ def test_scales_of_a_tensor_lie_where_the_gemm_takes_them() -> None:
 
 
 def test_blocks_and_tensor() -> None:
-    from snip_megatron.quantization import triton_quantize
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     w = activations(5120, 4096 + 640)
     found, expected = triton_quantize.quantize_blocks(w, "fp8", "fp4"), packed.quantize_blocks(w, "fp8", "fp4")
@@ -98,7 +98,7 @@ def test_blocks_and_tensor() -> None:
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
-    from snip_megatron.quantization import triton_quantize
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     x = activations(1024, 2048)
     draws = [triton_quantize.quantize_tiles(x, "fp4", None, row_seed=s).row.dequantize() for s in range(64)]

@@ -1,4 +1,4 @@
-"""Compiled kernels of the statistics at training sizes; small shapes: tests/unit/statistics/test_triton.py."""
+"""Compiled kernels of the statistics at training sizes; small shapes: tests/unit/statistics/kernels/test_sums.py."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.optimizers.signs import error_signs
+from snip_megatron.optimizers.updates import AdamWState, gradient_of_a_step
 from snip_megatron.precision import LinearId
-from snip_megatron.statistics import drift, errors
+from snip_megatron.statistics import errors
 from snip_megatron.statistics.recorder import LinearRecorder
-from snip_megatron.statistics.signs import error_signs
 from snip_megatron.statistics.table import RHO_GRID
 
 FORMATS = ("fp8", "fp4", "fp8_tensor")
@@ -21,7 +22,7 @@ FORMATS = ("fp8", "fp4", "fp8_tensor")
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    from snip_megatron.statistics import triton_sums
+    from snip_megatron.statistics.kernels import sums as triton_sums
 
     return triton_sums
 
@@ -72,7 +73,7 @@ def test_weight_output_and_plain_sums(kernels: ModuleType) -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2048 * 3000), (12345, 5_000_001)])
 def test_drift(start: int, end: int) -> None:
-    from snip_megatron.statistics.triton_drift import ErrorSizes, drift_sums
+    from snip_megatron.optimizers.kernels.drift import ErrorSizes, drift_sums
 
     rows, cols = torch.arange(2048, device="cuda") + 7, torch.randperm(3000, device="cuda")
     count = end - start
@@ -85,19 +86,19 @@ def test_drift(start: int, end: int) -> None:
         return torch.rand(shape, device="cuda", dtype=torch.float64)
 
     sizes = ErrorSizes(9, rows, cols, norms(2048) * 1e-6, norms(3000), norms(3, 2048) * 1e-13, norms(3, 3000))
-    kept = drift.AdamWState(start, end, m, v, 7, 0.9, 0.95, 1e-8)
-    exact = drift.AdamWState(start, end, m.double(), v.double(), 7, 0.9, 0.95, 1e-8)
+    kept = AdamWState(start, end, m, v, 7, 0.9, 0.95, 1e-8)
+    exact = AdamWState(start, end, m.double(), v.double(), 7, 0.9, 0.95, 1e-8)
     found = drift_sums(g, kept, sizes, RHO_GRID.tolist(), factor=0.7, noise=0.5)
     z = error_signs(9, rows, cols).view(-1)[start:end].double()
-    of_step = drift.gradient_of_a_step(g.double() * 0.7, exact, 0.5)
+    of_step = gradient_of_a_step(g.double() * 0.7, exact, 0.5)
     unit = torch.outer(sizes.unit_rows, sizes.unit_cols).view(-1)[start:end] * z
-    assert_close(found.by_rho, drift.squared_drift(of_step, unit, RHO_GRID.tolist(), exact), rtol=1e-3)
+    assert_close(found.by_rho, exact.squared_drift(of_step, unit, RHO_GRID.tolist()), rtol=1e-3)
     assert sizes.var_rows is not None
     assert sizes.var_cols is not None
     for f in (1, 2):
         variance = torch.outer(sizes.var_rows[f], sizes.var_cols[0])
         variance = (variance + torch.outer(sizes.var_rows[0], sizes.var_cols[f])).view(-1)[start:end]
-        expected = drift.squared_drift(of_step, variance.sqrt() * z, [1.0], exact)[0]
+        expected = exact.squared_drift(of_step, variance.sqrt() * z, [1.0])[0]
         assert_close(found.by_format[f - 1], expected, rtol=1e-3)
         assert_close(found.error2[f - 1], variance.sum())
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from snip_megatron.config import SnipConfig, add_arguments
 from snip_megatron.errors import SnipError
+from snip_megatron.phases import AUTO
 
 FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name != "enabled"}
 
@@ -57,6 +59,10 @@ def test_from_args_of_a_foreign_namespace() -> None:
 
 SAMPLES: dict[str, tuple[list[str], Any]] = {
     "budget": (["fp4=0.5"], "fp4=0.5"),
+    "schedule": (["auto"], "auto"),
+    "deploy": (["bf16"], "bf16"),
+    "standing_share": (["0.5"], 0.5),
+    "forgetting": (["1.5"], 1.5),
     "formats": (["nvfp4,mxfp8"], ("nvfp4", "mxfp8")),
     "cost": (["flops"], "flops"),
     "timings": (["t.json"], "t.json"),
@@ -85,6 +91,7 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "map": (["m.json"], "m.json"),
     "replay": (["runs/a"], "runs/a"),
     "gemm": (["reference"], "reference"),
+    "gemm_library": (["cublas"], "cublas"),
     "eval": (["bf16"], "bf16"),
     "solver_time": (["2.5"], 2.5),
     "deadline": (["60"], 60.0),
@@ -104,6 +111,7 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
 NEEDS = {
     "timings": ("--snip-budget", "speedup=1.2"),  # none beside a share of FLOPs
     "measured_twice": ("--snip-estimator", "measured"),
+    **dict.fromkeys(("deploy", "standing_share", "forgetting"), ("--snip-schedule", "auto")),
 }
 
 
@@ -255,6 +263,8 @@ def test_a_budget_of_zero_needs_no_four_bit_format() -> None:
         ("--snip-policy", "bf16"),
         ("--snip-policy", "uniform-fp8"),
         ("--snip-policy", "uniform-fp4"),
+        ("--snip-policy", "late-forward"),
+        ("--snip-policy", "late-all"),
     ],
 )
 def test_runs_without_updates(argv: tuple[str, str]) -> None:
@@ -327,3 +337,51 @@ def test_a_trigger_needs_no_interval() -> None:
 def test_a_share_of_the_backward_pass_is_no_less_than_nothing() -> None:
     with pytest.raises(SnipError, match=r"--snip-backward-share -1.0: must be a finite number, 0 or more"):
         parse("--snip", "--snip-backward-share", "-1")
+
+
+# -- schedules -------------------------------------------------------------------------------------------------
+def test_a_schedule_is_static_auto_or_a_file(tmp_path: Path) -> None:
+    assert SnipConfig().phases is None
+    assert parse("--snip", "--snip-schedule", "auto").phases == AUTO
+    path = tmp_path / "late.json"
+    path.write_text('{"schema": "snip.schedule/1", "phases": [{"from": 0}, {"from": 0.9, "budget": "fp4=0.5"}]}')
+    read = parse("--snip", "--snip-schedule", str(path)).phases
+    assert read is not None
+    assert [phase.begin for phase in read.phases] == [0.0, 0.9]
+    with pytest.raises(SnipError, match=r"phases\[1\].budget: fp4=0.5 cannot be combined with --snip-budget speedup="):
+        parse("--snip", "--snip-schedule", str(path), "--snip-budget", "speedup=1.2")
+    path.write_text("{}")
+    with pytest.raises(SnipError, match=r'^--snip-schedule .*late.json: "schema" must be'):
+        parse("--snip", "--snip-schedule", str(path))
+
+
+def test_what_is_deployed_follows_what_is_validated_unless_it_is_said() -> None:
+    assert parse("--snip").deployed == "map"
+    assert parse("--snip", "--snip-eval", "both").deployed == "map"
+    assert parse("--snip", "--snip-eval", "bf16").deployed == "bf16"
+    assert parse("--snip", "--snip-schedule", "auto", "--snip-eval", "bf16", "--snip-deploy", "map").deployed == "map"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--snip-schedule sometimes", "--snip-schedule sometimes: cannot be read (No such file or directory)"),
+        ("--snip-deploy bf16", "--snip-deploy bf16 has no effect with --snip-schedule static"),
+        ("--snip-standing-share 0", "--snip-standing-share 0.0 has no effect with --snip-schedule static"),
+        ("--snip-schedule auto --snip-deploy fp8", "--snip-deploy fp8: unknown; choose one of map, bf16"),
+        ("--snip-schedule auto --snip-standing-share 1.5", "--snip-standing-share 1.5: must be a number between"),
+        ("--snip-schedule auto --snip-forgetting nan", "--snip-forgetting nan: must be a finite number"),
+        ("--snip-schedule auto --snip-map m.json", "--snip-map m.json cannot be combined with --snip-schedule auto"),
+        ("--snip-schedule auto --snip-replay r", "--snip-replay r cannot be combined with --snip-schedule auto"),
+        ("--snip-schedule auto --snip-policy bf16", "--snip-policy bf16 cannot be combined with --snip-schedule auto"),
+        ("--snip-schedule auto --snip-policy late-all", "--snip-policy late-all cannot be combined with --snip-sched"),
+        ("--snip-schedule auto --snip-update-interval 0", "--snip-update-interval 0 cannot be combined with --snip-s"),
+        ("--snip-schedule auto --snip-granularity layer", "--snip-granularity layer cannot be combined with --snip-s"),
+        ("--snip-schedule auto --snip-change-penalty 1", "--snip-change-penalty 1.0 cannot be combined with --snip-s"),
+        ("--snip-policy late-all --snip-budget loss=1", "--snip-policy late-all cannot be combined with --snip-budget"),
+    ],
+)
+def test_what_a_schedule_cannot_be_combined_with(argv: str, message: str) -> None:
+    with pytest.raises(SnipError) as caught:
+        parse("--snip", *argv.split())
+    assert str(caught.value).startswith(message)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import encodings.cp437  # noqa: F401  zipfile imports it for the first archive, which the watch would take for the parser's
 import io
 import json
 import signal
@@ -22,25 +23,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sensitivity.synthetic import make_table
 
-from snip_megatron.controller_state import ControllerState, Pending
-from snip_megatron.coordinator import replay_schedule
+from snip_megatron.config import GuardSettings
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.experiment import load_experiment
-from snip_megatron.guard import Alarm, Guard, GuardSettings
-from snip_megatron.megatron.prepare_data import _existing
-from snip_megatron.planner.models import load_model
+from snip_megatron.megatron.data.prepare_data import _existing
+from snip_megatron.phases import PlanPhase, PrecisionPlan, Schedule, SchedulePhase
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.replay import find_stored
-from snip_megatron.reporting.readers import read_config, read_events, read_maps, read_metrics, read_scores
-from snip_megatron.reporting.run_data import load_run
-from snip_megatron.reporting.run_directory import RunDirectory
+from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics, read_scores
+from snip_megatron.records.replay import find_stored
+from snip_megatron.records.run_data import load_run
+from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.runtime.coordinator import replay_schedule
+from snip_megatron.runtime.guard import Alarm, Guard
+from snip_megatron.runtime.ledger import Ledger
+from snip_megatron.runtime.sidecar.messages import BrokenFrameError, read_frame, write_frame
+from snip_megatron.runtime.state import ControllerState, Pending
+from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.sidecar.messages import BrokenFrameError, read_frame, write_frame
-from snip_megatron.solver.costs import load_cost_model
 from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
-from snip_megatron.step_report import StepFigures
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.models import load_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 20  # only ends a test that hangs
@@ -185,29 +189,37 @@ REQUEST = SolveRequest(policy="snip", version=1, target=0.75, stage_tolerance=0.
 MAP = PrecisionMap.uniform([row.name for row in TABLE.linears], Format.FP4, version=2, status="optimal")
 
 
+SCHEDULE = Schedule((SchedulePhase(0.0), SchedulePhase(0.9, "fp4=0.7", ("*:fprop",))))
+PLAN = PrecisionPlan((PlanPhase(0, MAP), PlanPhase(9, MAP)), 10, 2, "optimal", 0.5, 0.25, 0.9, 0.9)
+
+
 def state() -> bytes:
-    guard = Guard(GuardSettings())
     return ControllerState(
         precision_map=MAP,
         version=2,
         pending=Pending(7, 9, 2, TABLE),
         grad_norm=0.5,
-        guard=guard.as_dict(),
+        guard=Guard(GuardSettings()).as_dict() | {"losses": [3.0], "bar": 1.0, "good": MAP.to_json()},
         alarm=Alarm(7, "spike", 9.0, 4.0),
-        in_flight=StepFigures(6, 3.0, 0.5),
+        trigger={"since": 3, "looks": 4, "average": [1.0], "reference": [1.0]},
+        in_flight=StepFigures(6, 3.0, 0.5, gradients=(1.0,), answered=True),
+        ledger=Ledger(0, steps=7, shares=3.5, times=6.0, last=20),
+        plan=PLAN,
     ).to_bytes()
 
 
 PARSERS = {
     "problem": Parser(lambda: build_problem(TABLE, REQUEST)[0].to_json().encode(), Problem.from_json),
     "map": Parser(lambda: MAP.to_json().encode(), lambda b: PrecisionMap.from_json(text_of(b), where="map")),
+    "schedule": Parser(lambda: SCHEDULE.to_json().encode(), Schedule.from_json),
+    "plan": Parser(lambda: PLAN.to_json().encode(), PrecisionPlan.from_json),
     "state": Parser(state, ControllerState.from_bytes),
     "statistics": Parser(TABLE.to_bytes, lambda b: StatisticsTable.from_bytes(b, where="statistics")),
     "request": Parser(
         lambda: json.dumps(REQUEST.as_dict()).encode(), lambda b: SolveRequest.from_dict(json_of(b), "request")
     ),
     "timings": Parser(
-        lambda: (REPOSITORY / "snip_megatron/solver/timings/h200.json").read_bytes(),
+        lambda: (REPOSITORY / "snip_megatron/timing/tables/h200.json").read_bytes(),
         lambda path: load_cost_model(path),
         file="timings.json",
     ),
@@ -260,6 +272,54 @@ def test_damaged_data_is_an_error_in_one_line(name: str, tmp_path: Path, data: s
         source.write_bytes(content)
     with watched(tmp_path):
         parser.parse(source)
+
+
+# -- every place of a file in turn ---------------------------------------------------------------------------------
+LONG = "a" * 5000
+
+
+def hostile(body: Any) -> Iterator[Any]:
+    """Copies of ``body`` with one value beyond float64, one long text, one long key, at every place in turn."""
+    for *parents, last in [place for place in places(body) if place]:
+        for change in ("number", "text", "key"):
+            copied = copy.deepcopy(body)
+            owner = copied
+            for key in parents:
+                owner = owner[key]
+            if change != "key":
+                owner[last] = 10**400 if change == "number" else LONG
+            elif isinstance(owner, dict):
+                owner[LONG] = owner.pop(last)
+            yield copied
+
+
+@pytest.mark.parametrize("name", [name for name in PARSERS if name != "statistics"])
+def test_at_every_place_a_hostile_value_is_read_or_refused_in_a_short_line(name: str, tmp_path: Path) -> None:
+    parser = PARSERS[name]
+    for body in hostile(few_rows(json.loads(parser.valid()))):
+        source: Any = json.dumps(body).encode()
+        if parser.file is not None:
+            source = tmp_path / parser.file
+            source.write_bytes(json.dumps(body).encode())
+        message = refusal(parser, source)
+        assert LONG[:81] not in message
+        assert "0" * 81 not in message
+
+
+def refusal(parser: Parser, source: Any) -> str:
+    """The error line; empty where ``source`` is read."""
+    try:
+        parser.parse(source)
+    except SnipError as error:
+        return str(error)
+    return ""
+
+
+def few_rows(body: Any) -> Any:
+    """The same with at most two elements in each array: rows of one kind are read alike."""
+    if isinstance(body, list):
+        return [few_rows(value) for value in body[:2]]
+    return {key: few_rows(value) for key, value in body.items()} if isinstance(body, dict) else body
 
 
 # -- run directories ---------------------------------------------------------------------------------------------
@@ -322,6 +382,16 @@ def test_a_damaged_run_directory_is_read_or_refused(name: str, tmp_path: Path, d
         read_everything(run)
 
 
+@pytest.mark.parametrize("name", [name for name in RUN_FILES if "json" in name])
+def test_at_every_place_of_a_run_directory_a_hostile_value_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run")
+    lines = (run / name).read_text().splitlines() if name.endswith(".jsonl") else [(run / name).read_text()]
+    for place, line in enumerate(lines[:6]):
+        for body in hostile(json.loads(line)):
+            (run / name).write_text("\n".join([*lines[:place], json.dumps(body), *lines[place + 1 :]]))
+            read_everything(run)
+
+
 # -- messages ----------------------------------------------------------------------------------------------------
 @EXAMPLES
 @given(data=st.data())
@@ -354,6 +424,6 @@ def test_paths_in_a_problem_are_names_and_nothing_more(tmp_path: Path) -> None:
 
 
 def test_the_damaged_state_has_every_field() -> None:
-    """So that none is left out of what is damaged (measured scores and the trigger have tests of their own)."""
+    """So that none is left out of what is damaged (measured scores have tests of their own)."""
     body = json.loads(state())
-    assert {name for name, value in body.items() if value is None} <= {"measured", "trigger"}
+    assert {name for name, value in body.items() if value is None} <= {"measured"}

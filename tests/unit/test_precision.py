@@ -194,12 +194,12 @@ def test_json_round_trip(precision_map: PrecisionMap) -> None:
         ({"version": 2**31}, "version: must be an integer"),
         ({"version": 1.0}, "version: must be an integer"),
         ({"version": True}, "version: must be an integer"),
-        ({"objective": "1"}, "objective: must be a number"),
+        ({"objective": "1"}, "objective: must be a finite number"),
         ({"bound": float("nan")}, "bound: must be a finite number"),
         ({"achieved": float("inf")}, "achieved: must be a finite number"),
         ({"target": 10**400}, "target: must be a finite number"),
         ({"achieved_per_stage": [1]}, "achieved_per_stage: must be an object"),
-        ({"achieved_per_stage": {"0": None}}, "achieved_per_stage['0']: must be a number"),
+        ({"achieved_per_stage": {"0": None}}, "achieved_per_stage['0']: must be a finite number"),
     ],
 )
 def test_bad_maps_are_named(changes: dict[str, Any], words: str) -> None:

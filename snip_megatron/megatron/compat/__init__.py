@@ -1,9 +1,19 @@
-"""The only place that touches private or versioned names of Megatron; they are checked when this is imported."""
+"""The only modules that use names of Megatron that are private or differ between versions.
+
+These names are checked when the modules are imported.
+"""
 
 from snip_megatron.megatron.compat.batches import PeekedBatches, peek
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.defaults import check, set_defaults
+from snip_megatron.megatron.compat.graphs import (
+    FIRST_WITH_GRAPHS,
+    graph_implementation,
+    graphs_bypassed,
+    schedule_without_graph,
+)
 from snip_megatron.megatron.compat.groups import ProcessGroups, process_groups
+from snip_megatron.megatron.compat.learning_rate import learning_rate
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
     hooks_in_source,
@@ -13,41 +23,42 @@ from snip_megatron.megatron.compat.loop import (
     wrap_train_step,
 )
 from snip_megatron.megatron.compat.optimizer_state import (
-    OptimizerShard,
-    adamw_state,
     held_state,
     inner_optimizers,
-    optimizer_shards,
 )
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
+from snip_megatron.megatron.compat.recapture import Graphs, graphs_of
 from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated, routing_repeats
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, SUPPORTED, check_signature, check_version
 
 __all__ = [
+    "FIRST_WITH_GRAPHS",
     "MEGATRON_VERSION",
     "NEEDS_PACKAGE",
     "PACKAGE",
     "SUPPORTED",
     "SUPPORTED_OPTIMIZERS",
-    "OptimizerShard",
+    "Graphs",
     "PeekedBatches",
     "ProcessGroups",
     "RandomState",
     "RepeatedRouting",
     "TrainStep",
-    "adamw_state",
     "apply",
     "check",
     "check_signature",
     "check_version",
     "checkpoint_holds",
+    "graph_implementation",
+    "graphs_bypassed",
+    "graphs_of",
     "has_package",
     "held_state",
     "hooks_in_source",
     "inner_optimizers",
-    "optimizer_shards",
+    "learning_rate",
     "peek",
     "process_groups",
     "quiet_schedule",
@@ -56,6 +67,7 @@ __all__ = [
     "routers_kept",
     "routing_repeated",
     "routing_repeats",
+    "schedule_without_graph",
     "set_defaults",
     "set_rng_state",
     "update_of",

@@ -1,4 +1,4 @@
-"""Looking at the next microbatches of training without taking them."""
+"""Reads the next microbatches of training without consuming them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if list(inspect.signature(RerunDataIterator.__init__).parameters) != ["self", "i
 
 
 class PeekableIterator:
-    """An iterator whose next items can be looked at: :meth:`peek` does not consume, ``next`` then gives the same."""
+    """An iterator with :meth:`peek`, which returns the next items without consuming them."""
 
     def __init__(self, items: Any) -> None:
         self._items = items
@@ -29,13 +29,13 @@ class PeekableIterator:
         return self._ahead.popleft() if self._ahead else next(self._items)
 
     def __getattr__(self, name: str) -> Any:
-        # Megatron asks an external data loader for save_state(); by then a step has consumed what was peeked at.
+        # Megatron calls save_state() of an external data loader. By then the step has consumed all peeked items.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._items, name)
 
     def peek(self, count: int) -> list[Any]:
-        """The next ``count`` items; fewer at the end of the data."""
+        """Return the next ``count`` items, or fewer at the end of the data."""
         while len(self._ahead) < count:
             try:
                 self._ahead.append(next(self._items))
@@ -45,27 +45,27 @@ class PeekableIterator:
 
 
 class PeekedBatches:
-    """Microbatches that training has yet to take; :meth:`iterator` can be called for each pass over them."""
+    """Peeked microbatches. :meth:`iterator` gives a new iterator over them for each pass."""
 
     def __init__(self, batches: Sequence[list[Any] | None], *, is_list: bool) -> None:
         self._batches = batches
         self._is_list = is_list
 
     def iterator(self, order: Sequence[int] | None = None) -> Any:
-        """What a schedule takes as ``data_iterator``: an iterator, a list of them (one a model chunk), or None.
+        """Return the ``data_iterator`` for a schedule: an iterator, a list of one per model chunk, or None.
 
         Args:
-            order: numbers of the microbatches to hand out; by default each once.
+            order: Indices of the microbatches to return. By default each is returned once.
 
         Raises:
-            SnipError: ``order`` asks for a microbatch that the data does not hold.
+            SnipError: If ``order`` holds an index beyond the end of the data.
         """
         iterators = [None if batches is None else _copies(batches, order) for batches in self._batches]
         return iterators if self._is_list else iterators[0]
 
 
 def _copies(batches: list[Any], order: Sequence[int] | None) -> Iterator[Any]:
-    """Shallow copies: a forward step may replace entries of the dictionary it is handed."""
+    """Iterate over shallow copies, because a forward step may replace entries of its dictionary."""
     order = range(len(batches)) if order is None else order
     if order and max(order) >= len(batches):
         raise SnipError(f"a probe needs {max(order) + 1} microbatches, and the data holds {len(batches)} more")
@@ -73,11 +73,17 @@ def _copies(batches: list[Any], order: Sequence[int] | None) -> Iterator[Any]:
 
 
 def peek(data_iterator: Any, count: int) -> PeekedBatches:
-    """The next ``count`` microbatches of ``train_step``'s ``data_iterator``, which training is handed later, unchanged.
+    """Return the next ``count`` microbatches of ``train_step``'s ``data_iterator`` without consuming them.
 
-    ``data_iterator`` is a RerunDataIterator, a list of them (virtual pipeline), or None (a rank that reads no data).
-    Its source is made peekable in place; the rerun machine's own record of a step is unaffected. Raises SnipError on
-    other iterators.
+    The source of the iterator is made peekable in place. The record that Megatron's rerun machine keeps of a step is
+    not affected.
+
+    Args:
+        data_iterator: A RerunDataIterator, a list of them (virtual pipeline), or None on a rank that reads no data.
+        count: Number of microbatches.
+
+    Raises:
+        SnipError: If the iterator is of another type.
     """
     is_list = isinstance(data_iterator, list)
     return PeekedBatches(
@@ -90,7 +96,7 @@ def _peek_one(iterator: Any, count: int) -> list[Any] | None:
         return None
     if not isinstance(iterator, RerunDataIterator):
         raise SnipError(f"the data iterator is a {type(iterator).__name__}, not Megatron's RerunDataIterator")
-    if iterator.replaying:  # a step that the rerun machine repeats after a restart
+    if iterator.replaying:  # the rerun machine repeats this step after a restart
         return list(iterator.saved_microbatches[iterator.replay_pos :][:count])
     if not isinstance(iterator.iterable, PeekableIterator):
         iterator.iterable = PeekableIterator(iterator.iterable)

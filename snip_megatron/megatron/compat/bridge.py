@@ -1,4 +1,4 @@
-"""What SNIP takes of Megatron Bridge 0.6 beyond its public interface. Imported by ``snip_megatron.bridge`` alone."""
+"""Names of Megatron Bridge 0.6 outside its public interface. Only ``snip_megatron.bridge`` imports this module."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _STEP_PARAMETERS = (
 
 
 def check_interface() -> None:
-    """Raises SnipError unless Bridge's loop is the one that is known (0.6)."""
+    """Raise SnipError unless Bridge's training loop is that of version 0.6."""
     check_signature(train.train_step, _STEP_PARAMETERS, "megatron.bridge's train_step")
     if "train_step" not in train.train.__code__.co_names:
         raise SnipError("megatron.bridge's train() no longer looks train_step up by its global name: use 0.6")
 
 
 def wrap_train_step(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replace Bridge's ``train_step`` by ``wrapper(train_step)``; returns what undoes it.
+    """Replace Bridge's ``train_step`` by ``wrapper(train_step)``. Returns a function that restores it.
 
-    Bridge calls it with the parameters above, and others after them. It returns a tuple: dict of losses (last pipeline
-    stage only), whether the step was skipped, ..., gradient norm at index 5.
+    Bridge passes the parameters above, followed by others. The result is a tuple with the dict of losses at index 0
+    (filled on the last pipeline stage), whether the step was skipped at index 1, and the gradient norm at index 5.
     """
     check_interface()
     genuine = train.train_step
@@ -51,7 +51,7 @@ def wrap_train_step(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 
 def apply(startup: Startup) -> list[str]:
-    """The compat sets that Bridge's start needs as well as Megatron's. Returns one line each, to be shown."""
+    """Apply the compat sets to Bridge's own start code. Returns one line per set, to be printed."""
     lines = []
     if startup.allows("dataset-helpers") and patches.dataset_helpers_are_prebuilt():
         initialize.compile_helpers = _nothing

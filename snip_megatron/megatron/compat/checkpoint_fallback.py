@@ -1,19 +1,17 @@
-"""``checkpoint-fallback``: a job killed while it saved goes on from the newest complete checkpoint.
+"""``checkpoint-fallback``: resumes a job that was killed while saving from the newest complete checkpoint.
 
-Megatron writes a checkpoint's parts, then ``metadata.json``, then truncates and rewrites the tracker file. A kill in
-between leaves an empty tracker, at which Megatron exits with code 0 and trains nothing; a host that dies leaves files
-shorter than they were. Here the tracker's checkpoint is looked at before it is loaded, and where it is not whole the
-newest whole one before it is taken.
+Megatron writes the parts of a checkpoint, then ``metadata.json``, then truncates and rewrites the tracker file. A kill
+in between can leave an empty tracker, at which Megatron exits with code 0 without training. A host failure can leave
+truncated files. This set checks the checkpoint that the tracker names before it is loaded. If it is incomplete, the
+newest complete checkpoint before it is loaded instead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import megatron.training.checkpointing as checkpointing
 import torch
@@ -21,34 +19,40 @@ import torch.distributed as dist
 from megatron.training import get_args
 
 from snip_megatron.errors import SnipError
+from snip_megatron.megatron import inert_pickle
 from snip_megatron.megatron.compat.versions import check_signature
 
 check_signature(checkpointing.read_metadata, ("tracker_filename",), "read_metadata")
 if "read_metadata" not in checkpointing._load_base_checkpoint.__code__.co_names:
     raise SnipError("Megatron's loader no longer looks read_metadata up: incomplete checkpoints cannot be passed over")
 
-_RELEASE, _NONE, _SILENT = -1, -2, -3  # what a rank says instead of an iteration
+_RELEASE, _NONE, _SILENT = -1, -2, -3  # a rank's contribution to the agreement when it is no iteration
 _ITERATION = re.compile(r"iter_(\d{7,18})\Z")
 _chosen: dict[Path, int] = {}
 _genuine = checkpointing.read_metadata
 
 
 def install() -> str:
-    """Replace Megatron's reader of the tracker file. Returns what it did, for the list at start."""
+    """Replace Megatron's reader of the tracker file. Returns a description for the list printed at start."""
     checkpointing.read_metadata = read_tracker
     return "a checkpoint that was not written to its end is passed over for the newest one that was"
 
 
 def chosen_iteration(folder: str | None) -> int | None:
-    """The iteration taken instead of the tracker's in this process; None where the tracker's is used."""
+    """Return the iteration that this process loads instead of the one that the tracker names.
+
+    Returns None if the tracker's iteration is loaded.
+    """
     return None if folder is None else _chosen.get(Path(folder).absolute())
 
 
 def read_tracker(tracker_filename: str) -> tuple[int, bool]:
-    """(iteration to load, whether it is a release), the same on all ranks. Collective where ranks communicate.
+    """Return (iteration to load, whether it is a release), equal on all ranks.
+
+    Collective over all ranks if torch.distributed is initialised.
 
     Raises:
-        SnipError: neither the checkpoint that the tracker names nor one before it is complete.
+        SnipError: If neither the checkpoint that the tracker names nor an earlier one is complete.
     """
     tracker = Path(tracker_filename).absolute()
     _chosen.pop(tracker.parent, None)  # of an earlier start in this process
@@ -70,7 +74,7 @@ def read_tracker(tracker_filename: str) -> tuple[int, bool]:
     if choice != _named(tracker):
         _chosen[tracker.parent] = choice
         if together:
-            dist.barrier()  # nobody may still be reading the tracker
+            dist.barrier()  # other ranks may still be reading the tracker
             if decides:
                 _repair(tracker, choice)
     return choice, False
@@ -96,7 +100,7 @@ def _choose(tracker: Path) -> int:
 
 
 def _named(tracker: Path) -> int | None:
-    """What the tracker says: an iteration, _RELEASE, or None where it says neither."""
+    """Return the iteration in the tracker file, _RELEASE, or None if it holds neither."""
     try:
         text = tracker.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -111,30 +115,33 @@ def _iterations(folder: Path) -> list[int]:
 
 
 def _repair(tracker: Path, iteration: int) -> None:
-    """The tracker of the folder that this job saves to: Megatron reads it again (``--save-retain-interval``)."""
+    """Rewrite the tracker if this job saves into its folder: Megatron reads it again (``--save-retain-interval``)."""
     save = getattr(get_args(), "save", None)
     if save and Path(save).absolute() == tracker.parent:
         partial = tracker.with_name(tracker.name + ".part")
-        with contextlib.suppress(OSError):  # saving will say it
+        with contextlib.suppress(OSError):  # the next save reports the same error
             partial.write_text(str(iteration), encoding="ascii")
             os.replace(partial, tracker)
 
 
-# -- is it whole? ----------------------------------------------------------------------------------------------
+# -- whether a checkpoint is complete --------------------------------------------------------------------------
 def what_is_missing(folder: Path, iteration: int) -> str | None:
-    """Why a distributed checkpoint cannot be loaded; None where it can, or where it is of another format."""
+    """Return why a distributed checkpoint cannot be loaded.
+
+    Returns None if it is complete, or if it has another format, which is not checked.
+    """
     path = Path(checkpointing.get_checkpoint_name(str(folder), iteration, return_base_dir=True))
     if not path.is_dir():
         return "its folder is missing"
     names = {entry.name for entry in path.iterdir()}
     if names and ".metadata" not in names and not any(name.endswith(".distcp") for name in names):
-        return None  # of another format, about which nothing is known here
-    for name in ("metadata.json", ".metadata"):  # the first is written last
+        return None  # another format
+    for name in ("metadata.json", ".metadata"):  # metadata.json is written last
         if name not in names:
             return f"{name} is missing"
     try:
         extents = _extents(path / ".metadata")
-    except Exception as error:  # whatever reading a broken pickle raises
+    except Exception as error:  # a broken pickle can raise anything
         return f".metadata cannot be read: {type(error).__name__}"
     for name, end in extents.items():
         size = (path / name).stat().st_size if name in names else -1
@@ -143,31 +150,13 @@ def what_is_missing(folder: Path, iteration: int) -> str | None:
     return None
 
 
-class _Inert:
-    """Stands for every class and function that a pickle names: it keeps the state it is given and does nothing."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-
-
-class _InertUnpickler(pickle.Unpickler):
-    """Reads a pickle's plain values without importing or calling anything that it names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _Inert
-
-
 def _extents(metadata: Path) -> dict[str, int]:
-    """File name → bytes it must have, by torch's checkpoint metadata; empty where it says nothing of files."""
+    """Return the size in bytes that each file must have at least according to torch's checkpoint metadata.
+
+    Returns an empty dictionary if the metadata names no files.
+    """
     with metadata.open("rb") as file:
-        body = _InertUnpickler(file).load()
+        body = inert_pickle.load(file)
     stored = getattr(body, "storage_data", None)
     extents: dict[str, int] = {}
     for place in stored.values() if isinstance(stored, dict) else ():

@@ -1,4 +1,4 @@
-"""What a distributed checkpoint holds, asked before it is loaded."""
+"""Looks up what a distributed checkpoint holds before it is loaded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ check_signature(checkpointing.get_checkpoint_name, ("checkpoints_path", "iterati
 
 
 def checkpoint_holds(args: argparse.Namespace, key: str) -> bool:
-    """Whether the checkpoint that Megatron's arguments name for loading has an object ``key``.
+    """Whether the checkpoint that Megatron will load holds an object ``key``.
 
-    Without a distributed checkpoint there (a run that starts fresh, an old format) the answer is no.
+    Returns False if there is no distributed checkpoint: at the start of a run, or with an older format.
     """
     directory = _checkpoint_directory(args)
     if directory is None:
@@ -31,7 +31,7 @@ def checkpoint_holds(args: argparse.Namespace, key: str) -> bool:
 
 
 def _checkpoint_directory(args: argparse.Namespace) -> Path | None:
-    """The folder of the checkpoint's iteration, without the collective that Megatron's own lookup does."""
+    """Return the folder of the iteration to load. Megatron's own lookup is a collective, this one is not."""
     iteration, release = args.ckpt_step or chosen_iteration(args.load), False
     if iteration is None:
         try:

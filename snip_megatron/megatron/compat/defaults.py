@@ -1,6 +1,6 @@
-"""Argument defaults that follow from the machine: what the CPU cannot do, fusions whose extension is missing.
+"""Argument defaults for this machine: without a GPU, and without the extensions that Megatron's fusions need.
 
-They are the parser's *defaults*: a value that the user gives wins, and is refused where it cannot work.
+Only the defaults of the parser change. A value that the user gives is kept, and refused if it cannot work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from snip_megatron.megatron.startup import Startup
 
 @dataclass(frozen=True)
 class Default:
-    """``flag`` sets ``dest`` to ``value``. ``required``: any other value cannot work."""
+    """A default: ``flag`` sets ``dest`` to ``value``. No other value works if ``required`` is set."""
 
     flag: str
     dest: str
@@ -24,7 +24,7 @@ class Default:
     required: bool = False
 
 
-#: What the CPU needs. Kernels that exist only in CUDA, nccl, and the device that initialises weights.
+#: Defaults without a GPU: no CUDA kernels, no nccl, and weights initialised on the CPU.
 CPU = (
     Default("--distributed-backend gloo", "distributed_backend", "gloo", required=True),
     Default("--transformer-impl local", "transformer_impl", "local", required=True),
@@ -36,7 +36,7 @@ CPU = (
     Default("--disable-jit-fuser", "disable_jit_fuser", True),
 )
 
-#: Fusions and the extension module that each takes.
+#: (extension module, the default that switches off the fusion which needs it).
 EXTENSIONS = (
     ("fused_weight_gradient_mlp_cuda", CPU[3]),
     ("scaled_upper_triang_masked_softmax_cuda", CPU[4]),
@@ -54,7 +54,7 @@ def _wanted(startup: Startup) -> list[tuple[str, Default]]:
 
 
 def set_defaults(parser: argparse.ArgumentParser, startup: Startup) -> list[str]:
-    """Change the defaults of ``parser``; returns one line a compat set: its name and the flags it stands for."""
+    """Change the defaults of ``parser``. Returns one line per compat set with its name and its flags."""
     flags: dict[str, list[str]] = {}
     for name, default in _wanted(startup):
         parser.set_defaults(**{default.dest: default.value})
@@ -63,7 +63,7 @@ def set_defaults(parser: argparse.ArgumentParser, startup: Startup) -> list[str]
 
 
 def check(args: argparse.Namespace, startup: Startup) -> None:
-    """Raise SnipError if ``args`` asks for something that this machine cannot do."""
+    """Raise SnipError if ``args`` requires a GPU or an extension that this machine lacks."""
     for default in CPU if startup.on_cpu else ():
         value = getattr(args, default.dest)
         if default.required and value != default.value:

@@ -1,12 +1,12 @@
-"""``distributed-optimizer-resume``: Megatron's distributed optimizer over ``torch.optim.AdamW``.
+"""``distributed-optimizer-resume``: saves and restores the step count of ``torch.optim.AdamW`` when it is sharded.
 
-With Apex or Transformer Engine the step count lives in the parameter groups; torch keeps it beside the moments of each
-parameter, which Megatron's (de)serialisation handles only in part (seen in 0.19):
+Apex and Transformer Engine keep the step count in the parameter groups. torch keeps it beside the moments of each
+parameter, which the serialisation of Megatron's distributed optimizer handles only in part (seen in 0.19):
 
-- ``state_dict`` of an optimizer that has not stepped (what loading begins with) asserts on the missing step;
-- parameter state of ``dp_reshardable`` holds the step as a tensor and loading copies an old one over it: the run
-  silently continues with a bias correction of step 0. ``fully_reshardable`` holds none: KeyError;
-- one step *tensor* is shared by all parameters, so that each of them would advance it;
+- ``state_dict`` asserts on the missing step of an optimizer that has not stepped. Loading begins with this call.
+- Under ``dp_reshardable`` the parameter state holds the step as a tensor, and loading overwrites it with an old value:
+  the run silently continues with the bias correction of step 0. Under ``fully_reshardable`` it is missing: KeyError.
+- All parameters share one step tensor, which each of them would then advance.
 - FP32 shards are views of parameters that require gradients, and are copied into with gradients enabled.
 """
 
@@ -33,12 +33,12 @@ _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
 def uses_torch_adamw() -> bool:
-    """Whether Megatron found neither Apex nor Transformer Engine and falls back to torch's AdamW."""
+    """Whether Megatron uses torch's AdamW, because neither Apex nor Transformer Engine is installed."""
     return bool(megatron_optimizer.USING_PYTORCH_OPTIMIZER)
 
 
 def install() -> str:
-    """Patch the class. Returns what it did, for the list at start."""
+    """Patch Megatron's DistributedOptimizer. Returns a description for the list printed at start."""
     DistributedOptimizer.state_dict = _complete_state_dict
     DistributedOptimizer.load_state_dict = _load_with_steps
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_without_step
@@ -58,7 +58,7 @@ def _step(count: float) -> torch.Tensor:
 
 
 def _complete_state_dict(self: Any) -> Any:
-    """As upstream, after giving parameters that have not stepped the state that torch would give them."""
+    """Create the state that torch would create for parameters that have not stepped, then call the original."""
     if _is_adamw(self):
         for _, parameter in _parameters(self.optimizer):
             if not self.optimizer.state.get(parameter):
@@ -80,5 +80,5 @@ def _load_with_steps(self: Any, state_dict: Any) -> Any:
 
 
 def _set_without_step(self: Any, model_param: Any, tensors: Any) -> Any:
-    # None is what upstream skips; the step is restored from the parameter groups.
+    # Megatron skips entries that are None. _load_with_steps restores the step from the parameter groups.
     return _set_states(self, model_param, {**tensors, "step": None} if _is_adamw(self) else tensors)

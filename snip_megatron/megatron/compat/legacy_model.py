@@ -1,9 +1,8 @@
-"""The model of Megatron 0.17 and 0.18, which ask a function for each model chunk and know no hooks."""
+"""The GPT model for Megatron 0.17 and 0.18, which call a function for each model chunk and have no hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -12,28 +11,22 @@ from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 
-from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.model_chunks import HookedChunks
 
 
 @dataclass
-class LegacyModelConfig:
-    """What of a newer Megatron's model configuration can be set here; ``provide`` is the model provider made of it.
+class LegacyModelConfig(HookedChunks):
+    """The part of Megatron 0.19's model configuration that SNIP sets. ``provide`` is the model provider.
 
     Attributes:
-        transformer_layer_spec: a spec, or a function of this object that returns one.
-        pre_wrap_hooks: run once, with all chunks of this rank, when the last one is built. They may only change chunks
-            in place.
-        transformer: the transformer's configuration, of every chunk.
+        transformer: Configuration of the transformer, shared by all chunks.
     """
 
     transformer: Any
-    transformer_layer_spec: Any = None
-    pre_wrap_hooks: list[Callable[[list[Any]], list[Any]]] = field(default_factory=list)
-    _chunks: list[Any] = field(default_factory=list)
 
     @classmethod
     def from_args(cls, args: Any) -> LegacyModelConfig:
-        """With ``--spec`` as layer spec, if it was given."""
+        """Build the configuration from Megatron's arguments, with ``--spec`` as layer spec if it was given."""
         spec = None if args.spec is None else import_module(args.spec)
         return cls(transformer=core_transformer_config_from_args(args), transformer_layer_spec=spec)
 
@@ -45,16 +38,9 @@ class LegacyModelConfig:
         config: Any = None,
         pg_collection: Any = None,
     ) -> GPTModel:
-        """One model chunk. Raises SnipError if a hook replaces chunks."""
+        """Build one model chunk. Raises SnipError if a hook replaces chunks."""
         args = get_args()
-        chunk = self._build(args, pre_process, post_process, vp_stage, pg_collection)
-        self._chunks.append(chunk)
-        if len(self._chunks) == (args.virtual_pipeline_model_parallel_size or 1):
-            chunks, self._chunks = self._chunks, []
-            for hook in self.pre_wrap_hooks:
-                if any(a is not b for a, b in zip(hook(chunks), chunks, strict=True)):
-                    raise SnipError("a pre-wrap hook replaced a model chunk, which needs megatron-core >= 0.19")
-        return chunk
+        return self.built(self._build(args, pre_process, post_process, vp_stage, pg_collection))
 
     def _build(self, args: Any, pre_process: bool, post_process: bool, vp_stage: int | None, groups: Any) -> GPTModel:
         config, use_te = self.transformer, args.transformer_impl == "transformer_engine"

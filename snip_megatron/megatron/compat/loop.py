@@ -1,4 +1,4 @@
-"""The training loop: wrapping its step, and quiet conditions for passes that are not training."""
+"""Wraps functions of Megatron's training loop, and switches off what must not run during a probe."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ TrainStep = Callable[..., Any]
 
 
 def hooks_in_source() -> bool:
-    """Whether this Megatron has SNIP's hooks in its source (``patches/``), so that its loop needs no run-time patch."""
+    """Whether this Megatron's source has SNIP's hooks (``patches/``), so that no patch at run time is needed."""
     return isinstance(getattr(training, "SNIP_HOOKS", None), dict)
 
 
 def _replace(name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """``wrapper(training.<name>)`` in its place: in the source's table of hooks, else the module's global."""
+    """Replace ``training.<name>`` by ``wrapper(training.<name>)``. Returns a function that restores it.
+
+    The wrapper goes into the table of hooks if Megatron's source has one, else into the module's global.
+    """
     original = getattr(training, name)
     if hooks_in_source():
         hooks: dict[str, Callable[..., Any]] = training.SNIP_HOOKS
@@ -60,12 +63,12 @@ def _replace(name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., An
 
 
 def wrap_train_step(wrapper: Callable[[TrainStep], TrainStep]) -> Callable[[], None]:
-    """Replace Megatron's ``train_step`` by ``wrapper(train_step)``; returns what undoes it.
+    """Replace Megatron's ``train_step`` by ``wrapper(train_step)``. Returns a function that restores it.
 
-    Megatron calls it with ``forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
-    forward_backward_func`` by position and the rest (``iteration``, 0-based, and version-dependent ones) by name: pass
-    both on. It returns a tuple: dict of losses (last pipeline stage only), whether the step was skipped, ...,
-    gradient norm at index 5.
+    Megatron passes ``forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
+    forward_backward_func`` by position, and ``iteration`` (0-based) and arguments that differ between versions by name.
+    The wrapped function must pass both on. It returns a tuple with the dict of losses at index 0 (filled on the last
+    pipeline stage), whether the step was skipped at index 1, and the gradient norm at index 5.
     """
     return _replace("train_step", wrapper)
 
@@ -79,24 +82,26 @@ if "evaluate" not in training.evaluate_and_print_results.__code__.co_names:
 
 
 def wrap_evaluate(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replace Megatron's ``evaluate`` by ``wrapper(evaluate)``; returns what undoes it.
+    """Replace Megatron's ``evaluate`` by ``wrapper(evaluate)``. Returns a function that restores it.
 
-    Megatron calls it with ``forward_step_func, data_iterator, model, ...`` by position and ``eval_iters`` by name. It
-    returns (dict of losses, filled on the last pipeline stage; other data; whether the time limit was hit).
+    Megatron passes ``forward_step_func, data_iterator, model, ...`` by position and ``eval_iters`` by name. The result
+    is a tuple of the dict of losses (filled on the last pipeline stage), other data, and whether the time limit was
+    reached.
     """
     return _replace("evaluate", wrapper)
 
 
-# -- quiet conditions ------------------------------------------------------------------------------------------
+# -- passes that are no training -------------------------------------------------------------------------------
 @contextlib.contextmanager
 def rerun_disabled() -> Iterator[None]:
-    """Megatron's rerun machine off: results outside ``train_step`` must not be recorded (it asserts).
+    """Switch Megatron's rerun state machine off inside this context.
 
-    Nor judged: switched off it still ends the job at a NaN, and that of a probe only drops an update (rule 5).
+    The machine asserts if it records a result outside of ``train_step``. Its ``validate_result`` is replaced as well:
+    even in disabled mode it ends the job at a NaN, whereas a NaN in a probe must only drop the update.
     """
     machine = get_rerun_state_machine()
     mode, validate = machine.mode, machine.validate_result
-    # Not set_mode(): it logs a warning each time.
+    # set_mode() would log a warning each time.
     machine.mode = RerunMode.DISABLED
     machine.validate_result = _nothing
     try:
@@ -108,12 +113,12 @@ def rerun_disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_schedule(model_config: Any) -> Iterator[None]:
-    """A schedule run under this neither reduces gradients, nor gathers parameters, nor times itself."""
+    """Let Megatron's schedule run without gradient reduction, parameter gathering and timers inside this context."""
     quiet: dict[str, Any] = {
         "no_sync_func": contextlib.nullcontext,
         "grad_sync_func": None,
         "param_sync_func": None,
-        # Not None: Megatron calls it where it is set and falls back to its own elsewhere.
+        # With None, Megatron would call its own finalize_model_grads.
         "finalize_model_grads_func": _nothing,
         "timers": None,
     }

@@ -1,14 +1,15 @@
-"""How this version of Megatron is started: arguments, model, ``pretrain``.
+"""Starts the installed version of Megatron: parses arguments, configures the model and calls ``pretrain``.
 
-0.19 takes a configuration container with the model's configuration and its hooks; 0.18 the container and a function
-that builds a model chunk; 0.17 that function, and it parses the command line itself.
+Version 0.19 takes a configuration container that holds the model's configuration and its hooks. Version 0.18 takes the
+container and a function that builds a model chunk. Version 0.17 takes that function and parses the command line itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import megatron.training.arguments as arguments
@@ -22,31 +23,56 @@ from snip_megatron.megatron.compat.versions import MEGATRON_VERSION
 ArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
-def parse_arguments(provide_arguments: ArgumentsProvider) -> argparse.Namespace:
-    """Megatron's validated arguments from ``sys.argv``. Raises SnipError with its message where it has one."""
+def current_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments that Megatron trains with, once training has begun.
+
+    Megatron 0.17 parses the command line a second time, and completes its own result (``padded_vocab_size``) alone.
+    """
+    if MEGATRON_VERSION >= (0, 18):
+        return args
+    found: argparse.Namespace = global_vars.get_args()
+    return found
+
+
+def parse_arguments(
+    provide_arguments: ArgumentsProvider, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> argparse.Namespace:
+    """Parse and validate Megatron's arguments from ``sys.argv``. Raises SnipError with Megatron's message.
+
+    Args:
+        provide_arguments: Adds arguments to Megatron's parser.
+        defaults: Defaults of a script in place of Megatron's, by name.
+    """
     try:
         if MEGATRON_VERSION >= (0, 18):
-            args: argparse.Namespace = arguments.parse_and_validate_args(provide_arguments)
+            args: argparse.Namespace = arguments.parse_and_validate_args(
+                provide_arguments, args_defaults=dict(defaults)
+            )
         else:
             args = arguments.parse_args(provide_arguments)
             if args.use_checkpoint_args:
                 from megatron.training.checkpointing import load_args_from_checkpoint
 
                 load_args_from_checkpoint(args)
-            arguments.validate_args(args)
+            arguments.validate_args(args, dict(defaults))
     except (AssertionError, ValueError) as error:
         if not str(error):
             raise
         raise SnipError(f"Megatron refuses the arguments: {error}") from error
+    except ImportError as error:  # a tokenizer's or a logger's package; the rank that needs it finds it missing
+        raise SnipError(
+            f"Megatron cannot import what the arguments ask for: {error}; snip doctor lists the packages,"
+            " pip install 'snip_megatron[all]' brings them"
+        ) from error
     return args
 
 
 def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
-    """The GPT model's configuration, to be changed and given to :func:`pretrain`.
+    """Return the configuration of the GPT model. The caller may change it and passes it to :func:`pretrain`.
 
-    On every version it has ``pre_wrap_hooks`` (functions from the list of this rank's model chunks to the list to
-    be used, before the move to the GPU, 16-bit weights and DDP) and ``transformer_layer_spec`` (None, a spec, or a
-    function of this configuration that returns one).
+    On every version it has ``pre_wrap_hooks`` and ``transformer_layer_spec``. A hook takes the list of this rank's
+    model chunks and returns the list to use, before the chunks are moved to the GPU, cast to 16 bits and wrapped by
+    DDP. The layer spec is None, a spec, or a function of this configuration that returns one.
     """
     if MEGATRON_VERSION >= (0, 19):
         from megatron.training.argument_utils import gpt_config_from_args
@@ -57,16 +83,16 @@ def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
 
         model = LegacyModelConfig.from_args(args)
     if on_cpu:
-        # Schedules free an output as soon as its send is queued, which is safe on a CUDA stream. gloo sends from the
-        # memory itself: under an interleaved pipeline the next stage read what came after.
+        # Schedules free an output as soon as its send is queued, which is safe on a CUDA stream. gloo reads the memory
+        # later: under an interleaved pipeline the next stage received what was written there in the meantime.
         model.transformer.deallocate_pipeline_outputs = False
     return model
 
 
 def _start(args: argparse.Namespace, **parameters: Any) -> None:
-    """Megatron's ``pretrain``, which an in-process restart calls again after it has destroyed the global state.
+    """Call Megatron's ``pretrain``. An in-process restart calls this again after destroying the global state.
 
-    From 0.18 on it takes the global arguments as given, and so never restarts without them.
+    Since 0.18 ``pretrain`` expects the global arguments to be set, so a restart must set them first.
     """
     if MEGATRON_VERSION >= (0, 18) and global_vars._GLOBAL_ARGS is None:
         global_vars.set_global_variables(args)
@@ -81,9 +107,14 @@ def pretrain(
     provide_datasets: Callable[..., Any],
     forward_step: Callable[..., Any],
 ) -> None:
-    """Run Megatron's training loop on ``model``, a :func:`model_config`.
+    """Run Megatron's training loop.
 
-    ``provide_arguments`` must be what ``args`` were parsed with: 0.17 parses again.
+    Args:
+        args: Megatron's validated arguments.
+        model: Result of :func:`model_config`.
+        provide_arguments: The function that ``args`` were parsed with; 0.17 parses the command line again.
+        provide_datasets: Builds the train, validation and test data sets.
+        forward_step: Runs one microbatch through a model chunk.
     """
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(functools.partial(_start, args))
     parameters: dict[str, Any] = {

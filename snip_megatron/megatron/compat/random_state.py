@@ -1,4 +1,4 @@
-"""All random states that a forward and backward pass can advance."""
+"""Saves and restores all random states that a forward and backward pass can advance."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 from snip_megatron.errors import SnipError
 
 for _name in ("get_states", "set_states", "is_initialized"):
-    # Of the class: asking for the tracker itself would create it before Megatron chooses its kind.
+    # The class is checked, because get_cuda_rng_tracker() would create a tracker before Megatron chooses its kind.
     if not hasattr(CudaRNGStatesTracker, _name):
         raise SnipError(f"Megatron's RNG tracker has no {_name}(): probes could not restore its state")
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """Copies of the states of Python, NumPy, torch on the CPU and on this rank's GPU, and Megatron's named streams."""
+    """Copies of the random states of Python, NumPy, torch (CPU and GPU) and Megatron's RNG tracker."""
 
     python: Any
     numpy: Any
@@ -46,7 +46,7 @@ def rng_state() -> RandomState:
 
 
 def set_rng_state(state: RandomState) -> None:
-    """Put back what :func:`rng_state` copied; ``state`` stays valid for further calls."""
+    """Restore the states that :func:`rng_state` copied. ``state`` can be used again."""
     random.setstate(state.python)
     np.random.set_state(state.numpy)  # noqa: NPY002
     torch.set_rng_state(state.cpu)
@@ -59,7 +59,7 @@ def set_rng_state(state: RandomState) -> None:
     restored: dict[str, Any] = {}
     for name, value in state.tracker.items():
         generator = current.get(name)
-        if isinstance(generator, torch.Generator):  # CUDA-graph-safe streams are generators: they keep their identity
+        if isinstance(generator, torch.Generator):  # under CUDA graphs the generator objects must stay the same
             generator.set_state(value)
             restored[name] = generator
         else:

@@ -1,8 +1,8 @@
-"""Ranks that torchrun starts again meet under keys of their own.
+"""``restart-store``: gives ranks that torchrun restarts a key prefix of their own in torchrun's store.
 
-torchrun of torch 2.11 keeps one store for all its rounds, unless ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, and torch
-puts no prefix of the attempt before its keys: ranks started again may read the addresses of those that have died, and
-then fail or wait until they time out.
+torchrun of torch 2.11 keeps one store for all restarts, unless ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, and torch does
+not put the attempt into its keys. Restarted ranks may therefore read the addresses of ranks that have died, and fail or
+wait until they time out.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 
 def is_needed() -> bool:
-    """Whether these ranks were started again by a torchrun that shares its store between rounds."""
+    """Whether these ranks were restarted by a torchrun that shares its store between restarts."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     own = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") == "1"
     return shared and not own and _attempt() > 0
 
 
 def install() -> str:
-    """Give ``init_process_group`` a store under this attempt's prefix where the caller gives none. Once a process."""
+    """Make ``init_process_group`` use a store with this attempt's prefix unless the caller passes a store.
+
+    A second call in the same process does nothing. Returns a description for the list printed at start.
+    """
     initialise = dist.init_process_group
     if not hasattr(initialise, "snip_attempt"):
 
@@ -34,7 +37,7 @@ def install() -> str:
                 host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
                 store = TCPStore(host, port, is_master=False, **timeout)
                 kwargs["store"] = PrefixStore(f"snip_attempt_{_attempt()}", store)
-                # With a store, torch does not look into the environment for these.
+                # If a store is given, torch does not read these from the environment.
                 kwargs.setdefault("rank", int(os.environ["RANK"]))
                 kwargs.setdefault("world_size", int(os.environ["WORLD_SIZE"]))
             return initialise(*args, **kwargs)

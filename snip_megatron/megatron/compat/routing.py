@@ -1,10 +1,11 @@
-"""Routers of mixtures of experts: what a forward leaves behind in them, and passes that all route alike.
+"""Restores the state of expert routers after a probe, and makes all passes of a probe route their tokens alike.
 
-A forward adds up tokens per expert (expert bias, global auxiliary loss, quantiles), which the end of a training step
-reads, and records auxiliary losses in a global tracker. A pass that is no training must leave all that as it was.
+A forward counts tokens per expert (expert bias, global auxiliary loss, quantiles) for the end of the training step, and
+records auxiliary losses in a global tracker. A probe must leave this state unchanged.
 
-Noise would send some tokens to other experts than the statistics pass did: a jump, not the derivative that is wanted,
-and the rows of an expert would be other tokens. So the passes of a probe route as its first one does.
+Noise in the activations could route some tokens to other experts than in the statistics pass. The loss would then jump
+instead of following its derivative, and the rows of an expert's GEMM would be other tokens. All passes of a probe
+therefore use the routing of its first pass.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TopK = tuple[torch.Tensor, torch.Tensor]
 
 
 def routing_repeats() -> bool:
-    """Whether this Megatron's router lets another choose the experts of its tokens."""
+    """Whether this Megatron's router can replay a given routing."""
     return "router_replay" in TopKRouter.routing.__code__.co_names
 
 
@@ -39,10 +40,10 @@ def _routers(model: Sequence[torch.nn.Module]) -> list[Any]:
     return [module for chunk in model for module in chunk.modules() if isinstance(module, Router)]
 
 
-# -- what a forward leaves behind ------------------------------------------------------------------------------
+# -- state of the routers --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def routers_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Forwards inside leave the routers' buffers, the tracker and the scale of auxiliary losses as they were."""
+    """Restore the routers' buffers, and the tracker and scale of auxiliary losses, at the end of this context."""
     routers = _routers(model)
     if not routers:
         yield
@@ -63,40 +64,40 @@ def routers_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _tracked() -> dict[str, torch.Tensor]:
-    """Name → values of the layers, of the tracker that Megatron reports and clears at the end of a step."""
+    """Return name → values per layer from Megatron's tracker of auxiliary losses."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:  # until 0.18: a dict of dicts
+    except ImportError:  # up to 0.18 the tracker is a dict of dicts
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
         return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
     return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
-# -- passes that route alike -----------------------------------------------------------------------------------
+# -- equal routing in all passes -------------------------------------------------------------------------------
 class RepeatedRouting:
-    """Notes where the first pass sends its tokens; later passes send them there, with weights of their own."""
+    """Records the experts that the first pass chooses. Later passes use the same experts with their own weights."""
 
     def __init__(self) -> None:
         self._routes: list[_Route] = []
         self.latest: _Route | None = None
 
     def add(self) -> _Route:
-        """One more router."""
+        """Add a router. Returns the object for its ``router_replay``."""
         self._routes.append(_Route(self))
         return self._routes[-1]
 
     def start(self, *, first: bool) -> None:
-        """Begin a pass over the same microbatches."""
+        """Begin a pass over the same microbatches. The routing is recorded if ``first``, else replayed."""
         for route in self._routes:
             route.start(noting=first)
 
 
 class _Route:
-    """Stands in a router's ``router_replay``.
+    """Takes the place of a router's ``router_replay``.
 
-    Recompute runs a microbatch's forward twice, first without gradients; each kind comes in the order of the
-    microbatches on every schedule.
+    Activation recomputation runs the forward of a microbatch twice, first without gradients. On every schedule the
+    forwards of each kind run in the order of the microbatches, so they are counted apart.
     """
 
     def __init__(self, owner: RepeatedRouting) -> None:
@@ -112,7 +113,7 @@ class _Route:
             self._noted.clear()
 
     def repeated(self, what: str, value: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """``value()`` of the first pass at the same place."""
+        """Return ``value()`` in the first pass, and what the first pass returned at the same place in later ones."""
         key = (what, torch.is_grad_enabled())
         at = self._at[key] = self._at.get(key, -1) + 1
         if self._noting:
@@ -127,7 +128,7 @@ class _Route:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., TopK] | None = None,
     ) -> TopK:
-        """Values and indices [tokens, k] as Megatron's top-k gives them; asked by its routing function."""
+        """Return values and indices [tokens, k] of the chosen experts. Megatron's routing function calls this."""
         assert default_compute_topk is not None
         self._owner.latest = self
         if self._noting:
@@ -140,7 +141,11 @@ class _Route:
 
 @contextlib.contextmanager
 def routing_repeated(model: Sequence[torch.nn.Module]) -> Iterator[RepeatedRouting]:
-    """Passes inside route as told by :meth:`RepeatedRouting.start`. Raises SnipError where a router cannot."""
+    """Let all passes inside this context route as :meth:`RepeatedRouting.start` says.
+
+    Raises:
+        SnipError: If this Megatron's routers cannot replay a routing.
+    """
     routing = RepeatedRouting()
     routers = _routers(model)
     if routers and not routing_repeats():
@@ -149,7 +154,7 @@ def routing_repeated(model: Sequence[torch.nn.Module]) -> Iterator[RepeatedRouti
     drop = getattr(router_module, _DROP)
 
     def drop_alike(probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> TopK:
-        """Tokens beyond an expert's capacity: the same in all passes."""
+        """Drop the same tokens beyond an expert's capacity in all passes."""
         route = routing.latest
         assert route is not None
         kept, final = drop(probs, routing_map, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""``torch-norm-sequence-parallel``: ``torch.nn.RMSNorm`` and ``LayerNorm`` under ``--sequence-parallel``.
+"""``torch-norm-sequence-parallel``: allows ``torch.nn.RMSNorm`` and ``LayerNorm`` under ``--sequence-parallel``.
 
-Megatron's wrapper refuses the combination. What the norm itself computes is per token, so shards of the sequence are
-fine; only its weights' gradients, each rank's from its own tokens, must be summed over the tensor-parallel group.
-Megatron does that for parameters marked ``sequence_parallel`` (`finalize_model_grads`).
+Megatron's wrapper refuses the combination. A norm works on each token alone, so it can run on shards of the sequence.
+Only the gradients of its weights must be summed over the tensor parallel group. Megatron's ``finalize_model_grads``
+does that for parameters marked ``sequence_parallel``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _original = WrappedTorchNorm.__new__
 
 
 def install() -> str:
-    """Let the wrapper build norms under sequence parallelism. Returns what it did, for the list at start."""
+    """Let Megatron's wrapper build norms under sequence parallelism. Returns a description for the list at start."""
     WrappedTorchNorm.__new__ = _build
     return "torch norms accepted, their gradients summed over the tensor-parallel group"
 

@@ -1,4 +1,4 @@
-"""The next update of one parameter, whichever of Megatron's optimizers makes it."""
+"""Builds the next update of a parameter from the state of any of Megatron's optimizers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any
 import torch
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat.optimizer_state import HeldState, adamw_state, flat, held_state
-from snip_megatron.statistics.updates import LionState, MuonState, SgdState, Update
+from snip_megatron.megatron.compat.optimizer_state import HeldState, flat, held_state
+from snip_megatron.optimizers.updates import AdamWState, LionState, MuonState, SgdState, Update
 
 NEEDS_PACKAGE = ("lion", "muon")
-"""Values of ``--optimizer`` that live in a package of their own."""
+"""Values of ``--optimizer`` that need :data:`PACKAGE`."""
 
 PACKAGE = "emerging-optimizers"
 
 
 def update_of(optimizer: Any, param: torch.nn.Parameter, steps: int) -> Update | None:
-    """What the next step does to this rank's share of ``param``; None if another rank holds it or Adam has not begun.
+    """Return the update that the next step makes to this rank's shard of ``param``.
+
+    Returns None if other ranks hold its whole state, or if Adam has not stepped yet.
 
     Args:
-        optimizer: what Megatron's ``train_step`` gets.
-        param: of the model.
-        steps: training steps done so far, for optimizers that do not count them.
+        optimizer: The optimizer of Megatron's ``train_step``.
+        param: A parameter of the model.
+        steps: Number of training steps done, for optimizers that do not count them.
 
     Raises:
-        SnipError: the optimizer is none of :data:`SUPPORTED_OPTIMIZERS`.
+        SnipError: If the optimizer is not one of :data:`SUPPORTED_OPTIMIZERS`.
     """
     held = held_state(optimizer, param)
     if held is None:
@@ -38,25 +40,39 @@ def update_of(optimizer: Any, param: torch.nn.Parameter, steps: int) -> Update |
             f"optimizer {type(held.owner).__name__}: its update is not known; weight divergence supports --optimizer"
             f" {', '.join(SUPPORTED_OPTIMIZERS)}; --snip-estimator fisher needs none"
         )
-    return make(optimizer, param, held, steps)
+    return make(param, held, steps)
 
 
 def has_package() -> bool:
-    """Whether the package of Lion and Muon can be imported."""
+    """Whether :data:`PACKAGE`, which has Lion and Muon, can be imported."""
     return importlib.util.find_spec("emerging_optimizers") is not None
 
 
 def _kinds(owner: torch.optim.Optimizer) -> set[str]:
-    """Names of its classes; adaptive Muon, a kind of Muon with a second moment, is not Muon."""
+    """Return the names of the optimizer's classes. Adaptive Muon keeps a second moment and does not count as Muon."""
     names = {cls.__name__ for cls in type(owner).__mro__}
     return names - {"TensorParallelMuon"} if any("AdaptiveMuon" in name for name in names) else names
 
 
-def _adam(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int) -> Update | None:
-    return adamw_state(optimizer, param)
+def _adam(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update | None:
+    group, state = held.group, held.state
+    exp_avg, exp_avg_sq = _flat(state.get("exp_avg")), _flat(state.get("exp_avg_sq"))
+    if exp_avg is None or exp_avg_sq is None:
+        return None
+    return AdamWState(
+        start=held.start,
+        end=held.end,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        # torch counts steps beside the moments, Apex and Transformer Engine in the parameter group.
+        step=int(state.get("step", group.get("step", 0))),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=float(group["eps"]),
+    )
 
 
-def _sgd(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
+def _sgd(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
     group = held.group
     return SgdState(
         start=held.start,
@@ -69,7 +85,7 @@ def _sgd(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int)
     )
 
 
-def _lion(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
+def _lion(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
     beta1, beta2 = held.group["betas"]
     average = _flat(held.state.get("exp_avg"))
     return LionState(
@@ -82,7 +98,7 @@ def _lion(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int
     )
 
 
-def _muon(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
+def _muon(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
     owner: Any = held.owner
     if held.start != 0 or held.end != param.numel():
         raise SnipError("Muon orthogonalises whole matrices, and this rank holds a part of one; SNIP cannot follow it")
@@ -100,7 +116,7 @@ def _muon(optimizer: Any, param: torch.nn.Parameter, held: HeldState, steps: int
 
 
 def _orthogonalize(owner: Any, inner: torch.Tensor, group: Mapping[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The optimizer's own, with matrix products in full float32."""
+    """Return the optimizer's own orthogonalisation, with matrix products in full float32 precision."""
     arguments = {key: value for key, value in group.items() if key != "params"}
 
     def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
@@ -120,9 +136,9 @@ def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else flat(tensor)
 
 
-_Maker = Callable[[Any, torch.nn.Parameter, HeldState, int], Update | None]
+_Maker = Callable[[torch.nn.Parameter, HeldState, int], Update | None]
 
-# By the name of a class of the torch optimizer: Apex's, Transformer Engine's and torch's differ in class, not in rule.
+# Keyed by class name, because torch, Apex and Transformer Engine have different classes with the same update rule.
 _MAKERS: Mapping[str, _Maker] = {
     "Adam": _adam,
     "AdamW": _adam,
@@ -134,4 +150,4 @@ _MAKERS: Mapping[str, _Maker] = {
 }
 
 SUPPORTED_OPTIMIZERS = ("adam", "sgd", "lion", "muon")
-"""Values of ``--optimizer`` whose weight divergence is known."""
+"""Values of ``--optimizer`` for which weight divergence is implemented."""

@@ -1,4 +1,4 @@
-"""Which Megatron this is, and that the private names we rely on look as we know them."""
+"""Checks the version of Megatron and the signatures of the private functions that SNIP relies on."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from megatron.core import __version__ as _version
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, quoted
+from snip_megatron.megatron.supported import BEYOND, OLDEST
 
-OLDEST, BEYOND = (0, 17), (0, 20)
 SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BEYOND[0]}.{BEYOND[1]}"
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """(major, minor) of a version text such as ``0.19.0rc1+abc``. Raises SnipError."""
+    """Return (major, minor) of a version such as ``0.19.0rc1+abc``. Raises SnipError if it cannot be read."""
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:
-        raise SnipError(f"megatron-core has version {text!r}, which cannot be read; supported: {SUPPORTED}")
+        raise SnipError(f"megatron-core has version {quoted(text)}, which cannot be read; supported: {SUPPORTED}")
     return int(match[1]), int(match[2])
 
 
 def check_version(text: str) -> tuple[int, int]:
-    """(major, minor) of a supported version. Raises SnipError outside the range."""
+    """Return (major, minor) of a version. Raises SnipError if it is not supported."""
     version = parse_version(text)
     if not OLDEST <= version < BEYOND:
         raise SnipError(f"megatron-core {text} is installed; snip_megatron supports {SUPPORTED}")

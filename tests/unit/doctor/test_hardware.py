@@ -8,7 +8,7 @@ import torch
 from snip_megatron.doctor import hardware
 from snip_megatron.doctor.check import Status
 from snip_megatron.gemm import selection
-from snip_megatron.gemm.backend import ReferenceBackend
+from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.selection import Selection
 
 
@@ -26,14 +26,14 @@ def test_without_a_gpu_hopper_says_why():
     assert [check.status for check in hardware.check_hardware()] == [Status.NOTE]
 
 
-class _Transposed(ReferenceBackend):
+class _Transposed(GemmBackend):
     """A backend whose weights come out in the wrong layout."""
 
     def fprop(self, x, w, *, dtype):
         return super().fprop(x, w, dtype=dtype).T
 
 
-class _NotANumber(ReferenceBackend):
+class _NotANumber(GemmBackend):
     def fprop(self, x, w, *, dtype):
         return super().fprop(x, w, dtype=dtype) * float("nan")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,20 @@ def test_a_taken_port_is_noticed():
 
 def test_disk_looks_at_the_nearest_existing_folder(tmp_path):
     assert str(tmp_path) in host._disk(tmp_path / "not" / "there").found
+
+
+@pytest.mark.parametrize("where", ["/proc/snip/run", "{file}", "{file}/run", "{folder}/" + 300 * "x"])
+def test_a_folder_that_cannot_be_made_fails(tmp_path, where):
+    file = tmp_path / "file"
+    file.touch()
+    check = host._disk(Path(where.format(file=file, folder=tmp_path)))
+    assert check.status is Status.FAIL
+    assert "no folder can be made" in check.found
+
+
+def test_looking_at_a_folder_leaves_nothing_there(tmp_path):
+    assert host._disk(tmp_path / "runs" / "one").status is Status.OK
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")

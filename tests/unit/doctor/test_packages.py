@@ -10,7 +10,7 @@ import pytest
 
 from snip_megatron.doctor import packages
 from snip_megatron.doctor.check import Status
-from snip_megatron.doctor.packages import REQUIRED, Requirement, check_packages, release
+from snip_megatron.doctor.packages import EXTRAS, REQUIRED, Requirement, check_packages, release
 
 SETUP = (Path(__file__).resolve().parents[3] / "setup.py").read_text(encoding="utf-8")
 
@@ -31,8 +31,8 @@ def test_ranges_are_half_open(version, admitted):
 
 
 def test_the_ranges_are_those_of_the_package():
-    declared = dict(re.findall(r'"([a-z_-]+)(>=[^";]+)', SETUP))
-    for requirement in REQUIRED:
+    declared = dict(re.findall(r'"([a-z0-9_-]+)(>=[^";]+)', SETUP))
+    for requirement in (*REQUIRED, *(requirement for requirement, _, _ in EXTRAS)):
         assert declared[requirement.name] == requirement.range, requirement.name
 
 

@@ -15,6 +15,7 @@ from snip_megatron.evaluation.data import Data, load_data
 from snip_megatron.evaluation.experiment import Experiment, load_experiment, parse_experiment
 from snip_megatron.evaluation.runs import experiment_runs, fill, warm_arguments, warm_identity
 from snip_megatron.pretrain_gpt import parse_snip_arguments
+from snip_megatron.sensitivity.policies import LATE
 
 FILES = sorted((Path(__file__).resolve().parents[3] / "benchmarks" / "experiments").glob("*.json"))
 NANO = next(json.loads(path.read_text()) for path in FILES if path.stem == "nano")
@@ -50,10 +51,11 @@ def test_committed_experiments_give_runs_that_the_entry_accepts(path: Path) -> N
     for run in runs:
         config = snip_config(run.arguments)
         assert (config.policy, config.seed, config.eval) == (run.policy, run.seed, "both")
-        assert config.updates == (run.budget is not None)
+        assert config.updates == (run.budget is not None and run.policy not in LATE)
         if run.budget is not None:
             assert config.budget == f"fp4={run.budget:g}"
             assert config.granularity == run.granularity
+        if config.updates:
             assert config.is_update_step(config.first_update)
 
 
@@ -125,6 +127,23 @@ def test_branches_continue_the_warm_runs_schedule() -> None:
         ("from_warm.policies", ["best"], "e.json: from_warm: policies[0]: policy: 'best' is unknown"),
         ("from_warm.policies", ["snip", {"policy": "snip"}], "e.json: from_warm: policies: 'snip' stands there twice"),
         ("from_warm.policies", [{"policy": "snip", "q": "sum"}], "e.json: from_warm: policies[0]: q: 'sum' is unknown"),
+        (
+            "planned",
+            [{"ours": "snip", "theirs": ["best"], "budgets": [0.75]}],
+            "e.json: planned[0]: 'best' is no policy",
+        ),
+        ("planned", [{"ours": "bf16", "theirs": [], "budgets": []}], "e.json: planned[0]: 'bf16' is no policy of"),
+        (
+            "planned",
+            [{"ours": "snip", "theirs": [], "budgets": [0.8]}],
+            "e.json: planned[0]: budgets: 'snip' does not run at 0.8",
+        ),
+        (
+            "planned",
+            [{"ours": "snip", "theirs": [], "budgets": [], "validation": "fp4"}],
+            "e.json: planned[0]: validation: 'fp4': expected map or bf16",
+        ),
+        ("planned", [{"kind": "x", "ours": "snip", "theirs": [], "budgets": []}], "e.json: planned[0]: kind: 'x': exp"),
         ("from_warm.updates", {"interval": 1}, "e.json: from_warm: updates: interval: expected a whole number"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Gap recovered and the paired test, against SciPy's own tests and against data made to order."""
+"""Gap recovered and the paired test, against the formula of Student's t and against data made to order."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from snip_megatron.evaluation.statistics import (
     mean_std,
     overall,
     paired,
+    planned_differences,
     recovered,
     rows,
 )
@@ -125,11 +126,11 @@ def test_one_seed_has_no_interval() -> None:
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8).filter(lambda v: np.std(v) > 1e-6))
 def test_paired_is_students_t(values: list[float]) -> None:
     mean, low, high, p = paired(values)
-    theirs = stats.ttest_1samp(values, 0.0)
-    interval = theirs.confidence_interval(0.95)
-    assert p == pytest.approx(float(theirs.pvalue), abs=1e-12)
-    assert (low, high) == pytest.approx((interval.low, interval.high))
-    assert mean == pytest.approx(float(np.mean(values)))
+    centre, error, freedom = np.mean(values), np.std(values, ddof=1) / math.sqrt(len(values)), len(values) - 1
+    half = stats.t.ppf(0.975, freedom) * error
+    assert mean == pytest.approx(centre)
+    assert (low, high) == pytest.approx((centre - half, centre + half))
+    assert p == pytest.approx(2 * stats.t.sf(abs(centre) / error, freedom), abs=1e-12)
 
 
 def test_equal_differences_need_no_variance() -> None:
@@ -149,3 +150,27 @@ def test_holm_rejects_what_the_closed_test_rejects(p: list[float]) -> None:
 def test_mean_std_is_the_samples() -> None:
     assert mean_std([1.0, 2.0, 3.0]) == (2.0, 1.0)
     assert math.isnan(mean_std([1.0])[1])
+
+
+def test_planned_comparisons_are_adjusted_among_themselves_only() -> None:
+    """Two planned of three policies: p is doubled at most, and the first need not be called snip."""
+    entries = []
+    for seed, noise in enumerate((0.0, 1e-4, -1e-4, 5e-5, -2e-5), 1):
+        entries += references(seed)
+        losses = {"snip, auto": 2.01 + noise, "late-all": 2.02, "random": 2.05, "snip, static": 2.01}
+        entries += [entry(label, loss, seed, 0.9) for label, loss in losses.items()]
+    plan = {"kind": "from_warm", "ours": "snip, auto", "theirs": ["late-all", "snip, static"], "budgets": [0.9, 0.95]}
+    found = planned_differences(rows(entries), [plan | {"validation": "bf16"}])
+    assert [(d.ours, d.theirs, d.budget, d.validation) for d in found] == [
+        ("snip, auto", "late-all", 0.9, "bf16"),
+        ("snip, auto", "snip, static", 0.9, "bf16"),
+    ]  # nothing ran at 95 %
+    better, same = found
+    assert (better.verdict, same.verdict) == ("better", "no difference shown")
+    assert better.p is not None
+    assert better.adjusted == pytest.approx(2 * better.p)
+
+
+def test_the_share_is_the_mean_over_the_steps_where_it_is_recorded() -> None:
+    entries = [*references(), entry("snip", 2.01, 1, 0.75, average_share=0.9), entry("old", 2.01, 1, 0.75)]
+    assert {row.label: row.share for row in rows(entries) if row.budget} == {"snip": 0.9, "old": 0.75}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from test_proxy import save, table_with_truth
 
+from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.report import write_report
-from snip_megatron.reporting.run_directory import RunDirectory
 from snip_megatron.reporting.truth_view import latest_truth
 
 

@@ -15,8 +15,8 @@ from megatron.core.quantization.utils import get_quant_config_or_none, load_quan
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from snip_megatron.cli import main
+from snip_megatron.commands import export as command
 from snip_megatron.errors import SnipError
-from snip_megatron.export import command
 from snip_megatron.export.te_precision import WIDTH, chunk_layers, collapse, local_formats
 from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id

@@ -78,8 +78,10 @@ class EmulatedLibrary:
         left = left.t() if op[cublaslt._TRANSA] else left
         right = right.t() if op[cublaslt._TRANSB] else right
         result = _view(c, self.objects[c_layout.value])
-        product = alpha._obj.value * (left @ right)
-        result.copy_(product + (beta._obj.value * result.double() if beta._obj.value else 0.0))
+        on_device = op.get(cublaslt._POINTER_MODE) == cublaslt._ON_DEVICE
+        factors = [float(_floats(f.value, 1)) if on_device else f._obj.value for f in (alpha, beta)]
+        product = factors[0] * (left @ right)
+        result.copy_(product + (factors[1] * result.double() if factors[1] else 0.0))
         return 0
 
     def _matrix(self, pointer: Any, layout: Any, scale: int | None, mode: int | None) -> torch.Tensor:

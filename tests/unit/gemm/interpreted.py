@@ -17,7 +17,8 @@ def differences(shape: tuple[int, int, int], formats: tuple[str, str, str]) -> l
     from snip_megatron.gemm.hopper import HopperBackend
     from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.precision import Format
-    from snip_megatron.quantization import packed, triton_quantize
+    from snip_megatron.quantization import packed
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     from .emulated_scaled_mm import scaled_mm
     from .test_hopper import operands, run

@@ -34,6 +34,8 @@ def test_descriptors_are_accepted(library: CublasLt, scaling: str | None) -> Non
     assert operation.value
     assert library.layout(cublaslt._TYPES[torch.float8_e4m3fn], 256, 512, 256).value
     assert library.preference((256, 256, 16)).value
+    assert library.operation(True, False, None, None, scaled=True).value
+    assert library.preference((256, 256, 16), exact=True).value
 
 
 def test_a_wrong_attribute_is_an_error(library: CublasLt) -> None:
@@ -52,6 +54,8 @@ def test_numbers_are_those_of_the_header() -> None:
         pytest.skip("cublasLt.h is not installed")
     numbers = dict(re.findall(r"^\s*(CUBLASLT_\w+) = (\d+),", header.read_text(), re.MULTILINE))
     expected = {
+        "MATMUL_DESC_POINTER_MODE": cublaslt._POINTER_MODE,
+        "MATMUL_PREF_REDUCTION_SCHEME_MASK": cublaslt._REDUCTION_SCHEMES,
         "MATMUL_DESC_TRANSA": cublaslt._TRANSA,
         "MATMUL_DESC_TRANSB": cublaslt._TRANSB,
         "MATMUL_DESC_A_SCALE_POINTER": cublaslt._A_SCALE,
@@ -115,7 +119,10 @@ def test_layouts_of_quantised_operands(emulated: CublasLt, scalings: tuple[str, 
     a, b = operand(20, 300, scalings[0], 1), operand(144, 300, scalings[1], 2)
     out = torch.randn(20, 144)
     expected = (out.double() if add else 0) + a.dequantize().double() @ b.dequantize().double().t()
-    assert emulated.multiply(a, b, out, add=add)
+    if add:
+        assert emulated.accumulate(a, b, out)
+    else:
+        out = emulated.multiply(a, b, torch.float32)
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-5)
 
 
@@ -130,18 +137,20 @@ def test_layouts_of_plain_operands(emulated: CublasLt, dtype: torch.dtype) -> No
 
 def test_a_plan_is_made_once_a_shape(emulated: CublasLt) -> None:
     """Scales move from call to call; what is planned does not depend on them."""
-    a, b, out = operand(32, 128, "tile", 1), operand(64, 128, "tile", 2), torch.empty(32, 64)
+    a, b = operand(32, 128, "tile", 1), operand(64, 128, "tile", 2)
     for factor in (1.0, 2.0, 3.0):
         scaled = replace(a, scale=a.scale * factor)
-        assert emulated.multiply(scaled, b, out)
+        out = emulated.multiply(scaled, b, torch.float32)
         torch.testing.assert_close(out, scaled.dequantize() @ b.dequantize().t(), rtol=1e-5, atol=1e-4)
     assert emulated._library.heuristics == 1
-    assert emulated.multiply(a, b, out, choice=3)
-    assert emulated.multiply(a, b, out, fast=True)
+    assert emulated.multiply(a, b, torch.float32, choice=3) is not None
+    assert emulated.multiply(a, b, torch.float32, fast=True) is not None
     assert emulated._library.heuristics == 3
 
 
-def test_no_kernel_changes_nothing(emulated: CublasLt) -> None:
+def test_no_kernel_changes_and_allocates_nothing(emulated: CublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, out = operand(32, 128, "tile", 1), operand(18, 128, "tile", 2), torch.ones(32, 18)
     assert not emulated.accumulate(a, b, out)
     assert bool((out == 1).all())
+    monkeypatch.setattr(torch, "empty", None)
+    assert emulated.multiply(a, b, torch.float32) is None

@@ -159,7 +159,7 @@ def test_x_of_a_bf16_wgrad_is_kept_as_it_is() -> None:
 
 
 def test_only_tensor_scaled_activations_accumulate_fast() -> None:
-    """METHOD's weight gradients reduce over all tokens: exact accumulation there."""
+    """docs/method.md's weight gradients reduce over all tokens: exact accumulation there."""
     seen: list[bool] = []
 
     def recording(*args: Any, **kwargs: Any) -> Tensor:
@@ -178,8 +178,8 @@ class Library:
     def __init__(self, has_kernels: bool) -> None:
         self.has_kernels, self.calls = has_kernels, 0
 
-    def multiply(self, *_: object, **__: object) -> bool:
-        return False
+    def multiply(self, *_: object, **__: object) -> None:
+        return None
 
     def accumulate(self, a: packed.Operand, b: packed.Operand, out: Tensor) -> bool:
         self.calls += 1

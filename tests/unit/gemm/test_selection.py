@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from snip_megatron.config import GEMM_BACKENDS
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm import selection
+from snip_megatron.gemm import BACKENDS, deepgemm, selection
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.selection import gains, select_backend
+from snip_megatron.precision import Format
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
@@ -20,16 +20,26 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(selection, "_fault_of", lambda formats: None)
 
 
-@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9)])
-def test_elsewhere_auto_is_the_reference_and_hopper_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None
+@pytest.mark.parametrize(
+    ("capability", "name"), [(None, "reference"), ((7, 5), "reference"), ((8, 0), "emulated"), ((8, 9), "emulated")]
+)
+def test_elsewhere_auto_emulates_and_hopper_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, name: str
 ) -> None:
     pretend(monkeypatch, capability)
     found = select_backend("auto")
-    assert found.backend is REFERENCE
+    assert found.backend.name == name
     assert "sm_90" in found.reason
+    if name == "reference":
+        with pytest.raises(
+            SnipError, match=r"--snip-gemm emulated: needs a GPU with bf16 tensor cores \(sm_80 or later\)"
+        ):
+            select_backend("emulated")
+    else:
+        assert select_backend("emulated").backend is found.backend
     with pytest.raises(
         SnipError, match=r"--snip-gemm hopper: needs a Hopper GPU \(sm_90\).*use --snip-gemm auto"
     ) as error:
@@ -42,23 +52,50 @@ def test_on_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pretend(monkeypatch, (9, 0))
     found = select_backend(name)
     assert found.backend.name == "hopper"
-    assert found.reason == "Some GPU, sm_90"
+    assert found.reason.startswith("Some GPU, sm_90; cuBLASLt")
     assert select_backend(name).backend is found.backend
     assert select_backend("reference").backend is REFERENCE
+
+
+def test_a_library_that_is_asked_for_and_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0))
+    monkeypatch.setattr(deepgemm, "why_not", lambda: "is not there")
+    with pytest.raises(SnipError, match=r"--snip-gemm-library deepgemm: is not there; use --snip-gemm-library auto"):
+        select_backend("auto", library="deepgemm")
+    with pytest.raises(
+        SnipError, match=r"--snip-gemm-library deepgemm: the reference GEMMs \(as asked\) do not use it"
+    ):
+        select_backend("reference", library="deepgemm")
+    with pytest.raises(SnipError, match="--snip-gemm-library fast: unknown; choose one of auto, cublas, deepgemm"):
+        select_backend("auto", library="fast")
 
 
 def test_a_torch_without_scaled_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (9, 0))
     monkeypatch.delattr(torch.nn.functional, "scaled_mm")
-    assert select_backend("auto").backend is REFERENCE
+    assert select_backend("auto").backend.name == "emulated"
     with pytest.raises(SnipError, match=r"needs torch.nn.functional.scaled_mm, which torch .* does not have"):
         select_backend("hopper")
 
 
+@pytest.mark.parametrize("formats", [None, {Format.NVFP4}])
+def test_a_device_where_the_emulation_is_wrong(monkeypatch: pytest.MonkeyPatch, formats: set[Format] | None) -> None:
+    pretend(monkeypatch, (8, 0))
+    monkeypatch.setattr(selection, "_fault_of", lambda chosen: f"{chosen[-1].value} fails on this device")
+    found = select_backend("auto", formats)
+    assert found.backend is REFERENCE
+    assert "fails on this device: emulation, slower than bf16" in found.reason
+    with pytest.raises(SnipError, match=r"--snip-gemm emulated: \w+ fails on this device; use --snip-gemm auto"):
+        select_backend("emulated", formats)
+    pretend(monkeypatch, (9, 0))
+    monkeypatch.setattr(selection, "_fault_of", lambda chosen: f"{chosen[-1].value} fails on this device")
+    assert ("so that such formats are emulated in torch" in select_backend("auto", formats).reason) == bool(formats)
+
+
 def test_unknown_name() -> None:
-    with pytest.raises(SnipError, match="--snip-gemm fast: unknown; choose one of auto, reference, hopper"):
+    with pytest.raises(SnipError, match="--snip-gemm fast: unknown; choose one of auto, reference, emulated, hopper"):
         select_backend("fast")
-    assert GEMM_BACKENDS[0] == "auto"
+    assert BACKENDS[0] == "auto"
 
 
 def test_small_linears_do_not_gain() -> None:

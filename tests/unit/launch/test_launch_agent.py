@@ -128,3 +128,38 @@ def test_exit_codes() -> None:
     killed = agent.supervise([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {})
     assert killed == (128 + 9, None)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_exit_code_of_a_rank_and_what_other_nodes_read(tmp_path: Path) -> None:
+    """torchrun ends with 1, whatever the code of the rank was."""
+    failed = tmp_path / "not made yet" / "failed"
+    torchrun = "from snip_megatron.megatron.startup import note_exit_code; note_exit_code(17); raise SystemExit(1)"
+    assert agent.supervise([sys.executable, "-c", torchrun], {"PYTHONPATH": str(REPOSITORY)}, failed) == (17, None)
+    assert failed.read_text() == "17\n"
+    second = [sys.executable, "-c", "raise SystemExit(3)"]
+    assert agent.supervise(second, {}, failed) == (3, None)
+    assert failed.read_text() == "17\n"  # the first one's
+
+
+def test_a_node_ends_at_once_when_another_has_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The rank has no handler, and does not end by itself."""
+    failed = tmp_path / "failed"
+    failed.write_text("17\n")
+    waiting = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
+    assert agent.supervise([sys.executable, "-c", waiting], {}, failed) == (17, "SIGTERM")
+    assert f"snip launch: another node failed ({failed})" in capfd.readouterr().out
+
+
+def test_each_start_of_a_step_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    assert agent.failure_file(Path("c")) is None
+    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_RESTART_COUNT", "2"), ("SLURM_STEP_ID", "1")):
+        monkeypatch.setenv(name, value)
+    assert agent.failure_file(Path("c")) == Path("c/failed-7.2.1")
+
+
+def test_the_address_on_the_route_to_the_rendezvous() -> None:
+    command = agent.torchrun(job(), "127.0.0.1:29500", "x", agent.ROUTE)
+    assert command[command.index("--local-addr") + 1] == "127.0.0.1"
+    with pytest.raises(SnipError, match="cannot be reached from this node"):
+        agent.torchrun(job(), "no.such.host.invalid:29500", "x", agent.ROUTE)

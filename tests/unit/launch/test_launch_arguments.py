@@ -14,7 +14,7 @@ import pytest
 from snip_megatron.launch.arguments import megatron_arguments
 from snip_megatron.launch.configurations import CONFIGURATIONS
 from snip_megatron.launch.job import Job, Wishes, make_job
-from snip_megatron.planner.models import MODELS
+from snip_megatron.timing.models import MODELS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CHANGED = {  # what a user may change, too

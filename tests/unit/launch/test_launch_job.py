@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from snip_megatron.errors import SnipError
 from snip_megatron.launch.arguments import megatron_arguments
 from snip_megatron.launch.job import Wishes, make_job
+from snip_megatron.launch.progress import progress
 
 
 def job(**changes: Any) -> Any:
@@ -135,3 +136,20 @@ def test_a_smoke_run_keeps_the_flags() -> None:
         )
         added = {"--snip-first-update", "--snip-update-interval", "--snip-lag", "--snip-wait"}
         assert [word for word in tiny if word not in added] == full
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ((), (0, 20)),
+        (("--train-iters", "7"), (0, 7)),
+        (("--train-iters", "7", "--save={}/b", "--train-iters=3"), (3, 3)),
+    ],
+)
+def test_how_far_a_job_is(extra: tuple[str, ...], expected: tuple[int, int], tmp_path: Path) -> None:
+    """Megatron's own arguments win, as in Megatron."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "latest_checkpointed_iteration.txt").write_text("3")
+    words = tuple(word.format(tmp_path) for word in extra)
+    found = progress(job(smoke=True, save=tmp_path / "a", extra=words))
+    assert (found.saved, found.steps, found.finished) == (*expected, expected[0] == expected[1])

@@ -13,9 +13,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.layers.linear import SnipColumnParallelLinear, SnipRowParallelLinear
-from snip_megatron.precision import Format, LinearId
-from snip_megatron.quantization import FOUR_BIT, derive_seed, fake_quantize
+from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+from snip_megatron.precision import FOUR_BIT, Format, LinearId
+from snip_megatron.quantization import derive_seed, fake_quantize
 
 FC1 = LinearId(2, "mlp.linear_fc1")
 FC1_INDEX = 2 * 4 + 2  # layer 2, the third of a layer's four linears
@@ -97,7 +97,7 @@ def rounding(fmt: Format, context: StepContext, microbatch: int, gemm: int) -> d
 def reference(
     x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, formats: Formats, context: StepContext, microbatch: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Y [T, N], ∂L/∂X [T, K], ∇W [N, K] in float64 from operands quantised as METHOD says."""
+    """Y [T, N], ∂L/∂X [T, K], ∇W [N, K] in float64 from operands quantised as docs/method.md says."""
     x, w, g = (t.detach().reshape(-1, t.shape[-1]) for t in (x, w, g))
     fprop, dgrad, wgrad = formats
 

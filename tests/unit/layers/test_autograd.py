@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import ALL_BF16, StepContext
-from snip_megatron.layers.linear import quantized_forward
+from snip_megatron.megatron.linear import quantized_forward
 from snip_megatron.precision import Format
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers.conversion import formats_in_use
+from snip_megatron.megatron.conversion import formats_in_use
 from snip_megatron.precision import Format, PrecisionMap
 
 NVFP4, MXFP8, BF16 = Format.NVFP4, Format.MXFP8, Format.BF16

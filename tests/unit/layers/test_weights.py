@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from linears import convert, one_rank, operands, stock_linear
 
-from snip_megatron.gemm.backend import ReferenceBackend, Sides
+from snip_megatron.gemm.backend import GemmBackend, Sides
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, PrecisionMap
@@ -18,7 +18,7 @@ from snip_megatron.precision import Format, PrecisionMap
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 
 
-class Counting(ReferenceBackend):
+class Counting(GemmBackend):
     """The reference, which copies weights as a backend with kernels does, and counts."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.megatron.probe_call import StepCall
+from snip_megatron.megatron.probing.probe_call import StepCall
 from snip_megatron.megatron.setup import SnipRun
 
 

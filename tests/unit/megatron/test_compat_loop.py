@@ -53,7 +53,13 @@ def test_a_hook_in_the_source_is_used_instead_of_a_patch(name: str, monkeypatch:
 
 def test_without_a_hook_the_set_cannot_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SimpleNamespace(
-        snip=True, load=None, sequence_parallel=False, transformer_impl="local", use_distributed_optimizer=False
+        snip=True,
+        load=None,
+        save=None,
+        exit_signal_handler=False,
+        sequence_parallel=False,
+        transformer_impl="local",
+        use_distributed_optimizer=False,
     )
     off = Startup(on_cpu=False, disabled=frozenset({"step-hook", "dataset-helpers"}))
     with pytest.raises(SnipError, match="--snip-no-compat step-hook: this Megatron's source has no hook"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -44,6 +46,14 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
         with torch.no_grad():
             router.weight.normal_()
     return [torch.nn.ModuleList(routers)]
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """Megatron marks its router's functions for torch.compile, which takes a minute of C++ compilation."""
+    before = torch.compiler.set_stance("force_eager")
+    with before:
+        yield
 
 
 def forward(model: list[torch.nn.Module], *inputs: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

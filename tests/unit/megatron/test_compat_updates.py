@@ -14,9 +14,8 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
-from snip_megatron.statistics.drift import gradient_of_a_step
+from snip_megatron.optimizers.updates import Update, gradient_of_a_step
 from snip_megatron.statistics.table import RHO_GRID
-from snip_megatron.statistics.updates import Update
 
 emerging = pytest.importorskip("emerging_optimizers")
 from emerging_optimizers.orthogonalized_optimizers import muon_utils  # noqa: E402

@@ -9,7 +9,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.conversion import _SNIP_CLASS
+from snip_megatron.megatron.conversion import _SNIP_CLASS
 from snip_megatron.megatron.layer_spec import _KEYS, transformer_engine_layer_spec
 
 

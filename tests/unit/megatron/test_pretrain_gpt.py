@@ -9,6 +9,7 @@ import torch
 
 from snip_megatron import pretrain_gpt
 from snip_megatron.errors import SnipError
+from snip_megatron.megatron import startup
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_one_line(
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt"])
     monkeypatch.setattr(pretrain_gpt, "prepare", fail)
-    monkeypatch.setattr(pretrain_gpt.time, "sleep", waits.append)
+    monkeypatch.setattr(startup.time, "sleep", waits.append)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: communicating)
     assert pretrain_gpt.main() == 7
     assert capsys.readouterr().err == printed

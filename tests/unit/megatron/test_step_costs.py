@@ -12,13 +12,14 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import validate
 from snip_megatron.megatron.model_linears import model_linears
-from snip_megatron.megatron.step_costs import linear_shapes, option_times, rest_of_step
+from snip_megatron.megatron.step_costs import linear_shapes, option_times, step_model
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.solver.costs import LinearShape, load_cost_model
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.models import ModelShape
+from snip_megatron.timing.shapes import LinearShape
 
 QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
 # A Llama of 8 blocks on 2 × 2 × 2 ranks, 4 microbatches a rank.
@@ -143,7 +144,7 @@ def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
 )
 def test_where_the_planner_cannot_say_the_rest_is_not_known(given: dict[str, Any]) -> None:
     args = arguments(**given)
-    assert rest_of_step(args, load_cost_model("h200")) == {}
+    assert step_model(args, load_cost_model("h200")) is None
     times = OptionTimes("x", {kind: {} for kind in ()})
     assert times.step_speedup({}, {}) is None
 

@@ -17,6 +17,7 @@ from snip_megatron.megatron import validate
 from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
 from snip_megatron.megatron.validate import CONFLICTS, Conflict
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.sensitivity import SolveRequest
 
 # What Megatron's validation adds to its parser's defaults, for a Llama of 4 layers.
 DERIVED: dict[str, Any] = {
@@ -39,9 +40,9 @@ VALUES: dict[str, Any] = {
     "fp4": "e2m1",
     "te_precision_config_file": "recipe.yaml",
     "kitchen_config_file": "kitchen.yaml",
-    "cuda_graph_impl": "local",
     "gtp_weight_remat_size": 2,
     "num_distributed_optimizer_instances": 2,
+    "mlp_chunks_for_training": 2,
     "moe_latent_size": 32,
     "mtp_num_layers": 1,
     "experimental_attention_variant": "dsa",
@@ -49,6 +50,18 @@ VALUES: dict[str, Any] = {
 }
 # Arguments that exist only with an optional library.
 OPTIONAL = {"--kitchen-config-file", "--use-kitchen"}
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_layer_freq": [0, 1, 1, 0],
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "transformer_impl": "local",
+    "moe_router_load_balancing_type": ["aux_loss"],
+    "moe_grouped_gemm": True,
+    "seq_length": 32,
+    "global_batch_size": 8,
+}
 
 
 def megatron_parser() -> argparse.ArgumentParser:
@@ -99,6 +112,41 @@ def test_each_conflict_is_an_argument_of_this_megatron(conflict: Conflict) -> No
     assert conflict.argument in dests
     assert dests[conflict.argument] == conflict.attribute or conflict.derived
     assert not conflict.present(DEFAULTS.get(conflict.attribute))
+
+
+@pytest.mark.parametrize(
+    ("given", "snip", "message"),
+    [
+        (EXPERTS | {"transformer_impl": "local"}, {}, "--num-experts 4 under --snip"),
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, {}, "--cuda-graph-warmup-steps 0"),
+        ({"cuda_graph_impl": "full_iteration", "rampup_batch_size": [8, 8, 64]}, {}, "--rampup-batch-size"),
+        (
+            {"cuda_graph_impl": "full_iteration", "pipeline_model_parallel_size": 2},
+            {},
+            "--pipeline-model-parallel-size 2 under --snip: Megatron waits for the device",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cuda_graphs_do_not_work_with(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], snip: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
+    found = refused(config(**snip), arguments(**{"cuda_graph_impl": "local"} | given))
+    assert found.startswith(f"--cuda-graph-impl {given.get('cuda_graph_impl', 'local')} cannot be combined with ")
+    assert message in found
+    validate.check(config(), arguments(cuda_graph_impl=given.get("cuda_graph_impl", "local")))
+
+
+def test_cuda_graphs_need_a_gpu_and_a_megatron_that_can_delete_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: False)
+    graphs = arguments(cuda_graph_impl="transformer_engine")
+    assert refused(config(), graphs).startswith("--cuda-graph-impl transformer_engine needs a CUDA device")
+    monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
+    validate.check(config(), graphs)
+    monkeypatch.setattr(validate.compat, "MEGATRON_VERSION", (0, 18))
+    assert "--snip under megatron-core 0.18" in refused(config(), graphs)
+    validate.check(config(), arguments())
 
 
 def test_context_parallelism_needs_attention_that_knows_it() -> None:
@@ -235,17 +283,6 @@ def test_layers_that_megatron_keeps_in_bf16_are_pins_and_the_users_come_after() 
 
 
 # -- mixtures of experts ---------------------------------------------------------------------------------------
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "moe_layer_freq": [0, 1, 1, 0],
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 48,
-    "transformer_impl": "local",
-    "moe_router_load_balancing_type": ["aux_loss"],
-    "moe_grouped_gemm": True,
-    "seq_length": 32,
-    "global_batch_size": 8,
-}
 
 
 def test_experts_count_in_the_share_and_are_no_candidates() -> None:
@@ -353,3 +390,28 @@ def test_the_request_carries_the_configuration() -> None:
 
 def test_the_share_of_the_backward_pass_reaches_the_solver() -> None:
     assert validate.solve_request(config(backward_share=0.145), arguments()).backward_share == 0.145
+
+
+# -- maps over time ------------------------------------------------------------------------------------------------
+def test_globs_of_a_schedule_are_checked_before_training(tmp_path: Path) -> None:
+    path = tmp_path / "late.json"
+    phases = [{"from": 0}, {"from": 0.9, "change": ["*:fprop"]}]
+    path.write_text(json.dumps({"schema": "snip.schedule/1", "phases": phases}))
+    validate.check(config(schedule=str(path)), arguments())
+    path.write_text(path.read_text().replace("*:fprop", "*:forward"))
+    message = refused(config(schedule=str(path)), arguments())
+    assert message.startswith("--snip-schedule: phases[1].change: *:forward matches no option")
+
+
+def test_an_average_that_a_late_policy_cannot_reach_is_refused_before_training() -> None:
+    validate.check(config(policy="late-forward", budget="fp4=0.9"), arguments())
+    message = refused(config(policy="late-forward", budget="fp4=0.9", pin=("*:wgrad=fp8",)), arguments())
+    assert message.startswith("--snip-policy late-forward reaches an average fp4 share of 0.6666 at most")
+
+
+def test_constants_of_phases_reach_the_request() -> None:
+    plain = validate.solve_request(config(schedule="auto"), arguments())
+    default = SolveRequest()
+    assert (plain.standing_share, plain.forgetting) == (default.standing_share, default.forgetting)
+    given = validate.solve_request(config(schedule="auto", standing_share=0.25, forgetting=2.5), arguments())
+    assert (given.standing_share, given.forgetting) == (0.25, 2.5)

@@ -16,10 +16,10 @@ from snip_megatron.planner.memory import (
     saved_input,
     stage_memory,
 )
-from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.probes import Probes
 from snip_megatron.precision import LINEAR_KINDS, Format
-from snip_megatron.solver.costs import Formats, LinearShape
+from snip_megatron.timing.models import ModelShape
+from snip_megatron.timing.shapes import Formats, LinearShape
 
 from .formula import layout
 

@@ -39,7 +39,7 @@ def test_the_table_has_the_entries_that_ranks_reduce(blocks: int, formats: int) 
 
 
 def test_the_broadcast_is_the_channels() -> None:
-    adoption = pytest.importorskip("snip_megatron.adoption")
+    adoption = pytest.importorskip("snip_megatron.runtime.adoption")
     torch = pytest.importorskip("torch")
     chosen = layout("70b", tp=8, pp=8)
     names = [str(LinearId(layer, kind)) for layer in range(80) for kind in LINEAR_KINDS]
@@ -73,7 +73,7 @@ def test_passes(probes: Probes, passes: int) -> None:
 def test_options_forced_alone() -> None:
     """Of 64 units (layer, fprop or dgrad) 16: a nudge and four linears in two formats each; wgrads at once; on and off.
 
-    The published count: 960 options of a 70B model in fp4 are about 1,900 passes (METHOD).
+    The published count: 960 options of a 70B model in fp4 are about 1,900 passes (docs/method.md).
     """
     chosen = layout("8b", dp=2, global_batch_size=16)
     step = step_model(chosen).step(lambda block, kind: ALL_BF16)
@@ -91,9 +91,9 @@ def test_options_forced_alone() -> None:
 
 
 def test_the_readings_that_ranks_reduce(one_rank: None) -> None:
-    from snip_megatron.statistics.measured_reader import MeasuredReader
+    from snip_megatron.optimizers.measured_reader import MeasuredReader
+    from snip_megatron.optimizers.weight_drift import StepScale
     from snip_megatron.statistics.reduction import ProbeGroups
-    from snip_megatron.statistics.weight_drift import StepScale
 
     chosen = layout(global_batch_size=8)
     step = step_model(chosen).step(lambda block, kind: ALL_BF16)

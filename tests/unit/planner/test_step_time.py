@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.rates import ATTENTION_BACKWARD, ELEMENTWISE, STATED_COPY, Links
 from snip_megatron.planner.step_time import ALL_BF16, StepModel
 from snip_megatron.precision import LINEAR_KINDS, Format
-from snip_megatron.solver.costs import FLOPS_RATE, FlopsModel, load_cost_model
+from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.models import ModelShape
 
 from .formula import SMALL, layout, step_model, with_blocks
 

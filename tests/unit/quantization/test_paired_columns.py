@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from snip_megatron.quantization import triton_quantize
-from snip_megatron.quantization.triton_quantize import _paired
+from snip_megatron.quantization.kernels import quantize as triton_quantize
+from snip_megatron.quantization.kernels.quantize import _paired
 
 
 def test_given_ids_are_looked_at_again_when_they_change_and_forgotten_with_them() -> None:

@@ -11,9 +11,9 @@ import synthetic_run
 from snip_megatron.cli import main
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.records.run_data import load_run
+from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.comparison import MAX_RUNS, differences, render_comparison, run_names, write_comparison
-from snip_megatron.reporting.run_data import load_run
-from snip_megatron.reporting.run_directory import RunDirectory
 
 LINEAR = "decoder.layers.0.mlp.linear_fc1"
 

@@ -10,11 +10,11 @@ import pytest
 import synthetic_run
 
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.records.run_data import Update, load_run
+from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.figures import front_figure
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.report import write_report
-from snip_megatron.reporting.run_data import Update, load_run
-from snip_megatron.reporting.run_directory import RunDirectory
 from snip_megatron.solver import Budget, Problem, solve
 
 LAST = synthetic_run.FIRST + (synthetic_run.UPDATES - 1) * synthetic_run.INTERVAL

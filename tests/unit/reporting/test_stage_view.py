@@ -9,9 +9,9 @@ import synthetic_run
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.records.run_data import load_run
 from snip_megatron.reporting.figures import loss_figure
 from snip_megatron.reporting.report import render
-from snip_megatron.reporting.run_data import load_run
 from snip_megatron.reporting.stage_view import saved_figure, stage_view
 
 SHAPES = {name: {"tokens": 512, "n": 128, "k": 128} for name in synthetic_run.LINEARS}

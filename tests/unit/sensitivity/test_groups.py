@@ -62,7 +62,7 @@ def test_groups_with_an_option_in_common_become_one() -> None:
 @pytest.mark.parametrize(
     ("spec", "granularity", "hint"),
     [
-        ("decoder.layers.7.*", "gemm", f"the first linear is {NAMES[0]}"),
+        ("decoder.layers.7.*", "gemm", f"the first option is {NAMES[0]}:fprop"),
         ("block:*.mlp.*:fprop", "layer", "at granularity layer a group names linears, not GEMMs"),
     ],
 )
@@ -129,7 +129,7 @@ def test_solved_maps_obey(specs: list[str], stages: int, seed: int) -> None:
     table = make_table(layers=2, stages=stages, seed=seed)
     request = SolveRequest(groups=tuple(specs), target=0.6, stage_tolerance=0.1)
     problem, _ = build_problem(table, request)
-    solution = solve(problem, deterministic_time=1.0, workers=1)
+    solution = solve(problem, deterministic_time=1.0)
     groups = option_groups([row.name for row in table.linears], specs)
     if solution.status == "infeasible":
         return

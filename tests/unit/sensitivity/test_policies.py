@@ -10,8 +10,8 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.sensitivity.policies import (
     ESTIMATORS,
-    FIXED,
     POLICIES,
+    UNSOLVED,
     divergences,
     fixed_map,
     needs_forward_noise,
@@ -38,7 +38,7 @@ def per_flop(table: StatisticsTable, scores: np.ndarray) -> np.ndarray:
     return scores[:, :, -1] / np.array([row.n * row.k for row in table.linears])[:, None]
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in FIXED])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in UNSOLVED])
 def test_every_policy_scores_every_option(policy: str) -> None:
     scores = scores_of(make_table(layers=4), policy=policy)
     assert scores.shape == (16, 3, 2)
@@ -141,7 +141,7 @@ def test_only_snip_by_noise_needs_the_noise_pass() -> None:
     assert not needs_forward_noise(SolveRequest(estimator="fisher"))
     silent = with_columns(make_table(), "boundary", cn2=0.0)
     for policy in POLICIES:
-        if policy not in FIXED and policy != "snip":
+        if policy not in UNSOLVED and policy != "snip":
             scores_of(silent, policy=policy)
     scores_of(silent, estimator="fisher")
     with pytest.raises(SnipError, match="forward-noise"):
@@ -156,6 +156,9 @@ def test_fixed_policies_choose_nothing(policy: str, fmt: str) -> None:
     with pytest.raises(SnipError, match=f"{policy} fixes the map"):
         scores_of(make_table(), policy=policy)
     assert fixed_map("snip", NAMES) is None
+    for late in ("late-forward", "late-all"):
+        with pytest.raises(SnipError, match=f"{late} fixes the map"):
+            scores_of(make_table(), policy=late)
 
 
 def test_fixed_maps_honour_pins() -> None:

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
-from snip_megatron.sensitivity import FIXED, POLICIES, SolveRequest, build_problem, check_reachable, reachable_share
+from snip_megatron.sensitivity import POLICIES, SolveRequest, build_problem, check_reachable, reachable_share
+from snip_megatron.sensitivity.policies import UNSOLVED
 from snip_megatron.sensitivity.problem import list_options
 from snip_megatron.solver import solve
-from snip_megatron.solver.problem import Item, Problem
+from snip_megatron.solver.items import Item
+from snip_megatron.solver.problem import Problem
 
 from .synthetic import linear_rows, make_table, scaled_loss, with_columns, with_experts
 
-SOLVED = [p for p in POLICIES if p not in FIXED]
+SOLVED = [p for p in POLICIES if p not in UNSOLVED]
 
 
 def four_bit_losses(problem: Problem) -> dict[str, float]:

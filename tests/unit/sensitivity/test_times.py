@@ -15,7 +15,9 @@ from snip_megatron.sensitivity import SolveRequest, build_problem, check_reachab
 from snip_megatron.sensitivity.problem import change_penalty
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver import Budget, solve
-from snip_megatron.solver.costs import load_cost_model, local_shape, option_seconds, with_times
+from snip_megatron.timing.cost_model import option_seconds, with_times
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.shapes import local_shape
 
 from .synthetic import SHAPES, linear_rows, make_table
 

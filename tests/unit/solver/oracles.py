@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -43,7 +44,7 @@ def random_problem(rng: np.random.Generator, items: int, formats: int, stages: i
 
 
 def needs(problem: Problem) -> list[tuple[list[int], float]]:
-    """(indices of items, least Σ saving): the budget as DESIGN defines it."""
+    """(indices of items, least Σ saving): the budget as docs/method.md defines it."""
     target, tolerance = problem.budget.target, problem.budget.stage_tolerance
     rows = [(list(range(len(problem.items))), target)]
     if tolerance is not None:
@@ -99,3 +100,31 @@ def highs(problem: Problem) -> float | None:
     picks = [flat[j] for j in np.nonzero(result.x > 0.5)[0]]
     assert [i for i, _ in picks] == list(range(len(problem.items)))
     return math.fsum(c.loss for _, c in picks)
+
+
+def hard_problem(kind: str, *, integers: bool = False, stages: int = 1, seed: int = 0, items: int = 960) -> Problem:
+    """Losses that follow savings (Pisinger 2005, "Where are the hard knapsack problems?"): bf16, fp8 or fp4 an item.
+
+    Args:
+        kind: a name of ``HARD``.
+        integers: round losses and savings to whole numbers.
+    """
+    rng = np.random.default_rng(seed)
+    loss, saving = HARD[kind](rng, np.sort(rng.uniform(1, RANGE, (items, 2)), axis=1))
+    if integers:
+        loss, saving = loss.round(), saving.round()
+    losses, savings = (np.pad(values, ((0, 0), (1, 0))).tolist() for values in (loss, saving))
+    costs = (1.25 * saving.max(axis=1)).tolist()
+    return make_problem(losses, savings, costs, [i * stages // items for i in range(items)], 0.4, 0.02)
+
+
+RANGE = 1000.0
+HARD: dict[str, Callable[[np.random.Generator, np.ndarray], tuple[np.ndarray, np.ndarray]]] = {
+    "proportional": lambda rng, w: (w * (1 + 1e-3 * rng.uniform(-1, 1, w.shape)), w),
+    "subset sum": lambda rng, w: (w, w),
+    "weakly correlated": lambda rng, w: (np.maximum(w + rng.uniform(-RANGE / 10, RANGE / 10, w.shape), 1), w),
+    "strongly correlated": lambda rng, w: (w + RANGE / 10, w),
+    "inverse strongly correlated": lambda rng, w: (w, w + RANGE / 10),
+    "almost strongly correlated": lambda rng, w: (w + RANGE / 10 + rng.uniform(-RANGE / 500, RANGE / 500, w.shape), w),
+}
+"""Kind → (losses, savings) of fp8 and fp4 from sorted weights [items, 2] of 1 to ``RANGE``."""

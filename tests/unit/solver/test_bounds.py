@@ -19,7 +19,7 @@ from snip_megatron.solver.table import ChoiceTable, Ints
 from .oracles import exhaust, highs, make_problem, random_problem
 from .test_solve import problems
 
-LIMITS = Limits(60.0, math.inf, 0)
+LIMITS = Limits(math.inf, math.inf, 0)
 
 
 def picks_of(table: ChoiceTable, problem: Problem) -> Ints:

@@ -55,7 +55,7 @@ def test_it_is_the_optimum(seed: int, tolerance: float | None) -> None:
         pinned = replace(item, pin=item.choices[1].format, group="a")
         problem = replace(problem, items=(pinned, *problem.items[1:]))
     expected = exhaust(problem)
-    solution = solve(problem, deterministic_time=5.0, workers=1)
+    solution = solve(problem, deterministic_time=5.0)
     if expected is None:
         assert solution.status == "infeasible"
         assert solution.fault is not None

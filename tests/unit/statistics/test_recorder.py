@@ -16,7 +16,7 @@ from snip_megatron.quantization import fake_quantize
 from snip_megatron.statistics.errors import squared_errors
 from snip_megatron.statistics.recorder import Dots, LinearRecorder, Pass, attached
 from snip_megatron.statistics.reduction import PartialTable, ProbeGroups, TableShape, finish_dots, reduce_columns
-from snip_megatron.statistics.sums import sample_rows
+from snip_megatron.statistics.squares import sample_rows
 
 FORMATS = ("fp8", "fp4")
 T, N, K = 256, 256, 384
@@ -92,7 +92,7 @@ def errors_of_g(g: torch.Tensor, fmt: str, axis: int) -> torch.Tensor:
 
 
 def definitions(batches: list[Microbatch], samples: int) -> dict[str, Any]:
-    """The columns as METHOD defines them."""
+    """The columns as docs/method.md defines them."""
     rows = [sample_rows(len(b.x), samples) for b in batches]
     weight = len(batches[0].x) / len(rows[0])
     w = batches[0].w.double()

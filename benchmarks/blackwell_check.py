@@ -1,0 +1,235 @@
+"""What the formats do on this GPU: what works, how exact it is, how fast it is. One command, one page.
+
+    PYTHONPATH=. python benchmarks/blackwell_check.py --out blackwell_check.md
+
+Written for the first owner of a Blackwell GPU; it runs on any GPU since Ampere. Every backend that can run here runs
+its formats: the native one, and ``emulated`` on bf16 tensor cores. Its products are compared with the reference's, its
+signal to noise with float64, and one linear with bf16: forward, backward and all quantisation, four microbatches a
+weight quantisation. A format that fails is a row that says why. ``--dry-run`` runs the same on small matrices on any
+machine, without times. The page lies beside a JSON file with the same figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import header, interleaved, write
+
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.blackwell_engine import NATIVE as OF_BLACKWELL
+from snip_megatron.gemm.emulated import EmulatedBackend
+from snip_megatron.gemm.exact_products import ExactProducts
+from snip_megatron.gemm.hopper import NATIVE as OF_HOPPER
+from snip_megatron.gemm.operands import GradientKeys
+from snip_megatron.gemm.selection import select_backend
+from snip_megatron.precision import Format
+from snip_megatron.quantization.exact import quantize_exact
+
+BACKENDS = ("blackwell", "hopper", "emulated")
+FORMATS = tuple(fmt for fmt in Format if fmt is not Format.BF16)
+OF = {"blackwell": OF_BLACKWELL, "hopper": OF_HOPPER}
+"""Formats of a backend that has not all."""
+SHAPES = ((8192, 4096, 4096), (8192, 8192, 8192), (8192, 14336, 4096))  # T, N, K
+SMALL = ((256, 128, 384),)
+GOAL = 0.80
+"""Speed of an emulated linear over bf16's that is wanted for weights of 4096² and larger."""
+_CHECKED = (512, 1024, 768)
+_NOTHING = 1e-30
+_MICROBATCHES, _ROUNDS = 4, 8
+
+
+def draw(shape: tuple[int, int, int], device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """X, W and G with rows of different size."""
+    generator = torch.Generator(device=device).manual_seed(sum(shape))
+    tokens, n, k = shape
+    x, w, g = (torch.randn(s, device=device, generator=generator) for s in ((tokens, k), (n, k), (tokens, n)))
+    spread = torch.rand(tokens, 1, device=device, generator=generator).exp()
+    return (x * spread).bfloat16(), (w * k**-0.5).bfloat16(), (g * spread * 1e-3).bfloat16()
+
+
+def products(backend: GemmBackend, fmt: Format, x: Tensor, w: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """The three GEMMs of a linear, FP32."""
+    x_row, x_col = backend.quantize_input(x, fmt, fmt)
+    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
+    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, _keys(w))
+    main_grad = torch.zeros(w.shape, device=w.device)
+    return {
+        "fprop": backend.fprop(x_row, w_row, dtype=torch.float32),
+        "dgrad": backend.dgrad(g_row, w_col, dtype=torch.float32),
+        "wgrad": backend.wgrad(g_col, x_col, out=main_grad),
+    }
+
+
+def accuracy(backend: GemmBackend, fmt: Format, shape: tuple[int, int, int], device: str) -> dict[str, Any]:
+    """Largest relative difference from the reference's products, and signal to noise in dB of each GEMM."""
+    x, w, g = draw(shape, device)
+    found, expected = products(backend, fmt, x, w, g), products(REFERENCE, fmt, x, w, g)
+    exact = {
+        "fprop": x.double() @ w.double().t(),
+        "dgrad": g.double() @ w.double(),
+        "wgrad": g.double().t() @ x.double(),
+    }
+    return {
+        "difference": max(relative(expected[gemm].double(), found[gemm]) for gemm in exact),
+        "decibel": {gemm: round(-20 * math.log10(relative(exact[gemm], found[gemm])), 1) for gemm in exact},
+    }
+
+
+def relative(exact: Tensor, found: Tensor) -> float:
+    """‖found − exact‖ / ‖exact‖, at least 1e-30, whose logarithm exists."""
+    return max(float((found.double() - exact).norm() / exact.norm()), _NOTHING)
+
+
+def step(backend: GemmBackend, fmt: Format, x: Tensor, w: Tensor, g: Tensor) -> Callable[[], None]:
+    """Four microbatches of a linear, forward and backward, with everything that is quantised for them."""
+    main_grad, keys = torch.zeros(w.shape, device=w.device), _keys(w)
+
+    def run() -> None:
+        w_row, w_col = backend.quantize_weight(w, fmt, fmt)
+        for _ in range(_MICROBATCHES):
+            x_row, x_col = backend.quantize_input(x, fmt, fmt)
+            backend.fprop(x_row, w_row, dtype=torch.bfloat16)
+            g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
+            backend.dgrad(g_row, w_col, dtype=torch.bfloat16)
+            backend.wgrad(g_col, x_col, out=main_grad)
+
+    return run
+
+
+def speeds(backends: dict[str, GemmBackend], rows: list[dict[str, Any]], shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Time of a step of every contender that works, as milliseconds a microbatch, and its speed over bf16."""
+    x, w, g = draw(shape, "cuda")
+    plain = next(iter(backends.values()))
+    calls = {"bf16": step(plain, Format.BF16, x, w, g)}
+    for row in rows:
+        if "failed" not in row:
+            fmt = Format(row["format"])
+            call = step(backends[row["backend"]], fmt, x, w, g)
+            try:
+                call()
+            except Exception as error:
+                row["failed"] = _line(error)
+            else:
+                calls[f"{row['backend']}_{fmt.value}"] = call
+    times = {name: ms / _MICROBATCHES for name, ms in interleaved(calls, _ROUNDS).items()}
+    return {"shape": shape, "ms": times, "speed": {name: times["bf16"] / ms for name, ms in times.items()}}
+
+
+def check(*, dry: bool) -> dict[str, Any]:
+    """Everything that the page says."""
+    backends, refusals = available(dry=dry)
+    device = "cuda" if torch.cuda.is_available() and not dry else "cpu"
+    result: dict[str, Any] = {"dry_run": dry, "refused": refusals, "rows": [], "speeds": []}
+    for name, backend in backends.items():
+        for fmt in (fmt for fmt in FORMATS if fmt in OF.get(name, FORMATS)):
+            row: dict[str, Any] = {"backend": name, "format": fmt.value}
+            try:
+                row |= accuracy(backend, fmt, SMALL[0] if dry else _CHECKED, device)
+            except Exception as error:  # libraries raise what they like, and the page is to be finished
+                row["failed"] = _line(error)
+            result["rows"].append(row)
+    if not dry and backends:
+        result["speeds"] = [speeds(backends, result["rows"], shape) for shape in SHAPES]
+    return result
+
+
+def available(*, dry: bool) -> tuple[dict[str, GemmBackend], dict[str, str]]:
+    """Backends that run here, and why the others do not."""
+    found: dict[str, GemmBackend] = {}
+    if dry:
+        found = {"reference": REFERENCE, "emulated": EmulatedBackend(quantize_exact, ExactProducts())}
+    refused = {}
+    for name in BACKENDS:
+        try:
+            backend = select_backend(name).backend
+        except SnipError as error:
+            refused[name] = str(error)
+        else:
+            if not dry:
+                found[name] = backend
+    return found, refused
+
+
+def page(result: dict[str, Any]) -> str:
+    """The figures of :func:`check` in Markdown."""
+    lines = [f"# Formats on {result['device']}", ""]
+    if result["dry_run"]:
+        lines += [
+            "Dry run: plain torch on a CPU and small matrices. It shows that the check runs, nothing about a GPU.",
+            "",
+        ]
+    lines += [
+        f"{result['date']}, commit {result['commit']}, `{result['command']}`, {_versions(result['versions'])}",
+        "",
+    ]
+    lines += ["## What works and how exact it is", "", *_accuracy_table(result["rows"]), ""]
+    lines += [f"- `{name}` does not run here: {why}" for name, why in result["refused"].items()]
+    lines += ["", "## How fast it is", ""]
+    if not result["speeds"]:
+        return "\n".join([*lines, "Not measured.", ""])
+    lines += ["Speed of one linear over bf16's (forward, backward, quantisation, accumulation into FP32):", ""]
+    names = [name for name in result["speeds"][0]["speed"] if name != "bf16"]
+    names = [name for name in names if all(name in entry["speed"] for entry in result["speeds"])]
+    lines += ["| T, N, K | bf16, ms | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for entry in result["speeds"]:
+        shown = " | ".join(f"{entry['speed'][name]:.3f}" for name in names)
+        lines.append(f"| {', '.join(map(str, entry['shape']))} | {entry['ms']['bf16']:.3f} | {shown} |")
+    slow = sorted({name for e in result["speeds"] for name, s in e["speed"].items() if "emulated" in name and s < GOAL})
+    lines += ["", f"Emulated formats below {GOAL:.2f} × bf16 somewhere: {', '.join(slow) or 'none'}.", ""]
+    return "\n".join(lines)
+
+
+def _accuracy_table(rows: Iterable[dict[str, Any]]) -> list[str]:
+    lines = ["| backend | format | from the reference | fprop, dgrad, wgrad, dB |", "|---|---|---|---|"]
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"| {row['backend']} | {row['format']} | fails: {row['failed']} | – |")
+        else:
+            signal = ", ".join(map(str, row["decibel"].values()))
+            difference = f"{row['difference']:.1e}" if row["difference"] > _NOTHING else "equal"
+            lines.append(f"| {row['backend']} | {row['format']} | {difference} | {signal} |")
+    return lines
+
+
+def _versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _keys(w: Tensor) -> GradientKeys:
+    return GradientKeys(1, 2, torch.arange(w.shape[0], device=w.device))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="What works on this GPU, how exact it is, how fast it is")
+    parser.add_argument("--out", type=Path, default=Path("blackwell_check.md"), help="the page; a .json lies beside it")
+    parser.add_argument("--dry-run", action="store_true", help="small matrices on any machine, without times")
+    parser.add_argument("--commit", help="what is measured, where the tree has no .git")
+    arguments = parser.parse_args(argv)
+    if not arguments.dry_run and not torch.cuda.is_available():
+        print("blackwell_check.py: needs a CUDA device; --dry-run shows that the check runs", file=sys.stderr)
+        return 2
+    result = header(arguments.commit) | check(dry=arguments.dry_run)
+    if arguments.dry_run:
+        result["device"] = "cpu"
+    write(arguments.out.with_suffix(".json"), result)
+    arguments.out.write_text(page(result) + "\n")
+    print(page(result))
+    return 1 if any("failed" in row for row in result["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

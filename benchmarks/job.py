@@ -1,0 +1,293 @@
+"""How much faster a whole training gets: SNIP's maps, Megatron's own FP8 and bf16, with and without CUDA graphs.
+
+    python -m benchmarks.job --model 1b --out benchmarks/job_1b_<hardware>_<date>.json [--commit SHA]
+
+Every contender is a real training through the entry on mock data, with the distributed optimizer; those that are not
+SNIP's run without ``--snip``, which makes them Megatron's own. A contender's time is the median of the step times that
+Megatron prints, over the second half of the steps. Trainings take turns: they start side by side, up to the point where
+they would touch the GPU, then train one after the other; with ``--rounds 2`` all over again in the reverse order, and
+the medians are over both. ``*_graphs`` take the fastest of the implementations of CUDA graphs that they are tried with.
+
+``snip_fp4_75_graphs`` runs two real updates: ``updates`` in the result holds what their steps took longer, and what the
+run's events say. The other contenders of SNIP keep one map, with the same format in every GEMM.
+
+A training that fails is in ``failed`` with its last error line, one that this machine cannot run in ``skipped``. With
+``--out`` of an earlier call on the same machine and code the result is added to, so that a table can be made in parts:
+those named by ``--contenders``, or all that have no time yet, until ``--deadline``. Arguments after ``--`` go to
+every training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import header, step_times, write
+from benchmarks.job_contenders import CONTENDERS, EXTRA, MODELS
+from benchmarks.job_turns import Outcome, Training
+from benchmarks.job_updates import accounts
+from benchmarks.multi_gpu import has_transformer_engine
+from benchmarks.multi_gpu_runs import LLAMA
+from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
+from snip_megatron.records.readers import read_events
+
+LAG = 2
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One training: a contender with one implementation of CUDA graphs, or without."""
+
+    contender: str
+    graphs: str | None
+
+    @property
+    def name(self) -> str:
+        return self.contender if self.graphs is None else f"{self.contender}:{self.graphs}"
+
+
+class Job:
+    """The trainings of one model.
+
+    Args:
+        arguments: the command's.
+        folder: for maps, run directories and output.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self._arguments, self._folder = arguments, folder
+        self._model = MODELS[arguments.model]
+
+    # -- who takes part ----------------------------------------------------------------------------------------
+    def impossible(self, name: str) -> str | None:
+        """Why this machine cannot run a contender, where it can't."""
+        contender = CONTENDERS[name]
+        if contender.graphs and not torch.cuda.is_available():
+            return "needs a GPU: CUDA graphs"
+        if contender.transformer_engine and not torch.cuda.is_available():
+            return "needs a GPU: Transformer Engine's FP8"
+        if contender.transformer_engine and not has_transformer_engine():
+            return "needs Transformer Engine"
+        return None
+
+    def turns(self, names: Sequence[str]) -> list[Turn]:
+        """The trainings of the contenders, in their order."""
+        found = []
+        for name in names:
+            tried: Sequence[str | None] = CONTENDERS[name].graphs or (None,)
+            if self._arguments.graphs and CONTENDERS[name].graphs:
+                tried = self._arguments.graphs.split(",")
+            found += [Turn(name, graphs) for graphs in tried]
+        return found
+
+    # -- arguments of a training -------------------------------------------------------------------------------
+    def _given(self, turn: Turn, folder: Path) -> list[str]:
+        contender, steps = CONTENDERS[turn.contender], self._arguments.steps
+        given = [*LLAMA, *self._model.arguments, "--train-iters", str(steps), *contender.arguments]
+        if turn.graphs is not None:
+            given += ["--cuda-graph-impl", turn.graphs]
+            given += ["--te-rng-tracker"] if has_transformer_engine() else []
+        if not has_transformer_engine():
+            given += ["--transformer-impl", "local"]
+        if contender.map is not None:
+            given += ["--snip", "--snip-map", str(self._map(contender.map)), "--snip-dir", str(folder / "run")]
+        if contender.updates:
+            given += ["--snip", *shlex.split(self._updates()), "--snip-dir", str(folder / "run")]
+        return [*given, *self._arguments.megatron]
+
+    def _updates(self) -> str:
+        """Two updates: the first after steps in bf16 to compare with, the second with as many steps before as after."""
+        steps = self._arguments.steps
+        first = max(3, steps // 4)  # steps that compile or capture graphs must be fewer than the others before it
+        every = max(LAG + 1, -(-(steps - first) // 2))
+        return f"--snip-budget fp4=0.75 --snip-first-update {first} --snip-update-interval {every}" + (
+            f" --snip-lag {LAG} --snip-wait 240 --snip-guard-steps 0"
+        )
+
+    def _map(self, fmt: Format) -> Path:
+        path = self._folder / f"all_{fmt.value}.json"
+        names = [str(LinearId(layer, kind)) for layer in range(self._model.layers) for kind in LINEAR_KINDS]
+        path.write_text(PrecisionMap.uniform(names, fmt).to_json(), encoding="utf-8")
+        return path
+
+    # -- training ----------------------------------------------------------------------------------------------
+    def train(self, turns: Sequence[Turn]) -> Iterator[tuple[Turn, Outcome, Path]]:
+        """The trainings, as they end; as many start side by side as ``--beside`` says."""
+        waiting = list(turns)
+        while waiting:
+            batch, waiting = waiting[: self._arguments.beside], waiting[self._arguments.beside :]
+            with contextlib.ExitStack() as stack:
+                started = []
+                for turn in batch:
+                    folder = Path(tempfile.mkdtemp(prefix=f"{turn.name.replace(':', '-')}-", dir=self._folder))
+                    training = Training(self._arguments.gpus, self._given(turn, folder), folder)
+                    started.append((turn, stack.enter_context(training), folder))
+                for _, training, _ in started:
+                    training.wait_ready()
+                for turn, training, folder in started:
+                    yield turn, training.take_turn(self._arguments.limit), folder
+
+
+# -- the table -------------------------------------------------------------------------------------------------
+class Table:
+    """The result as it grows; written after every training."""
+
+    def __init__(self, head: dict[str, Any], out: Path | None) -> None:
+        self._out = out
+        self.result: dict[str, Any] = head | {"ms": {}, "speedup": {}}
+        self.result |= {key: {} for key in ("skipped", "failed", "graphs", "updates", "runs")}
+        if out is not None and out.is_file():
+            self._continue(json.loads(out.read_text(encoding="utf-8")))
+
+    def _continue(self, earlier: dict[str, Any]) -> None:
+        """Add to an earlier command's result. Exits where it is of another machine, code or training."""
+        now = self.result
+        for name in ("device", "commit", "versions", "model", "gpus", "arguments"):
+            if earlier.get(name) != now[name]:
+                sys.exit(f"job.py: --out: its table is of {name} {earlier.get(name)}, not {now[name]}: choose another")
+        commands = [*str(earlier["command"]).split(" && "), now["command"]]
+        self.result = now | earlier | {"command": " && ".join(dict.fromkeys(commands))}
+
+    def skip(self, contender: str, reason: str) -> None:
+        """A contender that cannot run here."""
+        self.result["skipped"][contender] = reason
+        self._write()
+
+    def missing(self) -> list[str]:
+        """Contenders of the table that no command has timed."""
+        return [name for name in CONTENDERS if name != EXTRA and name not in self.result["ms"]]
+
+    def start(self, contender: str) -> None:
+        """A contender is about to run: what an earlier command says of it goes."""
+        self.result["skipped"].pop(contender, None)
+        for key in ("failed", "runs", "updates"):
+            for name in [name for name in self.result[key] if name.partition(":")[0] == contender]:
+                del self.result[key][name]
+
+    def add(self, turn: Turn, outcome: Outcome, run: Path) -> None:
+        """A training that ended. Its contender's time is that of its fastest implementation of graphs."""
+        ms = step_times(outcome.printed)
+        if outcome.error is not None or len(ms) < 2:
+            self.result["failed"][turn.name] = outcome.error or "printed no step times"
+        else:
+            runs = self.result["runs"].setdefault(turn.name, [])
+            runs.append({"steps_ms": ms, "seconds": round(outcome.seconds, 2)})
+            if CONTENDERS[turn.contender].updates:
+                self.result["updates"][turn.name] = accounts(read_events(run), ms)
+            self._settle(turn.contender)
+        self._write()
+
+    def _settle(self, contender: str) -> None:
+        medians = {}
+        for name, runs in self.result["runs"].items():
+            if name.partition(":")[0] == contender:
+                halves = [ms for run in runs for ms in run["steps_ms"][len(run["steps_ms"]) // 2 :]]
+                medians[name] = statistics.median(halves)
+        best = min(medians, key=medians.__getitem__)
+        self.result["ms"][contender] = medians[best]
+        if ":" in best:
+            self.result["graphs"][contender] = {name.partition(":")[2]: ms for name, ms in medians.items()}
+        ms = self.result["ms"]
+        order = [name for name in CONTENDERS if name in ms]
+        self.result["ms"] = {name: ms[name] for name in order}
+        self.result["speedup"] = {name: ms["bf16"] / ms[name] for name in order} if "bf16" in ms else {}
+
+    def _write(self) -> None:
+        write(self._out, self.result)
+
+    def show(self) -> None:
+        """The table for a terminal."""
+        for name, ms in self.result["ms"].items():
+            speedup = self.result["speedup"].get(name)
+            print(f"{name:24s} {ms:9.2f} ms" + ("" if speedup is None else f"  {speedup:6.3f} x bf16"))
+        for key in ("skipped", "failed"):
+            for name, reason in self.result[key].items():
+                print(f"{name:24s} {key}: {reason}")
+        for name, updates in self.result["updates"].items():
+            for update in updates:
+                waits = ", ".join(f"{kind} {seconds:.3f}" for kind, seconds in update["events"].items())
+                print(
+                    f"{name} update of step {update['update_step']}: steps took {update['longer_s']:.3f} s longer,"
+                    f" {update['from_adoption_s']:.3f} of it from the adoption on; events {update['events_s']:.3f}"
+                    f" ({waits})"
+                )
+
+
+# -- the command -----------------------------------------------------------------------------------------------
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Step times of whole trainings, SNIP's beside Megatron's own")
+    parser.add_argument("--model", choices=tuple(MODELS), required=True)
+    parser.add_argument("--out", type=Path, help="result file (JSON)")
+    parser.add_argument("--contenders", help=f"comma separated, of {', '.join(CONTENDERS)}")
+    parser.add_argument("--graphs", help="implementations of CUDA graphs to try, comma separated, for all contenders")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=1, help="ranks, each with a GPU; their layout after --")
+    parser.add_argument("--beside", type=int, default=8, help="trainings that start side by side")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds a training may take")
+    parser.add_argument("--deadline", type=float, help="seconds after which no training begins any more")
+    parser.add_argument("--work", type=Path, help="folder for the runs (default: a temporary one)")
+    parser.add_argument("--commit", help="what is measured, where the tree has no .git")
+    parser.add_argument("megatron", nargs="*", help="arguments for Megatron, after --")
+    arguments = parser.parse_args(argv)
+    for name in arguments.contenders.split(",") if arguments.contenders else ():
+        if name not in CONTENDERS:
+            parser.error(f"--contenders {name}: unknown; choose among {', '.join(CONTENDERS)}")
+    if arguments.steps < 8:
+        parser.error(f"--steps {arguments.steps}: must be at least 8, half of them count")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
+    """The command; exit code 1 when a contender has no time and no good reason."""
+    arguments = parse(argv)
+    began = clock()
+    head = header(arguments.commit) | {
+        "model": arguments.model,
+        "gpus": arguments.gpus,
+        "arguments": [*MODELS[arguments.model].arguments, *arguments.megatron],
+    }
+    table = Table(head, arguments.out)
+    with contextlib.ExitStack() as stack:
+        folder = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        job = Job(arguments, folder.resolve())
+        possible = []
+        for name in arguments.contenders.split(",") if arguments.contenders else table.missing():
+            table.start(name)
+            reason = job.impossible(name)
+            if reason is None:
+                possible.append(name)
+            else:
+                table.skip(name, reason)
+        turns = job.turns(possible)
+        order = [turn for number in range(arguments.rounds) for turn in turns[:: -1 if number % 2 else 1]]
+        for turn, outcome, run in job.train(order):
+            table.add(turn, outcome, run / "run")
+            print(f"{turn.name}: {outcome.error or 'done'} after {outcome.seconds:.1f} s", flush=True)
+            if arguments.deadline is not None and clock() - began > arguments.deadline:
+                for name in set(possible).difference(table.result["ms"], table.result["failed"]):
+                    table.skip(name, f"no time left after {arguments.deadline:.0f} s")
+                break
+    table.show()
+    without = [name for name in possible if name not in table.result["ms"] and name not in table.result["skipped"]]
+    if without:
+        print(f"job.py: no time of {', '.join(without)}", file=sys.stderr)
+    return 1 if without else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""One rank of a training that waits for its turn: ``python -m benchmarks.job_process FOLDER [arguments of the entry]``.
+
+What a start costs beyond the training itself is mostly imports. They happen here before the turn, side by side with
+those of other trainings; the GPU is not touched. ``FOLDER/ready.RANK`` says that the rank waits; a line on its standard
+input is the turn, the input's end is the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Import, wait, train; the exit code is the entry's."""
+    folder = Path(sys.argv.pop(1))
+    from snip_megatron import pretrain_gpt
+    from snip_megatron.errors import SnipError
+    from snip_megatron.megatron.startup import prepare
+
+    try:
+        config = pretrain_gpt.parse_snip_arguments(sys.argv[1:])
+        prepare(sys.argv[1:], config.no_compat)  # before Megatron is imported, as the entry does
+    except SnipError as error:
+        print(f"pretrain_gpt: {error}", file=sys.stderr)
+        return error.exit_code
+    modules = ("snip_megatron.megatron.entry", "snip_megatron.megatron.setup")
+    for module in modules if config.enabled else modules[:1]:
+        importlib.import_module(module)
+    (folder / f"ready.{os.environ.get('RANK', '0')}").touch()
+    if not sys.stdin.readline():
+        return 1
+    return pretrain_gpt.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""What updates of the map cost a training: how much longer its steps took, against what the events say."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+AFTER = 3
+"""Steps from an adoption on that may still compile or allocate."""
+
+
+def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[dict[str, Any]]:
+    """One account an adopted update, in order.
+
+    The time of step s is ``ms[s]``. An update's steps are those from its probe to :data:`AFTER` steps from its adoption
+    on. They took longer than the median of the settled steps before it, from the adoption on than that of those after
+    it, by ``longer_s``; ``events_s`` adds up the seconds that its events say the training thread was held up.
+    ``at_update_s`` and ``from_adoption_s`` say where.
+    """
+    submits = [int(event["step"]) for event in events if event["event"] == "submit"]
+    adopts = [int(event["step"]) for event in events if event["event"] == "adopt"]
+    pairs = [(step, next((a for a in adopts if a > step), None)) for step in submits]
+    found: list[dict[str, Any]] = []
+    begin = 1  # step 0 compiles and allocates
+    for number, (update, adopted) in enumerate(pairs):
+        if adopted is None:
+            continue
+        settled, last = adopted + AFTER, pairs[number + 1][0] if number + 1 < len(pairs) else len(ms)
+        before, after = ms[begin:update], ms[settled:last]
+        begin = settled
+        if not before or not after:
+            continue
+        usual = {True: statistics.median(after), False: statistics.median(before)}
+        window = range(update, settled)
+        waits: dict[str, float] = {}
+        for event in events:
+            if event.get("of_step", event["step"]) in window and event.get("wait_s"):
+                kind = str(event["event"])
+                waits[kind] = waits.get(kind, 0.0) + float(event["wait_s"])
+        longer = {step: (ms[step] - usual[step >= adopted]) / 1e3 for step in window}
+        found.append(
+            {
+                "update_step": update,
+                "adopt_step": adopted,
+                "longer_s": sum(longer.values()),
+                "events_s": sum(waits.values()),
+                "events": waits,
+                "at_update_s": longer[update],
+                "from_adoption_s": sum(s for step, s in longer.items() if step >= adopted),
+                "steps_ms": list(ms[update:settled]),
+                "usual_ms": {"before": usual[False], "after": usual[True]},
+            }
+        )
+    return found

@@ -1,0 +1,140 @@
+"""SNIP in a Megatron training script of one's own: three lines.
+
+    from snip_megatron.attach import attach, snip_arguments                               # 1
+    args = parse_and_validate_args(extra_args_provider=snip_arguments(my_arguments))      # 2: adds --snip and --snip-*
+    pretrain = attach(pretrain)                                                           # 3: before pretrain is called
+
+Without ``--snip`` the script trains as it did. Without a CUDA device a script runs through ``python -m
+snip_megatron.attach SCRIPT ARGUMENTS``, which answers CUDA's calls by the CPU (docs/own-script.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from snip_megatron.config import add_arguments, parse_snip_arguments
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron import startup
+
+__all__ = ["attach", "layer_spec", "snip_arguments"]
+
+Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+def snip_arguments(provider: Provider | None = None) -> Provider:
+    """Return an ``extra_args_provider`` for Megatron's parser that adds ``--snip`` and the ``--snip-*`` arguments.
+
+    A wrong argument on the command line ends the script with one line instead of Megatron's usage.
+
+    Args:
+        provider: The script's own ``extra_args_provider``, which is called first.
+    """
+
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if provider is not None:
+            parser = provider(parser)
+        parser.error = _end  # type: ignore[method-assign]
+        decided = startup.current(())
+        if decided.on_cpu:
+            from snip_megatron.megatron import compat
+
+            compat.set_defaults(parser, decided)
+        return add_arguments(parser)
+
+    return provide
+
+
+def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
+    """Return Megatron's ``pretrain`` with SNIP around it, to be called with the same arguments.
+
+    With ``--snip`` on the command line, the call checks the configuration, converts the linears of the model that the
+    script's configuration or model provider builds, and wraps Megatron's training step. What SNIP refuses ends the
+    script with one line and SNIP's exit code. Without ``--snip`` the script's own ``pretrain`` is called and nothing is
+    changed.
+
+    Args:
+        pretrain: ``megatron.training.pretrain``, before or after Megatron's in-process restart has wrapped it.
+    """
+
+    @functools.wraps(pretrain)
+    def pretrain_under_snip(*args: Any, **kwargs: Any) -> Any:
+        try:
+            config = parse_snip_arguments(sys.argv[1:])
+            decided = startup.current(config.no_compat)
+            if not config.enabled and not decided.on_cpu:
+                return pretrain(*args, **kwargs)
+            _check_device(decided)
+            from snip_megatron.megatron.attachment import run_attached
+
+            return run_attached(pretrain, args, kwargs, decided)
+        except SnipError as error:
+            startup.report(error, _program())
+            sys.exit(error.exit_code)
+
+    return cast(Pretrain, pretrain_under_snip)
+
+
+def layer_spec(config: Any) -> Any:
+    """Return the decoder layer for a model provider under ``--snip --transformer-impl transformer_engine``.
+
+    SNIP cannot replace the GEMMs inside Transformer Engine's fused linears. Its layer keeps norm and linear apart, and
+    shares checkpoints with Transformer Engine's. A script that gives Megatron a model configuration needs none.
+
+    Args:
+        config: Megatron's TransformerConfig.
+
+    Returns:
+        The spec, or None where the script's own layers are right: without ``--snip``, and with
+        ``--transformer-impl local``.
+    """
+    if config.transformer_impl != "transformer_engine" or not parse_snip_arguments(sys.argv[1:]).enabled:
+        return None
+    from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
+
+    return transformer_engine_layer_spec(argparse.Namespace(transformer=config))
+
+
+def _check_device(decided: startup.Startup) -> None:
+    import torch
+
+    if not decided.on_cpu and not torch.cuda.is_available():
+        raise SnipError("no CUDA device is visible: to run on the CPU, start python -m snip_megatron.attach SCRIPT ...")
+
+
+def _end(message: str) -> NoReturn:
+    error = SnipError(message)
+    startup.report(error, _program())
+    sys.exit(error.exit_code)
+
+
+def _program() -> str:
+    return Path(sys.argv[0]).stem
+
+
+def main() -> int:
+    """Run a script without a CUDA device. Returns the exit code."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print("usage: python -m snip_megatron.attach SCRIPT [ARGUMENTS ...]", file=sys.stderr)
+        return 2
+    sys.argv = sys.argv[1:]
+    script = Path(sys.argv[0])
+    try:
+        if not script.is_file():
+            raise SnipError(f"{script}: no such file; give the path of the training script")
+        startup.prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).no_compat)
+    except SnipError as error:
+        startup.report(error, _program())
+        return error.exit_code
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

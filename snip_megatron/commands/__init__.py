@@ -1,0 +1,1 @@
+"""The commands of ``snip``. Each is a module, listed in the table of ``cli.py``."""

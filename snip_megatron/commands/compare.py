@@ -1,0 +1,229 @@
+"""``snip compare``: trains the policies of experiment files side by side and compares their losses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.errors import SnipError, cut
+from snip_megatron.evaluation import compare
+from snip_megatron.evaluation.data import Data, load_data
+from snip_megatron.evaluation.experiment import Experiment, load_experiment
+from snip_megatron.evaluation.machine import visible_gpus
+from snip_megatron.evaluation.mps import multi_process_service
+from snip_megatron.evaluation.pages import write_page
+from snip_megatron.evaluation.planned import VALIDATIONS
+from snip_megatron.evaluation.results import Results, load_results
+from snip_megatron.evaluation.runner import Pool
+from snip_megatron.evaluation.runs import MODULE, experiment_runs, warm_arguments
+from snip_megatron.evaluation.statistics import Row, rows
+from snip_megatron.evaluation.tables import FORMATS, TITLES, markdown
+from snip_megatron.records.storage import write_atomically
+
+INCOMPLETE, SOME_FAILED = 4, 1
+ENVIRONMENT = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # a world of one: the store takes any free port
+    "OMP_NUM_THREADS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is bitwise repeatable with it
+    "PYTHONWARNINGS": "ignore",
+    "PYTHONUNBUFFERED": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "WANDB_MODE": "disabled",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+"""Environment of a training process. It runs without torchrun on one rank."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip compare``."""
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="experiments (.json, .toml); with --report results"
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of snip prepare-data")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="results: NAME.json, NAME.md, NAME.html; default runs/compare",
+    )
+    parser.add_argument("--work", type=Path, metavar="DIR", help="checkpoints, run directories, logs; default OUT/work")
+    parser.add_argument("--gpus", default="auto", metavar="auto|N", help="GPUs to use, 0: the CPU; default auto: all")
+    parser.add_argument(
+        "--per-gpu",
+        type=int,
+        default=None,
+        metavar="K",
+        help="runs side by side on a GPU (or on the CPU); default 8 (1)",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, metavar="S", help="end within S seconds; start no run that would not"
+    )
+    parser.add_argument(
+        "--mps", action="store_true", help="share GPUs by NVIDIA's Multi-Process Service if it works here"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the results in OUT")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands, train nothing")
+    parser.add_argument("--report", action="store_true", help="tables and plots of result files, train nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the experiments.
+
+    Returns:
+        Exit code 0 if all runs are complete, 1 if runs failed, 4 if runs are left because of the time limit, and
+        128 + n after signal n.
+
+    Raises:
+        SnipError: On bad input.
+    """
+    if args.report:
+        for path in args.files:
+            _report(load_results(path), path.parent)
+        return 0
+    experiments = [load_experiment(path) for path in args.files]
+    names = [experiment.name for experiment in experiments]
+    if len(set(names)) != len(names):
+        raise SnipError(
+            f"two experiments are named {cut(max(names, key=names.count))}: their results would be one file"
+        )
+    if args.data is None:
+        raise SnipError("--data DIR is missing: the folder that snip prepare-data made")
+    parts_data = [load_data(args.data, experiment.tokenizer) for experiment in experiments]
+    if args.dry_run:
+        return _dry_run(experiments, parts_data)
+    return _train(args, experiments, parts_data)
+
+
+def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[Data]) -> int:
+    started = time.monotonic()
+    gpus = select_gpus(args.gpus)
+    per_device = args.per_gpu if args.per_gpu is not None else (8 if gpus else 1)
+    if per_device < 1:
+        raise SnipError(f"--per-gpu {per_device}: must be at least 1")
+    if args.time_limit is not None and not args.time_limit > 0:
+        raise SnipError(f"--time-limit {args.time_limit:g}: must be positive")
+    work = (args.work or args.out / "work").resolve()
+    parts = [
+        compare.make_part(experiment, data, _results(args, experiment, data), work)
+        for experiment, data in zip(experiments, datas, strict=True)
+    ]
+    devices: list[str | None] = [gpu for _ in range(per_device) for gpu in gpus] if gpus else [None] * per_device
+    deadline = None if args.time_limit is None else started + args.time_limit
+    pool = Pool(devices, dict(ENVIRONMENT), deadline)
+    comparison = compare.Comparison(parts, pool, work, compare.facts(gpus))
+    stopped = _stop_on_signals(pool)
+    with multi_process_service(work / "mps") if args.mps else nullcontext() as service:
+        if service is not None:
+            pool.environment = {**ENVIRONMENT, **service[0]}
+            print(f"snip compare: {service[1]}", file=sys.stderr, flush=True)
+        left = comparison.run()
+    for part in parts:
+        part.results.save()
+        _report(part.results, args.out)
+    return _exit_code(comparison, left, stopped)
+
+
+def _exit_code(comparison: compare.Comparison, left: int, stopped: list[int]) -> int:
+    if left:
+        print(f"snip compare: {left} runs are left; the same command with --resume goes on", file=sys.stderr)
+    if stopped:
+        return 128 + stopped[0]
+    if comparison.failed:
+        return SOME_FAILED
+    return INCOMPLETE if left else 0
+
+
+def _results(args: argparse.Namespace, experiment: Experiment, data: Data) -> Results:
+    path = args.out / f"{experiment.name}.json"
+    body = json.loads(json.dumps(dataclasses.asdict(experiment)))
+    text = {"sha256": data.sha256, "tokens": data.tokens, "valid_tokens": data.valid_tokens}
+    if not path.exists():
+        return Results(path, body, text)
+    if not args.resume:
+        raise SnipError(f"{path}: exists; add --resume to go on from it or choose another --out")
+    results = load_results(path)
+    if results.data != text:
+        raise SnipError(f"{path}: was made from other text than --data {args.data}; give that, or another --out")
+    results.experiment = body
+    return results
+
+
+def select_gpus(wanted: str) -> list[str]:
+    """Return the GPUs that ``--gpus`` selects. An empty list means the CPU. Raises SnipError on a bad value."""
+    if wanted == "0":
+        return []
+    found = visible_gpus()
+    if wanted == "auto":
+        return found
+    if not wanted.isdecimal():
+        raise SnipError(f"--gpus {cut(wanted)}: expected auto or a number")
+    if int(wanted) > len(found):
+        raise SnipError(f"--gpus {wanted}: this machine has {len(found)}")
+    return found[: int(wanted)]
+
+
+def _stop_on_signals(pool: Pool) -> list[int]:
+    """Stop the comparison on SIGTERM and SIGINT and keep its results. Returns the list that the signal is added to."""
+    received: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        received.append(number)
+        pool.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    return received
+
+
+def _dry_run(experiments: list[Experiment], datas: list[Data]) -> int:
+    shared = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+    print(f"# environment of every run: {shared}")
+    for experiment, data in zip(experiments, datas, strict=True):
+        runs = experiment_runs(experiment, data)
+        print(f"# {experiment.name}: {len(runs)} runs")
+        if experiment.warm is not None:
+            print(f"# warm checkpoint, {experiment.warm.steps} steps")
+            print(shlex.join(["python", "-m", MODULE, *warm_arguments(experiment, data, experiment.warm)]))
+        for run in runs:
+            print(f"# {run.title}, {run.steps} steps")
+            print(shlex.join(["python", "-m", MODULE, *run.arguments]))
+    return 0
+
+
+def _report(results: Results, out: Path) -> None:
+    """Write NAME.md and NAME.html beside the results, and the text of NAME.md to standard output."""
+    table = rows(list(results.runs.values()))
+    text = markdown(results)
+    name = results.path.stem
+    try:
+        write_atomically(out / f"{name}.md", text.encode())
+        write_page(out / f"{name}.html", name, text, _figures(table))
+    except OSError as error:
+        raise SnipError(f"{out}: cannot be written ({error})") from None
+    print(text)
+
+
+def _figures(table: Sequence[Row]) -> list[tuple[str, Any]]:
+    from snip_megatron.evaluation.plots import recovered_figure
+
+    figures = []
+    for kind, title in TITLES.items():
+        own = [row for row in table if row.kind == kind and row.budget is not None]
+        drawn = [formats for formats in VALIDATIONS if any(row.recovered[formats] for row in own)]
+        figures += [(f"{title}, {FORMATS[formats]}", recovered_figure(own, formats)) for formats in drawn]
+    return figures

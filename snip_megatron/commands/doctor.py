@@ -1,0 +1,59 @@
+"""`snip doctor [--json] [--dir DIR] [--port N] [--strict]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from snip_megatron.doctor.check import Check, Status
+from snip_megatron.doctor.hardware import check_backends, check_hardware
+from snip_megatron.doctor.host import check_host
+from snip_megatron.doctor.packages import check_packages
+from snip_megatron.errors import SnipError
+
+_MARKS = {Status.OK: "ok  ", Status.NOTE: "note", Status.FAIL: "FAIL"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip doctor``."""
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(), help="where runs will write (default: here)")
+    parser.add_argument("--port", metavar="N", type=int, default=29500, help="torchrun's port (default: 29500)")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 on notes too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report.
+
+    Returns:
+        Exit code 0 if training under SNIP can run here, 1 if something that it needs is missing or wrong.
+
+    Raises:
+        SnipError: If the port is out of range.
+    """
+    if not 0 < args.port < 65536:
+        raise SnipError(f"--port {args.port}: must lie between 1 and 65535")
+    checks = [*check_packages(), *check_hardware(), *check_backends(), *check_host(args.dir, args.port)]
+    print(
+        json.dumps({"schema": "snip.doctor/1", "checks": [c.as_dict() for c in checks]}) if args.json else _text(checks)
+    )
+    wrong = {Status.FAIL, Status.NOTE} if args.strict else {Status.FAIL}
+    return 1 if any(check.status in wrong for check in checks) else 0
+
+
+def _text(checks: Sequence[Check]) -> str:
+    width = max(len(check.name) for check in checks)
+    lines: list[str] = []
+    room = ""
+    for check in checks:
+        if check.room != room:
+            room = check.room
+            lines += ["", room] if lines else [room]
+        lines.append(f"  {_MARKS[check.status]} {check.name:<{width}}  {check.found}")
+        if check.advice:
+            lines.append(f"       {'':<{width}}  → {check.advice}")
+    failed = sum(check.status is Status.FAIL for check in checks)
+    verdict = "ready: training under SNIP can run here" if not failed else f"not ready: {failed} to mend (FAIL above)"
+    return "\n".join([*lines, "", verdict])

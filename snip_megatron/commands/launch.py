@@ -1,0 +1,130 @@
+"""``snip launch``: trains a known configuration with torchrun on this node, or as one node of several."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from snip_megatron.errors import SnipError
+
+if TYPE_CHECKING:
+    from snip_megatron.launch.job import Job
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip launch``. Those that Megatron has too have the same names."""
+    add = parser.add_argument
+    add("configuration", metavar="CONFIGURATION", help="1b, 3b, 7b, 70b (TP8 × PP4 × DP2) or 70b-pp8 (TP8 × PP8)")
+    add("--data", metavar="DIR", help="folder of snip prepare-data, or mock: random tokens")
+    add("--save", type=Path, metavar="DIR", help="checkpoints; the run goes on from the newest one there")
+    add("--no-resume", dest="resume", action="store_false", help="start anew even where --save holds a checkpoint")
+    add("--model", metavar="NAME|config.json", help="another Llama: 1b, 3b, 7b, 8b, 70b, 405b, or its config.json")
+    for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline stages"), ("nodes", "nodes of the job")):
+        add(f"--{name}", type=int, metavar="N", help=f"{text}; default: the configuration's")
+    add("--gpus-per-node", type=int, metavar="N", help="ranks on each node; default: 8")
+    add("--seq-length", type=int, metavar="N", help="default: the configuration's")
+    add("--micro-batch-size", type=int, metavar="N", help="default: the configuration's")
+    add("--global-batch-size", type=int, metavar="N", help="default: the configuration's")
+    add("--recompute", choices=("none", "selective", "full"), help="default: the configuration's")
+    add("--no-snip", dest="snip", action="store_false", help="plain Megatron, for comparison")
+    add("--smoke", action="store_true", help="the same arguments with a tiny model of 20 steps: does it start?")
+    add("--cpu", action="store_true", help="ranks on the CPU with gloo, to try --smoke anywhere")
+    add("--rendezvous", metavar="HOST:PORT", help="of several nodes: a free port of one of them, the same on all")
+    add("--rendezvous-id", default="snip", metavar="ID", help="of this job, the same on all nodes; default: snip")
+    add(
+        "--local-address",
+        metavar="ADDR|route",
+        help="of this node, where its host name does not resolve; route: the"
+        " address from which it reaches the rendezvous",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="let Megatron and SNIP check all arguments of the job; start nothing",
+    )
+    add("--dry-run", action="store_true", help="print what is expected and the exact command; start nothing")
+    add("--hardware", action="store_true", help="print NODES GPUS_PER_NODE and leave: for schedulers' scripts")
+    add("--progress", action="store_true", help="print SAVED STEPS, the newest checkpoint and the end, and leave")
+    add(
+        "--megatron",
+        dest="extra",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="...",
+        help="all that follows goes to Megatron, last",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train. Returns torchrun's exit code. Raises SnipError on bad input before anything is started."""
+    from snip_megatron.launch import agent
+    from snip_megatron.launch.arguments import megatron_arguments
+    from snip_megatron.launch.check import check
+    from snip_megatron.launch.job import Wishes, make_job
+    from snip_megatron.launch.progress import progress
+
+    job = make_job(Wishes(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Wishes)}))
+    if args.hardware:
+        print(job.nodes, job.gpus_per_node)
+        return 0
+    if args.progress:
+        found = progress(job)
+        print(found.saved, found.steps)
+        return 0
+    rendezvous = args.rendezvous or ("HEAD_NODE:29500" if args.dry_run and job.nodes > 1 else None)
+    command = agent.torchrun(job, rendezvous, args.rendezvous_id, args.local_address) + megatron_arguments(job)
+    added = agent.environment(job, cpu=args.cpu)
+    if args.check:
+        check(job, megatron_arguments(job), added)
+        return 0
+    if args.dry_run:
+        _show(job, added, command)
+        return 0
+    if not args.cpu:
+        agent.check_devices(job)
+    if job.load is not None:
+        print(f"snip launch: goes on from the checkpoint in {job.load}", flush=True)
+    code, asked = agent.supervise(command, added, agent.failure_file(job.save))
+    if asked is not None and code == 0 and not progress(job).finished:
+        print(f"snip launch: ended on {asked}; the same command goes on from {job.save}", flush=True)
+    return code
+
+
+def _show(job: Job, added: Mapping[str, str], command: Sequence[str]) -> None:
+    """Print a shell script: the forecast as comments, then the command."""
+    print("\n".join(f"# {line}" for line in [f"{job.title}: {job.layout.model.name}", *_expected(job)]))
+    variables = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
+    print(" \\\n    ".join([" ".join([*variables, shlex.quote(command[0])]), *_lines(command[1:])]))
+
+
+def _expected(job: Job) -> list[str]:
+    if job.smoke:
+        return ["a trial of its arguments with a tiny model: nothing is expected of its speed"]
+    from snip_megatron.launch.figures import summary
+
+    try:
+        return summary(job.layout).splitlines()
+    except SnipError as error:
+        return [f"no forecast: {error}"]
+
+
+def _lines(words: Sequence[str]) -> list[str]:
+    """Return one line per argument, followed by its values."""
+    lines: list[list[str]] = []
+    for word in words:
+        if not lines or (word.startswith("-") and not _is_number(word)):
+            lines.append([])
+        lines[-1].append(shlex.quote(word))
+    return [" ".join(line) for line in lines]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,189 @@
+"""``snip plan``: predicts memory, time and speedup of a configuration, without a GPU and without weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from snip_megatron.commands.numbers import positive
+from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.records.output_file import check_folder, deliver
+
+if TYPE_CHECKING:
+    from snip_megatron.planner.layout import Layout
+    from snip_megatron.planner.probes import Probes
+    from snip_megatron.planner.rates import Links
+
+_RECOMPUTE = ("none", "selective", "full")
+_GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
+_SHARE = positive("a share above 0, 1 at most", math.nextafter(1.0, 2.0))
+_BANDWIDTH = positive("a bandwidth above 0", 1e9)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip plan``. Those that Megatron has too have the same names."""
+    add = parser.add_argument
+    add(
+        "--model", required=True, metavar="NAME|config.json", help="1b, 3b, 7b, 8b, 70b, 405b, or a Llama's config.json"
+    )
+    for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline stages"), ("vpp", "chunks a stage")):
+        add(f"--{name}", type=_count, default=1, metavar="N", help=f"{text}; default: 1")
+    add("--dp", type=_count, default=1, metavar="N", help="data parallel size; default: 1")
+    add("--seq-length", type=_count, metavar="N", help="default: the model's context")
+    add("--micro-batch-size", type=_count, default=1, metavar="N", help="default: 1")
+    add("--global-batch-size", type=_count, metavar="N", help="default: 8 microbatches a pipeline stage")
+    add("--recompute", choices=_RECOMPUTE, default="none", help="default: none")
+    add("--cuda-graph-impl", choices=_GRAPHS, default="none", help="as Megatron's; default: none")
+    add("--vocab-size", type=_count, metavar="N", help="default: the model's")
+    for flag, text in _FLAGS.items():
+        add(f"--{flag}", action="store_true", help=text)
+    add(
+        "--budget",
+        default="fp4=0.75",
+        metavar="KIND=X",
+        help="fp4=, speedup=, loss= as --snip-budget; step=: whole step",
+    )
+    add("--formats", metavar="F,F", help="candidates; default: fp8,fp4 for fp4=, else bf16,fp8,fp8_tensor")
+    add("--granularity", choices=("gemm", "layer"), default="gemm", help="default: gemm")
+    add("--stage-tolerance", default="0.02", metavar="X", help="as --snip-stage-tolerance; default: 0.02")
+    add("--statistics", type=Path, metavar="FILE.npz", help="losses of a run (stats/step_N.npz); default: synthetic")
+    add("--seed", type=int, default=1, metavar="N", help="of synthetic losses")
+    add(
+        "--timings",
+        default="h200",
+        metavar="NAME|FILE",
+        help="h200, flops, or a table of snip calibrate; default: h200",
+    )
+    add("--probe-microbatches", type=_count, default=1, metavar="B", help="as --snip-probe-microbatches")
+    add("--probe-tokens", type=_count, default=512, metavar="N", help="as --snip-probe-tokens")
+    add("--policy", default="snip", metavar="NAME", help="as --snip-policy: what an update measures; default: snip")
+    add("--estimator", choices=("noise", "fisher", "measured"), default="noise", help="as --snip-estimator")
+    add("--backward-noise", action="store_true", help="as --snip-backward-noise")
+    add("--measured-share", type=_SHARE, default=0.25, metavar="X", help="as --snip-measured-share; default: 0.25")
+    add("--measured-twice", action="store_true", help="as --snip-measured-twice")
+    add("--hessian-probes", type=_count, default=8, metavar="N", help="as --snip-hessian-probes; default: 8")
+    add("--update-interval", type=_count, default=1000, metavar="N", help="as --snip-update-interval")
+    add("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
+    add("--node-bandwidth", type=_BANDWIDTH, default=350.0, metavar="GB/s", help="a GPU to its node's; default: 350")
+    add("--network-bandwidth", type=_BANDWIDTH, default=40.0, metavar="GB/s", help="a GPU to other nodes; default: 40")
+    add("--json", type=Path, metavar="OUT.json", help="also write the plan as snip.plan/1")
+
+
+_FLAGS = {
+    "sequence-parallel": "as Megatron's",
+    "no-distributed-optimizer": "every data parallel rank holds the optimizer's whole state",
+    "overlap-grad-reduce": "as Megatron's",
+    "overlap-param-gather": "as Megatron's",
+    "account-for-embedding-in-pipeline-split": "as Megatron's",
+    "account-for-loss-in-pipeline-split": "as Megatron's",
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, print tables and write JSON.
+
+    Returns:
+        Exit code 0.
+
+    Raises:
+        SnipError: On bad input, or with exit code 3 if the budget is out of reach.
+    """
+    from snip_megatron.planner.plan import make_plan
+    from snip_megatron.planner.question import parse_question
+    from snip_megatron.planner.render import render
+    from snip_megatron.planner.step_time import StepModel
+    from snip_megatron.timing.loading import load_cost_model
+
+    check_folder("--json", args.json)
+    layout = _layout(args)
+    model = load_cost_model(args.timings)
+    question = parse_question(
+        args.budget,
+        args.formats,
+        model.formats,
+        granularity=args.granularity,
+        tolerance=_tolerance(args.stage_tolerance),
+        statistics=args.statistics,
+        seed=args.seed,
+    )
+    plan = make_plan(StepModel(layout, model, _links(args)), question, _probes(args))
+    if args.json is not None:
+        deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
+    sys.stdout.write(render(plan))
+    return 0
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    from dataclasses import replace
+
+    from snip_megatron.planner.layout import Layout
+    from snip_megatron.timing.models import load_model
+
+    model = load_model(args.model)
+    if args.vocab_size is not None:
+        model = replace(model, vocabulary=args.vocab_size)
+    return Layout(
+        model=model,
+        tp=args.tp,
+        pp=args.pp,
+        vpp=args.vpp,
+        dp=args.dp,
+        seq_length=args.seq_length or model.context,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size or 8 * args.pp * args.micro_batch_size * args.dp,
+        sequence_parallel=args.sequence_parallel,
+        recompute=args.recompute,
+        distributed_optimizer=not args.no_distributed_optimizer,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        embedding_as_layer=args.account_for_embedding_in_pipeline_split,
+        loss_as_layer=args.account_for_loss_in_pipeline_split,
+        cuda_graph_impl=args.cuda_graph_impl,
+    )
+
+
+def _probes(args: argparse.Namespace) -> Probes:
+    from snip_megatron.planner.probes import Probes
+    from snip_megatron.sensitivity.policies import POLICIES
+
+    if args.policy not in POLICIES:
+        raise SnipError(f"--policy {cut(args.policy)}: unknown; choose one of {', '.join(POLICIES)}")
+    return Probes(
+        microbatches=args.probe_microbatches,
+        tokens=args.probe_tokens,
+        estimator=args.estimator,
+        backward_noise=args.backward_noise,
+        interval=args.update_interval,
+        policy=args.policy,
+        measured_share=args.measured_share,
+        measured_twice=args.measured_twice,
+        hessian_probes=args.hessian_probes,
+    )
+
+
+def _links(args: argparse.Namespace) -> Links:
+    from snip_megatron.planner.rates import Links
+
+    return Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
+
+
+def _tolerance(text: str) -> float | None:
+    if text.lower() == "none":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise SnipError(f"--stage-tolerance {cut(text)}: must be a share from 0 to 1, or none")
+    return value
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text[:12]) > 0 and len(text) < 12):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number of 1 or more")
+    return int(text)

@@ -1,0 +1,93 @@
+"""`snip report RUN [RUN …] [--out FILE] [--cost MODEL] [--json | --live [--port N]]`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+from pathlib import Path
+
+from snip_megatron.errors import SnipError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip report``."""
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        type=Path,
+        nargs="+",
+        help="run directory (--snip-dir of a training run); several are compared on one page",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="where to write the page (default: RUN/report.html; of several RUN/comparison.html in the first)",
+    )
+    parser.add_argument(
+        "--cost",
+        metavar="MODEL",
+        help="cost model of the predicted time saved: flops, a table such as h200, or a file of snip calibrate"
+        " (default: the times that the run solved with, else flops)",
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--json",
+        action="store_true",
+        help="instead of a page, print whether the run was worth it: steps' times, time saved, costs, loss, memory",
+    )
+    instead.add_argument(
+        "--live",
+        action="store_true",
+        help="serve the page of a running job on this machine, renewed as the run goes on, until Ctrl-C",
+    )
+    parser.add_argument("--port", metavar="N", type=int, help="port of --live on 127.0.0.1 (default: 8765; 0: any)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and print its path, print figures, or serve the page. Returns 0. Raises SnipError."""
+    if args.port is not None and not args.live:
+        raise SnipError("--port is that of --live; leave it out, or add --live")
+    if len(args.runs) == 1:
+        return _of_one(args, args.runs[0])
+    for name in ("cost", "json", "live"):
+        if getattr(args, name):
+            raise SnipError(f"--{name} is of one run; leave it out to compare runs")
+    from snip_megatron.reporting.comparison import write_comparison
+
+    print(write_comparison(args.runs, args.out))
+    return 0
+
+
+def _of_one(args: argparse.Namespace, path: Path) -> int:
+    if (args.json or args.live) and args.out is not None:
+        raise SnipError(f"--out has no effect with --{'json' if args.json else 'live'}; leave it out")
+    if args.json:
+        from snip_megatron.records.run_data import load_run
+        from snip_megatron.records.storage import dump_json
+        from snip_megatron.reporting.worth import judge
+
+        if args.cost is not None:
+            raise SnipError("--cost is of the page; leave it out with --json, whose times are measured")
+        print(dump_json(judge(load_run(path)).as_dict()), end="")
+    elif args.live:
+        _serve(path, args.cost, args.port)
+    else:
+        from snip_megatron.reporting.report import write_report
+
+        print(write_report(path, args.out, args.cost))
+    return 0
+
+
+def _serve(path: Path, cost: str | None, port: int | None) -> None:
+    from snip_megatron.reporting.live import PORT, start
+
+    server = start(path, cost, PORT if port is None else port)
+    host = socket.gethostname()
+    print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+    print(
+        f"From another machine: ssh -L {server.port}:127.0.0.1:{server.port} {host}, then the same address", flush=True
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve()

@@ -1,0 +1,196 @@
+"""``snip solve``: solves a problem file, or the problem of an update that a run stored, and writes the map."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snip_megatron.commands.numbers import positive
+from snip_megatron.errors import SnipError, cut
+from snip_megatron.precision import Format
+from snip_megatron.records.output_file import check_folder, deliver
+
+if TYPE_CHECKING:
+    from snip_megatron.records.replay import Change, Stored
+    from snip_megatron.solver import Budget, Problem
+    from snip_megatron.solver.phased import PhasedProblem
+
+INFEASIBLE_EXIT = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip solve``."""
+    add = parser.add_argument
+    add(
+        "problem",
+        type=Path,
+        metavar="PROBLEM.json",
+        help="a snip.problem/1 or /2 file; or a run directory (its latest update), or a step's file of its stats/",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="MAP.json",
+        help="where to write the map, or the plan of a snip.problem/2 file (default: standard output)",
+    )
+    add("--solver", choices=("cpsat", "greedy"), default="cpsat", help="default: %(default)s")
+    add(
+        "--time-limit",
+        type=positive("a number of seconds above 0"),
+        metavar="S",
+        help="wall seconds of a solve (default: 60)",
+    )
+    add("--budget", metavar="KIND=X", help="instead of the problem's: fp4=SHARE, speedup=FACTOR or loss=BOUND")
+    add("--previous", type=Path, metavar="MAP.json", help="a map to start from")
+    add("--change-penalty", type=float, default=0.0, metavar="X", help="loss added for a choice unlike --previous")
+    stored = parser.add_argument_group("another question over a run's statistics")
+    add_stored = stored.add_argument
+    add_stored("--step", type=int, metavar="N", help="an earlier update of the run")
+    for name in ("policy", "estimator", "q", "granularity"):
+        add_stored(f"--{name}", metavar="NAME", help=f"instead of the run's --snip-{name}")
+    add_stored("--formats", metavar="A,B", help="instead of the run's; among those measured, and bf16")
+    add_stored("--stage-tolerance", metavar="X", help="instead of the run's; none: no constraint")
+    add_stored("--pin", action="append", metavar="GLOB=FORMAT", help="instead of the run's pins; repeatable")
+    add_stored("--group", action="append", metavar="GLOB", help="instead of the run's groups; repeatable")
+    add_stored("--cost", metavar="NAME", help="times of a device, such as h200, of a file, or flops")
+    add("--sweep", type=int, nargs="?", const=41, metavar="POINTS", help="solve all budgets: writes snip.sweep/1")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Solve and write the map, or the plan of a problem over phases.
+
+    Returns:
+        Exit code 0.
+
+    Raises:
+        SnipError: On bad input, or with exit code 3 if the budget is infeasible.
+    """
+    from snip_megatron.solver import solve, sweep
+    from snip_megatron.solver.pareto import sweep_json
+    from snip_megatron.solver.phased import PhasedProblem
+
+    check_folder("--out", args.out)
+    problem, stored = _problem(args)
+    if isinstance(problem, PhasedProblem):
+        return _solve_phases(problem, args)
+    options: dict[str, Any] = {"time_limit_s": args.time_limit, "solver": args.solver, "hint": _previous(args)}
+    options["change_penalty"] = args.change_penalty
+    if args.sweep is not None:
+        deliver("--out", args.out, sweep_json(problem, sweep(problem, args.sweep, **options)))
+        return 0
+    solution = solve(problem, **options)
+    if solution.fault is not None:
+        raise SnipError(f"{args.problem}: {solution.fault}", exit_code=INFEASIBLE_EXIT)
+    precision_map = solution.to_precision_map()
+    deliver("--out", args.out, (precision_map if stored is None else stored.with_fp4_share(precision_map)).to_json())
+    return 0
+
+
+def _solve_phases(problem: PhasedProblem, args: argparse.Namespace) -> int:
+    """Solve a problem over phases and write its plan, whose steps are counted from 0."""
+    from snip_megatron.solver.phased import solve_phased
+
+    for name in ("sweep", "change_penalty"):
+        if getattr(args, name):
+            raise SnipError(f"--{name.replace('_', '-')}: {args.problem} has phases; that is for one map only")
+    previous = _previous(args)
+    solution = solve_phased(
+        problem,
+        time_limit_s=args.time_limit,
+        solver=args.solver,
+        hint=None if previous is None else [previous] * len(problem.phases),
+    )
+    if solution.fault is not None:
+        raise SnipError(f"{args.problem}: {solution.fault}", exit_code=INFEASIBLE_EXIT)
+    deliver("--out", args.out, solution.to_plan().to_json())
+    return 0
+
+
+def _problem(args: argparse.Namespace) -> tuple[Problem | PhasedProblem, Stored | None]:
+    """Return the problem to solve, and the update of a run that it came from or None."""
+    from snip_megatron.records.replay import find_stored, is_statistics, rebuild
+    from snip_megatron.solver.phased import read_problem
+
+    change = _change(args)
+    stored = find_stored(args.problem, args.step)
+    if stored is None:
+        if change or is_statistics(args.problem):
+            what = "--policy and the like" if change else "statistics"
+            raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {what} need")
+        problem = read_problem(_read(args.problem), where=str(args.problem))
+    elif change or not stored.path("problems").exists() or is_statistics(args.problem):
+        return rebuild(stored, change, _asked(args, stored.request().budget)), stored
+    else:
+        problem = stored.problem()
+        budget = _asked(args, problem.budget)
+        # Costs are FLOPs for fp4= budgets and seconds for the others.
+        if (budget.kind == "target") != (problem.budget.kind == "target"):
+            return rebuild(stored, change, budget), stored
+    return replace(problem, budget=_asked(args, problem.budget)), stored
+
+
+def _asked(args: argparse.Namespace, old: Budget) -> Budget:
+    return old if args.budget is None else _other_budget(args.budget, old)
+
+
+def _change(args: argparse.Namespace) -> Change:
+    """Return how the arguments change the run's own request."""
+    from snip_megatron.config import SnipConfig
+    from snip_megatron.records.replay import Change
+
+    fields: dict[str, Any] = {
+        name: getattr(args, name)
+        for name in ("policy", "estimator", "q", "granularity")
+        if getattr(args, name) is not None
+    }
+    if args.formats is not None:
+        fields["formats"] = tuple(args.formats.split(","))
+    if args.pin is not None:
+        fields["pins"] = SnipConfig(pin=tuple(args.pin)).pins
+    if args.group is not None:
+        fields["groups"] = tuple(args.group)
+    if args.stage_tolerance is not None:
+        fields["stage_tolerance"] = SnipConfig(stage_tolerance=args.stage_tolerance).tolerance
+    return Change(fields, args.cost)
+
+
+def _other_budget(text: str, old: Budget) -> Budget:
+    """Parse ``KIND=X``. Stage tolerance or fixed cost of the old budget are kept if they apply to the new kind."""
+    from snip_megatron.solver.items import Budget
+
+    kind, _, figure = text.partition("=")
+    try:
+        wanted = float(figure)
+    except ValueError:
+        wanted = math.nan
+    if kind in ("fp4", "target") and not math.isnan(wanted):
+        return Budget(target=wanted, stage_tolerance=old.stage_tolerance)
+    if kind == "speedup" and not math.isnan(wanted):
+        return Budget(speedup=wanted, fixed_cost=old.fixed_cost)
+    if kind == "loss" and not math.isnan(wanted):
+        return Budget(loss=wanted, fixed_cost=old.fixed_cost)
+    raise SnipError(f"--budget {cut(text)}: must be fp4=SHARE, speedup=FACTOR or loss=BOUND")
+
+
+def _previous(args: argparse.Namespace) -> dict[str, Format] | None:
+    """Return the choices of ``--previous``. Their ids are not checked."""
+    if args.previous is None:
+        if args.change_penalty:
+            raise SnipError("--change-penalty needs --previous")
+        return None
+    try:
+        choices = json.loads(_read(args.previous))["choices"]
+        return {str(name): Format(fmt) for name, fmt in choices.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise SnipError(f"{args.previous}: not a map (snip.map/1)") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SnipError(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,0 +1,7 @@
+"""The configuration of a run. It imports neither torch nor Megatron, so that bad arguments are refused early."""
+
+from snip_megatron.config.command_line import parse_snip_arguments
+from snip_megatron.config.guard import GuardSettings
+from snip_megatron.config.run import GRANULARITIES, SnipConfig, add_arguments
+
+__all__ = ["GRANULARITIES", "GuardSettings", "SnipConfig", "add_arguments", "parse_snip_arguments"]

@@ -1,0 +1,412 @@
+"""The frozen configuration of a run. The ``--snip-*`` arguments are generated from its fields."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from snip_megatron.config.guard import GuardSettings
+from snip_megatron.config.schedule import DEPLOYED, check_schedule, load_schedule
+from snip_megatron.errors import SnipError, cut
+from snip_megatron.gemm import BACKENDS, LIBRARIES
+from snip_megatron.phases import Schedule
+from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format
+
+GRANULARITIES = ("gemm", "layer")
+EVAL_MODES = ("map", "bf16", "both")
+FORMATS = ("fp8", "fp4", "nvfp4", "mxfp4", "mxfp8", "fp8_tensor")
+BUDGETS = ("fp4", "speedup", "loss")
+COSTS = ("auto", "time", "flops")
+LATE = ("late-forward", "late-all")
+_LISTS = ("formats", "protect")  # comma separated; the other tuples are arguments that may be repeated
+
+
+def _option(default: Any, text: str, **argument: Any) -> Any:
+    """Make a dataclass field that is also a command line argument with help ``text``.
+
+    ``argument`` holds keyword arguments of ``add_argument``.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, "argument": argument})
+
+
+@dataclass(frozen=True)
+class SnipConfig:
+    """The SNIP settings of a run. Field ``x_y`` is the argument ``--snip-x-y``.
+
+    Raises:
+        SnipError: ``enabled`` is set, and an argument is invalid or conflicts with another.
+    """
+
+    enabled: bool = False
+    budget: str = _option(
+        "fp4=0.75",
+        "what is wanted: fp4=SHARE of the decoder linears' FLOPs in fp4, speedup=FACTOR of the decoder linears'"
+        " predicted time over bf16, or loss=NATS, the fastest map whose predicted loss stays within it",
+    )
+    schedule: str = _option(
+        "static",
+        "whether the map may change with time: static, auto (four phases), or a snip.schedule/1 file; with phases the"
+        " budget is the average over the run",
+        metavar="static|auto|FILE",
+    )
+    deploy: str | None = _option(
+        None,
+        "formats in which the trained model is deployed, whose loss a plan with phases minimises; without it bf16 under"
+        " --snip-eval bf16, else map",
+        choices=DEPLOYED,
+    )
+    standing_share: float | None = _option(
+        None, "share of an fprop's loss that is gone once it is precise; without it a measured one", type=float
+    )
+    forgetting: float | None = _option(
+        None, "rate at which later training repairs what an imprecise phase left; without it a measured one", type=float
+    )
+    formats: tuple[str, ...] = _option(
+        ("fp8", "fp4"), "candidate formats, comma separated; bf16 only under speedup= and loss="
+    )
+    cost: str = _option(
+        "auto", "what a choice saves: auto is flops under fp4=, time under speedup= and loss=", choices=COSTS
+    )
+    timings: str | None = _option(
+        None, "measured times for --snip-cost time, instead of the table of this GPU", metavar="FILE"
+    )
+    granularity: str = _option("gemm", "one choice per GEMM, or per linear (the paper's)", choices=GRANULARITIES)
+    update_interval: int = _option(1000, "steps between two updates of the map; 0: no updates", type=int, metavar="N")
+    trigger: float = _option(
+        0.0,
+        "an update also starts when the linears' gradient norms move this much against each other; 0: off",
+        type=float,
+    )
+    first_update: int = _option(100, "step of the first update", type=int, metavar="N")
+    lag: int = _option(10, "steps from submitting an update to adopting it", type=int, metavar="N")
+    wait: float = _option(0.0, "seconds a due decision may wait for the solver: repeatable schedules", type=float)
+    policy: str = _option("snip", "how options are scored")
+    estimator: str = _option("noise", "sensitivity estimator behind the snip policy")
+    q: str = _option("split", "how loss and weight divergence combine to one score")
+    backward_share: float = _option(
+        0.08, "of --snip-q split: what dgrad and wgrad all in fp4 cost together, in fprops all in fp4", type=float
+    )
+    backward_noise: bool = _option(False, "also run the paper's backward-noise probe")
+    probe_microbatches: int = _option(1, "microbatches a probe runs on each data parallel rank", type=int, metavar="B")
+    probe_tokens: int = _option(
+        512, "tokens a microbatch of which noise probes compare activations", type=int, metavar="N"
+    )
+    probe_noise: float = _option(0.03, "relative size of the probes' noise", type=float)
+    measured_share: float = _option(
+        0.25,
+        "share of the options that estimator measured renews at an update; the others keep their score",
+        type=float,
+    )
+    measured_twice: bool = _option(False, "estimator measured also measures on microbatches of its own: its ceiling")
+    hessian_probes: int = _option(8, "probe vectors of policy hawq, two passes each", type=int, metavar="N")
+    protect: tuple[str, ...] = _option(
+        ("fc2", "proj"), "kinds of linears that policy layer-type protects, comma separated, the most protected first"
+    )
+    stage_tolerance: str = _option("0.02", "how far a pipeline stage may stay under fp4=; none: no constraint")
+    change_penalty: float = _option(
+        0.0, "loss that a choice unlike the map in force costs, in mean losses of an option's worst format", type=float
+    )
+    pin: tuple[str, ...] = _option((), "GLOB=FORMAT: a fixed choice for the linears that match; repeatable")
+    group: tuple[str, ...] = _option(
+        (), "GLOB (or block:GLOB, in each block): linears that share a format per GEMM; repeatable", metavar="GLOB"
+    )
+    map: str | None = _option(None, "a snip.map/1 file to run under, without updates", metavar="MAP.json")
+    replay: str | None = _option(None, "repeat the recorded adoptions of another run's directory", metavar="RUN")
+    gemm: str = _option("auto", "GEMM backend", choices=BACKENDS)
+    gemm_library: str = _option(
+        "auto",
+        "what multiplies fp8 and fp4 on Hopper: auto takes DeepGEMM for fprop and dgrad where it is installed, deepgemm"
+        " for wgrad too (other last bits than cuBLAS's)",
+        choices=LIBRARIES,
+    )
+    eval: str = _option("map", "formats of validation: the map's, bf16, or both", choices=EVAL_MODES)
+    solver_time: float = _option(10.0, "deterministic seconds CP-SAT may take for an update", type=float)
+    deadline: float = _option(600.0, "seconds after which a silent sidecar is killed", type=float)
+    guard_steps: int = _option(
+        100, "steps after an adoption during which a loss spike takes the map back; 0: no guard", type=int, metavar="N"
+    )
+    guard_sigma: float = _option(6.0, "standard deviations above the mean that make a loss a spike", type=float)
+    guard_patience: int = _option(3, "spikes in a row that take a map back", type=int, metavar="N")
+    guard_window: int = _option(50, "losses before the adoption that a spike is held against", type=int, metavar="N")
+    guard_bar: float = _option(
+        0.9, "after that, the share of the failed map's predicted loss that the next may have", type=float
+    )
+    seed: int = _option(1234, "seed of stochastic rounding, probes and tie-breaking", type=int)
+    dir: str | None = _option(None, "run directory: events, statistics, maps, report", metavar="DIR")
+    overwrite: bool = _option(False, "write into a run directory of another configuration")
+    no_compat: tuple[str, ...] = _option((), "switch one compatibility patch off by name; repeatable", metavar="NAME")
+
+    def __post_init__(self) -> None:
+        if self.enabled:
+            self._validate()
+
+    # -- derived -----------------------------------------------------------------------------------------------
+    @property
+    def wanted(self) -> tuple[str, float]:
+        """The budget: its kind, one of BUDGETS, and its value.
+
+        The value is an fp4 share in [0, 1], a speedup of 1 or more, or a loss of 0 or more nats. Raises SnipError if
+        the argument is invalid.
+        """
+        kind, _, text = self.budget.partition("=")
+        if kind not in BUDGETS:
+            raise SnipError(
+                f"--snip-budget {cut(self.budget)}: expected fp4=SHARE, speedup=FACTOR or loss=NATS, for example"
+                " fp4=0.75"
+            )
+        if kind == "fp4":
+            return kind, _share("--snip-budget", self.budget, text)
+        try:
+            figure = float(text)
+        except ValueError:
+            figure = math.nan
+        least, most, what = (1.0, 1e6, "a factor of 1 or more") if kind == "speedup" else (0.0, 1e100, "0 or more nats")
+        if not least <= figure <= most:
+            raise SnipError(f"--snip-budget {cut(self.budget)}: must be {what}")
+        return kind, figure
+
+    @property
+    def measured_formats(self) -> tuple[str, ...]:
+        """The candidate formats without bf16. Probes measure their errors relative to bf16."""
+        return tuple(f for f in self.formats if f != Format.BF16.value)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the budget is one of predicted time or loss, rather than an fp4 share of FLOPs."""
+        return self.wanted[0] != "fp4"
+
+    @property
+    def tolerance(self) -> float | None:
+        """The tolerance of a pipeline stage's fp4 share; None if stages are not constrained."""
+        if self.stage_tolerance.lower() == "none":
+            return None
+        return _share("--snip-stage-tolerance", self.stage_tolerance, self.stage_tolerance)
+
+    @property
+    def pins(self) -> tuple[tuple[str, str], ...]:
+        """The (glob, format) pairs in the order given. The last matching pair applies."""
+        pairs = []
+        for text in self.pin:
+            glob, equals, fmt = text.rpartition("=")
+            if not equals or not glob or fmt not in Format._value2member_map_:
+                known = ", ".join(f.value for f in Format)
+                raise SnipError(f"--snip-pin {cut(text)}: expected GLOB=FORMAT with FORMAT one of {known}")
+            pairs.append((glob, fmt))
+        return tuple(pairs)
+
+    @property
+    def protected_kinds(self) -> tuple[str, ...]:
+        """The full names of the kinds of linears in ``protect``."""
+        kinds = {kind.rpartition("linear_")[2]: kind for kind in LINEAR_KINDS}
+        if unknown := [name for name in self.protect if name not in kinds]:
+            raise SnipError(
+                f"--snip-protect {cut(unknown[0])}: unknown kind of linear; choose among {', '.join(kinds)}"
+            )
+        return tuple(kinds[name] for name in self.protect)
+
+    @property
+    def guard(self) -> GuardSettings:
+        """The ``--snip-guard-*`` arguments. Raises SnipError if one is out of range."""
+        return GuardSettings(self.guard_steps, self.guard_sigma, self.guard_patience, self.guard_window, self.guard_bar)
+
+    @property
+    def phases(self) -> Schedule | None:
+        """The phases of ``schedule``; None for a static one. Raises SnipError if a file of phases is invalid."""
+        return load_schedule(self.schedule, self.wanted[0])
+
+    @property
+    def deployed(self) -> str:
+        """The formats in which the trained model is deployed: ``map`` or ``bf16``."""
+        return self.deploy or ("bf16" if self.eval == "bf16" else "map")
+
+    @property
+    def late(self) -> bool:
+        """Whether the policy fixes a plan of two maps at the start of the run."""
+        return self.policy in LATE and self.map is None and self.replay is None
+
+    @property
+    def updates(self) -> bool:
+        """Whether the run computes maps itself, rather than using fixed or replayed ones."""
+        fixed = self.policy in ("bf16", "uniform-fp8", "uniform-fp4", *LATE)
+        wanted = self.update_interval > 0 or self.trigger > 0
+        return wanted and self.map is None and self.replay is None and not fixed
+
+    def is_update_step(self, step: int) -> bool:
+        """Return whether an update starts before the 0-based ``step``."""
+        if not self.updates or step < self.first_update:
+            return False
+        since = step - self.first_update
+        return since == 0 if self.update_interval == 0 else since % self.update_interval == 0
+
+    # -- validation --------------------------------------------------------------------------------------------
+    def _validate(self) -> None:
+        from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
+        from snip_megatron.sensitivity.quality import Q_RULES
+
+        _ = self.wanted, self.tolerance, self.pins, self.guard, self.protected_kinds
+        for name, value, known in (
+            ("policy", self.policy, POLICIES),
+            ("estimator", self.estimator, ESTIMATORS),
+            ("q", self.q, Q_RULES),
+            ("granularity", self.granularity, GRANULARITIES),
+            ("gemm", self.gemm, BACKENDS),
+            ("gemm-library", self.gemm_library, LIBRARIES),
+            ("eval", self.eval, EVAL_MODES),
+            ("cost", self.cost, COSTS),
+        ):
+            if value not in known:
+                raise SnipError(f"--snip-{name} {cut(value)}: unknown; choose one of {', '.join(known)}")
+        self._validate_formats()
+        self._validate_cost()
+        check_schedule(self.as_dict(), self.phases, updates=self.updates, timed=self.timed)
+        for name, least in (
+            ("update_interval", 0),
+            ("first_update", 0),
+            ("lag", 1),
+            ("probe_microbatches", 1),
+            ("hessian_probes", 1),
+            ("probe_tokens", 1),
+        ):
+            if getattr(self, name) < least:
+                raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be at least {least}")
+        if self.updates and 0 < self.update_interval <= self.lag:
+            raise SnipError(
+                f"--snip-lag {self.lag}: must be smaller than --snip-update-interval {self.update_interval},"
+                " so that an update is adopted before the next begins"
+            )
+        if not 0.0 < self.measured_share <= 1.0:
+            raise SnipError(f"--snip-measured-share {self.measured_share}: must be above 0, 1 at most")
+        if self.measured_twice and (self.policy, self.estimator) != ("snip", "measured"):
+            raise SnipError("--snip-measured-twice has no effect without --snip-estimator measured: leave it out")
+        for name in ("wait", "change_penalty", "trigger", "backward_share"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be a finite number, 0 or more")
+        for name in ("probe_noise", "solver_time", "deadline"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise SnipError(f"{_flag(name)} {getattr(self, name)}: must be positive")
+        if self.map is not None and self.replay is not None:
+            raise SnipError("--snip-map and --snip-replay cannot be combined: both fix the maps; give one")
+        fixed = "map" if self.map is not None else "replay" if self.replay is not None else None
+        for name in ("pin", "group", "trigger"):
+            if fixed is not None and getattr(self, name):
+                raise SnipError(f"--snip-{name} cannot be combined with --snip-{fixed}: its maps are used as they are")
+
+    def _validate_formats(self) -> None:
+        kind, figure = self.wanted
+        names = cut(",".join(self.formats))
+        known = (*FORMATS, Format.BF16.value)
+        if set(self.formats) - set(known) or not self.formats or len(set(self.formats)) != len(self.formats):
+            raise SnipError(f"--snip-formats {names}: expected distinct names of {', '.join(known)}")
+        if Format.BF16.value in self.formats and kind == "fp4":
+            raise SnipError(
+                f"--snip-formats {names}: bf16 is no candidate under --snip-budget {cut(self.budget)}, where it costs"
+                " nothing; use --snip-pin GLOB=bf16, or --snip-budget speedup= or loss="
+            )
+        if not self.measured_formats:
+            raise SnipError(f"--snip-formats {names}: leaves nothing to choose; add fp8, fp8_tensor or fp4")
+        if self.updates and kind == "fp4" and figure > 0 and not FOUR_BIT.intersection(self.formats):
+            raise SnipError(
+                f"--snip-formats {names}: none has four bits, so --snip-budget {cut(self.budget)} cannot be reached;"
+                " add fp4"
+            )
+
+    def _validate_cost(self) -> None:
+        kind, _ = self.wanted
+        if kind == "fp4" and (self.cost == "time" or self.timings is not None):
+            argument = "--snip-cost time" if self.cost == "time" else f"--snip-timings {self.timings}"
+            raise SnipError(
+                f"{argument} cannot be combined with --snip-budget {cut(self.budget)}, which is a share of FLOPs;"
+                " use --snip-budget speedup= or loss="
+            )
+        if self.cost == "flops" and self.timings is not None:
+            raise SnipError(f"--snip-timings {self.timings} cannot be combined with --snip-cost flops: leave one out")
+        if kind == "loss" and self.change_penalty:
+            raise SnipError(
+                f"--snip-change-penalty {self.change_penalty} cannot be combined with --snip-budget {cut(self.budget)}:"
+                " the penalty is a loss, and time is what is minimised there"
+            )
+        if kind == "loss" and self.updates and not in_nats(self.policy, self.q):
+            raise SnipError(
+                f"--snip-budget {cut(self.budget)} bounds a loss, and the scores of --snip-policy {self.policy} with"
+                f" --snip-q {self.q} are none; use --snip-policy snip with --snip-q split or noise, or fisher"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types, as ``config.json`` of the run directory holds them."""
+        return {
+            f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v for f in dataclasses.fields(self)
+        }
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> SnipConfig:
+        """Build the configuration from the arguments of :func:`add_arguments`.
+
+        Raises:
+            SnipError: an argument is invalid, conflicts with another, or is given without ``--snip``.
+        """
+        enabled = bool(getattr(args, "snip", False))
+        values: dict[str, Any] = {}
+        for f in _option_fields():
+            value = getattr(args, f"snip_{f.name}", None)
+            if value is None or value is False:
+                continue
+            # The entry applies compatibility patches with or without SNIP.
+            if not enabled and f.name != "no_compat":
+                raise SnipError(f"{_flag(f.name)} has no effect without --snip: add --snip, or leave it out")
+            values[f.name] = _tuple(f.name, value) if isinstance(f.default, tuple) else value
+        return cls(enabled=enabled, **values)
+
+
+def in_nats(policy: str, q: str) -> bool:
+    """Return whether a policy's scores are predicted losses in nats (see sensitivity/README.md)."""
+    return policy in ("fisher", "hawq") or (policy == "snip" and q in ("split", "noise"))
+
+
+def _share(argument: str, text: str, value: str) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = math.nan
+    if not 0.0 <= share <= 1.0:
+        raise SnipError(f"{argument} {cut(text)}: the share must be a number between 0 and 1")
+    return share
+
+
+def _tuple(name: str, value: Any) -> tuple[str, ...]:
+    return tuple(part for part in value.split(",") if part) if name in _LISTS else tuple(value)
+
+
+def _flag(name: str) -> str:
+    return f"--snip-{name.replace('_', '-')}"
+
+
+def _option_fields() -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(SnipConfig) if "help" in f.metadata]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--snip`` and one ``--snip-*`` argument for each field of :class:`SnipConfig`, and return ``parser``.
+
+    Choices are checked by SnipConfig instead of argparse, so that an error is one line.
+    """
+    group = parser.add_argument_group("SNIP", "precision chosen during training")
+    group.add_argument("--snip", action="store_true", help="choose precision while training")
+    for f in _option_fields():
+        kwargs: dict[str, Any] = {"help": f.metadata["help"], "dest": f"snip_{f.name}", "default": None}
+        argument = dict(f.metadata["argument"])
+        choices = argument.pop("choices", None)
+        if choices:
+            kwargs["help"] += f" ({', '.join(choices)})"
+        if isinstance(f.default, bool):
+            kwargs["action"] = "store_true"
+            kwargs["default"] = False
+        elif isinstance(f.default, tuple) and f.name not in _LISTS:
+            kwargs |= {"action": "append", "metavar": argument.get("metavar", "GLOB=FORMAT")}
+        else:
+            kwargs |= {"type": argument.get("type", str), "metavar": argument.get("metavar", "X")}
+            kwargs["help"] += f"; default {','.join(f.default) if isinstance(f.default, tuple) else f.default}"
+        group.add_argument(_flag(f.name), **kwargs)
+    return parser

@@ -1,0 +1,186 @@
+"""Block-scaled products by DeepGEMM, an optional library that is faster than cuBLASLt on Hopper.
+
+``pip install snip_megatron[deepgemm]`` installs it. It compiles each kernel with nvcc at first use and keeps it in a
+cache on disk. The results of its fprop and dgrad are bitwise those of cuBLASLt, so that using it does not change a
+training. Its wgrad sums in another order, with a relative difference of 1e-7. Only ``--snip-gemm-library deepgemm``
+uses that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.cublaslt import CublasLt
+from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.packed import Operand, quantize_blocks, quantize_tiles
+
+DISTRIBUTION, VERSION = "sgl-deep-gemm", "0.1.4"
+TORCH = (2, 11)
+"""The release of torch that ``VERSION`` was built for. Later releases of the library misread tensors of this torch."""
+
+_BY_BLOCKS, _BY_TILES = (1, 128, 128), (1, 1, 128)
+_SMALL = 256  # rows, columns and reduction of the product that is compared before the first use
+_WGRAD_TOLERANCE = 1e-6
+Gemm = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class DeepGemm:
+    """DeepGEMM's products of operands, for :class:`snip_megatron.gemm.scaled.ScaledProducts`.
+
+    Attributes:
+        gemm: ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation.
+        accumulates: whether wgrad runs by DeepGEMM as well.
+    """
+
+    gemm: Gemm
+    accumulates: bool = False
+
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor | None:
+        """Return a·bᵀ [a.rows, b.rows] for ``a`` in tiles and ``b`` in blocks.
+
+        Returns None if DeepGEMM has no kernel for the operands, or if ``dtype`` is not bf16.
+
+        Args:
+            a, b: [a.rows, D] and [b.rows, D].
+            dtype: dtype of the result.
+        """
+        if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not _fits(a, b):
+            return None
+        out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
+        blocks = _blocks(b).contiguous() if b.unpadded is None else b.unpadded
+        self.gemm((a.values, a.scale), (b.values, blocks), out, recipe=_BY_BLOCKS, disable_ue8m0_cast=True)
+        return out
+
+    def prepared(self, weight: Operand | None) -> Operand | None:
+        """Return ``weight`` with the copy of its scales that :meth:`multiply` reads, if it needs one.
+
+        Otherwise every product would copy them, because DeepGEMM reads contiguous scales and cuBLASLt padded ones.
+        """
+        if weight is None or weight.scaling != "block" or _blocks(weight).is_contiguous():
+            return weight
+        return replace(weight, unpadded=_blocks(weight).contiguous())
+
+    def accumulate(self, a: Operand, b: Operand, out: Tensor) -> bool:
+        """Compute out += a·bᵀ for ``a`` and ``b`` in tiles.
+
+        Returns False, and does nothing, if DeepGEMM does not run wgrad or has no kernel for the operands.
+
+        Args:
+            out: FP32 [a.rows, b.rows], row-major.
+        """
+        if not self.accumulates or a.scaling != "tile" or b.scaling != "tile" or not _fits(a, b) or b.rows % 4:
+            return False
+        self.gemm((a.values, a.scale), (b.values, b.scale), out, c=out, recipe=_BY_TILES, disable_ue8m0_cast=True)
+        return True
+
+
+def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | None, str]:
+    """Load DeepGEMM and compare a small product with cuBLASLt's bit by bit.
+
+    Args:
+        library: cuBLASLt.
+        required: whether ``--snip-gemm-library deepgemm`` is set. Wgrad then runs by DeepGEMM as well, and it is an
+            error if DeepGEMM cannot be used.
+
+    Returns:
+        DeepGEMM, or None if it cannot be used on this machine; and a sentence for the log.
+
+    Raises:
+        SnipError: ``required`` is set and DeepGEMM cannot be used.
+    """
+    missing = why_not() or ("needs cuBLASLt 12.9 to compare with" if library is None else None)
+    found: DeepGemm | None = None
+    if missing is None and library is not None:
+        try:
+            found = DeepGemm(_load(), accumulates=required)
+        except (ImportError, OSError) as error:  # a package or shared library that it needs is missing
+            missing = f"cannot be imported ({' '.join(str(error).split())})"
+        else:
+            missing = difference(found, library, torch.device("cuda", torch.cuda.current_device()))
+    if missing is None:
+        return found, f"DeepGEMM {VERSION} for fprop and dgrad" + (" and wgrad" if required else "")
+    if required:
+        raise SnipError(f"--snip-gemm-library deepgemm: {missing}; use --snip-gemm-library auto or cublas")
+    return None, f"cuBLASLt; DeepGEMM {missing}"
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Return why DeepGEMM cannot be used on this machine, as the end of a sentence, or None if it may be loaded."""
+    try:
+        version = importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed (pip install snip_megatron[deepgemm])"
+    if version != VERSION:
+        return f"is {DISTRIBUTION} {version}, supported is {VERSION}"
+    release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if release != TORCH:
+        return f"{VERSION} was built for torch {TORCH[0]}.{TORCH[1]}, and this is {torch.__version__}"
+    if find_nvcc() is None:
+        return "needs nvcc of the CUDA toolkit, which is neither in PATH nor in CUDA_HOME"
+    if importlib.util.find_spec("deep_gemm") is None:
+        return "cannot be imported"
+    return None
+
+
+def find_nvcc() -> str | None:
+    """Return the path of the CUDA compiler that DeepGEMM uses, or None if there is none."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    candidates = (os.path.join(home, "bin", "nvcc") for home in homes if home)
+    return next((path for path in candidates if os.access(path, os.X_OK)), None) or shutil.which("nvcc")
+
+
+def _load() -> Gemm:
+    import deep_gemm
+
+    gemm: Gemm = deep_gemm.fp8_gemm_nt
+    return gemm
+
+
+def difference(found: DeepGemm, library: Any, device: torch.device) -> str | None:
+    """Compare small products of DeepGEMM and cuBLASLt. Returns what is wrong, or None if nothing is.
+
+    Fprop must be bitwise equal. Wgrad, if it runs by DeepGEMM, may differ by a relative 1e-6.
+    """
+    draws = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(_SMALL, _SMALL, generator=draws).to(device, torch.bfloat16) for _ in range(2))
+    a, b = quantize_tiles(x, "fp8", "fp8"), quantize_blocks(w, "fp8", None)
+    assert a.row is not None
+    assert a.col is not None
+    assert b.row is not None
+    # A library that was built for another torch or driver may raise any exception.
+    try:
+        ours, truth = (each.multiply(a.row, b.row, torch.bfloat16) for each in (found, library))
+        if ours is None or truth is None or not torch.equal(ours, truth):
+            return f"{VERSION} does not give cuBLASLt's bits on this device"
+        if found.accumulates:
+            ours, truth = (torch.ones(_SMALL, _SMALL, device=device) for _ in range(2))
+            ran = found.accumulate(a.col, a.col, ours) and library.accumulate(a.col, a.col, truth)
+            if not ran or not (ours - truth).norm() <= _WGRAD_TOLERANCE * truth.norm():
+                return f"{VERSION} gives a wrong wgrad on this device"
+    except Exception as error:
+        return f"{VERSION} fails: {type(error).__name__}: {error}"[:200]
+    return None
+
+
+def _blocks(weight: Operand) -> Tensor:
+    """Return the scales [rows/128, D/128] of an operand in blocks, without cuBLASLt's padding."""
+    return weight.scale.t()[:, : weight.values.shape[1] // TILE]
+
+
+def _fits(a: Operand, b: Operand) -> bool:
+    """Return whether DeepGEMM reads these layouts: columns of scales aligned to 16 bytes, multiples of 16 rows of B."""
+    return a.rows > 0 and a.rows % 4 == 0 and b.rows % 16 == 0 and b.rows > 0 and a.values.shape[1] > 0

@@ -1,0 +1,55 @@
+"""A check of the emulated backend on the device itself, before training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.operands import GradientKeys
+from snip_megatron.precision import Format
+
+_SHAPE = (256, 384, 512)  # T, N, K
+_LARGEST_ERROR = 1e-5  # of FP32 results, relative to the reference's; another order of additions gives 1e-6
+
+
+def unlike_reference(backend: GemmBackend, device: torch.device | str, formats: Collection[Format]) -> str | None:
+    """Return how results of ``backend`` on ``device`` differ from the reference's there, or None if they do not.
+
+    Runs three small products in each of ``formats``. Compilers and libraries are found out that refuse a kernel or
+    return wrong numbers.
+    """
+    for fmt in formats:
+        if fmt is Format.BF16:
+            continue
+        try:
+            both = (_products(b, device, fmt) for b in (backend, REFERENCE))
+            for gemm, found, expected in zip(("fprop", "dgrad", "wgrad"), *both, strict=True):
+                error = float((found - expected).norm() / expected.norm())
+                if not error < _LARGEST_ERROR:
+                    return f"{fmt.value} {gemm} differs from the reference by {error:.1e} on this device"
+        except Exception as error:  # compilers and drivers raise what they like
+            first = (str(error).splitlines() or [""])[0]
+            return f"{fmt.value} fails on this device ({type(error).__name__}: {first[:160]})"
+    return None
+
+
+def _products(backend: GemmBackend, device: torch.device | str, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Y, the input gradient and the weight gradient of one linear, FP32."""
+    generator = torch.Generator().manual_seed(3)
+    tokens, n, k = _SHAPE
+    x, w, g = (
+        torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        for shape in ((tokens, k), (n, k), (tokens, n))
+    )
+    x_row, x_col = backend.quantize_input(x, fmt, fmt)
+    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
+    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, GradientKeys(1, 2, torch.arange(n, device=device)))
+    out = torch.zeros(n, k, device=device)
+    return (
+        backend.fprop(x_row, w_row, dtype=torch.float32),
+        backend.dgrad(g_row, w_col, dtype=torch.float32),
+        backend.wgrad(g_col, x_col, out=out),
+    )

@@ -1,0 +1,64 @@
+"""The state of a step that linears in CUDA graphs read from device memory.
+
+It consists of the keys of stochastic rounding and, for each model chunk, a flag that says whether its weights are
+quantised already. A CUDA graph repeats kernels and runs no Python, so that the step hooks write this state to fixed
+addresses, where captured kernels read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
+from snip_megatron.layers.weights import HeldWeight
+from snip_megatron.precision import Gemm
+from snip_megatron.quantization.device_keys import DeviceKeys, Identity
+
+_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
+_APART = 4  # distance of two chunks' flags in int32: 16 bytes, the alignment that kernels are compiled for
+
+
+class DeviceStep:
+    """The device state of the linears of a rank. It must be made before the first graph is captured.
+
+    Args:
+        handles: the linears. Their ``device_keys`` and ``held`` are set.
+        chunks: index of the model chunk of each linear.
+        device: the device of the weights.
+    """
+
+    def __init__(self, handles: Sequence[LinearHandle], chunks: Sequence[int], device: torch.device) -> None:
+        identities = [_identity(handle) for handle in handles]
+        self._keys = DeviceKeys(identities, _GEMMS, device)
+        self._current = torch.zeros(max(chunks, default=0) + 1, _APART, dtype=torch.int32, device=device)
+        self._handles = list(handles)
+        for place, (handle, chunk) in enumerate(zip(handles, chunks, strict=True)):
+            handle.device_keys = partial(self._keys.next, place)
+            handle.held = HeldWeight(self._current[chunk, :1])
+
+    def start_step(self, seed: int, step: int) -> None:
+        """Prepare for the first microbatch of a step. This does not wait for the device."""
+        self._keys.start_step(seed, step)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Make forwards quantise their weights again, until :meth:`weights_are_current` is called."""
+        self._current.zero_()
+
+    def weights_are_current(self, chunk: int) -> None:
+        """Make later forwards of ``chunk`` use the weights that a finished microbatch has quantised."""
+        self._current[chunk].fill_(1)
+
+    def forget_weights(self) -> None:
+        """Free the quantised weights. Graphs that read them must not run afterwards; a new map drops them."""
+        for handle in self._handles:
+            assert handle.held is not None
+            handle.held.clear()
+
+
+def _identity(handle: LinearHandle) -> Identity:
+    first, second = handle.global_microbatch(0), handle.global_microbatch(1)
+    return Identity(handle.index, factor=second - first, offset=first)

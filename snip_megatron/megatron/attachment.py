@@ -1,0 +1,78 @@
+"""Puts SNIP around a call of Megatron's ``pretrain``: the path of SNIP's own entry and of a script of one's own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron import compat
+from snip_megatron.megatron.compat.own_script import PretrainCall
+from snip_megatron.megatron.startup import Startup, check_sources, is_rank_zero
+
+
+def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence[str] = ()) -> None:
+    """Check the machine, apply the compat sets that ``args`` needs, and print one line per set.
+
+    Args:
+        args: Megatron's validated arguments.
+        startup: Decisions made before Megatron was imported.
+        shown: Lines about sets that were applied earlier.
+
+    Raises:
+        SnipError: If ``args`` requires what this machine lacks.
+    """
+    compat.check(args, startup)
+    for line in (*shown, *compat.apply(args, startup)):
+        if is_rank_zero():
+            print(f"compat: {line}", flush=True)
+
+
+@contextmanager
+def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
+    """Run a training with SNIP inside this context if ``--snip`` was given.
+
+    Args:
+        args: Megatron's validated arguments.
+        model_config: Holds ``pre_wrap_hooks`` and ``transformer_layer_spec``, which are set here.
+
+    Raises:
+        SnipError: If the configuration cannot work. It is checked before any collective is called.
+    """
+    config = SnipConfig.from_args(args)
+    with ExitStack() as stack:
+        if config.enabled:
+            from snip_megatron.megatron.setup import install
+
+            snip = install(config, args=args)
+            stack.push(snip.leave)
+            snip.prepare_model(model_config)
+        yield
+
+
+def run_attached(
+    pretrain: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any], startup: Startup
+) -> Any:
+    """Call a script's ``pretrain`` under SNIP.
+
+    Args:
+        pretrain: Megatron's ``pretrain``, or a wrapper of it that takes the same arguments.
+        positional, named: The arguments of the call.
+        startup: Decisions made before Megatron was imported.
+
+    Raises:
+        SnipError: If the configuration cannot work, or if the script did not parse SNIP's arguments.
+    """
+    call = PretrainCall(positional, named)
+    args = call.parsed_arguments()
+    if not hasattr(args, "snip"):
+        check_sources([] if getattr(args, "yaml_cfg", None) is None else ["--yaml-cfg"])
+        raise SnipError(
+            "attach() finds no --snip arguments: parse with extra_args_provider=snip_arguments(<your provider, if any>)"
+        )
+    prepare_megatron(args, startup)
+    with call.hooked_model(on_cpu=startup.on_cpu) as model, under_snip(args, model):
+        return pretrain(*call.positional, **call.named)

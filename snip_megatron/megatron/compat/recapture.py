@@ -1,0 +1,246 @@
+"""The graphs of one implementation of Megatron's CUDA graphs, and how they are captured anew under another map.
+
+Megatron's three implementations capture once, in the first steps, and expect that a layer always computes the same.
+Deleting the graphs returns an implementation to its state before the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from snip_megatron.megatron.compat.graphs import FIRST_WITH_GRAPHS, parameters
+from snip_megatron.megatron.compat.random_state import rng_state, set_rng_state
+from snip_megatron.megatron.compat.versions import MEGATRON_VERSION
+
+if MEGATRON_VERSION >= FIRST_WITH_GRAPHS:
+    import megatron.training.training as training
+    from megatron.core import full_cuda_graph as full
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    from megatron.core.transformer import cuda_graphs as core
+
+    _RECORD: Any = core._CudagraphGlobalRecord
+
+_WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of its own: kernels are compiled by then
+
+
+class Graphs:
+    """Base class of the graphs of one implementation in this process.
+
+    Attributes:
+        seconds: duration of the captures since the last call of :meth:`take_seconds`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def captured(self) -> bool:
+        """Whether graphs have been captured."""
+        raise NotImplementedError
+
+    def renew(self, model: Sequence[torch.nn.Module], args: Any) -> None:
+        """Delete the graphs. They are captured again under the map in force, at once or in the next steps.
+
+        Args:
+            model: the model chunks of this rank.
+            args: Megatron's arguments.
+        """
+        raise NotImplementedError
+
+    def accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
+        """Set the function that returns, at a capture, the weights whose backward adds to ``main_grad`` itself.
+
+        Such a backward returns a dummy gradient to autograd.
+        """
+
+    def watched(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``forward_backward_func``, wrapped to time the captures that it makes."""
+        return forward_backward_func
+
+    def take_seconds(self) -> float:
+        """Return the duration of the captures since the last call, and reset it."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """Undo all changes of Megatron's classes."""
+        self._undo.close()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        before = owner.__dict__[name]
+        setattr(owner, name, value)
+        self._undo.callback(setattr, owner, name, before)
+
+
+class LocalGraphs(Graphs):
+    """Megatron's own implementation, with one graph per layer and microbatch.
+
+    One step records the order of the layers. The graphs are created in this order at the end of the step. They share a
+    memory pool and pass buffers to each other, so that all of them must be captured anew together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        create = _RECORD._create_cudagraphs
+
+        def timed(record: Any) -> Any:
+            figures = create()
+            if figures:
+                self.seconds += figures["time"]
+            return figures
+
+        self._replace(_RECORD, "_create_cudagraphs", classmethod(timed))
+
+    @property
+    def captured(self) -> bool:
+        """See :class:`Graphs`."""
+        return bool(_RECORD.cudagraph_created)
+
+    def renew(self, model: Sequence[torch.nn.Module], args: Any) -> None:
+        """See :class:`Graphs`. The next step is recorded."""
+        torch.cuda.synchronize()
+        for chunk in model:
+            for module in chunk.modules():
+                if isinstance(module, core.CudaGraphManager):
+                    module.cudagraph_runners.clear()
+                    module.custom_cudagraphs_lookup_table.clear()
+        core.delete_cuda_graphs()
+        for parameter in parameters(model):
+            parameter.__dict__.pop("_cudagraph_wgrad_ready_event", None)
+        # Tensors that outlive a step, such as rotary embeddings, would otherwise count as inputs of the old graphs.
+        for found in gc.get_objects():
+            if type(found) is core.CudagraphBufferMetadata:
+                vars(found).update(vars(core.CudagraphBufferMetadata()))
+        core.fwd_buffer_reuse_ref_count = core.bwd_buffer_reuse_ref_count = 0
+        # The constructor of a manager does this, and the deletion does not undo it.
+        core.CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
+        _RECORD._enable_saved_tensors_observer()
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+
+class TransformerEngineGraphs(Graphs):
+    """Transformer Engine's ``make_graphed_callables``. All layers are captured between two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._helper: Any = None
+        self._accumulating: Callable[[], list[torch.nn.Parameter]] = list
+        start, create = core.TECudaGraphHelper.__init__, core.TECudaGraphHelper.create_cudagraphs
+
+        def remembered(helper: Any, *arguments: Any, **named: Any) -> None:
+            start(helper, *arguments, **named)
+            self._helper = helper
+
+        def timed(helper: Any) -> None:
+            started = time.perf_counter()
+            with _returned_as_they_are(self._accumulating()):
+                create(helper)
+            self.seconds += time.perf_counter() - started
+
+        self._replace(core.TECudaGraphHelper, "__init__", remembered)
+        self._replace(core.TECudaGraphHelper, "create_cudagraphs", timed)
+
+    @property
+    def captured(self) -> bool:
+        """See :class:`Graphs`."""
+        return self._helper is not None and bool(self._helper.graphs_created())
+
+    def accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
+        """See :class:`Graphs`."""
+        self._accumulating = weights
+
+    def renew(self, model: Sequence[torch.nn.Module], args: Any) -> None:
+        """See :class:`Graphs`. The capture runs at once, as it does in the training loop before the first such step."""
+        helper = self._helper
+        hooks = training.should_disable_forward_pre_hook(args)
+        if hooks:
+            training.disable_forward_pre_hook(model, param_sync=False)
+        helper.delete_cuda_graphs()
+        helper._capture_finished = False
+        for parameter in parameters(model):
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = False  # the capture marks those that accumulate by themselves
+        states, warmup = rng_state(), helper.config.cuda_graph_warmup_steps
+        helper.config.cuda_graph_warmup_steps = _WARM
+        try:
+            helper.create_cudagraphs()
+        finally:
+            helper.config.cuda_graph_warmup_steps = warmup
+        set_rng_state(states)
+        if hooks:
+            training.enable_forward_pre_hook(model)
+            helper.cuda_graph_set_manual_hooks()
+
+
+@contextlib.contextmanager
+def _returned_as_they_are(weights: Sequence[Any]) -> Iterator[None]:
+    """Make graphs that are captured inside return the dummy gradients of ``weights`` without a copy of each."""
+    for weight in weights:
+        weight.skip_backward_post_hook = True
+    try:
+        yield
+    finally:
+        for weight in weights:
+            del weight.skip_backward_post_hook
+
+
+class FullIterationGraphs(Graphs):
+    """One graph of all forwards and backwards of a step. The first steps run without it."""
+
+    @property
+    def captured(self) -> bool:
+        """See :class:`Graphs`."""
+        return FullCudaGraphWrapper.cuda_graph["training"] is not None
+
+    def renew(self, model: Sequence[torch.nn.Module], args: Any) -> None:
+        """See :class:`Graphs`. The next step runs without a graph and compiles kernels. The one after it captures."""
+        torch.cuda.synchronize()
+        FullCudaGraphWrapper.reset_cuda_graph(None, "training")  # a method that only uses the class
+        FullCudaGraphWrapper.curr_iteration["training"] = args.cuda_graph_warmup_steps - 1
+        full._shared_graph_pool = None  # the pool of deleted graphs cannot be used again
+        torch.cuda.empty_cache()
+
+    def watched(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
+        """See :class:`Graphs`."""
+
+        def watching(**named: Any) -> Any:
+            before, started = self.captured, time.perf_counter()
+            if not before:
+                _gather_in_the_step(named["model"])
+            result = forward_backward_func(**named)
+            if self.captured and not before:
+                self.seconds += time.perf_counter() - started
+            return result
+
+        return watching
+
+
+def _gather_in_the_step(model: Sequence[Any]) -> None:
+    """Make the next step gather the parameters even if a probe or a validation has gathered them already.
+
+    A graph that is captured in this step must contain the gather, because every replay needs it.
+    """
+    for chunk in model:
+        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        if chunk.ddp_config.overlap_param_gather and all(group.param_gather_handle is None for group in groups):
+            chunk.reset_param_sync_dispatch_state()
+
+
+def graphs_of(implementation: str) -> Graphs:
+    """Return the graphs of an implementation, whose captures are timed from now on.
+
+    This must be called before the model is built.
+
+    Args:
+        implementation: one of :data:`snip_megatron.megatron.compat.graphs.IMPLEMENTATIONS`.
+    """
+    if implementation == "local":
+        return LocalGraphs()
+    return TransformerEngineGraphs() if implementation == "transformer_engine" else FullIterationGraphs()

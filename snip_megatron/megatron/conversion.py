@@ -1,0 +1,190 @@
+"""Converts the linears of built model chunks to SNIP's classes, in place and without changing their parameters."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.backend import REFERENCE
+from snip_megatron.gemm.selection import Selection, gains, select_backend
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.experts import ExpertLayers
+from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, linear_kinds
+from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+from snip_megatron.precision import Format, LinearId, PrecisionMap
+from snip_megatron.sensitivity.policies import FIXED
+
+logger = logging.getLogger(__name__)
+
+_SNIP_CLASS: dict[type, type] = {
+    ColumnParallelLinear: SnipColumnParallelLinear,
+    RowParallelLinear: SnipRowParallelLinear,
+    SnipColumnParallelLinear: SnipColumnParallelLinear,
+    SnipRowParallelLinear: SnipRowParallelLinear,
+}
+
+
+def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
+    """Convert every decoder linear of this rank's model chunks.
+
+    Parameters, their names and checkpoints do not change. The output layer, multi-token prediction, grouped experts and
+    shared experts are not converted and stay in bf16.
+
+    Args:
+        model_chunks: The chunks as built, before or after Float16Module and DDP.
+        config: SNIP's configuration.
+
+    Returns:
+        The registry of the converted linears.
+
+    Raises:
+        SnipError: If a linear is of a class that cannot be converted, such as a fused linear of Transformer Engine.
+    """
+    layers = [layer for chunk in model_chunks for layer in _decoder_layers(chunk)]
+    if not layers:
+        raise SnipError("no decoder layer found in the model: SNIP supports Megatron's GPT models")
+    model_config = layers[0].config
+    tensor_parallel = model_config.tensor_model_parallel_size > 1
+    selection = select_backend(
+        config.gemm, formats_in_use(config), tensor_parallel=tensor_parallel, library=config.gemm_library
+    )
+    context = StepContext(seed=config.seed, backend=selection.backend)
+    experts = ExpertLayers.of(model_config)
+    names = decoder_linear_names(model_config.num_layers, experts)
+    registry = LinearRegistry(names, context, (1, 1) if experts is None else experts.mixture)
+    for layer in layers:
+        for kind in linear_kinds(layer.layer_number - 1, experts):
+            linear = LinearId(layer.layer_number - 1, kind)
+            for expert, module in _modules(layer, linear):
+                _convert_linear(module, linear, registry, expert)
+    if int(os.environ.get("RANK", "0")) == 0:
+        _announce(selection, registry)
+        _announce_experts(experts)
+    return registry
+
+
+def formats_in_use(config: SnipConfig) -> frozenset[Format] | None:
+    """Return the formats that GEMMs of the run may use. Returns None under ``--snip-replay`` (unknown)."""
+    if config.policy in FIXED:
+        return frozenset({FIXED[config.policy]})
+    if config.replay is not None:
+        return None
+    if config.map is not None:
+        text = Path(config.map).read_text(encoding="utf-8")
+        return frozenset(PrecisionMap.from_json(text, where=config.map).choices.values())
+    return frozenset(map(Format, (*config.formats, *(fmt for _, fmt in config.pins))))
+
+
+def _announce(selection: Selection, registry: LinearRegistry) -> None:
+    """Print the GEMM backend and the linears that are too small for it to be faster than bf16."""
+    print(f"snip: GEMMs by {selection.backend.name} ({selection.reason})", flush=True)
+    if selection.backend is REFERENCE:
+        return
+    small = {h.id.kind: tuple(h.weight.shape) for h in registry if not gains(*h.weight.shape)}
+    if small:
+        listed = ", ".join(f"{kind} {list(shape)}" for kind, shape in small.items())
+        print(f"snip: too small to be faster in fp8 or fp4: {listed} (--snip-pin '*.KIND=bf16' keeps bf16)", flush=True)
+
+
+def _announce_experts(experts: ExpertLayers | None) -> None:
+    """Print which experts a precision map does not cover."""
+    if experts is None or not (experts.grouped or experts.shared_ffn):
+        return
+    which = "experts (--moe-grouped-gemm)" if experts.grouped else "shared experts"
+    print(f"snip: {which} of {len(experts.layers)} layers stay bf16; they count in the fp4 share", flush=True)
+
+
+def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:
+    for name, module in chunk.named_modules():
+        if isinstance(module, TransformerLayer) and "mtp" not in name.split("."):
+            yield module
+
+
+def _modules(layer: torch.nn.Module, linear: LinearId) -> list[tuple[int | None, Any]]:
+    """Return (expert, module) of each module with this name on this rank.
+
+    A linear of experts has one entry per local expert. Another linear has one entry with expert None, or no entry if
+    the layer lacks it.
+    """
+    if linear.of_experts:
+        mlp: Any = layer.mlp
+        local = getattr(mlp.experts, "local_experts", None)
+        if local is None:
+            raise SnipError(
+                f"{linear}: cannot quantise experts of a {type(mlp.experts).__qualname__};"
+                " use --transformer-impl local, or --moe-grouped-gemm, under which experts stay bf16"
+            )
+        name = linear.kind.rpartition(".")[2]
+        return [(e, getattr(expert, name)) for e, expert in zip(mlp.local_expert_indices, local, strict=True)]
+    module: Any = layer
+    for part in linear.kind.split("."):
+        module = getattr(module, part, None)
+        if module is None:
+            logger.info("%s of layer %s is absent: stays bf16", linear.kind, layer.layer_number)
+            return []
+    return [(None, module)]
+
+
+def _convert_linear(module: Any, linear: LinearId, registry: LinearRegistry, expert: int | None) -> None:
+    target = _SNIP_CLASS.get(type(module))
+    if target is None:
+        raise SnipError(
+            f"{linear}: cannot quantise a {type(module).__module__}.{type(module).__qualname__};"
+            " use --transformer-impl local, or build the model with snip_megatron.attach.layer_spec()"
+        )
+    if not module.weight.requires_grad:
+        logger.info("%s is frozen: stays bf16", linear)
+        registry.frozen.append(str(linear))
+        return
+    module.__class__ = target
+    module.snip = _handle(module, linear, registry.context, expert)
+    registry.add(module.snip)
+
+
+def _handle(module: Any, linear: LinearId, context: StepContext, expert: int | None) -> LinearHandle:
+    group = module.tp_group
+    rank, size = group.rank(), group.size()
+    n, k = module.output_size, module.input_size
+    column = isinstance(module, ColumnParallelLinear)
+    gated = linear.kind.endswith("linear_fc1") and module.config.gated_linear_unit
+    everything = (torch.arange(n), torch.arange(k))
+    return LinearHandle(
+        id=linear,
+        parallel="column" if column else "row",
+        n=n,
+        k=k,
+        stage=_stage(module),
+        tp_rank=rank,
+        tp_size=size,
+        out_features=_shard(n, rank, size, halves=2 if gated else 1) if column else everything[0],
+        in_features=everything[1] if column else _shard(k, rank, size, halves=1),
+        context=context,
+        module=module,
+        tp_group=group if size > 1 else None,
+        expert=expert,
+    )
+
+
+def _shard(features: int, rank: int, size: int, halves: int) -> torch.Tensor:
+    """Return the global feature indices of a rank's shard.
+
+    ``halves`` is 2 for the first linear of a gated MLP: gate and up projections are sharded apart and then stacked.
+    """
+    return torch.arange(features).view(halves, size, -1)[:, rank].reshape(-1)
+
+
+def _stage(module: Any) -> int:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0
+    return int(parallel_state.get_pipeline_model_parallel_rank())

@@ -1,0 +1,1 @@
+"""Text for Megatron: corpora, tokenizer, datasets."""

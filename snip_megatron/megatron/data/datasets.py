@@ -1,0 +1,98 @@
+"""Builds train, validation and test data sets from Megatron's arguments."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.training import get_args, get_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron.probing.batch import makes_attention_mask
+
+_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_PATH_FILES = ("data_args_path", "per_split_data_args_path")
+#: Arguments for data and models that need another forward step.
+_OTHER_KINDS = (
+    "sft",
+    "hybrid_layer_pattern",
+    "fim_data",
+    "hybrid_context_parallel",
+    "dataloader_inter_document_masking",
+)
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """Raise SnipError if there is no training data, or if this entry does not support its kind."""
+    for name in _OTHER_KINDS:
+        if getattr(args, name, None):
+            raise SnipError(f"--{name.replace('_', '-')} is not supported by this entry, which pretrains GPT models")
+    if args.mock_data:
+        return
+    if not any(getattr(args, name) for name in (*_PATHS, *_PATH_FILES)):
+        raise SnipError("no training data: give --data-path, --train-data-path or --mock-data")
+    for name in _PATHS:
+        for entry in getattr(args, name) or ():
+            if not _is_weight(entry) and "://" not in entry and not Path(entry + ".idx").is_file():
+                raise SnipError(
+                    f"--{name.replace('_', '-')} {entry}: there is no {entry}.idx (give the path without suffix)"
+                )
+
+
+def _is_weight(entry: str) -> bool:
+    try:
+        float(entry)
+    except ValueError:
+        return False
+    return True
+
+
+def provide_datasets(samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
+    """Return train, validation and test data sets of ``samples`` sequences. They are None on ranks that read none."""
+    args = get_args()
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    builder = BlendedMegatronDatasetBuilder(
+        kind, samples, functools.partial(_reads_data, vp_stage), dataset_config(args)
+    )
+    return builder.build()
+
+
+provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron calls it on every rank
+
+
+def _reads_data(vp_stage: int | None) -> bool:
+    return mpu.get_tensor_model_parallel_rank() == 0 and bool(is_first_or_last_pipeline_stage(vp_stage))
+
+
+def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
+    """Return the data sets' configuration. Most of its fields have the names of Megatron's arguments."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    values = {
+        **vars(args),
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": None if blend_per_split is not None and any(blend_per_split) else args.split,
+        "path_to_cache": args.data_cache_path,
+        "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),
+        "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
+        "sequences_per_dataset": _read_json(getattr(args, "per_dataset_sequences_path", None)),
+        "tokenizer": get_tokenizer(),
+        "create_attention_mask": makes_attention_mask(args),
+    }
+    # The fields differ between versions of Megatron.
+    fields = {f.name for f in dataclasses.fields(GPTDatasetConfig) if f.init}
+    return GPTDatasetConfig(**{name: value for name, value in values.items() if name in fields})
+
+
+def _read_json(path: str | None) -> Any:
+    return None if path is None else json.loads(Path(path).read_text())

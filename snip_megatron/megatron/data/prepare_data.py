@@ -1,0 +1,265 @@
+"""``snip prepare-data``: converts local text to Megatron's ``.bin/.idx``, with a tokenizer and a hold-out by file."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from snip_megatron.errors import SnipError, needs_extra
+from snip_megatron.megatron.data import text_tokenizer
+from snip_megatron.megatron.data.corpus import Corpus, TextFile, collect, standard_library, total_size
+
+with needs_extra("text", "snip prepare-data"):
+    from tokenizers import Tokenizer
+    from tqdm import tqdm
+
+SCHEMA = "snip.data/1"
+BATCH_BYTES = 4_000_000
+VOCABULARY = 4096
+SMALLEST_VOCABULARY = text_tokenizer.BYTES + 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip prepare-data``."""
+    parser.add_argument(
+        "inputs", nargs="*", type=Path, metavar="PATH", help="text files or folders; default: Python's standard library"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder to write, made by this command"
+    )
+    parser.add_argument(
+        "--glob",
+        action="append",
+        metavar="PATTERN",
+        help="names (or paths inside a folder) to take from folders; repeatable; default: all, or *.py without PATH",
+    )
+    parser.add_argument(
+        "--tokenizer", choices=("bpe", "bytes"), default="bpe", help="default: bpe, trained on the text"
+    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help=f"tokens of the BPE; default {VOCABULARY}")
+    parser.add_argument("--holdout", type=float, default=0.05, metavar="SHARE", help="share of files; default 0.05")
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR if an earlier run made it")
+    parser.add_argument("--reuse", action="store_true", help="do nothing if DIR holds this very result")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns its exit code. Raises SnipError on bad input."""
+    _check(args)
+    output: Path = args.output
+    inputs = args.inputs or [standard_library()]
+    globs = args.glob or (["*"] if args.inputs else ["*.py"])
+    existing = _existing(output)
+    if existing is None and output.exists():
+        raise SnipError(f"--output {output}: exists and was not made by snip prepare-data; name another folder")
+    if existing is not None and not (args.overwrite or args.reuse):
+        raise SnipError(f"--output {output}: exists; add --overwrite to replace it or --reuse to keep an equal one")
+    with _bar("reading", total_size(inputs, globs)) as bar:
+        corpus = collect(inputs, globs, bar.update)
+    request = {"tokenizer": args.tokenizer, "holdout": args.holdout, "corpus_sha256": corpus.sha256()}
+    if args.tokenizer == "bpe":
+        request["vocab_size"] = args.vocab_size or VOCABULARY
+    if existing is not None and args.reuse and existing.get("request") == request and _is_whole(output, existing):
+        print(f"{output} is current: {existing['train']['tokens']:,} training tokens")
+        return 0
+    if existing is not None and not args.overwrite:
+        raise SnipError(f"--output {output}: made from other text or arguments; add --overwrite to replace it")
+    try:
+        with _replacing(output) as folder:
+            manifest = _build(corpus, request, folder)
+    except OSError as error:
+        raise SnipError(f"--output {output}: cannot be written ({error.strerror or error})") from error
+    _report(manifest, output)
+    return 0
+
+
+def unigram_entropy(counts: NDArray[np.int64]) -> float:
+    """Return the entropy in nats per token of the distribution given by ``counts`` [vocabulary]."""
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def unigram_cross_entropy(counts: NDArray[np.int64], model_counts: NDArray[np.int64]) -> float:
+    """Return the cross entropy in nats per token of ``counts`` under the unigram model of ``model_counts``.
+
+    The model is smoothed by adding one to every count.
+    """
+    log_model = np.log(model_counts + 1.0) - math.log(model_counts.sum() + len(model_counts))
+    return float(-(counts / counts.sum() * log_model).sum())
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not (math.isfinite(args.holdout) and 0 <= args.holdout < 1):
+        raise SnipError(f"--holdout {args.holdout}: expected a share in [0, 1)")
+    if args.vocab_size is None:
+        return
+    if args.tokenizer == "bytes":
+        raise SnipError(f"--vocab-size {args.vocab_size}: --tokenizer bytes has {SMALLEST_VOCABULARY} tokens; give one")
+    if args.vocab_size < SMALLEST_VOCABULARY:
+        raise SnipError(
+            f"--vocab-size {args.vocab_size}: must be at least {SMALLEST_VOCABULARY} (bytes and end of document)"
+        )
+
+
+def _existing(output: Path) -> dict[str, Any] | None:
+    """Return the manifest of an earlier result in ``output``. Returns None if there is none.
+
+    An empty folder is removed and counts as no result.
+    """
+    if output.is_dir() and not any(output.iterdir()):
+        output.rmdir()
+        return None
+    try:
+        manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("schema") == SCHEMA else None
+
+
+def _is_whole(output: Path, manifest: dict[str, Any]) -> bool:
+    """Whether every file of the manifest exists with its hash."""
+    files = manifest.get("files_sha256", {})
+    # Files outside of the folder are not opened.
+    if not isinstance(files, dict) or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+        return False
+    return all((output / name).is_file() and _sha256(output / name) == digest for name, digest in files.items())
+
+
+@contextmanager
+def _replacing(output: Path) -> Iterator[Path]:
+    """Yield a new folder that replaces ``output`` at the end of the block, or is removed if the block fails."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    old = output.with_name(f".{output.name}.{os.getpid()}.old")
+    folder.mkdir()
+    try:
+        yield folder
+        if output.exists():
+            output.rename(old)  # including the sample index that Megatron caches beside the data
+        folder.rename(output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _build(corpus: Corpus, request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Write all files of the result into ``folder``. Returns the manifest."""
+    train, held = corpus.split(request["holdout"])
+    if request["tokenizer"] == "bpe":
+        with _bar("training the tokenizer", sum(file.size for file in train)) as bar:
+            tokenizer = text_tokenizer.train_bpe(_texts(train, bar), request["vocab_size"])
+    else:
+        tokenizer = text_tokenizer.byte_tokenizer()
+    text_tokenizer.save(tokenizer, folder / "tokenizer")
+    parts: dict[str, Any] = {}
+    counts = {}
+    for name, files in (("train", train), ("valid", held)):
+        if not files:
+            parts[name] = None
+            continue
+        counts[name] = _write(files, tokenizer, folder / name, f"tokenizing {name}")
+        size, tokens = sum(file.size for file in files), int(counts[name].sum())
+        parts[name] = {"prefix": name, "files": len(files), "bytes": size, "tokens": tokens}
+    if held:
+        parts["valid"]["unigram_entropy_nats"] = unigram_entropy(counts["valid"])
+        parts["valid"]["cross_entropy_under_train_unigram_nats"] = unigram_cross_entropy(
+            counts["valid"], counts["train"]
+        )
+    manifest = {
+        "schema": SCHEMA,
+        "request": request,
+        "inputs": {"names": corpus.inputs, "files": len(corpus.files), "skipped": corpus.skipped},
+        "tokenizer": {
+            "folder": "tokenizer",
+            "type": request["tokenizer"],
+            "vocab_size": tokenizer.get_vocab_size(),
+            "end_of_document_id": text_tokenizer.end_of_document_id(tokenizer),
+        },
+        **parts,
+        "files_sha256": {
+            path.relative_to(folder).as_posix(): _sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()
+        },
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+def _write(files: list[TextFile], tokenizer: Tokenizer, prefix: Path, what: str) -> NDArray[np.int64]:
+    """Write one ``.bin/.idx`` pair with one document per file. Returns the token counts, int64 [vocabulary]."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():  # about CUDA, Apex and Transformer Engine, which this command does not need
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    vocab_size = tokenizer.get_vocab_size()
+    counts = np.zeros(vocab_size, np.int64)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
+    with _bar(what, sum(file.size for file in files)) as bar:
+        for batch in _batches(files):
+            for document in text_tokenizer.encode_documents(tokenizer, [file.text() for file in batch]):
+                counts += np.bincount(document, minlength=vocab_size)
+                builder.add_document(document, [len(document)])
+            bar.update(sum(file.size for file in batch))
+    builder.finalize(f"{prefix}.idx")
+    return counts
+
+
+def _texts(files: Iterable[TextFile], bar: tqdm[Any]) -> Iterator[str]:
+    for file in files:
+        yield file.text()
+        bar.update(file.size)
+
+
+def _batches(files: list[TextFile]) -> Iterator[list[TextFile]]:
+    """Yield batches of files of about BATCH_BYTES. The tokenizer processes the files of a batch in parallel."""
+    batch: list[TextFile] = []
+    for file in files:
+        batch.append(file)
+        if sum(f.size for f in batch) >= BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _bar(what: str, size: int) -> tqdm[Any]:
+    """Return a progress bar in bytes on standard error. It is updated less often if that is not a terminal."""
+    interval = 0.2 if sys.stderr.isatty() else 5.0
+    return tqdm(total=size, desc=what, unit="B", unit_scale=True, mininterval=interval, file=sys.stderr)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _report(manifest: dict[str, Any], output: Path) -> None:
+    skipped = ", ".join(f"{count} {reason}" for reason, count in manifest["inputs"]["skipped"].items())
+    print(f"{manifest['inputs']['files']:,} files" + (f" ({skipped} passed over)" if skipped else ""))
+    for name in ("train", "valid"):
+        part = manifest[name]
+        if part:
+            print(f"{name}: {part['files']:,} files, {part['bytes']:,} bytes, {part['tokens']:,} tokens")
+    vocab_size = manifest["tokenizer"]["vocab_size"]
+    wanted = manifest["request"].get("vocab_size", vocab_size)
+    note = "" if vocab_size == wanted else f" (the text has no more than these; --vocab-size {wanted} was asked for)"
+    print(f"tokenizer: {manifest['tokenizer']['type']}, {vocab_size:,} tokens{note}")
+    if manifest["valid"]:
+        own = manifest["valid"]["unigram_entropy_nats"]
+        under_train = manifest["valid"]["cross_entropy_under_train_unigram_nats"]
+        print(f"unigram entropy of the hold-out: {own:.4f} nats a token ({under_train:.4f} under the training text's)")
+    data = f"--train-data-path {output}/train" + (f" --valid-data-path {output}/valid" if manifest["valid"] else "")
+    print(f"for Megatron: {data} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {output}/tokenizer")

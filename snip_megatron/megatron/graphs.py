@@ -1,0 +1,144 @@
+"""SNIP under Megatron's CUDA graphs.
+
+Captured linears read the state of the step from the device. Probes and validations run without graphs. The graphs are
+captured anew when a map is adopted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.layers import LinearRegistry
+from snip_megatron.layers.context import ALL_BF16
+from snip_megatron.layers.device_step import DeviceStep
+from snip_megatron.megatron import compat
+from snip_megatron.megatron.probing.probe_call import StepCall
+
+
+class GraphedRun:
+    """The CUDA graphs of a run in one process. Without ``--cuda-graph-impl``, its methods do nothing.
+
+    Args:
+        args: Megatron's validated arguments.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        implementation = compat.graph_implementation(args)
+        self._args = args
+        self._graphs = None if implementation is None else compat.graphs_of(implementation)
+        self._registry: LinearRegistry | None = None
+        self._model: list[torch.nn.Module] = []
+        self._generation = 0
+        self._captured_before = False
+
+    def close(self) -> None:
+        """Undo all changes of Megatron's classes."""
+        if self._graphs is not None:
+            self._graphs.close()
+
+    def check_backend(self, backend: GemmBackend) -> None:
+        """Raise SnipError if the run captures graphs and the GEMMs of ``backend`` cannot be captured."""
+        if self._graphs is not None:
+            backend.check_graphs()
+
+    def attach(self, registry: LinearRegistry, model: Sequence[torch.nn.Module]) -> None:
+        """Make the linears read the state of the step from the device. This is called before the first step.
+
+        Args:
+            registry: the linears of this rank.
+            model: the model chunks of this rank.
+        """
+        self._model, self._registry = list(model), registry
+        if self._graphs is None or not len(registry):
+            return
+        chunk_of = {id(parameter): i for i, chunk in enumerate(model) for parameter in chunk.parameters()}
+        chunks = [chunk_of[id(handle.weight)] for handle in registry]
+        self._graphs.accumulating(lambda: [h.weight for h in registry if h.formats != ALL_BF16])
+        registry.device = DeviceStep(list(registry), chunks, next(iter(registry)).weight.device)
+
+    # -- the step ------------------------------------------------------------------------------------------------
+    def renew(self, step: int) -> None:
+        """Delete the graphs if an adopted map has changed formats. This is called between adoption and step."""
+        registry = self._registry
+        if self._graphs is None or registry is None or registry.generation == self._generation:
+            return
+        self._generation = registry.generation
+        if self._graphs.captured:
+            if registry.device is not None:
+                registry.device.forget_weights()
+            self._graphs.renew(self._model, self._args)
+            registry.start_step(step)  # resets the counters, which the passes of a capture have increased
+
+    def training(
+        self, forward_step: Callable[..., Any], forward_backward: Callable[..., Any]
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return the two functions of a training step, wrapped to count microbatches and to time captures."""
+        if self._graphs is None:
+            return forward_step, forward_backward
+        return self._counting(forward_step), self._graphs.watched(forward_backward)
+
+    def evaluating(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward step of a validation, wrapped to count microbatches.
+
+        The first microbatch of a validation quantises the weights, whatever ran before it.
+        """
+        if self._graphs is None:
+            return forward_step
+        if self._registry is not None and self._registry.device is not None:
+            self._registry.device.weights_changed()
+        return self._counting(forward_step)
+
+    def _counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``forward_step``, wrapped to mark the weights of a chunk as quantised from its second microbatch on.
+
+        A graph of the whole step captures the kernel that writes the mark.
+        """
+        seen: set[int] = set()
+        chunks = {id(chunk): number for number, chunk in enumerate(self._model)}
+
+        @functools.wraps(forward_step)
+        def counted(data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
+            chunk = chunks.get(id(model))
+            device = None if self._registry is None else self._registry.device
+            if chunk is not None and device is not None:
+                if chunk in seen:
+                    device.weights_are_current(chunk)
+                seen.add(chunk)
+            return forward_step(data_iterator, model, *rest, **named)
+
+        return counted
+
+    def captures(self) -> tuple[str, float] | None:
+        """Return ("capture" or "recapture", seconds) if graphs were captured since the last call, else None."""
+        if self._graphs is None:
+            return None
+        seconds = self._graphs.take_seconds()
+        if not seconds:
+            return None
+        kind = "recapture" if self._captured_before else "capture"
+        self._captured_before = True
+        return kind, seconds
+
+    # -- beside the graphs ---------------------------------------------------------------------------------------
+    @contextmanager
+    def beside(self, model: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Run the passes inside this context, which are probes or validations, without graphs."""
+        if self._graphs is None:
+            yield
+            return
+        with compat.graphs_bypassed(model):
+            yield
+
+    def probed(self, call: StepCall) -> StepCall:
+        """Return ``call`` with the schedule that a probe runs, which has no graph."""
+        if self._graphs is None:
+            return call
+        return replace(call, forward_backward_func=compat.schedule_without_graph(call.forward_backward_func))

@@ -1,0 +1,79 @@
+"""Megatron's parallel linears with quantised GEMMs.
+
+Instances are made by assigning one of these classes to ``__class__`` of a built module. The classes have no
+``__init__`` and no parameters of their own, so checkpoints stay interchangeable with Megatron's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from snip_megatron.errors import SnipError, quoted
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
+from snip_megatron.layers.context import LinearHandle
+
+# Arguments of Megatron's GEMM that the quantised path does not implement, with the values that it may ignore.
+_MUST_BE_DEFAULT: dict[str, tuple[Any, ...]] = {
+    "grad_output_buffer": (None,),
+    "wgrad_deferral_limit": (None, 0),
+    "gtp_remat_size": (None, 0, 1),
+    "async_grad_allreduce": (None,),
+    "output_dtype": (None,),
+}
+_HANDLED = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}
+
+
+def quantized_forward(
+    handle: LinearHandle, input_: torch.Tensor, weight: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Run one linear through :class:`QuantizedLinear`.
+
+    Args:
+        handle: The converted linear.
+        input_: Input of the linear.
+        weight: Weight of the linear.
+        kwargs: The other arguments that Megatron passes to its own GEMM.
+
+    Raises:
+        SnipError: If an argument requires what the quantised path does not implement.
+    """
+    for name, value in kwargs.items():
+        if name in _HANDLED:
+            continue
+        if name not in _MUST_BE_DEFAULT or not any(value is default for default in _MUST_BE_DEFAULT[name]):
+            raise SnipError(
+                f"{handle.name}: Megatron asks for {name}={quoted(value)}, which quantised linears do not support"
+            )
+    forcing = handle.context.forcing
+    call = LinearCall(
+        handle=handle,
+        backend=handle.context.backend,
+        sequence_parallel=bool(kwargs.get("sequence_parallel", False)),
+        allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
+        tp_group=kwargs.get("tp_group"),
+        has_backward=torch.is_grad_enabled(),
+        forced=None if forcing is None else forcing(handle),
+    )
+    return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _QuantizedForward:
+    """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Megatron's own code runs."""
+
+    snip: LinearHandle
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if self.snip.is_stock:
+            return super()._forward_impl(input, weight, **kwargs)  # type: ignore[misc,no-any-return]
+        return quantized_forward(self.snip, input, weight, kwargs)
+
+
+class SnipColumnParallelLinear(_QuantizedForward, ColumnParallelLinear):  # type: ignore[misc]
+    """A column-parallel linear whose GEMMs follow the precision map."""
+
+
+class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: ignore[misc]
+    """A row-parallel linear whose GEMMs follow the precision map."""

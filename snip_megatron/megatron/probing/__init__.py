@@ -1,0 +1,1 @@
+"""Probes: passes that measure statistics between two training steps of Megatron's loop."""

@@ -1,0 +1,354 @@
+"""Runs the passes of an update over the first microbatches of a training step, without changing the training.
+
+All passes run in bf16 through Megatron's own schedule. Weights, optimizer state, random states and data order stay as
+they are. Gradient buffers are zeroed before training continues.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.megatron import compat
+from snip_megatron.megatron.probing import probe_memory
+from snip_megatron.megatron.probing.drift_probe import DriftProbe, sink_rows
+from snip_megatron.megatron.probing.hessian_probe import add_hessian_traces
+from snip_megatron.megatron.probing.measured_probe import MeasuredProbe
+from snip_megatron.megatron.probing.probe_call import LoopShape, StepCall, run_schedule, undisturbed
+from snip_megatron.megatron.probing.probe_memory import Pipeline, ProbeMemory, probed_shapes
+from snip_megatron.megatron.probing.stream import ResidualStream
+from snip_megatron.megatron.warmup import Rehearsed
+from snip_megatron.optimizers.weight_drift import StepScale
+from snip_megatron.precision import Gemm
+from snip_megatron.quantization import derive_seed
+from snip_megatron.runtime.protocols import Unmeasured
+from snip_megatron.sensitivity.weight_divergence import natural_noise2
+from snip_megatron.statistics.boundaries import TokenShard
+from snip_megatron.statistics.measured import Measured
+from snip_megatron.statistics.measured_columns import measured_at, measured_columns
+from snip_megatron.statistics.measured_schedule import Trial, choose_units, plan_trials
+from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
+from snip_megatron.statistics.reduction import (
+    PartialTable,
+    ProbeGroups,
+    TableShape,
+    finish_dots,
+    reduce_columns,
+)
+from snip_megatron.statistics.table import StatisticsTable
+
+_NOISE, _UNITS = 2, 3  # streams of random numbers derived from --snip-seed; drift_probe.py uses stream 1
+
+__all__ = ["LoopShape", "ProbeResult", "ProbeRunner", "StepCall"]
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What an update measured.
+
+    Attributes:
+        table: The statistics, equal on all ranks.
+        seconds: Kind of pass → its seconds on this rank.
+        tokens: Tokens of the probe over all ranks.
+        passes: Kind of pass → microbatches that went through it on each rank.
+    """
+
+    table: StatisticsTable
+    seconds: dict[str, float]
+    tokens: int
+    passes: dict[str, int]
+
+
+class ProbeRunner:
+    """Runs the passes of an update. Every rank has one, and all ranks call its methods at the same step.
+
+    Args:
+        registry: Linears of this rank.
+        snip: SNIP's configuration.
+        shape: Sizes of the training loop.
+        groups: Process groups.
+        model: Model chunks of this rank, wrapped by DDP.
+        with_drift: Whether the policy uses weight divergence. The noise passes run only if it does.
+        with_hessian: Whether the policy uses Hessian traces, which take two more passes per probe vector.
+        measures: Whether ``--snip-estimator measured`` quantises one GEMM at a time.
+        pinned: (linear, GEMM) pairs whose format is pinned and which are not measured.
+
+    Attributes:
+        has_trained: Whether this process has run a training step. The peak memory of that step predicts what a pass
+            takes.
+    """
+
+    def __init__(
+        self,
+        registry: LinearRegistry,
+        snip: SnipConfig,
+        shape: LoopShape,
+        groups: ProbeGroups,
+        model: Sequence[torch.nn.Module],
+        *,
+        with_drift: bool,
+        with_hessian: bool = False,
+        measures: bool = False,
+        pinned: Collection[tuple[str, Gemm]] = (),
+    ) -> None:
+        self._with_drift = with_drift
+        self._with_hessian = with_hessian
+        self._measures = measures
+        self._pinned = frozenset(pinned)
+        self._registry = registry
+        self._snip = snip
+        self._shape = shape
+        self._groups = groups
+        self._model = list(model)
+        self._config = get_attr_wrapped_model(model[0], "config")
+        tp_size, tp_rank = dist.get_world_size(groups.tp), dist.get_rank(groups.tp)
+        split = self._config.sequence_parallel and tp_size > 1
+        self._tokens = TokenShard(
+            rank=tp_rank if split else 0, size=tp_size if split else 1, reports=split or tp_rank == 0
+        )
+        self._tp_rank = tp_rank
+        self._device = next(model[0].parameters()).device
+        self._rng: Any = None
+        self._routing: compat.RepeatedRouting | None = None
+        self._table_shape = TableShape(
+            names=tuple(registry.names),
+            formats=snip.measured_formats,
+            sinks=sink_rows(self._config, shape.padded_vocab_size),
+            mixture=registry.mixture,
+        )
+        self._drift = DriftProbe(
+            self._model, self._table_shape, groups, snip.seed, optimizer_sharded=shape.optimizer_sharded
+        )
+        self._measured = MeasuredProbe(registry, shape, self._table_shape, groups, self._drift, self._pass_group())
+
+        self.has_trained = False
+        self._memory = ProbeMemory(
+            probed_shapes(registry, self._drift.local_sinks(), shape, groups, hidden=self._config.hidden_size),
+            list(registry),
+            Pipeline.of(registry, self._config, shape),
+            snip.probe_tokens,
+            forces=measures,
+            moves=with_hessian,
+            gathers=bool(self._config.sequence_parallel),
+            recomputes=self._config.recompute_granularity == "full",
+        )
+
+    def rehearsed(self, optimizer: str) -> Rehearsed:
+        """Return what updates and steps of this rank run, for :class:`snip_megatron.megatron.warmup.WarmUp`.
+
+        Args:
+            optimizer: Megatron's name of it.
+        """
+        return Rehearsed(
+            tokens=self._shape.tokens(1, 1),
+            gathers=bool(self._config.sequence_parallel),
+            sharded=self._shape.optimizer_sharded and self._groups.dp_size > 1,
+            drift=self._with_drift and optimizer == "adam",
+            measured=self._measures,
+            sinks=[weight for _, weight, _, _ in self._drift.local_sinks()],
+        )
+
+    def shortage(self, call: StepCall) -> Unmeasured | None:
+        """Return why this update cannot run, or None if all ranks have enough memory. Collective.
+
+        The result is equal on all ranks. A CPU's memory is not checked.
+        """
+        memory = probe_memory.device_memory(self._device)
+        if memory is None:
+            return None
+        peak = memory.peak if self.has_trained else None
+        needed = self._memory.needed(peak, self._microbatches(call), call.num_microbatches)
+        return probe_memory.shortage(needed, memory, self._groups, self._device)
+
+    # -- the passes --------------------------------------------------------------------------------------------
+    def run(self, call: StepCall) -> ProbeResult:
+        """Run the passes of this update on the first microbatches of the step. Collective."""
+        microbatches = self._microbatches(call)
+        tokens = self._shape.tokens(microbatches, self._groups.dp_size)
+        per_step = self._shape.tokens(call.num_microbatches, self._groups.dp_size)
+        per_token = bool(self._config.calculate_per_token_loss)
+        scale = StepScale(1.0 / (tokens if per_token else self._groups.dp_size), call.clip, tokens, per_step)
+        recorders = [
+            LinearRecorder(handle, self._snip.measured_formats, self._snip.probe_tokens) for handle in self._registry
+        ]
+        stream = ResidualStream(
+            self._model,
+            self._registry.context,
+            self._tokens,
+            self._snip.probe_tokens,
+            derive_seed(self._snip.seed, _NOISE),
+        )
+        seconds: dict[str, float] = {}
+        with undisturbed(call, self._registry.context) as self._rng, ExitStack() as stack:
+            stack.enter_context(attached(recorders))
+            stack.enter_context(stream.attached())
+            self._routing = stack.enter_context(compat.routing_repeated(self._model))
+            self._registry.context.probing = True
+            seconds["statistics"] = self._run_pass(Pass.STATISTICS, call, microbatches, recorders, stream)
+            started = time.perf_counter()
+            stream.finish_statistics()
+            table = self._reduce_statistics(recorders, stream, scale)
+            if self._with_drift:
+                drift = self._partial(scale)
+                self._drift.collect(drift, table, recorders, call.optimizer, scale, call.step)
+                drift.reduce(self._groups.world, self._device)
+                table.merge(drift)
+            seconds["reduction"] = time.perf_counter() - started
+            for phase in self._noise_passes():
+                sigma = self._sigma(phase, table, scale)
+                seconds[phase.value] = self._run_pass(phase, call, microbatches, recorders, stream, sigma)
+            started = time.perf_counter()
+            late = self._partial(scale)
+            self._collect(late, recorders, stream)
+            late.reduce(self._groups.world, self._device)
+            table.merge(late)
+            seconds["reduction"] += time.perf_counter() - started
+        passes = {kind: microbatches for kind in seconds if kind != "reduction"}
+        if self._with_hessian:
+            seconds["hessian"] = self._run_hessian(call, table, microbatches, scale)
+            passes["hessian"] = 2 * self._snip.hessian_probes * microbatches
+        finished = table.to_table(
+            step=call.step, tokens=tokens, tokens_per_step=per_step, meta={"clip": call.clip, **seconds}
+        )
+        if self._measures:
+            started = time.perf_counter()
+            finished, passes["measured"] = self._measure(call, finished, microbatches, scale)
+            seconds["measured"] = time.perf_counter() - started
+        return ProbeResult(finished, seconds, tokens, passes)
+
+    def _run_hessian(self, call: StepCall, table: PartialTable, microbatches: int, scale: StepScale) -> float:
+        """Add the Hessian traces of the linears to ``table``. Returns the seconds of their passes."""
+        started = time.perf_counter()
+        context = self._registry.context
+        with undisturbed(call, context) as states, compat.routing_repeated(self._model) as routing:
+            context.probing = True
+            routes = itertools.chain([True], itertools.repeat(False))
+
+            def run_pass() -> None:
+                self._registry.start_step(call.step)
+                compat.set_rng_state(states)
+                routing.start(first=next(routes))
+                run_schedule(call, self._shape, range(microbatches))
+
+            add_hessian_traces(
+                table,
+                list(self._registry),
+                run_pass,
+                self._groups,
+                seed=self._snip.seed,
+                probes=self._snip.hessian_probes,
+                gradient_scale=scale.gradient,
+            )
+        return time.perf_counter() - started
+
+    # -- --snip-estimator measured -----------------------------------------------------------------------------
+    def _measure(
+        self, call: StepCall, table: StatisticsTable, microbatches: int, scale: StepScale
+    ) -> tuple[StatisticsTable, int]:
+        """Measure this update's share of the options. Returns ``table`` with the results, and the number of passes."""
+        known = call.measured
+        if known is None or not known.fits(len(table.linears), table.formats):
+            known = Measured.nothing(len(table.linears), table.formats)
+        trials = self._trials(known)
+        if not trials:
+            return replace(table, measured=known), 0
+        readings, passes = self._measured.measure(call, trials, range(microbatches), scale)
+        measured, again = known.renewed(measured_columns(readings, table, natural_noise2(table))), None
+        if self._snip.measured_twice:
+            others = range(microbatches, 2 * microbatches)
+            readings, more = self._measured.measure(call, trials, others, scale)
+            again, passes = measured_columns(readings, table, natural_noise2(table)), passes + more
+        return replace(table, measured=measured, measured_again=again), passes
+
+    def _trials(self, known: Measured) -> tuple[Trial, ...]:
+        names, formats = self._table_shape.names, self._table_shape.formats
+        everything = plan_trials(names, formats, list(measured_at(names, None)), self._pinned)
+        worth = {(trial.layer, trial.gemm) for trial in everything}
+        ages = {unit: at for unit, at in measured_at(names, known).items() if (unit.layer, unit.gemm) in worth}
+        units = choose_units(ages, self._snip.measured_share, derive_seed(self._snip.seed, _UNITS))
+        return plan_trials(names, formats, units, self._pinned)
+
+    def _noise_passes(self) -> list[Pass]:
+        if not self._with_drift:
+            return []
+        return [Pass.FORWARD_NOISE, Pass.BACKWARD_NOISE] if self._snip.backward_noise else [Pass.FORWARD_NOISE]
+
+    def _microbatches(self, call: StepCall) -> int:
+        """Microbatches of the probe on this rank, rounded up to the groups of an interleaved schedule."""
+        wanted = min(self._snip.probe_microbatches, call.num_microbatches)
+        group = self._pass_group()
+        return min(-(-wanted // group) * group, call.num_microbatches)
+
+    def _pass_group(self) -> int:
+        """Size of the groups of microbatches in an interleaved schedule; 1 in other schedules."""
+        if self._shape.virtual_stages is None:
+            return 1
+        return int(self._config.microbatch_group_size_per_vp_stage or self._config.pipeline_model_parallel_size)
+
+    def _run_pass(
+        self,
+        phase: Pass,
+        call: StepCall,
+        microbatches: int,
+        recorders: list[LinearRecorder],
+        stream: ResidualStream,
+        sigma: float = 0.0,
+    ) -> float:
+        """Run one forward and backward of the probe's microbatches. Returns the seconds it took."""
+        started = time.perf_counter()
+        for recorder in recorders:
+            recorder.start(phase)
+        stream.start(phase, sigma)
+        self._registry.start_step(call.step)
+        compat.set_rng_state(self._rng)  # dropout draws the same masks in every pass
+        assert self._routing is not None
+        self._routing.start(first=phase is Pass.STATISTICS)
+        run_schedule(call, self._shape, range(microbatches))
+        return time.perf_counter() - started
+
+    # -- reduction ---------------------------------------------------------------------------------------------
+    def _partial(self, scale: StepScale) -> PartialTable:
+        return PartialTable(self._table_shape, scale.gradient)
+
+    def _collect(self, table: PartialTable, recorders: list[LinearRecorder], stream: ResidualStream) -> None:
+        for recorder in recorders:
+            table.add_recorder(recorder, self._groups.of(recorder.handle).dp_rank)
+        for boundary in stream.reported:
+            table.add_boundary(boundary)
+
+    def _reduce_statistics(
+        self, recorders: list[LinearRecorder], stream: ResidualStream, scale: StepScale
+    ) -> PartialTable:
+        finish_dots(recorders, self._groups)
+        reduce_columns(recorders, self._groups)
+        table = self._partial(scale)
+        self._collect(table, recorders, stream)
+        for handle in (recorder.handle for recorder in recorders):
+            first = self._groups.of(handle).dp_rank == 0 and handle.tp_rank == 0
+            if first and not handle.expert:  # experts of a layer share a row, which the first one adds
+                table.add_layout(handle.name, handle.stage, handle.n, handle.k)
+        table.reduce(self._groups.world, self._device)
+        return table
+
+    def _sigma(self, phase: Pass, table: PartialTable, scale: StepScale) -> float:
+        """Standard deviation of a pass's noise.
+
+        It is ``--snip-probe-noise`` times the root mean square of the residual stream at the embedding (forward noise)
+        or of its gradient at the last layer's output (backward noise).
+        """
+        elements = scale.tokens * self._config.hidden_size
+        if phase is Pass.FORWARD_NOISE:
+            power = float(table.arrays["boundary.h2"][0])
+        else:
+            power = float(table.arrays["boundary.r2"][-1]) / scale.gradient**2
+        return float(self._snip.probe_noise * (power / elements) ** 0.5)

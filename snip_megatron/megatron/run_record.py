@@ -1,0 +1,110 @@
+"""Opens the run directory of a Megatron run, and draws the report at its end."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from snip_megatron import __version__
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm import EMULATIONS
+from snip_megatron.megatron.model_linears import unquantised_flops
+from snip_megatron.megatron.step_costs import linear_shapes, option_times
+from snip_megatron.records.run_data import load_run
+from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.statistics.table import LinearRow
+
+
+def open_run_directory(
+    config: SnipConfig,
+    args: argparse.Namespace,
+    step: int,
+    request: SolveRequest,
+    linears: Sequence[LinearRow],
+    backend: str,
+) -> RunDirectory | None:
+    """Open ``--snip-dir``, or ``<save>/snip``. Returns None if neither is given: the run then keeps no record.
+
+    ``backend`` is the name of the GEMM backend.
+    """
+    if config.dir is None and not args.save:
+        print("snip: no run directory: give --snip-dir (or --save) to keep events, maps and a report", flush=True)
+        return None
+    path = Path(config.dir) if config.dir is not None else Path(args.save) / "snip"
+    # A resumed run must have the same identity, but may write its record elsewhere or with other permissions.
+    identity = replace(config, dir=None, overwrite=False, no_compat=()).as_dict()
+    schedule = config.phases
+    if schedule is not None:
+        identity["schedule"] = schedule.to_json().strip()  # the phases themselves: a file of them may change
+    identity |= {
+        name: getattr(args, name)
+        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")
+    }
+    facts = {
+        "version": __version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "gemm_backend": backend,
+        "batch_size_ramps": getattr(args, "rampup_batch_size", None) is not None,
+        "world_size": dist.get_world_size(),
+        "tensor_parallel": args.tensor_model_parallel_size,
+        "pipeline_parallel": args.pipeline_model_parallel_size,
+        "data_parallel": args.data_parallel_size,
+        "global_batch_size": args.global_batch_size,
+        "micro_batch_size": args.micro_batch_size,
+        "sequence_parallel": args.sequence_parallel,
+        "train_iters": args.train_iters,
+        "schedule": config.schedule,
+        "request": request.as_dict(),  # what `snip solve RUN` starts from
+        "predicted_times": _predicted_times(config, args, linears, backend),
+        "layer_stages": [row.stage for row in linears if row.id.kind == linears[0].id.kind],
+        "unquantised_flops": {str(stage): flops for stage, flops in unquantised_flops(args).items()},
+        "linear_shapes": {name: asdict(s) for name, s in linear_shapes(args, linears).items()},
+    }
+    resume = step if args.load or step > 0 else None
+    defaults = SnipConfig().as_dict()  # an option that an earlier release did not have had this effect there
+    return RunDirectory(path, identity, overwrite=config.overwrite, resume_step=resume, facts=facts, defaults=defaults)
+
+
+def _predicted_times(
+    config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow], backend: str
+) -> Mapping[str, Any] | None:
+    """Return the times by which measured speedups are judged; None if the run's request has them, or none are known."""
+    if config.timed or backend in EMULATIONS:
+        return None
+    try:
+        return option_times(config, args, linears).as_dict()
+    except SnipError:  # there is no table for this GPU
+        return None
+
+
+def finish(run: Path) -> None:
+    """Print whether the run was worth it, and write ``report.html`` into its directory. Failures are printed only."""
+    # The record is already on disk. A missing package or a full disk must not change the exit code of the job.
+    try:
+        from snip_megatron.reporting.worth import judge
+        from snip_megatron.reporting.worth_text import lines
+
+        for line in lines(judge(load_run(run))):
+            print(f"snip: {line}", flush=True)
+    except Exception as error:
+        print(f"snip: no summary: {error}", flush=True)
+    draw_report(run)
+
+
+def draw_report(run: Path) -> None:
+    """Write ``report.html`` into a finished run's directory. A failure is printed and never raised."""
+    # The record is already on disk. A missing package or a full disk must not change the exit code of the job.
+    try:
+        from snip_megatron.reporting.report import write_report
+
+        write_report(run)
+    except Exception as error:
+        print(f"snip: no report: {error}; later: snip report {run}", flush=True)

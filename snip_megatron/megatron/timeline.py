@@ -1,0 +1,79 @@
+"""The timeline of a Megatron run: its end, its phases, and what later training repairs of an error."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron import compat
+from snip_megatron.megatron.model_linears import gemm_flops, unquantised_flops
+from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.runtime.timeline import Timeline
+from snip_megatron.sensitivity.late import late_plan
+from snip_megatron.sensitivity.persistence import carried_weights
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.statistics.table import LinearRow
+
+_SAMPLES = 1000  # of the learning rate over a run
+
+
+def timeline_of(
+    config: SnipConfig,
+    args: argparse.Namespace,
+    request: SolveRequest,
+    linears: Sequence[LinearRow],
+    scheduler: Any,
+    step: int,
+) -> Timeline | None:
+    """Return the timeline; None if Megatron does not know where training ends.
+
+    Args:
+        config: SNIP's configuration.
+        args: Megatron's arguments.
+        request: the solve request of all updates.
+        linears: the model's linears.
+        scheduler: Megatron's scheduler of the learning rate, before it has run ``step``.
+        step: the 0-based training step that is next.
+
+    Raises:
+        SnipError: a policy with a fixed plan is given, and the end is unknown.
+    """
+    last = int(args.train_iters or 0)
+    schedule = config.phases
+    if last <= 0:
+        if config.late:
+            raise SnipError(f"--snip-policy {config.policy} needs an end of training: give --train-iters")
+        if schedule is not None and is_rank_zero():
+            print(
+                f"snip: --snip-schedule {config.schedule}: the end of training is unknown without --train-iters: the"
+                " map is static",
+                flush=True,
+            )
+        return None
+
+    learning_rate = None if schedule is None else compat.learning_rate(scheduler, args, step)
+
+    def carried(origin: int, begins: Sequence[int], until: int) -> Sequence[float]:
+        assert learning_rate is not None
+        rates = relative_rates(learning_rate, origin, until)
+        return carried_weights(origin, begins, until, rates, request.forgetting)
+
+    fixed = None
+    if config.late:
+        flops, unquantised = gemm_flops(linears), sum(unquantised_flops(args).values())
+        fixed = functools.partial(late_plan, request, flops, unquantised=unquantised)
+    return Timeline(
+        last, schedule, fixed, carried, standing=config.deployed == "map", timed=config.wanted[0] == "speedup"
+    )
+
+
+def relative_rates(learning_rate: Callable[[int], float], origin: int, last: int) -> tuple[float, ...]:
+    """Return learning rates sampled evenly from ``origin`` to ``last``, relative to the largest; ones if all are 0."""
+    count = max(1, min(_SAMPLES, last - origin))
+    rates = [learning_rate(origin + (last - origin) * i // count) for i in range(count + 1)]
+    most = max(rates)
+    return tuple(rate / most for rate in rates) if most > 0 else (1.0,) * len(rates)

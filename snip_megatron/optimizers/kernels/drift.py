@@ -1,0 +1,114 @@
+"""The drift of AdamW's update as a Triton kernel: one pass instead of the many passes of ``weight_drift.py``.
+
+Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snip_megatron.optimizers.kernels.programs import drift_kernel
+from snip_megatron.optimizers.signs import words
+from snip_megatron.optimizers.updates import AdamWState
+from snip_megatron.quantization.kernels.launch import on_grid
+
+LAUNCH: dict[str, int] = {"BLOCK": 2048, "num_warps": 8, "maxnreg": 80}
+"""Elements per program, and launch options."""
+
+
+@dataclass(frozen=True)
+class ErrorSizes:
+    """Sizes of the errors of a gradient [N, K], as float64 factors of rows and columns. Signs belong to global
+    elements.
+
+    Attributes:
+        seed: seed of the signs.
+        rows, cols: global ids, integer [N], [K].
+        unit_rows, unit_cols: the error of element (n, k) at ρ = 1 is unit_rows[n]·unit_cols[k].
+        var_rows, var_cols: [1 + F, N], [1 + F, K]. The error of candidate f has the variance var_rows[f]·var_cols[0] +
+            var_rows[0]·var_cols[f]. None if there are no candidates.
+    """
+
+    seed: int
+    rows: Tensor
+    cols: Tensor
+    unit_rows: Tensor
+    unit_cols: Tensor
+    var_rows: Tensor | None = None
+    var_cols: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DriftSums:
+    """Sums over elements, float64.
+
+    Attributes:
+        by_rho: squared drift at each ρ.
+        by_format: squared drift of each candidate.
+        error2: squared norm of each candidate's error.
+    """
+
+    by_rho: Tensor
+    by_format: Tensor
+    error2: Tensor
+
+
+def drift_sums(
+    gradient: Tensor, state: AdamWState, sizes: ErrorSizes, scales: Sequence[float], *, factor: float, noise: float
+) -> DriftSums:
+    """Return Σ (u(g + δ) − u(g))² over this rank's elements, for every error δ.
+
+    Args:
+        gradient: this rank's elements in recorded units, flat, any floating dtype.
+        state: AdamW's state of the elements. ``start`` is their position in the flattened [N, K] parameter.
+        sizes: sizes of the errors, in units of the gradient that the optimizer of a step sees.
+        scales: values of ρ.
+        factor: factor from recorded units to those units.
+        noise: see :func:`snip_megatron.optimizers.updates.gradient_of_a_step`.
+    """
+    size, formats = gradient.numel(), 0 if sizes.var_rows is None else sizes.var_rows.shape[0] - 1
+    blocks = -(-size // LAUNCH["BLOCK"])
+    device = gradient.device
+    sums = torch.empty(len(scales) + 2 * formats, blocks, dtype=torch.float32, device=device)
+    rho = _on_device(tuple(scales), device)
+    if size:
+        settled = noise < 1.0 and state.step > 0
+        next_step = state.step + 1
+        on_grid(drift_kernel, (blocks,))(
+            gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
+            rho, *_vectors(sizes, device),
+            *words(sizes.seed, sizes.rows.to(device), sizes.cols.to(device)),
+            state.start, size, sizes.rows.numel(), sizes.cols.numel(),
+            float(factor), float(noise) if settled else 1.0,
+            1.0 / (1.0 - state.beta1**state.step) if settled else 0.0,
+            state.beta1, state.beta2, 1.0 / (1.0 - state.beta1**next_step), 1.0 / (1.0 - state.beta2**next_step),
+            state.eps, RHOS=len(scales), FORMATS=formats, HARDWARE=device.type == "cuda", **LAUNCH,
+        )  # fmt: skip
+    totals = sums.sum(1, dtype=torch.float64)
+    by_rho, by_format, error2 = torch.split(totals, [len(scales), formats, formats])
+    return DriftSums(by_rho * rho.double().square(), by_format, error2)
+
+
+@functools.cache
+def _on_device(scales: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return ``scales`` as an FP32 tensor. Cached, because a copy to the device waits for all work that runs there."""
+    return torch.tensor(scales, dtype=torch.float32, device=device)
+
+
+def _vectors(sizes: ErrorSizes, device: torch.device) -> list[Tensor]:
+    """Return FP32 factors. Those of columns are scaled to at most 1, so that no product leaves the
+    range of FP32 early.
+    """
+    found = []
+    for rows, cols in ((sizes.unit_rows, sizes.unit_cols), (sizes.var_rows, sizes.var_cols)):
+        if rows is None or cols is None:
+            found += [torch.empty(0, dtype=torch.float32, device=device)] * 2
+            continue
+        largest = cols.amax().clamp(min=torch.finfo(torch.float64).tiny)
+        found += [(rows * largest).float().contiguous(), (cols / largest).float().contiguous()]
+    return found

@@ -1,0 +1,38 @@
+"""Random signs of gradient errors: a function of (seed, global row, global column).
+
+Every sharding of a weight gets the same signs, and ``kernels/programs.py`` computes the same bits. Each row and each
+column has a word, the finaliser of MurmurHash3 applied to its id. For an element, two multiplications mix the exclusive
+or of its two words, and the upper bit is the sign.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from snip_megatron.quantization.rounding import MASK32, ROW_STEP, derive_seed, mix32
+
+# Repeated in kernels/programs.py, because device code cannot read the constants of a module.
+_FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
+
+
+def words(seed: int, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """Return one int32 word for each row and one for each column.
+
+    Args:
+        seed: 64-bit seed.
+        rows, cols: 1-D integer tensors of global ids in [0, 2^32), in any order.
+    """
+    return _mixed(derive_seed(seed, 0), rows), _mixed(derive_seed(seed, 1), cols)
+
+
+def error_signs(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
+    """Return ±1 with equal probability, float32 [len(rows), len(cols)]."""
+    row_words, col_words = words(seed, rows, cols)
+    h = (row_words[:, None] ^ col_words) * _FIRST  # int32 arithmetic wraps, as the hash modulo 2^32 requires
+    h ^= (h >> 15) & 0x1FFFF  # the mask makes the shift a logical one
+    return (h.mul_(_SECOND) >> 31).mul_(2).add_(1).to(torch.float32)
+
+
+def _mixed(seed: int, ids: Tensor) -> Tensor:
+    return mix32((ids.long() * ROW_STEP + (seed & MASK32)) & MASK32).to(torch.int32)

@@ -1,0 +1,281 @@
+"""The next update of each supported optimizer, and its drift: how far an error of the gradient changes the update.
+
+ΔW = ‖u(g+δ) − u(g)‖ / ‖W‖ (docs/method.md, Weight divergence). u is the step that the optimizer takes from its own
+state, without learning rate and weight decay. A state object covers the elements [start, end) of the flattened local
+parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from snip_megatron.statistics.sums import sum_squares
+
+MUON_SAMPLES = (0.0, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Positions in a sorted list of error sizes at which Muon's drift is evaluated; the others are interpolated.
+
+Each evaluation takes one orthogonalisation. The drift is proportional to small errors and bends where it saturates.
+"""
+
+
+class Update(Protocol):
+    """The next update of this rank's elements of a parameter. All tensors are flat, [end − start]."""
+
+    @property
+    def start(self) -> int:
+        """First element in the flattened local parameter."""
+
+    @property
+    def end(self) -> int:
+        """One past the last element in the flattened local parameter."""
+
+    def mean(self) -> torch.Tensor | None:
+        """Return the optimizer's own estimate of the mean gradient, or None before its first step."""
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the squared norms of the first and the second moment, float64 scalars. A moment that the optimizer
+        does not keep counts as 0.
+        """
+
+    def direction(self, g: torch.Tensor) -> torch.Tensor:
+        """Return u(g), the vector that the learning rate is multiplied by. Changes neither g nor the state."""
+
+    def squared_drift(
+        self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ‖u(g + ρ·unit) − u(g)‖² for each ρ in ``scales``.
+
+        Args:
+            g: gradient.
+            unit: the error at ρ = 1.
+            scales: values of ρ.
+            base: u(g) if the caller has computed it already.
+
+        Returns:
+            float64 [len(scales)].
+        """
+
+
+def gradient_of_a_step(g: torch.Tensor, state: Update, noise: float) -> torch.Tensor:
+    """Bring the gradient of the probe to the noise level of a training step's gradient.
+
+    A probe has fewer tokens than a step, so its gradient deviates more from the mean gradient. The best available
+    estimate of that mean is the optimizer's own average, towards which ``g`` is interpolated.
+
+    Args:
+        g: gradient of the probe.
+        state: the optimizer's state of the same elements.
+        noise: sqrt(tokens of the probe / tokens of a step). Returns ``g`` unchanged if it is 1 or more, or before the
+            first step.
+    """
+    mean = state.mean() if noise < 1.0 else None
+    return g if mean is None else torch.lerp(mean, g, noise)
+
+
+def _squared_drift(
+    update: Update, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None
+) -> torch.Tensor:
+    """Evaluate :meth:`Update.squared_drift` by one update for each ρ."""
+    base = update.direction(g) if base is None else base
+    return torch.stack([sum_squares(update.direction(g + rho * unit) - base) for rho in scales])
+
+
+@dataclass(frozen=True)
+class AdamWState:
+    """AdamW, with this rank's flat share of one parameter's state, float32.
+
+    Attributes:
+        start, end: range in the flattened local parameter.
+        exp_avg, exp_avg_sq: first and second moment.
+        step: number of updates done so far.
+        beta1, beta2, eps: hyper-parameters.
+    """
+
+    start: int
+    end: int
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    step: int
+    beta1: float
+    beta2: float
+    eps: float
+
+    def mean(self) -> torch.Tensor | None:
+        """Return the bias-corrected first moment, or None before the first step."""
+        return None if self.step == 0 else self.exp_avg / (1.0 - self.beta1**self.step)
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ‖exp_avg‖² and ‖exp_avg_sq‖², float64 scalars."""
+        return sum_squares(self.exp_avg), sum_squares(self.exp_avg_sq)
+
+    def direction(self, g: torch.Tensor) -> torch.Tensor:
+        """Return m̂ / (√v̂ + ε) of the next step with gradient g. Weight decay is left out: an error of g does not
+        change it.
+        """
+        step = self.step + 1
+        # 1 − β is computed in float64, as the optimizer does; from β₂ in float32 it would be off by 1e-5.
+        m = torch.lerp(self.exp_avg, g, 1.0 - self.beta1)
+        v = (self.exp_avg_sq * self.beta2).addcmul_(g, g, value=1.0 - self.beta2)
+        denominator = (v / (1.0 - self.beta2**step)).sqrt_().add_(self.eps)
+        return m.div_(1.0 - self.beta1**step).div_(denominator)
+
+    def squared_drift(
+        self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`Update`."""
+        return _squared_drift(self, g, unit, scales, base)
+
+
+@dataclass(frozen=True)
+class SgdState:
+    """SGD with momentum: u = μ·b + (1 − d)·g, or g + μ·u with Nesterov momentum.
+
+    Attributes:
+        start, end: range in the flattened local parameter.
+        momentum_buffer: b, or None before the first step, when u = g.
+        step: number of updates done so far.
+        momentum, dampening, nesterov: hyper-parameters.
+    """
+
+    start: int
+    end: int
+    momentum_buffer: torch.Tensor | None
+    step: int
+    momentum: float
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    @property
+    def _share(self) -> float:
+        """Factor of the gradient when it enters the momentum buffer."""
+        return 1.0 if self.momentum_buffer is None else 1.0 - self.dampening
+
+    def mean(self) -> torch.Tensor | None:
+        """Return the buffer divided by the sum of its weights, or None if there is no momentum or no step yet."""
+        if self.momentum_buffer is None or self.momentum <= 0.0 or self.step == 0:
+            return None
+        first = self.momentum ** (self.step - 1)  # dampening does not apply to the first gradient
+        later = self.step - 1 if self.momentum == 1.0 else (1.0 - first) / (1.0 - self.momentum)
+        return self.momentum_buffer / (first + (1.0 - self.dampening) * later)
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ‖b‖² and 0: SGD has no second moment."""
+        zero = torch.zeros((), dtype=torch.float64)
+        return zero if self.momentum_buffer is None else sum_squares(self.momentum_buffer), zero
+
+    def direction(self, g: torch.Tensor) -> torch.Tensor:
+        """See :class:`Update`."""
+        moved = g * self._share
+        if self.momentum_buffer is not None:
+            moved = moved + self.momentum * self.momentum_buffer
+        return g + self.momentum * moved if self.nesterov else moved
+
+    def squared_drift(
+        self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ρ²·‖unit‖² times the squared gain. This is exact, because u is linear in g."""
+        gain = 1.0 + self.momentum * self._share if self.nesterov else self._share
+        return torch.tensor(list(scales), dtype=torch.float64, device=unit.device).square() * (
+            sum_squares(unit) * gain**2
+        )
+
+
+@dataclass(frozen=True)
+class LionState:
+    """Lion (Chen et al. 2023): u = sign(β₁·m + (1 − β₁)·g). An error changes each element of u by 2 or not at all.
+
+    Attributes:
+        start, end: range in the flattened local parameter.
+        exp_avg: m, a running average with β₂ that starts at zero.
+        step: number of updates done so far.
+        beta1, beta2: hyper-parameters.
+    """
+
+    start: int
+    end: int
+    exp_avg: torch.Tensor
+    step: int
+    beta1: float
+    beta2: float
+
+    def mean(self) -> torch.Tensor | None:
+        """Return the bias-corrected m, or None before the first step."""
+        return None if self.step == 0 else self.exp_avg / (1.0 - self.beta2**self.step)
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ‖m‖² and 0: Lion has no second moment."""
+        return sum_squares(self.exp_avg), torch.zeros((), dtype=torch.float64)
+
+    def direction(self, g: torch.Tensor) -> torch.Tensor:
+        """See :class:`Update`."""
+        return torch.lerp(self.exp_avg, g, 1.0 - self.beta1).sign_()
+
+    def squared_drift(
+        self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`Update`."""
+        return _squared_drift(self, g, unit, scales, base)
+
+
+@dataclass(frozen=True)
+class MuonState:
+    """Muon (Jordan et al. 2024): u = scale · orthogonalised momentum, of the whole matrix.
+
+    Attributes:
+        start, end: 0 and the number of elements. Muon's state is never cut inside a matrix.
+        shape: [N local, K local] of the parameter.
+        momentum_buffer: a running average that starts at zero.
+        step: number of updates done so far.
+        momentum, nesterov: hyper-parameters.
+        orthogonalize: the optimizer's own function from a matrix to its scaled, orthogonalised matrix, so that splits
+            of fused matrices, coefficients and tensor parallel modes are those of training. It may be a collective of
+            the tensor parallel group, whose ranks must then call it in the same order. It should work in full float32:
+            Newton-Schulz iterations in bfloat16 answer small errors with rounding noise.
+    """
+
+    start: int
+    end: int
+    shape: tuple[int, int]
+    momentum_buffer: torch.Tensor
+    step: int
+    momentum: float
+    nesterov: bool
+    orthogonalize: Callable[[torch.Tensor], torch.Tensor]
+
+    def mean(self) -> torch.Tensor | None:
+        """Return the bias-corrected buffer, or None before the first step."""
+        return None if self.step == 0 else self.momentum_buffer / (1.0 - self.momentum**self.step)
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ‖buffer‖² and 0: Muon has no second moment."""
+        return sum_squares(self.momentum_buffer), torch.zeros((), dtype=torch.float64)
+
+    def direction(self, g: torch.Tensor) -> torch.Tensor:
+        """See :class:`Update`. Takes one orthogonalisation."""
+        moved = torch.lerp(self.momentum_buffer, g, 1.0 - self.momentum)
+        if self.nesterov:
+            moved = torch.lerp(g, moved, self.momentum)
+        return self.orthogonalize(moved.view(self.shape)).reshape(-1)
+
+    def squared_drift(
+        self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`Update`. Evaluates at most len(MUON_SAMPLES) of ``scales``, and interpolates the others linearly
+        in logarithms.
+        """
+        base = self.direction(g) if base is None else base
+        every = np.asarray(scales, dtype=np.float64)
+        order = np.argsort(every)
+        chosen = order[np.unique(np.rint((len(order) - 1) * np.array(MUON_SAMPLES)).astype(int))]
+        seen = torch.stack([sum_squares(self.direction(g + every[i] * unit) - base) for i in chosen])
+        known, values = every[chosen], seen.cpu().numpy()
+        if len(every) > len(known) and (known > 0.0).all() and (values > 0.0).all():
+            drift = np.exp(np.interp(np.log(every), np.log(known), np.log(values)))
+        else:
+            drift = np.interp(every, known, values)
+        return torch.from_numpy(drift).to(seen.device)

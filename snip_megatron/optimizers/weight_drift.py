@@ -1,0 +1,186 @@
+"""Drift of one parameter on one rank, for gradient errors of given sizes.
+
+Source: docs/method.md, Weight divergence, steps 5 and 6. The size of an element's error follows from the column norms
+of its row and column: one σ for the whole matrix overstates the drift, because entries with v ≈ 0 get too large an
+error.
+Signs are random and belong to the global element, so every sharding draws the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from snip_megatron.optimizers.signs import error_signs
+from snip_megatron.optimizers.updates import AdamWState, Update, gradient_of_a_step
+from snip_megatron.statistics.recorder import LinearRecorder
+from snip_megatron.statistics.sums import has_kernels, sum_squares
+from snip_megatron.statistics.table import RHO_GRID
+
+if TYPE_CHECKING:
+    from snip_megatron.optimizers.kernels.drift import DriftSums, ErrorSizes
+
+
+@dataclass(frozen=True)
+class StepScale:
+    """Factors that bring the sums of a probe to the gradient that the optimizer sees in a training step.
+
+    Attributes:
+        gradient: factor from recorded G to ∂L/∂Y of the mean token loss.
+        clip: factor of gradient clipping in the last training step.
+        tokens: T, tokens of the probe.
+        tokens_per_step: tokens of a training step.
+    """
+
+    gradient: float
+    clip: float
+    tokens: int
+    tokens_per_step: int
+
+    @property
+    def variance(self) -> float:
+        """Variance of a step's gradient by token noise, divided by that of the probe's gradient."""
+        return self.tokens / self.tokens_per_step
+
+
+@dataclass(frozen=True)
+class LinearDrift:
+    """This rank's share of a linear's columns in the statistics table, float64; see ``table.py``."""
+
+    drift2: torch.Tensor
+    wdrift2: torch.Tensor
+    wsigma2: torch.Tensor
+    m2: torch.Tensor
+    v2: torch.Tensor
+
+
+def linear_drift(
+    recorder: LinearRecorder,
+    gradient: torch.Tensor,
+    state: Update,
+    scale: StepScale,
+    *,
+    s2: float,
+    x2: float,
+    g2: float,
+    seed: int,
+    tokens: float | None = None,
+) -> LinearDrift:
+    """Evaluate the drift of this rank's elements [start, end) of a linear's local weight.
+
+    Args:
+        recorder: recorder of the linear, after :func:`snip_megatron.statistics.reduction.reduce_columns`.
+        gradient: local main gradient [N local, K local], summed over data parallel ranks, in recorded units.
+        state: the optimizer's update of the elements.
+        scale: factors of units.
+        s2, x2, g2: reduced entries of the table (global, in units of the table).
+        seed: seed of the random signs.
+        tokens: number of tokens that the linear saw. Default: all tokens of the probe.
+    """
+    handle = recorder.handle
+    x_cols, g_cols, dx_cols, dg_cols = recorder.columns()
+    tokens = scale.tokens if tokens is None else max(tokens, 1.0)
+    power = scale.gradient**2 * scale.variance / tokens
+    # The outer product of column norms gives the relative sizes; it is scaled to the norm Σ_t ‖G_t‖²‖X_t‖².
+    rescale = s2 * tokens / (g2 * x2) if g2 > 0 and x2 > 0 else 0.0
+    if isinstance(state, AdamWState) and _has_kernel(gradient):
+        return _linear_drift_by_kernel(recorder, gradient, state, scale, power, rescale, seed)
+
+    elements = slice(state.start, state.end)
+    z = error_signs(seed, handle.out_features, handle.in_features).view(-1)[elements]
+    g = _gradient(gradient, state, scale)
+    base = state.direction(g)
+    per_token = torch.outer(g_cols, x_cols).view(-1)[elements] * power
+    unit = (per_token * rescale).sqrt().float() * (z * scale.clip)
+    drift2 = state.squared_drift(g, unit, RHO_GRID.tolist(), base)
+
+    wdrift2, wsigma2 = [], []
+    for dx, dg in zip(dx_cols, dg_cols, strict=True):
+        variance = (torch.outer(dg, x_cols) + torch.outer(g_cols, dx)).view(-1)[elements] * power
+        wsigma2.append(variance.sum())
+        wdrift2.append(state.squared_drift(g, variance.sqrt().float() * (z * scale.clip), [1.0], base)[0])
+    m2, v2 = state.moments()
+    return LinearDrift(
+        drift2=drift2,
+        wdrift2=torch.stack(wdrift2),
+        wsigma2=torch.stack(wsigma2),
+        m2=m2,
+        v2=v2,
+    )
+
+
+def _has_kernel(gradient: torch.Tensor) -> bool:
+    return has_kernels(gradient) and gradient.numel() < 2**31 - 2**16  # the kernel's indices have 32 bits
+
+
+def _linear_drift_by_kernel(
+    recorder: LinearRecorder,
+    gradient: torch.Tensor,
+    state: AdamWState,
+    scale: StepScale,
+    power: float,
+    rescale: float,
+    seed: int,
+) -> LinearDrift:
+    """Evaluate :func:`linear_drift` of AdamW on a GPU: one read of g, m and v serves all errors."""
+    from snip_megatron.optimizers.kernels.drift import ErrorSizes
+
+    handle = recorder.handle
+    x_cols, g_cols, dx_cols, dg_cols = recorder.columns()
+    seen = power * scale.clip**2
+    sizes = ErrorSizes(
+        seed=seed,
+        rows=handle.out_features,
+        cols=handle.in_features,
+        unit_rows=(g_cols * (seen * rescale)).sqrt(),
+        unit_cols=x_cols.sqrt(),
+        var_rows=torch.cat([g_cols[None], dg_cols]) * seen,
+        var_cols=torch.cat([x_cols[None], dx_cols]),
+    )
+    sums = _kernel_sums(gradient, state, scale, sizes)
+    m2, v2 = state.moments()
+    return LinearDrift(sums.by_rho, sums.by_format, sums.error2 / scale.clip**2, m2, v2)
+
+
+def _kernel_sums(gradient: torch.Tensor, state: AdamWState, scale: StepScale, sizes: ErrorSizes) -> DriftSums:
+    from snip_megatron.optimizers.kernels.drift import drift_sums
+
+    own = gradient.reshape(-1)[state.start : state.end]
+    factor, noise = scale.gradient * scale.clip, scale.variance**0.5
+    return drift_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise)
+
+
+def sink_drift(gradient: torch.Tensor, state: Update, scale: StepScale, *, seed: int, first_row: int) -> torch.Tensor:
+    """Return the squared drift over the ρ grid of a parameter that is no linear, float64 [len(RHO_GRID)].
+
+    An error of relative size ρ gives each element ρ times the root mean square of its row: the row of a token in the
+    embedding, or the whole weight of a norm. A row without gradient gets no error.
+
+    Args:
+        gradient: reduced local main gradient in recorded units, any shape.
+        state: the optimizer's update of this rank's elements.
+        scale: factors of units.
+        seed: seed of the random signs.
+        first_row: global index of the first local row.
+    """
+    matrix = gradient.reshape(1, -1) if gradient.dim() < 2 else gradient.reshape(gradient.shape[0], -1)
+    rms = (sum_squares(matrix, 1) / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
+    rows = torch.arange(first_row, first_row + matrix.shape[0], device=gradient.device)
+    cols = torch.arange(matrix.shape[1], device=gradient.device)
+    if isinstance(state, AdamWState) and _has_kernel(gradient):
+        from snip_megatron.optimizers.kernels.drift import ErrorSizes
+
+        sizes = ErrorSizes(seed, rows, cols, rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64))
+        return _kernel_sums(gradient, state, scale, sizes).by_rho
+    z = error_signs(seed, rows, cols)
+    elements = slice(state.start, state.end)
+    unit = (rms[:, None] * z).view(-1)[elements] * scale.clip
+    return state.squared_drift(_gradient(gradient, state, scale), unit, RHO_GRID.tolist())
+
+
+def _gradient(gradient: torch.Tensor, state: Update, scale: StepScale) -> torch.Tensor:
+    """Return this rank's elements of the gradient that a training step would give its optimizer, flat float32."""
+    own = gradient.reshape(-1)[state.start : state.end].float() * (scale.gradient * scale.clip)
+    return gradient_of_a_step(own, state, scale.variance**0.5)

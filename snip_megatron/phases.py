@@ -1,0 +1,294 @@
+"""Precision over time: the schedule says where the phases of a run begin, the plan holds one precision map per phase.
+
+A run lasts from its *origin*, the first step under SNIP, to the step at which training ends. A phase begins at a
+fraction of the run, so that the same schedule fits runs of any length.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from snip_megatron.errors import SnipError, cut, is_finite, quoted
+from snip_megatron.precision import STATUSES, PrecisionMap, unique_keys
+
+SCHEDULE_SCHEMA = "snip.schedule/1"
+PLAN_SCHEMA = "snip.phases/1"
+
+_FIGURES = ("objective", "bound", "target", "achieved")
+_MOST_STEPS = 2**53  # above, JSON readers of other languages lose digits
+
+
+@dataclass(frozen=True)
+class SchedulePhase:
+    """One phase of a schedule.
+
+    Attributes:
+        begin: the fraction of the run at which the phase begins, in [0, 1).
+        budget: what the phase itself must reach, such as ``fp4=0.7`` or ``speedup=1.2``, in addition to the run's
+            average. None: the average alone counts.
+        change: globs over ``<linear>`` and ``<linear>:<gemm>``: the options whose format may differ from the preceding
+            phase. None: all of them.
+    """
+
+    begin: float
+    budget: str | None = None
+    change: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not (is_finite(self.begin) and 0.0 <= self.begin < 1.0):
+            raise SnipError(f"from: {quoted(self.begin)} must be a fraction of the run, 0 or more and below 1")
+        _ = self.floor
+        if self.change is not None and not all(isinstance(glob, str) and glob for glob in self.change):
+            raise SnipError("change: must be a list of globs such as *:fprop")
+
+    @property
+    def floor(self) -> tuple[str, float] | None:
+        """The kind (``fp4`` or ``speedup``) and the figure of ``budget``; None without. Raises SnipError if invalid."""
+        if self.budget is None:
+            return None
+        kind, _, text = self.budget.partition("=") if isinstance(self.budget, str) else ("", "", "")
+        try:
+            figure = float(text)
+        except ValueError:
+            figure = math.nan
+        least, most = {"fp4": (0.0, 1.0), "speedup": (1.0, 1e6)}.get(kind, (math.nan, math.nan))
+        if not least <= figure <= most:
+            raise SnipError(
+                f"budget: {quoted(self.budget)} must be fp4=SHARE with a share between 0 and 1, or speedup=FACTOR with"
+                " a factor of 1 or more"
+            )
+        return kind, figure
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The phases of a run, in the order of time. The first begins at 0. Raises SnipError if they are not in order."""
+
+    phases: tuple[SchedulePhase, ...]
+
+    def __post_init__(self) -> None:
+        if not self.phases or self.phases[0].begin != 0:
+            raise SnipError("phases: the first one must begin at 0")
+        for i, (before, after) in enumerate(zip(self.phases, self.phases[1:], strict=False), start=1):
+            if after.begin <= before.begin:
+                raise SnipError(
+                    f"phases[{i}].from: {after.begin:g} must be above {before.begin:g}, where the last began"
+                )
+
+    def first_steps(self, origin: int, last: int) -> tuple[int, ...]:
+        """Return the first step of every phase of a run over [origin, last). Raises ValueError if that holds no steps.
+
+        In a run with few steps two phases may begin at the same step. The earlier one is then empty.
+        """
+        if not 0 <= origin < last:
+            raise ValueError(f"a run from step {origin} to {last} has no steps")
+        return tuple(origin + math.floor(phase.begin * (last - origin) + 0.5) for phase in self.phases)
+
+    def remaining(self, origin: int, last: int, step: int) -> list[tuple[int, int, int]]:
+        """Return (index of the phase, first step, number of steps) of every phase from ``step`` on.
+
+        The first entry is the phase that ``step`` lies in, cut to what is left of it. Empty phases are left out. The
+        result is empty if ``step`` is not before ``last``.
+        """
+        first = [max(s, step) for s in self.first_steps(origin, last)]
+        ends = [*first[1:], max(last, step)]
+        return [(i, a, b - a) for i, (a, b) in enumerate(zip(first, ends, strict=True)) if b > a]
+
+    def to_json(self) -> str:
+        """Return the text of a ``snip.schedule/1`` file."""
+        phases = []
+        for phase in self.phases:
+            body: dict[str, Any] = {"from": phase.begin}
+            if phase.budget is not None:
+                body["budget"] = phase.budget
+            if phase.change is not None:
+                body["change"] = list(phase.change)
+            phases.append(body)
+        return json.dumps({"schema": SCHEDULE_SCHEMA, "phases": phases}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "schedule") -> Schedule:
+        """Parse the text of a ``snip.schedule/1`` file. Raises SnipError naming ``where`` and the invalid field."""
+        try:
+            return cls(tuple(_schedule_phase(i, body) for i, body in enumerate(_phases(text, SCHEDULE_SCHEMA))))
+        except SnipError as error:
+            raise SnipError(f"{where}: {error}") from None
+
+
+AUTO = Schedule(tuple(SchedulePhase(begin) for begin in (0.0, 0.5, 0.75, 0.9)))
+"""The phases of ``--snip-schedule auto``."""
+
+
+@dataclass(frozen=True)
+class PlanPhase:
+    """One phase of a plan: the map in force from step ``begin`` on."""
+
+    begin: int
+    precision_map: PrecisionMap
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """The precision maps of a run's remaining phases. Raises SnipError if the phases are not in order.
+
+    Attributes:
+        phases: the phases in the order of time. None of them is empty.
+        last: the step before which the last phase ends.
+        version: the number of the update that made the plan.
+        status: what the solver proved about the plan, one of ``precision.STATUSES``.
+        objective, bound: Σ loss of all phases, and the solver's lower bound of it.
+        target: the budget of the whole run that was asked for.
+        achieved: the average over the whole run, what had been spent before included.
+    """
+
+    phases: tuple[PlanPhase, ...]
+    last: int
+    version: int = 0
+    status: str = "static"
+    objective: float | None = None
+    bound: float | None = None
+    target: float | None = None
+    achieved: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.phases:
+            raise SnipError("phases: must hold one phase or more")
+        steps = [*(phase.begin for phase in self.phases), self.last]
+        if steps[0] < 0 or any(after <= before for before, after in itertools.pairwise(steps)):
+            raise SnipError("phases: must begin at ascending steps, and none may be empty")
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The number of steps of every phase."""
+        ends = [*(phase.begin for phase in self.phases[1:]), self.last]
+        return tuple(end - phase.begin for phase, end in zip(self.phases, ends, strict=True))
+
+    def index_at(self, step: int) -> int:
+        """Return the index of the phase that ``step`` lies in.
+
+        A step before the first phase counts to the first, a step after the end to the last.
+        """
+        return max(0, bisect.bisect_right([phase.begin for phase in self.phases], step) - 1)
+
+    def at(self, step: int) -> PrecisionMap:
+        """Return the map in force at ``step``; see :meth:`index_at`."""
+        return self.phases[self.index_at(step)].precision_map
+
+    def begins_at(self, step: int) -> bool:
+        """Return whether a phase begins at ``step``."""
+        return self.phases[self.index_at(step)].begin == step
+
+    def moved(self, origin: int, last: int, step: int) -> PrecisionPlan:
+        """Return the plan for a run that ends at ``last`` instead: every phase begins at the same fraction of the run.
+
+        Args:
+            origin: the first step of the run.
+            last: the step before which the run now ends, after ``step``.
+            step: the step before which training stands. Phases that would end before it are left out.
+        """
+        stretch = (last - origin) / (self.last - origin)
+        begins = [origin + math.floor((phase.begin - origin) * stretch + 0.5) for phase in self.phases]
+        ends = [*begins[1:], last]
+        phases = tuple(
+            PlanPhase(begin, phase.precision_map)
+            for begin, end, phase in zip(begins, ends, self.phases, strict=True)
+            if end > max(begin, step)
+        )
+        return replace(self, phases=phases, last=last)
+
+    # -- JSON --------------------------------------------------------------------------------------------------
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object of a ``snip.phases/1`` file."""
+        return {
+            "schema": PLAN_SCHEMA,
+            "version": self.version,
+            "status": self.status,
+            **{name: getattr(self, name) for name in _FIGURES},
+            "phases": [
+                {"from_step": phase.begin, "steps": steps, "map": phase.precision_map.as_dict()}
+                for phase, steps in zip(self.phases, self.steps, strict=True)
+            ],
+        }
+
+    def to_json(self) -> str:
+        """Return the text of a ``snip.phases/1`` file."""
+        return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "plan") -> PrecisionPlan:
+        """Parse and validate the text of a ``snip.phases/1`` file. Raises SnipError naming ``where`` and the field."""
+        try:
+            return cls.from_dict(_object(text))
+        except SnipError as error:
+            raise SnipError(f"{where}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, body: Any) -> PrecisionPlan:
+        """Read and validate the output of :meth:`as_dict`. Raises SnipError naming the field that is invalid."""
+        phases, last = [], None
+        for i, entry in enumerate(_entries(body, PLAN_SCHEMA)):
+            begin = _count(entry.get("from_step"), f"phases[{i}].from_step", least=0)
+            if last is not None and begin != last:
+                raise SnipError(f"phases[{i}].from_step: must be {last}, where the preceding phase ends")
+            last = begin + _count(entry.get("steps"), f"phases[{i}].steps", least=1)
+            try:
+                phases.append(PlanPhase(begin, PrecisionMap.from_dict(entry.get("map"))))
+            except SnipError as error:
+                raise SnipError(f"phases[{i}].map: {error}") from None
+        status = body.get("status", "static")
+        if status not in STATUSES:
+            raise SnipError(f"status: {quoted(status)} is not one of {', '.join(STATUSES)}")
+        for name in _FIGURES:
+            if body.get(name) is not None and not is_finite(body[name]):
+                raise SnipError(f"{name}: must be a finite number")
+        version = _count(body.get("version", 0), "version", least=0)
+        return cls(tuple(phases), last or 0, version, status, **{name: body.get(name) for name in _FIGURES})
+
+
+def _object(text: str | bytes) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise SnipError(f"not JSON ({cut(error)})") from None
+
+
+def _phases(text: str | bytes, schema: str) -> list[Mapping[str, Any]]:
+    return _entries(_object(text), schema)
+
+
+def _entries(body: Any, schema: str) -> list[Mapping[str, Any]]:
+    """Return the objects under ``phases``. Raises SnipError if ``body`` is not an object of the schema with such."""
+    if not isinstance(body, dict) or body.get("schema") != schema:
+        raise SnipError(f'"schema" must be "{schema}"')
+    phases = body.get("phases")
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
+        raise SnipError("phases: must be a list of objects")
+    return phases
+
+
+def _schedule_phase(i: int, body: Mapping[str, Any]) -> SchedulePhase:
+    unknown = sorted(set(body) - {"from", "budget", "change"})
+    if unknown:
+        raise SnipError(f"phases[{i}]: unknown key {quoted(unknown[0])} (known: from, budget, change)")
+    change = body.get("change")
+    if change is not None and not isinstance(change, list):
+        raise SnipError(f"phases[{i}].change: must be a list of globs such as *:fprop")
+    begin = body.get("from")
+    if not is_finite(begin):
+        raise SnipError(f"phases[{i}].from: must be a fraction of the run, 0 or more and below 1")
+    try:
+        return SchedulePhase(float(begin), body.get("budget"), None if change is None else tuple(change))
+    except SnipError as error:
+        raise SnipError(f"phases[{i}].{error}") from None
+
+
+def _count(value: Any, path: str, *, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MOST_STEPS:
+        raise SnipError(f"{path}: must be an integer, {least} or more")
+    return value

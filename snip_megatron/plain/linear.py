@@ -1,0 +1,84 @@
+"""``nn.Linear`` with quantised GEMMs, made by assigning the class of a built module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from snip_megatron.errors import SnipError
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+from snip_megatron.plain.structure import Block
+from snip_megatron.precision import LINEAR_KINDS, LinearId
+
+
+class SnipLinear(nn.Linear):
+    """A linear whose GEMMs follow the precision map. With three bf16 GEMMs, torch's own code runs."""
+
+    snip: LinearHandle
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute Y = X·Wᵀ (+ bias). Under autocast in autocast's dtype, as ``nn.Linear`` does."""
+        handle = self.snip
+        if handle.is_stock:
+            return super().forward(x)
+        device = x.device.type
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            handle.weights.clear()  # its key is an address, which another copy of the weight may have had
+        call = LinearCall(
+            handle,
+            handle.context.backend,
+            sequence_parallel=False,
+            allreduce_dgrad=False,
+            tp_group=None,
+            has_backward=torch.is_grad_enabled(),
+        )
+        with torch.autocast(device, enabled=False):
+            return QuantizedLinear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def convert_linears(blocks: tuple[Block, ...], context: StepContext) -> LinearRegistry:
+    """Convert the linears of all blocks in place. Parameters and their names do not change.
+
+    Raises:
+        SnipError: If a linear is of another class than ``nn.Linear``, is frozen, or occurs twice.
+    """
+    registry = LinearRegistry(decoder_linear_names(len(blocks)), context)
+    converted: set[int] = set()
+    for layer, block in enumerate(blocks):
+        for kind, module in zip(LINEAR_KINDS, block.linears, strict=True):
+            linear = LinearId(layer, kind)
+            if type(module) is not nn.Linear:
+                raise SnipError(f"{linear}: cannot quantise a {type(module).__qualname__}; convert() takes nn.Linear")
+            if not module.weight.requires_grad:
+                raise SnipError(f"{linear} is frozen: SNIP measures every linear of a block through its gradient")
+            if id(module) in converted:
+                raise SnipError(f"{linear} is a linear of another block as well; shared blocks are not supported")
+            converted.add(id(module))
+            handle = _handle(module, linear, context)
+            module.__class__ = SnipLinear
+            module.snip = handle  # type: ignore[assignment]
+            registry.add(handle)
+    return registry
+
+
+def _handle(module: nn.Linear, linear: LinearId, context: StepContext) -> LinearHandle:
+    n, k = module.out_features, module.in_features
+    return LinearHandle(
+        id=linear,
+        parallel="column" if linear.is_first else "row",
+        n=n,
+        k=k,
+        stage=0,
+        tp_rank=0,
+        tp_size=1,
+        out_features=torch.arange(n),
+        in_features=torch.arange(k),
+        context=context,
+        module=module,
+    )

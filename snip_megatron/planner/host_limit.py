@@ -1,0 +1,69 @@
+"""Whether the host allows the step speedup that a ``speedup=`` budget promises, said before training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from snip_megatron.planner.host import REMEDY
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.sensitivity.times import OptionTimes
+
+_WORTH_SAYING = 0.02  # of the step speedup
+
+
+def host_limit(times: OptionTimes, stages: Mapping[str, int], speedup: float, formats: Sequence[str]) -> str | None:
+    """Return one line if the host keeps a ``speedup=`` budget from making steps as fast as its GPU times promise.
+
+    No map that meets the budget launches less than assumed here: the fewest GEMMs that can save the wanted time run in
+    the format that adds least to the launches.
+
+    Args:
+        times: predicted times of the run.
+        stages: name of a linear → pipeline stage.
+        speedup: the wanted speedup of the linears on the slowest stage.
+        formats: the candidate formats.
+
+    Returns:
+        The line; or None if the host allows what the budget promises, if it is not modelled, or if the rest of the step
+        is not known.
+    """
+    linears = times.linears(stages)
+    if times.host is None or not linears or not set(linears) <= set(times.rest):
+        return None
+    most = max(linears.values()) / speedup
+    gpu = max(times.rest[k] + min(seconds, most) for k, seconds in linears.items())
+    host = max(
+        times.host.stages.get(k, 0.0)
+        + _least_added(times, [n for n, s in stages.items() if s == k], seconds - most, formats)
+        for k, seconds in linears.items()
+    )
+    before = max(max(times.rest[k] + seconds, times.host.stages.get(k, 0.0)) for k, seconds in linears.items())
+    gpu_before = max(times.rest[k] + seconds for k, seconds in linears.items())
+    promised, possible = gpu_before / gpu, before / max(gpu, host)
+    if possible >= promised * (1.0 - _WORTH_SAYING):
+        return None
+    return (
+        f"--snip-budget speedup={speedup:g} promises steps {promised:.2f} × as fast as in bf16, and the host allows at"
+        f" most {possible:.2f} ×: launching a step takes it {host:.3g} s, the GPU would take {gpu:.3g} s; {REMEDY}"
+    )
+
+
+def _least_added(times: OptionTimes, names: Sequence[str], wanted: float, formats: Sequence[str]) -> float:
+    """Return the least seconds of launching that saving ``wanted`` seconds of GEMMs can add on a stage."""
+    assert times.host is not None
+    quantised = [fmt for fmt in formats if fmt != Format.BF16.value]
+    if wanted <= 0 or not quantised:
+        return 0.0
+    savings = sorted(
+        (
+            times.of(name, gemm, Format.BF16.value) - min(times.of(name, gemm, fmt) for fmt in quantised)
+            for name in names
+            for gemm in Gemm
+        ),
+        reverse=True,
+    )
+    count, saved = 0, 0.0
+    while count < len(savings) and saved < wanted and savings[count] > 0:
+        saved += savings[count]
+        count += 1
+    return count * max(0.0, min(times.host.gemm.get(fmt, 0.0) for fmt in quantised))

@@ -1,0 +1,202 @@
+"""The function of ``../exact.py`` by Triton kernels: same arguments and results, one read of the matrix.
+
+Formats with a scale for the whole tensor read the matrix once more, for its amax. Import this module only where Triton
+can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import FOUR_BIT, Format
+from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair, shared
+from snip_megatron.quantization.formats import E2M1, SPECS, Scaling, resolve
+from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel, exact_kernel
+from snip_megatron.quantization.kernels.launch import launch
+from snip_megatron.quantization.rounding import Key, key_words
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WHOLE = (Scaling.E4M3_FP32, Scaling.FP32_TENSOR)
+# Rows of a part → columns of it, columns of a thread, warps: a thread holds all rows of its columns, 64 numbers, except
+# in the 128×128 parts of the formats whose tiles are as large.
+_PARTS = {16: (512, 4, 4), 32: (256, 2, 4), 128: (128, 8, 8)}
+_VALUES = (1, 4)  # places of the values among the kernel's tensors
+_APART = 4  # distance of two amaxes in int32: 16 bytes, the alignment that kernels are compiled for
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One operand and how it is made.
+
+    Attributes:
+        format: the number format.
+        operand: where its numbers go.
+        seed: key of stochastic rounding.
+        square: whether its tiles are square blocks.
+    """
+
+    format: Format
+    operand: ExactOperand
+    seed: Key | None
+    square: bool
+
+
+def quantize_exact(
+    x: Tensor,
+    row_format: Format | str | None,
+    col_format: Format | str | None,
+    *,
+    square: bool = False,
+    row_seed: Key | None = None,
+    col_seed: Key | None = None,
+    cols: Tensor | None = None,
+    amax: Tensor | None = None,
+    held: HeldPair | None = None,
+) -> ExactPair:
+    """See :func:`snip_megatron.quantization.exact.quantize_exact`."""
+    x = _checked(x)
+    row, col = (None if f is None else resolve(f) for f in (row_format, col_format))
+    both = shared(row, col, square=square)
+    kept = (None, None) if held is None else held.operands
+    first = _side(x, row, 1, square, row_seed, kept[0])
+    second = None if both else _side(x, col, 0, square, col_seed, kept[1])
+    if x.numel():
+        _quantize(x, first, second, cols, amax, None if held is None else held.current)
+    of_row = None if first is None else first.operand
+    return of_row, of_row if both else None if second is None else second.operand
+
+
+def _side(
+    x: Tensor, fmt: Format | None, axis: int, square: bool, seed: Key | None, kept: ExactOperand | None
+) -> _Side | None:
+    if fmt is None:
+        return None
+    spec = SPECS[fmt]
+    blocks = square and spec.square_blocks
+    if kept is None:
+        values = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        scale, tile = None, None
+        if spec.scaling is Scaling.FP32:
+            tile = spec.tile_shape(axis, blocks)
+            parts = (-(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1]))
+            scale = torch.empty(parts, dtype=torch.float32, device=x.device)
+        elif spec.scaling in _WHOLE:
+            scale = torch.ones(1, device=x.device) if x.numel() == 0 else torch.empty(1, device=x.device)
+        kept = ExactOperand(values, scale, tile)
+    return _Side(fmt, kept, seed if fmt in FOUR_BIT else None, blocks)
+
+
+def _quantize(
+    x: Tensor, row: _Side | None, col: _Side | None, cols: Tensor | None, amax: Tensor | None, current: Tensor | None
+) -> None:
+    sides = [side for side in (row, col) if side is not None]
+    if not sides:
+        return
+    M, K = x.shape
+    amaxes = _amaxes(x, (row, col), amax, current)
+    rows = max(_rows(side, row) for side in sides)
+    width, wide, warps = _PARTS[rows]
+    ids = cols if cols is not None and any(side.seed is not None for side in sides) else None
+    memory = [tensor for side, bits in zip((row, col), amaxes, strict=True) for tensor in _memory(side, bits, x)]
+    keys = [side.seed if side is not None and isinstance(side.seed, Tensor) else x for side in (row, col)]
+    tensors = (x, *memory, x if ids is None else ids, *keys, x if current is None else current)
+    # bf16 numbers are written as 16-bit words.
+    dtypes = tuple(torch.int16 if i in _VALUES and t is not x else t.dtype for i, t in enumerate(tensors))
+    launch(
+        exact_kernel, (-(-K // width), -(-M // rows)), tensors, dtypes,
+        (M, K, x.stride(0)), (*_words(row), *_words(col)),
+        {
+            **_constants("ROW", row), **_constants("COL", col),
+            "SQUARE_ROW": row is not None and row.square, "SQUARE_COL": col is not None and col.square,
+            "GIVEN_COLS": ids is not None, "GUARDED": current is not None, "GPU": _on_gpu(x),
+            "R": rows, "C": width, "WIDE": wide,
+        },
+        {"num_warps": warps},
+    )  # fmt: skip
+
+
+def _constants(name: str, side: _Side | None) -> dict[str, object]:
+    """The kernel's constants of a side: bits of an element, scaling, tile, rounding, and whether keys are loaded."""
+    if side is None:
+        values: tuple[object, ...] = (0, "", 1, False, False)
+    else:
+        spec = SPECS[side.format]
+        bits = 4 if spec.element is E2M1 else 8
+        values = (bits, spec.scaling.value, spec.tile or 1, side.seed is not None, isinstance(side.seed, Tensor))
+    return dict(zip((name + end for end in ("", "_SCALING", "_TILE", "_RANDOM", "_LOADED")), values, strict=True))
+
+
+def _rows(side: _Side, row: _Side | None) -> int:
+    """Return how many rows a part needs so that it has whole tiles of ``side``."""
+    spec = SPECS[side.format]
+    if spec.scaling is Scaling.FP32:
+        return 128
+    return 16 if (side is row and not side.square) or not spec.tile else spec.tile
+
+
+def _memory(side: _Side | None, amax: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, scales and the bits of the amax; any memory for what is not wanted."""
+    if side is None:
+        return unused, unused, unused
+    scale = side.operand.scale
+    return side.operand.values, unused if scale is None else scale, unused if amax is None else amax
+
+
+def _amaxes(
+    x: Tensor, sides: tuple[_Side | None, _Side | None], amax: Tensor | None, current: Tensor | None
+) -> list[Tensor | None]:
+    """Return for each side the bits of the amax, int32 [1], if its format has a scale for the whole tensor."""
+    given = None if amax is None else amax.detach().to(torch.float32).reshape(1).view(torch.int32)
+    searched: dict[tuple[int, bool], Tensor] = {}
+    found: list[Tensor | None] = []
+    for place, side in enumerate(sides):
+        if side is None or SPECS[side.format].scaling not in _WHOLE:
+            found.append(None)
+        elif given is not None:
+            found.append(given)
+        else:
+            kind = (SPECS[side.format].tile, side.square)
+            if kind not in searched:
+                searched[kind] = _searched(x, *kind, current)
+            found.append(searched[kind][place * _APART :])
+    return found
+
+
+def _searched(x: Tensor, tile: int, square: bool, current: Tensor | None) -> Tensor:
+    """Return int32: the bits of the amax over tiles along columns at 0, and along rows at ``_APART``."""
+    bits = torch.zeros(2 * _APART, dtype=torch.int32, device=x.device)
+    M, K = x.shape
+    width, wide, warps = _PARTS[16]
+    tensors = (x, bits, bits if current is None else current)
+    launch(
+        exact_amax_kernel, (-(-K // width), -(-M // 16)), tensors, tuple(t.dtype for t in tensors),
+        (M, K, x.stride(0)), (),
+        {"TILE": tile, "SQUARE": square, "GUARDED": current is not None, "R": 16, "C": width, "WIDE": wide},
+        {"num_warps": warps},
+    )  # fmt: skip
+    return bits
+
+
+def _words(side: _Side | None) -> list[int]:
+    """The seed's key words as signed 32-bit numbers."""
+    if side is None or side.seed is None or isinstance(side.seed, Tensor):
+        return [0, 0]
+    return [word - (word >> 31 << 32) for word in key_words(side.seed)]
+
+
+def _checked(x: Tensor) -> Tensor:
+    if x.dim() != 2:
+        raise SnipError(f"quantisation takes a 2-D tensor [rows, cols], not shape {tuple(x.shape)}: flatten it first")
+    if x.dtype not in _DTYPES:
+        raise SnipError(f"quantisation takes fp32, bf16 or fp16, not {x.dtype}")
+    x = x.detach()
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and not triton.knobs.runtime.interpret

@@ -1,0 +1,318 @@
+# mypy: ignore-errors
+# Device code: Triton's values have no static types.
+"""Device code that quantises a part of a matrix to bf16 numbers, in one or both orientations, from one load.
+
+A part has as many rows as a tile along rows, so that a thread holds whole columns of it: the maximum of a tile along
+rows then needs no other thread, and that of a tile along columns two or four neighbours. A side is computed in the
+shape [row tiles, rows of a tile, column tiles, columns of a tile], where scales broadcast. The code needs no
+instruction that an Ampere GPU does not have.
+"""
+
+import triton
+import triton.language as tl
+
+from snip_megatron.quantization.kernels.elements import lift_of
+from snip_megatron.quantization.kernels.stochastic import mix32, truncated_product
+
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_RANDOM_ARGUMENTS = [f"{side}_word_{i}" for side in ("row", "col") for i in range(2)]
+
+
+@triton.jit
+def _load(x_ptr, x_stride, M, K, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+    """Return part (m, k) of a matrix as FP32 [R, C], zero outside the matrix. A thread gets ``WIDE`` columns."""
+    i, j = tl.arange(0, R), k * C + tl.arange(0, C)
+    pointers = x_ptr + m.to(tl.int64) * R * x_stride + i[:, None] * x_stride + j[None, :]
+    pointers = tl.max_contiguous(pointers, [1, WIDE])
+    x = tl.load(pointers, mask=(m * R + i < M)[:, None] & (j < K)[None, :], other=0.0)
+    if x.dtype == tl.bfloat16:  # bf16 is the upper half of FP32; the interpreter's own conversion loses subnormals
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _store(out_ptr, values, M, K, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+    i, j = tl.arange(0, R), k * C + tl.arange(0, C)
+    pointers = out_ptr + m.to(tl.int64) * R * K + i[:, None] * K + j[None, :]
+    pointers = tl.max_contiguous(pointers, [1, WIDE])
+    # The numbers are exact in bf16, so that their upper half is all of them; a NaN stays one.
+    halves = (values.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    tl.store(pointers, halves, mask=(m * R + i < M)[:, None] & (j < K)[None, :])
+
+
+@triton.jit
+def _magnitude(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # integers have the order of the magnitudes, NaN above Inf
+
+
+@triton.jit
+def _largest(tiles):
+    """Return the largest integer of each tile of [row tiles, rows, column tiles, columns], with ones for the rest."""
+    return tl.max(tl.max(tiles, axis=3, keep_dims=True), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _rounded(y, signed, ELEMENT: tl.constexpr):
+    """Saturate FP32 y and round it to E2M1 (``ELEMENT`` 4) or E4M3 (8), to nearest, ties to even, with another's sign.
+
+    Adding and subtracting 1.5·2^23 spacings rounds. The spacing is a power of two from the exponent of y.
+    """
+    maximum: tl.constexpr = 6.0 if ELEMENT == 4 else 448.0
+    smallest: tl.constexpr = 127 << 23 if ELEMENT == 4 else 121 << 23  # 1 and 2^-6, the smallest normal numbers
+    spacings: tl.constexpr = 1.5 * 2.0**22 if ELEMENT == 4 else 1.5 * 2.0**20
+    sign = signed.to(tl.int32, bitcast=True) & -0x80000000
+    magnitude = tl.minimum(tl.abs(y), maximum, propagate_nan=tl.PropagateNan.ALL)
+    power = tl.maximum(magnitude.to(tl.int32, bitcast=True), smallest) & _INFINITY_BITS
+    magic = power.to(tl.float32, bitcast=True) * spacings
+    rounded = (magnitude + magic) - magic
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _constant(value: tl.constexpr, x):
+    return tl.full(x.shape, value, tl.float32)
+
+
+@triton.jit
+def tensor_scale(amax, SCALING: tl.constexpr):
+    """Return the FP32 scale of a tensor, amax / 448 or amax / (6·448) as IEEE division; 1 if that is zero."""
+    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else 2688.0
+    scale = tl.div_rn(amax, _constant(maximum, amax))
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    if SCALING == "fp32_tensor":
+        scale = tl.where(_magnitude(amax) >= _INFINITY_BITS, float("nan"), scale)
+    return scale
+
+
+@triton.jit
+def _scales(amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr):
+    """Return (divisor of x, factor of a value, that factor where it is stored apart) from the bits of max|x| of tiles.
+
+    ``whole`` is the scale of the tensor.
+    """
+    finite = amax_bits < _INFINITY_BITS
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    if SCALING == "fp32_tensor":
+        scale = tl.zeros_like(amax) + whole
+        return scale, scale
+    elif SCALING == "e8m0":  # 2^(floor(log2 amax) − emax), at least 2^-127, which is subnormal
+        exponent = tl.maximum((amax_bits >> 23) - (2 if ELEMENT == 4 else 8), 0)
+        scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(finite, tl.where(amax_bits == 0, 1.0, scale), float("nan"))
+        return scale, scale
+    elif SCALING == "e4m3_fp32":
+        of_tile = _rounded(tl.div_rn(tl.div_rn(amax, _constant(6.0, amax)), tl.zeros_like(amax) + whole), amax, 8)
+        of_tile = tl.where(finite, of_tile, float("nan"))
+        scale = of_tile * whole
+        return tl.where(scale == 0.0, float("inf"), scale), of_tile
+    else:
+        scale = tl.div_rn(amax, _constant(6.0 if ELEMENT == 4 else 448.0, amax))
+        scale = tl.where(finite, tl.where(scale == 0.0, 1.0, scale), float("nan"))
+        return scale, scale
+
+
+@triton.jit
+def _fma(a, b, c, GPU: tl.constexpr):
+    if GPU:
+        return tl.fma(a, b, c)
+    else:  # the interpreter's fma rounds the product; in float64 the product is exact
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _quotient(x, divisor, SCALING: tl.constexpr, GPU: tl.constexpr):
+    """Return x / divisor as IEEE division rounds it, with one division for each divisor.
+
+    A product with the reciprocal of a power of two is the quotient. Otherwise the product with the rounded reciprocal
+    is corrected once by its residual (P. Markstein, IBM J. Res. Dev. 34, 1990), which gives the rounded quotient. A
+    power of two first brings the divisor to [0.5, 1), so that no residual underflows. An infinite divisor gives zero.
+    """
+    if SCALING == "e8m0":
+        bits = divisor.to(tl.int32, bitcast=True)
+        inverse = tl.where(bits == 1 << 22, 254 << 23, (254 << 23) - bits).to(tl.float32, bitcast=True)
+        return x * tl.where(divisor != divisor, float("nan"), inverse)
+    else:
+        none = divisor == float("inf")
+        lift = tl.where(none, 1.0, lift_of(divisor))
+        lifted = tl.where(none, 1.0, divisor * lift)
+        inverse = tl.where(none, 0.0, tl.div_rn(_constant(1.0, lifted), lifted))
+        x = x * lift
+        lifted, inverse = lifted + tl.zeros_like(x), inverse + tl.zeros_like(x)
+        quotient = x * inverse
+        return _fma(_fma(-1.0 * quotient, lifted, x, GPU), inverse, quotient, GPU)
+
+
+@triton.jit
+def _stochastic(x, divisor, draws, GPU: tl.constexpr):
+    """Multiply x by the reciprocal of its scale and round it to E2M1 stochastically, as ``rounding.py`` does.
+
+    The index of an E2M1 number, 0 to 7, is the upper bits of a count of FP32 numbers in steps of 2^-23 below 1, which
+    continues above 1 with the bits of the numbers. The 22 bits below the index are compared with the draw.
+    """
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    lift = lift_of(divisor)
+    inverse = tl.div_rn(_constant(1.0, divisor), divisor * lift)
+    inverse = tl.where(divisor < 1.1754943508222875e-38, inverse * 0.999755859375, inverse)  # 2^-126; 1 − 2^-12
+    x, inverse = x * lift, inverse + tl.zeros_like(x)
+    if GPU:
+        y = tl.inline_asm_elementwise(
+            "mul.rz.f32 $0, $1, $2;", "=f,f,f", [x, inverse], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = truncated_product(x, inverse)
+    magnitude = tl.minimum(tl.abs(y), 6.0)
+    below = (magnitude * 8388608.0).to(tl.int32)
+    index = tl.where(magnitude < 1.0, below, magnitude.to(tl.int32, bitcast=True) - (126 << 23))
+    index = tl.minimum((index + (draws >> 10).to(tl.int32, bitcast=True)) >> 22, 7)
+    index = tl.where(divisor == float("inf"), 0, index)
+    bits = tl.where(index == 0, 0, tl.where(index == 1, 126 << 23, (index << 22) + (126 << 23)))
+    return (bits | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _draws(rows, cols, word_0, word_1):
+    """Return uint32 draws [rows, cols] of global ids: the hash of ``rounding.py``."""
+    row_words = mix32(rows.to(tl.uint32) * 0x9E3779B1 + word_0.to(tl.uint32))[:, None]
+    factor = (mix32((cols.to(tl.uint32) >> 1) * 0x85EBCA77 + word_1.to(tl.uint32)) | 1)[None, :]
+    h = row_words * factor
+    h = ((h << 16) | (h >> 16)) * 0x9E3779B1 + factor
+    return tl.where(((cols & 1) == 0)[None, :], h * 0xADB4A92D, h)
+
+
+@triton.jit
+def _side(
+    x, whole, draws, out_ptr, scale_ptr, M, K, m, k,
+    ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+    RANDOM: tl.constexpr, GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Quantise a part in tiles of ``TILE_ROWS`` × ``TILE_COLS`` and store it, with scales that stay apart."""
+    if SCALING == "fp32_tensor":
+        row_tiles: tl.constexpr = 1
+        col_tiles: tl.constexpr = 1
+        shape: tl.constexpr = (1, R, 1, C)
+    else:
+        row_tiles: tl.constexpr = R // TILE_ROWS
+        col_tiles: tl.constexpr = C // TILE_COLS
+        shape: tl.constexpr = (R // TILE_ROWS, TILE_ROWS, C // TILE_COLS, TILE_COLS)
+    tiles = tl.reshape(x, shape)
+    if SCALING == "fp32_tensor":
+        amax = tl.zeros((1, 1, 1, 1), tl.int32)
+    else:
+        amax = _largest(_magnitude(tiles))
+    divisor, factor = _scales(amax, whole, ELEMENT, SCALING)
+    if RANDOM:
+        values = _stochastic(tiles, divisor, tl.reshape(draws, shape), GPU)
+    else:
+        values = _rounded(_quotient(tiles, divisor, SCALING, GPU), tiles, ELEMENT)
+    if (SCALING == "e4m3_fp32") or (SCALING == "e8m0"):
+        values = values * factor
+    _store(out_ptr, tl.reshape(values, (R, C)), M, K, m, k, R, C, WIDE)
+    if SCALING == "fp32":
+        i, j = m * row_tiles + tl.arange(0, row_tiles), k * col_tiles + tl.arange(0, col_tiles)
+        width, height = tl.cdiv(K, TILE_COLS), tl.cdiv(M, TILE_ROWS)
+        inside = (i < height)[:, None] & (j < width)[None, :]
+        places = i.to(tl.int64)[:, None] * width + j[None, :]
+        tl.store(scale_ptr + places, tl.reshape(factor, (row_tiles, col_tiles)), mask=inside)
+
+
+@triton.jit
+def _words(key_ptr, word_0, word_1, LOADED: tl.constexpr):
+    if LOADED:
+        return tl.load(key_ptr), tl.load(key_ptr + 1)
+    else:
+        return word_0, word_1
+
+
+@triton.jit
+def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr):
+    """Return the scale of the tensor, which the first program stores."""
+    if (SCALING == "e4m3_fp32") or (SCALING == "fp32_tensor"):
+        one = tl.zeros((1, 1, 1, 1), tl.int32)
+        whole = tensor_scale(tl.load(amax_ptr + one).to(tl.float32, bitcast=True), SCALING)
+        tl.store(scale_ptr + one, whole, mask=one + first == 0)
+        return whole
+    else:
+        return 1.0
+
+
+@triton.jit(do_not_specialize=_RANDOM_ARGUMENTS)
+def exact_kernel(
+    x_ptr, row_ptr, row_scale_ptr, row_amax_ptr, col_ptr, col_scale_ptr, col_amax_ptr, cols_ptr,
+    row_key_ptr, col_key_ptr, current_ptr,
+    M, K, x_stride, row_word_0, row_word_1, col_word_0, col_word_1,
+    ROW: tl.constexpr, ROW_SCALING: tl.constexpr, ROW_TILE: tl.constexpr, ROW_RANDOM: tl.constexpr,
+    ROW_LOADED: tl.constexpr,
+    COL: tl.constexpr, COL_SCALING: tl.constexpr, COL_TILE: tl.constexpr, COL_RANDOM: tl.constexpr,
+    COL_LOADED: tl.constexpr,
+    SQUARE_ROW: tl.constexpr, SQUARE_COL: tl.constexpr, GIVEN_COLS: tl.constexpr, GUARDED: tl.constexpr,
+    GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Quantise a matrix [M, K] in tiles along its columns (row side) and along its rows (col side).
+
+    ``ROW`` and ``COL`` are the bits of an element, 0 for no side. ``current_ptr``: see ``programs.py``.
+    """
+    if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
+        if tl.load(current_ptr) != 0:
+            return
+    k, m = tl.program_id(0), tl.program_id(1)
+    x = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
+    draws = x
+    ids = k * C + tl.arange(0, C)
+    if GIVEN_COLS:
+        ids = tl.load(cols_ptr + ids, mask=ids < K, other=0)
+    if ROW:
+        if ROW_RANDOM:
+            word_0, word_1 = _words(row_key_ptr, row_word_0, row_word_1, ROW_LOADED)
+            draws = _draws(m * R + tl.arange(0, R), ids, word_0, word_1)
+        whole = _whole(row_amax_ptr, row_scale_ptr, k + m, ROW_SCALING)
+        _side(
+            x, whole, draws, row_ptr, row_scale_ptr, M, K, m, k,
+            ROW, ROW_SCALING, ROW_TILE if SQUARE_ROW else 1, ROW_TILE, ROW_RANDOM, GPU, R, C, WIDE,
+        )  # fmt: skip
+    if COL:
+        if COL_RANDOM:
+            word_0, word_1 = _words(col_key_ptr, col_word_0, col_word_1, COL_LOADED)
+            draws = _draws(m * R + tl.arange(0, R), ids, word_0, word_1)
+        whole = _whole(col_amax_ptr, col_scale_ptr, k + m, COL_SCALING)
+        _side(
+            x, whole, draws, col_ptr, col_scale_ptr, M, K, m, k,
+            COL, COL_SCALING, COL_TILE, COL_TILE if SQUARE_COL else 1, COL_RANDOM, GPU, R, C, WIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finite(tiles):
+    """Return the largest of those tiles' integers that are magnitudes of finite numbers."""
+    largest = _largest(tiles)
+    largest = tl.where(largest < _INFINITY_BITS, largest, 0)
+    return tl.max(tl.reshape(largest, (largest.shape[0] * largest.shape[2],)), axis=0)
+
+
+@triton.jit
+def exact_amax_kernel(
+    x_ptr, amax_ptr, current_ptr, M, K, x_stride,
+    TILE: tl.constexpr, SQUARE: tl.constexpr, GUARDED: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Update ``amax_ptr`` (int32, zero before) with the bits of max|x| over the tiles of either side.
+
+    With ``TILE`` 0 a NaN or Inf is the maximum. Otherwise only finite tiles of ``TILE`` numbers count, along the
+    columns at 0 and along the rows at 4; with ``SQUARE`` blocks for both.
+    """
+    if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
+        if tl.load(current_ptr) != 0:
+            return
+    bits = _magnitude(_load(x_ptr, x_stride, M, K, tl.program_id(1), tl.program_id(0), R, C, WIDE))
+    row = tl.max(tl.max(bits, axis=0), axis=0)
+    col = row
+    if TILE > 0:  # noqa: SIM102 - decided when compiled, and when run
+        if row >= _INFINITY_BITS:
+            if SQUARE:
+                row = _finite(tl.reshape(bits, (R // TILE, TILE, C // TILE, TILE)))
+                col = row
+            else:
+                row = _finite(tl.reshape(bits, (R, 1, C // TILE, TILE)))
+                col = _finite(tl.reshape(bits, (R // TILE, TILE, C, 1)))
+    tl.atomic_max(amax_ptr, row)
+    tl.atomic_max(amax_ptr + 4, col)

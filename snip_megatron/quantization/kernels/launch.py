@@ -1,0 +1,95 @@
+"""Launches a compiled Triton kernel again without Triton's inspection of every argument.
+
+Triton inspects every argument of every launch to find the compiled kernel, which takes more host time than the launch
+itself. This module remembers the compiled kernel of a call under everything that Triton's choice depends on: the
+numbers, the dtype, device and alignment of tensors, the constants and the options.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.quantization.kernels.listing import Listing, active
+
+_KEPT = 4096
+_ALIGNED = 16  # bytes; Triton compiles another kernel for pointers that are not
+_compiled: dict[tuple[object, ...], Any] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    tensors: tuple[Tensor, ...],
+    dtypes: tuple[torch.dtype, ...],
+    numbers: tuple[int, ...],
+    counters: tuple[int, ...],
+    constants: Mapping[str, object],
+    options: Mapping[str, int],
+) -> None:
+    """Run ``kernel[grid](*tensors, *numbers, *counters, **constants, **options)`` on the first tensor's device.
+
+    Args:
+        kernel: a Triton kernel with parameters in this order: tensors, numbers, counters, constants. None has a
+            default.
+        grid: numbers of programs.
+        tensors: tensors that the kernel reads and writes.
+        dtypes: dtype under which the kernel sees each tensor: its own, or one that it can be viewed as.
+        numbers: sizes and strides. A compiled kernel is remembered for each combination, so a run must have few.
+        counters: integers on which the kernel does not specialise (``do_not_specialize``), so a run may have any
+            number.
+        constants: compile-time constants, in the order of the kernel's parameters.
+        options: Triton's launch options.
+    """
+    device = tensors[0].get_device()
+    with torch.cuda.device(device) if device >= 0 and device != torch.cuda.current_device() else _HERE:
+        pointers = [t.data_ptr() for t in tensors]
+        values = tuple(constants.values())
+        key = (
+            kernel, dtypes, numbers, values, tuple(options.values()), tuple([t.get_device() for t in tensors]),
+            _all_aligned(pointers) or tuple([p % _ALIGNED == 0 for p in pointers]),
+            _all_short(counters) or tuple([-(1 << 31) <= c < 1 << 31 for c in counters]),
+        )  # fmt: skip
+        found = _compiled.get(key) if active() is None else None
+        if found is not None:  # addresses instead of tensors: Triton asks the driver about each of those
+            found[(*grid, 1)](*pointers, *numbers, *counters, *values)
+            return
+        viewed = [t if t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
+        made = on_grid(kernel, grid)(*viewed, *numbers, *counters, **constants, **options)
+        if made is not None and len(_compiled) < _KEPT:  # Triton's interpreter compiles nothing
+            _compiled[key] = made
+
+
+def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """Return ``kernel[grid]``, unless launches are listed: every launch of this package goes through here."""
+    listing = active()
+    return kernel[grid] if listing is None else functools.partial(_listed, listing, kernel, grid)
+
+
+def _listed(listing: Listing, kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **named: Any) -> Any:
+    listing.note(kernel, arguments, named)
+    return kernel[grid](*arguments, **named) if listing.runs else None
+
+
+def _all_aligned(pointers: list[int]) -> bool:
+    return functools.reduce(operator.or_, pointers) % _ALIGNED == 0
+
+
+def _all_short(counters: tuple[int, ...]) -> bool:
+    return not counters or (min(counters) >= -(1 << 31) and max(counters) < 1 << 31)
+
+
+class _Here:
+    """A context manager that does nothing. It takes less time than ``contextlib.nullcontext``."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+_HERE = _Here()

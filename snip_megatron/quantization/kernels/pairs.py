@@ -1,0 +1,175 @@
+# mypy: ignore-errors
+# Device code: Triton's values have no static types.
+"""Device code that loads and stores 128×128 parts of a matrix, as 64 pairs of columns, and finds their amax.
+
+A part is loaded twice, the second time from cache. The first load gives each thread rows, for tiles along a row and
+row-major output. The second load gives each thread the rows of one pair of columns, for tiles along a column and
+transposed output. So a tile never leaves its warp, and nothing is transposed through shared memory. The shape of the
+second load is [64, 64, 2], with the halves of the rows last: the compiler then assigns 2·16 rows of one pair to a
+thread and the other rows to 4 lanes, so that 8 lanes read 32 adjacent bytes and a store writes 64. Strides are
+constants of a kernel: a model has few widths, and constant strides make addresses free.
+"""
+
+import triton
+import triton.language as tl
+
+EDGE = tl.constexpr(128)
+PAIRS = tl.constexpr(64)
+HALF = tl.constexpr(64)
+
+
+@triton.jit
+def _rows(DOWN: tl.constexpr):
+    """Return local rows of a part, [128, 1], or [64, 1, 2] with ``DOWN``."""
+    if DOWN:
+        return tl.arange(0, HALF)[:, None, None] + HALF * tl.arange(0, 2)[None, None, :]
+    else:
+        return tl.arange(0, EDGE)[:, None]
+
+
+@triton.jit
+def over_rows(vector, DOWN: tl.constexpr):
+    """Expand a vector of columns so that it broadcasts over rows."""
+    return vector[None, :, None] if DOWN else vector[None, :]
+
+
+@triton.jit
+def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr, WORDS: tl.constexpr):
+    """Load part (m, k) as [128, 64], or as [64, 64, 2] with ``DOWN``, where threads hold rows. Zeros outside the
+    matrix.
+
+    With ``WORDS`` the part is loaded as 32-bit words (``x_stride`` and ``width`` count words) and returned twice;
+    otherwise even and odd columns are returned in the dtype of x.
+    """
+    i, j = _rows(DOWN), over_rows(tl.arange(0, PAIRS), DOWN)
+    base = x_ptr + m.to(tl.int64) * EDGE * x_stride
+    inside = m * EDGE + i < M
+    if WORDS:
+        pointers = base + k * PAIRS + i * x_stride + j
+        if DOWN:  # hides contiguity, so that the compiler chooses the layout of the transposed store for this load
+            pointers = tl.max_contiguous(pointers, [1, 1, 1])
+        words = tl.load(pointers, mask=inside & (k * PAIRS + j < width), other=0)
+        return words, words
+    else:
+        cols = 2 * (k * PAIRS + j)
+        pointers = base + i * x_stride + cols
+        lo = tl.load(pointers, mask=inside & (cols < width), other=0.0)
+        return lo, tl.load(pointers + 1, mask=inside & (cols + 1 < width), other=0.0)
+
+
+@triton.jit
+def _to_float32(x):
+    if x.dtype == tl.bfloat16:  # bf16 is the upper half of FP32; the interpreter's own conversion loses subnormals
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _half_bits(bits, DTYPE: tl.constexpr):
+    """Return FP32 of the 16-bit numbers in the lower halves of int32."""
+    if DTYPE == "bf16":
+        return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def numbers(a, b, DTYPE: tl.constexpr, WORDS: tl.constexpr):
+    """Return FP32 of the even and of the odd columns."""
+    if WORDS:
+        if DTYPE == "bf16":
+            return _half_bits(a, DTYPE), (a & -65536).to(tl.float32, bitcast=True)
+        else:
+            return _half_bits(a, DTYPE), _half_bits(a >> 16, DTYPE)
+    else:
+        return _to_float32(a), _to_float32(b)
+
+
+@triton.jit
+def lifted(a, b, lo_lift, hi_lift, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return ``numbers`` times powers of two (one per tile)."""
+    if WORDS and HARDWARE and (DTYPE == "bf16"):  # one multiplication per pair
+        lift = (lo_lift.to(tl.uint32, bitcast=True) >> 16) | hi_lift.to(tl.uint32, bitcast=True)
+        words = tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, lift], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return numbers(words, words, DTYPE, WORDS)
+    else:
+        lo, hi = numbers(a, b, DTYPE, WORDS)
+        return lo * lo_lift, hi * hi_lift
+
+
+@triton.jit
+def sign_words(a, lo, hi, WORDS: tl.constexpr):
+    """Return int32 words with the signs of a pair in bits 15 and 31."""
+    if WORDS:
+        return a
+    else:
+        return ((lo.to(tl.int32, bitcast=True) >> 16) & 0x8000) | (hi.to(tl.int32, bitcast=True) & -0x80000000)
+
+
+@triton.jit
+def _max_bf16(a, b):  # maximum of the magnitudes, NaN above all; the sign of the result has no meaning
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _max_fp16(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _magnitude(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # integers have the order of the magnitudes, NaN above Inf
+
+
+@triton.jit
+def _largest(x, DOWN: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the maximum of each column (``DOWN``) or row, of integers if ``DTYPE`` is empty, or of two numbers per
+    word.
+    """
+    last: tl.constexpr = 2 if DOWN else 1
+    if DTYPE == "bf16":
+        x = tl.reduce(x, last, _max_bf16)
+        return tl.reduce(x, 0, _max_bf16) if DOWN else x
+    elif DTYPE == "fp16":
+        x = tl.reduce(x, last, _max_fp16)
+        return tl.reduce(x, 0, _max_fp16) if DOWN else x
+    else:
+        x = tl.max(x, axis=last)
+        return tl.max(x, axis=0) if DOWN else x
+
+
+@triton.jit
+def amax_pairs(a, b, DOWN: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return the FP32 bits of max|x| of each column (``DOWN``) or row, separately for even and odd columns."""
+    if WORDS and HARDWARE:
+        pairs = _largest(a, DOWN, DTYPE) & 0x7FFF7FFF
+        lo, hi = _half_bits(pairs & 0xFFFF, DTYPE), _half_bits(pairs >> 16, DTYPE)
+        return lo.to(tl.int32, bitcast=True), hi.to(tl.int32, bitcast=True)
+    else:
+        lo, hi = numbers(a, b, DTYPE, WORDS)
+        return _largest(_magnitude(lo), DOWN, ""), _largest(_magnitude(hi), DOWN, "")
+
+
+@triton.jit
+def store_rows(ptr, words, m, k, stride, row_mask):
+    """Store int16 [128, 64] to part (m, k) of a byte matrix whose width is padded to 128; ``stride`` counts pairs."""
+    i, j = tl.arange(0, EDGE), tl.arange(0, PAIRS)
+    base = ptr + m.to(tl.int64) * EDGE * stride + k * PAIRS
+    tl.store(base + i[:, None] * stride + j[None, :], words, mask=row_mask[:, None])
+
+
+@triton.jit
+def store_columns(ptr, lo, hi, m, k, stride, lo_mask, hi_mask):
+    """Store bytes [64, 64, 2] of the even and odd columns of part (m, k) to rows of the transposed matrix."""
+    j = over_rows(tl.arange(0, PAIRS), True)
+    base = ptr + k.to(tl.int64) * EDGE * stride + m * EDGE
+    base = base + 2 * j * stride + _rows(True)
+    tl.store(base, lo, mask=over_rows(lo_mask, True))
+    tl.store(base + stride, hi, mask=over_rows(hi_mask, True))

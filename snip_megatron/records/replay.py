@@ -1,0 +1,190 @@
+"""New Problems from a stored run: another budget, policy or estimator over the statistics that the run measured.
+
+For each update a run directory keeps the statistics (``stats/step_N.npz``) and the Problem that was built from them
+(``problems/step_N.json``). ``config.json`` keeps the solve request of the run. Another value of the same budget needs
+only the Problem. Any other change builds a new Problem from the statistics, as the run does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.errors import SnipError, cut
+from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
+from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, step_files, step_of, step_path
+from snip_megatron.sensitivity.problem import build_problem
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.solver.items import Budget
+from snip_megatron.solver.phased import PhasedProblem, read_problem
+from snip_megatron.solver.problem import Problem
+from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.shapes import LinearShape
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One update that a run directory stores.
+
+    Attributes:
+        run: the run directory.
+        step: the training step before which the statistics were measured.
+    """
+
+    run: Path
+    step: int
+
+    def path(self, folder: str) -> Path:
+        """Return the path of the update's file in ``folder``. The file need not exist."""
+        return step_path(self.run, folder, self.step)
+
+    def problem(self) -> Problem | PhasedProblem:
+        """Return the problem that the run solved, of either kind. Raises SnipError if it cannot be read."""
+        path = self.path("problems")
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
+        return read_problem(content, where=str(path))
+
+    def table(self) -> StatisticsTable:
+        """Return the statistics. Raises SnipError if they cannot be read."""
+        return StatisticsTable.load(self.path("stats"))
+
+    def request(self) -> SolveRequest:
+        """Return the request with which the run solved its updates. Raises SnipError if it is missing or invalid."""
+        return SolveRequest.from_dict(self._fact("request"), f"{self.run / CONFIG}: facts.request")
+
+    def times(self, cost: str, formats: tuple[str, ...]) -> OptionTimes:
+        """Return the predicted times of the run's linears.
+
+        Args:
+            cost: the cost model: the name of a device's table, a file of ``snip calibrate``, or ``flops``.
+            formats: the formats to predict.
+
+        Raises:
+            SnipError: the run stores no shapes, or the cost model cannot be loaded.
+        """
+        shapes = parse_shapes(self._fact("linear_shapes"), str(self.run / CONFIG))
+        return OptionTimes.predict(load_cost_model(cost), shapes, [Format(f) for f in formats])
+
+    def with_fp4_share(self, precision_map: PrecisionMap) -> PrecisionMap:
+        """Return the map with its fp4 share of FLOPs added.
+
+        The map is returned unchanged if its budget was a share of FLOPs, or if the run stores no statistics.
+        """
+        if precision_map.budget is None or not self.path("stats").exists():
+            return precision_map
+        flops = {row.name: row.flops for row in self.table().linears}
+        return precision_map.with_fields(fp4_share=fp4_fraction(precision_map, flops))
+
+    def _fact(self, name: str) -> Any:
+        facts = read_config(self.run)["facts"]
+        if name not in facts:
+            raise SnipError(f"{self.run / CONFIG}: facts.{name}: missing; an earlier version wrote this run")
+        return facts[name]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Differences from the run's own solve request.
+
+    Attributes:
+        fields: new values of SolveRequest's fields, such as policy, estimator, q, formats, pins.
+        cost: the cost model of a ``speedup`` or ``loss`` budget; None for the times that the run used.
+    """
+
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    cost: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.fields) or self.cost is not None
+
+
+def find_stored(source: Path, step: int | None) -> Stored | None:
+    """Find the update that ``source`` names.
+
+    Args:
+        source: a run directory, or a file in its ``problems`` or ``stats`` folder.
+        step: the step of the update, for a run directory only; None for the latest.
+
+    Returns:
+        The update, or None if ``source`` is a file outside of a run directory.
+
+    Raises:
+        SnipError: the run directory stores no such update.
+    """
+    if source.is_dir():
+        read_config(source)  # a directory of something else is refused here
+        steps = sorted({step for folder in ("problems", "stats") for step in step_files(source, folder)})
+        if not steps:
+            raise SnipError(f"{source}: no problem or statistics are stored there; the run made no update")
+        if step is not None and step not in steps:
+            raise SnipError(f"--step {step}: {source} has an update at {', '.join(map(str, steps))}")
+        return Stored(source, steps[-1] if step is None else step)
+    if step is not None:
+        raise SnipError(f"--step {step}: {source} is one step's file; give the run directory")
+    folder, run = source.parent.name, source.absolute().parent.parent
+    if folder in ("problems", "stats") and (run / CONFIG).is_file():
+        found = step_of(source, STEP_FILES[folder])
+        if found is not None:
+            return Stored(source.parent.parent, found)
+    return None
+
+
+def parse_shapes(body: Any, where: str) -> dict[str, LinearShape]:
+    """Parse ``facts.linear_shapes``, by the linear's name. Raises SnipError naming ``where``."""
+    try:
+        return {str(name): LinearShape(**fields) for name, fields in body.items()}
+    except (TypeError, AttributeError) as error:
+        raise SnipError(f"{where}: facts.linear_shapes: {cut(error)}") from None
+
+
+def is_statistics(path: Path) -> bool:
+    """Return whether the content of a file is that of a ``stats/step_N.npz``."""
+    return path.is_file() and zipfile.is_zipfile(path)
+
+
+def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
+    """Build a new Problem from stored statistics.
+
+    Args:
+        stored: the update.
+        change: differences from the run's own request.
+        budget: the budget; None for the run's own.
+
+    Raises:
+        SnipError: the statistics or the stored times lack what the new request needs.
+    """
+    request = stored.request()
+    budget = budget or request.budget
+    wanted: dict[str, Any] = {"speedup": budget.speedup, "loss": budget.loss}
+    if budget.target is not None:
+        wanted["target"] = budget.target
+    fields = dict(change.fields)
+    if budget.kind == "target" and "formats" not in fields:
+        # bf16 is a candidate only under budgets of time or loss: under a share of FLOPs it costs nothing.
+        fields["formats"] = tuple(f for f in request.formats if f != Format.BF16.value)
+    request = dataclasses.replace(request, **wanted, **fields)
+    if budget.kind == "target" and Format.BF16.value in request.formats:
+        raise SnipError(f"--formats {cut(','.join(request.formats))}: bf16 is no candidate under fp4=: pin it instead")
+    if request.timed and (request.unquantised_flops or request.unquantised_stage_flops):
+        raise SnipError(
+            f"{stored.run}: times of its grouped and shared experts are not predicted; a budget of this run is a share"
+            " of FLOPs (fp4=)"
+        )
+    if request.timed and (change.cost is not None or request.times is None):
+        if change.cost is None:
+            raise SnipError(
+                f"{stored.run}: its budget was a share of FLOPs and no times are stored; give --cost, such as h200,"
+                " flops or a file of snip calibrate"
+            )
+        formats = (*request.formats, *(fmt for _, fmt in request.pins))
+        request = dataclasses.replace(request, times=stored.times(change.cost, formats))
+    return build_problem(stored.table(), request)[0]

@@ -1,0 +1,238 @@
+"""The run directory, which rank 0 writes (docs/method.md, "Run directory").
+
+    config.json             {"schema": "snip.run/1", "config": {...}, "facts": {...}}
+    events.jsonl            one object a line: time (Unix seconds), step, event, step_s, wait_s and the event's fields
+    metrics.jsonl           one object a line: time, step, loss, grad_norm, fp4_fraction, ...
+    stats/step_<N>.npz      StatisticsTable.save
+    problems/step_<N>.json  snip.problem/1, or snip.problem/2 in a run with phases
+    maps/step_<N>.json      snip.map/1
+    plans/step_<N>.json     snip.phases/1, only in runs whose map changes with time by plan
+    scores/step_<N>.json    snip.scores/1: version, scores[option][format] = {delta_loss, delta_weight, q}
+    report.html             written by `snip report`
+
+``step`` is the 0-based training step. Records that are made before or during ``train_step(N)`` have step N. A run that
+resumes from a checkpoint of N completed steps continues with step N, so ``resume_step=N`` keeps the records with
+step < N.
+
+    run = RunDirectory(path, config, overwrite=False, resume_step=None, facts={...})   # rank 0; may raise SnipError
+    run.step_s = 0.41                                       # once a step: duration of the last step
+    run.event(8, "probe", kind="statistics", seconds=0.2, tokens=512, wait_s=0.2)
+    run.metric(8, loss=3.2, grad_norm=1.1, fp4_fraction=0.75)
+    run.write_map(12, precision_map)
+    run.close()
+
+Only the constructor raises on an I/O error. Later, a failed write is reported once, kept, and tried again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from snip_megatron.errors import SnipError
+from snip_megatron.phases import PrecisionPlan
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.records.earlier_run import changed_fact_of, check_earlier_run
+from snip_megatron.records.readers import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    REPORT,
+    RUN_SCHEMA,
+    SCORES_SCHEMA,
+    STEP_FILES,
+    step_files,
+    step_path,
+)
+from snip_megatron.records.storage import (
+    Faults,
+    LineFile,
+    WriteQueue,
+    cut_back,
+    dump_json,
+    jsonable,
+    write_atomically,
+)
+from snip_megatron.statistics.table import StatisticsTable
+
+
+class RunDirectory:
+    """The writer of a run directory. Only rank 0 constructs one.
+
+    Args:
+        path: the directory. It is created if it does not exist.
+        config: the configuration of the run. On a restart it is compared with the configuration in the directory.
+        facts: values that may differ between restarts (layout, versions, command line). The latest are kept.
+        overwrite: allows to remove an earlier run's records. With ``resume_step`` it instead accepts a changed
+            ``config`` and keeps the records before that step.
+        resume_step: the next training step after a checkpoint was loaded; None for a fresh run. A restarted job that
+            found no checkpoint passes 0.
+        defaults: values of options that a directory of an earlier release does not have, because it knew no such
+            option.
+
+    Raises:
+        SnipError: the directory cannot be written, belongs to another configuration, or holds the events of an earlier
+            run although this run does not resume.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        config: Mapping[str, Any],
+        *,
+        overwrite: bool,
+        resume_step: int | None,
+        facts: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.step_s: float | None = None
+        """Duration of the last completed training step in seconds. Every event records it."""
+        self.faults = Faults(self.path)
+        wanted = jsonable(config)
+        body = {"schema": RUN_SCHEMA, "config": wanted, "facts": facts or {}}
+        try:
+            resuming, absent = resume_step is not None, jsonable(defaults or {})
+            changed = check_earlier_run(self.path, wanted, absent, overwrite=overwrite, resuming=resuming)
+            for folder in STEP_FILES:
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+            changed_fact = None if resume_step is None else changed_fact_of(self.path, facts or {})
+            cut = _clear(self.path) if resume_step is None else _cut_back(self.path, resume_step)
+            write_atomically(self.path / CONFIG, dump_json(body).encode())
+        except OSError as error:
+            raise SnipError(
+                f"run directory {self.path}: cannot be written ({error}); choose another --snip-dir"
+            ) from None
+        self._events = LineFile(self.path / EVENTS, self.faults)
+        self._metrics = LineFile(self.path / METRICS, self.faults)
+        self._files = WriteQueue(self.faults, ordered=False)
+        if resume_step is not None:
+            self.event(resume_step, "resume", cut_records=cut, changed_key=changed, changed_fact=changed_fact)
+
+    # -- lines -------------------------------------------------------------------------------------------------
+    def event(
+        self, step: int, kind: str, /, *, step_s: float | None = None, wait_s: float | None = None, **fields: Any
+    ) -> None:
+        """Record an event.
+
+        Args:
+            step: the training step that the event belongs to.
+            kind: the name of the event.
+            step_s: duration of the last step in seconds; defaults to the attribute ``step_s``.
+            wait_s: seconds for which the event blocked the training thread.
+            fields: the event's own fields. A field named ``time``, ``step`` or ``event`` is ignored.
+        """
+        record = {
+            "time": round(time.time(), 3),
+            "step": int(step),
+            "event": kind,
+            "step_s": self.step_s if step_s is None else step_s,
+            "wait_s": wait_s,
+        }
+        self._events.append(record | {name: value for name, value in fields.items() if name not in record})
+
+    def metric(
+        self, step: int, /, loss: float | None, grad_norm: float | None, fp4_fraction: float | None, **fields: Any
+    ) -> None:
+        """Record the figures of training step ``step``.
+
+        ``fp4_fraction`` is the fp4 share of the FLOPs of the decoder's linears, in [0, 1].
+        """
+        record = {
+            "time": round(time.time(), 3),
+            "step": int(step),
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "fp4_fraction": fp4_fraction,
+        }
+        self._metrics.append(record | {name: value for name, value in fields.items() if name not in record})
+
+    # -- whole files -------------------------------------------------------------------------------------------
+    def write_statistics(self, step: int, table: StatisticsTable) -> None:
+        """Write ``stats/step_<step>.npz``."""
+        path = step_path(self.path, "stats", step)
+        size = sum(array.nbytes for array in table.arrays().values())
+
+        def save() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            table.save(path)
+
+        self._files.put(save, size)
+
+    def write_problem(self, step: int, problem: str | Mapping[str, Any]) -> None:
+        """Write ``problems/step_<step>.json``, given the text of a snip.problem/1 file or its object."""
+        self._write("problems", step, problem if isinstance(problem, str) else dump_json(problem))
+
+    def write_map(self, step: int, precision_map: PrecisionMap) -> None:
+        """Write ``maps/step_<step>.json``."""
+        self._write("maps", step, precision_map.to_json())
+
+    def write_plan(self, step: int, plan: PrecisionPlan) -> None:
+        """Write ``plans/step_<step>.json``."""
+        self._write("plans", step, plan.to_json())
+
+    def write_scores(
+        self, step: int, scores: Mapping[str, Mapping[str, Mapping[str, float]]], *, version: int | None = None
+    ) -> None:
+        """Write ``scores/step_<step>.json``.
+
+        Args:
+            step: the training step of the update.
+            scores: ``scores[option][format]`` holds delta_loss, delta_weight and q.
+            version: the version of the map that was solved from these scores. Without it, readers match a map with the
+                scores of the update's step, or with the latest scores before the map.
+        """
+        body = {"schema": SCORES_SCHEMA, "step": step, "version": version, "scores": scores}
+        self._write("scores", step, dump_json(body))
+
+    def _write(self, folder: str, step: int, text: str) -> None:
+        data = text.encode()
+        path = step_path(self.path, folder, step)
+        self._files.put(lambda: write_atomically(path, data), len(data))
+
+    # -- end ---------------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Try all kept writes now. An I/O error is not raised."""
+        self._events.flush()
+        self._metrics.flush()
+        self._files.drain(force=True)
+
+    def close(self) -> None:
+        """Try all kept writes a last time, report how many were lost, and close the files."""
+        self._events.close()
+        self._metrics.close()
+        self._files.drain(force=True)
+        self._files.abandon()
+        self.faults.report_loss()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# -- restart -------------------------------------------------------------------------------------------------------
+def _cut_back(path: Path, step: int) -> int:
+    """Keep what was recorded before ``step``. Later step files get the suffix ``.1``. Raises OSError."""
+    for folder in STEP_FILES:
+        for file_step, file in step_files(path, folder).items():
+            if file_step >= step:
+                file.replace(file.with_name(file.name + ".1"))
+    return cut_back(path / EVENTS, step) + cut_back(path / METRICS, step)
+
+
+def _clear(path: Path) -> int:
+    """Remove an earlier run's files. Other files stay. Raises OSError."""
+    for folder in STEP_FILES:
+        for file in [*step_files(path, folder).values(), *step_files(path, folder, ".1").values()]:
+            file.unlink()
+    for name in (EVENTS, METRICS, REPORT):
+        for file in (path / name, path / f"{name}.1"):
+            file.unlink(missing_ok=True)
+    return 0

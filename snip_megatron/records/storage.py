@@ -1,0 +1,260 @@
+"""File writes that never stop training. A failed write is kept in memory and tried again.
+
+A JSON line is written by one ``write()`` call of one complete line to a file opened with O_APPEND. A whole file is
+written under a temporary name and renamed. All values are converted to valid JSON first: NaN and Inf become null, and
+NumPy and torch values become plain numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+MAX_PENDING_BYTES = 32 * 2**20
+"""Size limit of the failed writes that one queue keeps. Beyond it, the oldest writes are dropped and counted."""
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
+_MAX_DEPTH = 32
+
+
+def jsonable(value: Any, depth: int = 0) -> Any:
+    """Convert ``value`` to types that ``json`` writes as valid JSON.
+
+    NaN and ±Inf become None. NumPy arrays and torch tensors become lists. Unknown types become their ``str``.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value.value if isinstance(value, Enum) else value
+    if isinstance(value, Enum):
+        return jsonable(value.value, depth + 1)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if depth < _MAX_DEPTH:
+        if isinstance(value, Mapping):
+            return {str(jsonable(k)): jsonable(v, depth + 1) for k, v in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return [jsonable(v, depth + 1) for v in value]
+        if callable(tolist := getattr(value, "tolist", None)):  # numpy scalars and arrays, torch tensors
+            return jsonable(tolist(), depth + 1)
+    return str(value)
+
+
+def dump_json(value: Any) -> str:
+    """Return ``value`` as indented, valid JSON text with a final newline."""
+    return json.dumps(jsonable(value), indent=1, allow_nan=False) + "\n"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write ``data`` to a temporary file in the same folder and rename it to ``path``.
+
+    A reader sees either the old file or the new one. Raises OSError if the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+class Faults:
+    """Counts failed writes and reports the first one on standard error."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.count = 0
+        self.lost = 0
+        self.last_error: str | None = None
+
+    def remember(self, error: OSError) -> None:
+        """Count a failed write. The first one is reported."""
+        self.count += 1
+        self.last_error = str(error)
+        if self.count == 1:
+            self._say(f"cannot write ({error}); training goes on, the records are kept and written later")
+
+    def report_loss(self) -> None:
+        """Print how many records were never written, if any."""
+        if self.lost:
+            self._say(f"{self.lost} records were lost ({self.last_error})")
+
+    def _say(self, message: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # standard error may be closed
+            print(f"snip: run directory {self.where}: {message}", file=sys.stderr, flush=True)
+
+
+class WriteQueue:
+    """A queue of writes. A write that fails stays in the queue and is tried again with back-off.
+
+    Args:
+        faults: counts the failures.
+        ordered: whether a failed write holds back the writes behind it, so that lines keep their order.
+        clock: returns the current time in seconds.
+    """
+
+    def __init__(self, faults: Faults, *, ordered: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._faults = faults
+        self._ordered = ordered
+        self._clock = clock
+        self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
+        self._bytes = 0
+        self._retry_at = 0.0
+        self._back_off = FIRST_RETRY_S
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def put(self, job: Callable[[], None], size: int) -> None:
+        """Add a write and try the queue.
+
+        Args:
+            job: performs the write; may raise OSError.
+            size: bytes that the job holds in memory.
+        """
+        self._jobs.append((size, job))
+        self._bytes += size
+        self.drain()
+        while self._bytes > MAX_PENDING_BYTES and len(self._jobs) > 1:
+            self._bytes -= self._jobs.popleft()[0]
+            self._faults.lost += 1
+
+    def drain(self, *, force: bool = False) -> None:
+        """Try every kept write once. During the back-off nothing is tried unless ``force`` is set."""
+        if not self._jobs or (not force and self._clock() < self._retry_at):
+            return
+        failed: deque[tuple[int, Callable[[], None]]] = deque()
+        while self._jobs and not (failed and self._ordered):
+            size, job = self._jobs.popleft()
+            try:
+                job()
+                self._bytes -= size
+            except OSError as error:
+                self._faults.remember(error)
+                failed.append((size, job))
+        self._jobs.extendleft(reversed(failed))
+        if failed:
+            self._retry_at = self._clock() + self._back_off
+            self._back_off = min(2 * self._back_off, LAST_RETRY_S)
+        else:
+            self._retry_at, self._back_off = 0.0, FIRST_RETRY_S
+
+    def abandon(self) -> None:
+        """Drop the kept writes and count them as lost."""
+        self._faults.lost += len(self._jobs)
+        self._jobs.clear()
+        self._bytes = 0
+
+
+class LineFile:
+    """A file of JSON lines that grows by complete lines only."""
+
+    def __init__(self, path: Path, faults: Faults) -> None:
+        self._path = path
+        self._queue = WriteQueue(faults, ordered=True)
+        self._descriptor: int | None = None
+        self._torn = False
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append one record. An I/O error is not raised; the line is kept and tried again."""
+        line = (json.dumps(jsonable(record), allow_nan=False) + "\n").encode()
+        self._queue.put(lambda: self._write(line), len(line))
+
+    def flush(self) -> None:
+        """Try the kept lines now, regardless of the back-off."""
+        self._queue.drain(force=True)
+
+    def close(self) -> None:
+        """Try the kept lines a last time and close the file."""
+        self.flush()
+        self._queue.abandon()
+        self._release()
+
+    def _write(self, line: bytes) -> None:
+        try:
+            if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
+                self._release()  # the file was removed: open a new one, so that later lines can be read
+                self._torn = False
+            if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            size = os.fstat(self._descriptor).st_size
+            data = b"\n" + line if self._torn else line
+            if os.write(self._descriptor, data) != len(data):
+                # A full disk may accept a part of the line. Truncate that part. If truncation fails, the next write
+                # begins with a newline, so that only this line is torn.
+                self._torn = True
+                os.ftruncate(self._descriptor, size)
+                self._torn = False
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            self._torn = False
+        except OSError:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines.
+
+    Torn lines (after a crash or on a full disk) are skipped. A missing file has no records.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return [record for line in raw.split(b"\n") if (record := _parse_line(line)) is not None]
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line, or None if the line is torn or its object has no int64 ``step``."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and abs(step) < 2**63 else None
+
+
+def cut_back(path: Path, step: int) -> int:
+    """Keep the records before training step ``step`` and append the others to ``<path>.1``.
+
+    The tail is saved before the file is replaced, so that a crash in between loses nothing.
+
+    Returns:
+        The number of records that were moved.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    if not path.exists():
+        return 0
+    head: list[bytes] = []
+    tail: list[bytes] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        record = _parse_line(line) if line.endswith(b"\n") else None
+        (head if record is not None and record["step"] < step else tail).append(line)
+    if tail:
+        if not tail[-1].endswith(b"\n"):
+            tail[-1] += b"\n"
+        with path.with_name(path.name + ".1").open("ab") as kept:
+            kept.writelines(tail)
+        write_atomically(path, b"".join(head))
+    return len(tail)

@@ -1,0 +1,377 @@
+"""Was it worth it? What a run's maps saved and cost, from its records: time, predicted loss, memory.
+
+:func:`judge` is the one place that computes these figures. The end of a run, the report and ``snip report --json`` show
+them. The running job has the same times (:mod:`snip_megatron.runtime.account`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from snip_megatron.config.run import in_nats
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm import EMULATIONS
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.records.run_data import Adoption, RunData, number
+from snip_megatron.reporting.phases_of_run import RunPhase, differences, remaining_phases
+from snip_megatron.runtime.account import Account, Stretch
+from snip_megatron.runtime.pace import STEPS, TOLERANCE, is_quantised
+from snip_megatron.sensitivity.times import OptionTimes
+
+SCHEMA = "snip.worth/1"
+TRUE_OVER_PREDICTED = (0.95, 1.45)
+"""True change of the loss over the predicted one, for all fprops of small models (sensitivity/README.md, Evidence)."""
+_SLOPE_LOSSES = 200  # a slope is fitted to no fewer losses
+_CERTAIN = 4.0  # standard errors that make a fall of the loss one
+
+
+@dataclass(frozen=True)
+class MapTime:
+    """A stretch of steps, and the speedup that was predicted for it: of the whole ``step``, or of the ``linears``."""
+
+    stretch: Stretch
+    predicted: float | None = None
+    predicted_of: str = ""
+
+
+@dataclass(frozen=True)
+class LossCost:
+    """What the map in force costs in loss, as predicted from the statistics of its update.
+
+    Attributes:
+        version: the map.
+        nats: predicted rise of the loss over bf16 at equal weights.
+        low, high: the range in which the true rise was on small models.
+        backward: whether the formats of dgrad and wgrad are included.
+        measured: validation loss in the map's formats less that in bf16, where the run validated in both.
+        steps: training steps by which the loss falls by ``nats`` at present; None if its fall is lost in its noise.
+    """
+
+    version: int | None
+    nats: float
+    low: float
+    high: float
+    backward: bool
+    measured: float | None
+    steps: float | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The most bytes that rank 0 had allocated, at the end and before the first update. ``resident``: of the host."""
+
+    peak: int
+    before: int | None
+    resident: bool
+
+
+@dataclass(frozen=True)
+class Worth:
+    """The answer. Times are rank 0's, in seconds; None where they are not known.
+
+    Attributes:
+        verdict: ``yes``, ``no``, ``too early``, ``not judged`` or ``no map``.
+        why: why speed is not judged, or not yet; empty otherwise.
+        warnings: what to change, if it was not worth it.
+        steps, total_steps: training steps so far, and of the whole run.
+        bf16_s, bf16_steps: median time of a step in bf16, and the number of steps behind it.
+        maps: steps under each map.
+        saved_s: time saved so far, less all costs.
+        saved_run_s: the same at the end of the run, under the assumption that ``assumes`` names.
+        updates: number of updates.
+        costs: seconds by kind of event.
+        loss: predicted cost in loss; None if it cannot be predicted.
+        memory: None if it was not recorded.
+        assumes: what ``saved_run_s`` assumes, as half a sentence: that the map in force stays, or that the plan of a
+            run with phases is followed. Empty without ``saved_run_s``.
+    """
+
+    verdict: str
+    why: str
+    warnings: tuple[str, ...]
+    steps: int
+    total_steps: int | None
+    bf16_s: float | None
+    bf16_steps: int
+    maps: tuple[MapTime, ...]
+    saved_s: float | None
+    saved_run_s: float | None
+    updates: int
+    costs: Mapping[str, float]
+    loss: LossCost | None
+    memory: Memory | None
+    assumes: str = ""
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds of all costs."""
+        return math.fsum(self.costs.values())
+
+    @property
+    def judged(self) -> MapTime | None:
+        """The latest map whose speed is known."""
+        known = [each for each in self.maps if each.stretch.quantised and each.stretch.speedup is not None]
+        return known[-1] if known else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object of a ``snip.worth/1`` file."""
+        maps = [
+            asdict(each.stretch)
+            | {"speedup": each.stretch.speedup, "predicted": each.predicted, "predicted_of": each.predicted_of or None}
+            for each in self.maps
+        ]
+        return {"schema": SCHEMA, **asdict(self), "maps": maps, "cost_s": self.cost_s}
+
+
+def judge(run: RunData) -> Worth:
+    """Compute the figures of a run from its records."""
+    account = Account()
+    account.replay(run.events, run.metrics, {a.step: a.precision_map for a in run.adoptions})
+    predict = _Prediction(run.facts)
+    by_step = {adoption.step: adoption for adoption in run.adoptions}
+    maps = tuple(predict.of(stretch, by_step.get(stretch.begin)) for stretch in account.stretches())
+    steps = int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
+    wanted = number(run.facts.get("train_iters"))
+    found = Worth(
+        verdict="",
+        why=_why_not(run),
+        warnings=(),
+        steps=steps,
+        total_steps=None if wanted is None else max(int(wanted), steps),
+        bf16_s=account.bf16_s,
+        bf16_steps=account.bf16_steps,
+        maps=maps,
+        saved_s=account.saved_s(),
+        saved_run_s=None,
+        updates=account.updates,
+        costs={kind: seconds for kind, seconds in account.costs.items() if seconds},
+        loss=_loss_cost(run),
+        memory=_memory(run),
+    )
+    if found.why:  # speeds without a meaning must not be read as some
+        bare = tuple(replace(each, stretch=replace(each.stretch, bf16_s=None)) for each in found.maps)
+        found = replace(found, maps=bare, saved_s=None)
+    else:
+        saved_run_s, assumes = _saved_over_run(found, run, predict)
+        found = replace(found, saved_run_s=saved_run_s, assumes=assumes)
+    return _with_verdict(found)
+
+
+# -- time ----------------------------------------------------------------------------------------------------------
+def _why_not(run: RunData) -> str:
+    """Return why the speed of a run cannot be judged; an empty text if it can."""
+    if not any("step_s" in row for row in run.metrics):
+        return "times of steps are not recorded"
+    if run.facts.get("gemm_backend") in EMULATIONS:
+        device = run.facts.get("device", "this device")
+        return f"formats are emulated on {device}, which saves no time"
+    return "the batch size ramps up, and steps with it" if run.facts.get("batch_size_ramps") else ""
+
+
+def _saved_over_run(worth: Worth, run: RunData, predict: _Prediction) -> tuple[float | None, str]:
+    """Return the time saved when training ends, if updates cost what they did so far, and what else that assumes."""
+    now = worth.maps[-1].stretch if worth.maps else None
+    if worth.saved_s is None or worth.total_steps is None or now is None or now.speedup is None:
+        return None, ""
+    left = worth.total_steps - worth.steps
+    each = now.bf16_s - now.step_s if now.quantised and now.bf16_s is not None and now.step_s is not None else 0.0
+    saved, assumes = left * each, "this map stays"
+    ahead = remaining_phases(run)
+    current = run.adoptions[-1].precision_map if run.adoptions else None
+    if any(differences(current, phase.precision_map) for phase in ahead):
+        by_plan = _saved_by_plan(worth.maps[-1], each, ahead, predict)
+        assumes = "this map stays, although the plan changes it"
+        if by_plan is not None and sum(phase.steps for phase in ahead) == left:
+            saved, assumes = by_plan, "the plan is followed"
+    return worth.saved_s + saved - _updates_to_come(left, run.config) * _update_s(worth), assumes
+
+
+def _saved_by_plan(now: MapTime, each: float, ahead: Sequence[RunPhase], predict: _Prediction) -> float | None:
+    """Return the seconds that the phases to come save: what a step saves now, times the ratio that is predicted.
+
+    None if a prediction is missing, or if nothing is saved now, so that there is nothing to scale.
+    """
+    speedups = [predict.of_map(phase.precision_map, now.predicted_of) for phase in ahead]
+    known = [speedup for speedup in speedups if speedup is not None and speedup > 0]
+    if len(known) < len(ahead) or each <= 0 or now.predicted is None or now.predicted <= 1.0:
+        return None
+    scale = each / (1.0 - 1.0 / now.predicted)
+    return math.fsum(p.steps * scale * (1.0 - 1.0 / speedup) for p, speedup in zip(ahead, known, strict=True))
+
+
+def _updates_to_come(left: int, config: Mapping[str, Any]) -> int:
+    interval = number(config.get("update_interval"))
+    fixed = (
+        config.get("map") or config.get("replay") or str(config.get("policy")).startswith(("uniform", "bf16", "late-"))
+    )
+    return 0 if not interval or fixed else left // max(1, int(interval))
+
+
+def _update_s(worth: Worth) -> float:
+    """Return the mean cost of an update. What was compiled before the first step counts once for all of them."""
+    once = worth.costs.get("compile", 0.0)
+    return (worth.cost_s - once) / worth.updates if worth.updates else 0.0
+
+
+class _Prediction:
+    """Predicted speedups of maps: those that were recorded with them, else from the times that the run stored."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        request = facts.get("request")
+        body = (request.get("times") if isinstance(request, Mapping) else None) or facts.get("predicted_times")
+        stages = facts.get("layer_stages")
+        self._stages: Sequence[int] = stages if isinstance(stages, Sequence) else ()
+        self._times: OptionTimes | None = None
+        with contextlib.suppress(SnipError):  # figures of another version: nothing is predicted
+            self._times = None if body is None else OptionTimes.from_dict(body, "config.json: facts")
+
+    def of(self, stretch: Stretch, adoption: Adoption | None) -> MapTime:
+        """Return the stretch with what was predicted for it."""
+        if adoption is None or not stretch.quantised:
+            return MapTime(stretch)
+        step = number(adoption.fields.get("step_speedup"))
+        if step is None and adoption.precision_map is not None:
+            step = self.of_map(adoption.precision_map, "step")
+        if step is not None:
+            return MapTime(stretch, step, "step")
+        return MapTime(stretch) if adoption.speedup is None else MapTime(stretch, adoption.speedup, "linears")
+
+    def of_map(self, precision_map: PrecisionMap, of: str) -> float | None:
+        """Return the predicted speedup of the whole ``step`` or of the ``linears`` under a map; None if unknown."""
+        if of != "step":
+            return precision_map.speedup if of == "linears" else None
+        known = precision_map.step_speedup
+        return known if known is not None else self._of_step(precision_map)
+
+    def _of_step(self, precision_map: PrecisionMap) -> float | None:
+        if self._times is None:
+            return None
+        try:
+            names = [str(linear) for linear in precision_map.linears()]
+            stages = {name: int(self._stages[LinearId.parse(name).layer]) for name in names}
+            before, after = dict.fromkeys(stages.values(), 0.0), dict.fromkeys(stages.values(), 0.0)
+            for name, stage in stages.items():
+                before[stage] += self._times.of(name, None, Format.BF16.value)
+                after[stage] += sum(self._times.of(name, g, precision_map.format_of(name, g).value) for g in Gemm)
+            return self._times.step_speedup(stages, {k: 1.0 - after[k] / before[k] for k in before})
+        except (SnipError, IndexError, TypeError, ValueError):  # a format without a time, a layer without a stage
+            return None
+
+
+# -- loss ----------------------------------------------------------------------------------------------------------
+def _loss_cost(run: RunData) -> LossCost | None:
+    """Return the predicted loss of the map in force; None if there is none, or it was not chosen from statistics."""
+    if not run.adoptions:
+        return None
+    last = run.adoptions[-1]
+    if last.precision_map is None or not is_quantised(last.precision_map) or not last.scores:
+        return None
+    backward = in_nats(str(run.config.get("policy")), str(run.config.get("q"))) and run.config.get("policy") == "snip"
+    nats = _sum_of_scores(last.precision_map, last.scores, "q" if backward else "delta_loss")
+    if nats is None or nats <= 0:
+        return None
+    low, high = (factor * nats for factor in TRUE_OVER_PREDICTED)
+    slope = _slope(run)
+    return LossCost(
+        last.version, nats, low, high, backward, _validated(run, last.step), None if slope is None else nats / slope
+    )
+
+
+def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], name: str) -> float | None:
+    found = []
+    for option, fmt in precision_map.choices.items():
+        by_format = scores.get(option)
+        score = by_format.get(fmt.value) if isinstance(by_format, Mapping) else None
+        value = number(score.get(name)) if isinstance(score, Mapping) else None
+        if value is not None:
+            found.append(value)
+    return math.fsum(found) if found else None
+
+
+def _validated(run: RunData, since: int) -> float | None:
+    """Return the latest validation loss in the map's formats less that in bf16, of the same step after ``since``."""
+    losses: dict[str, tuple[int, float]] = {}
+    for event in run.events:
+        loss = number(event.get("loss"))
+        if event["event"] == "validation" and loss is not None and event["step"] > since:
+            losses[str(event.get("formats"))] = (event["step"], loss)
+    own, bf16 = losses.get("map"), losses.get("bf16")
+    return own[1] - bf16[1] if own is not None and bf16 is not None and own[0] == bf16[0] else None
+
+
+def _slope(run: RunData) -> float | None:
+    """Return by how much the loss falls in a step, over the last fifth of the steps; None if noise hides it."""
+    _, values = run.series("loss")
+    losses = [value for value in values if value is not None]
+    half = len(losses) // 10
+    if 2 * half < _SLOPE_LOSSES:
+        return None
+    first, second = losses[-2 * half : -half], losses[-half:]
+    fall = statistics.fmean(first) - statistics.fmean(second)
+    error = math.sqrt((statistics.variance(first) + statistics.variance(second)) / half)
+    return fall / half if fall > _CERTAIN * error else None
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+def _memory(run: RunData) -> Memory | None:
+    peaks = [(row["step"], int(peak)) for row in run.metrics if (peak := number(row.get("peak_bytes"))) is not None]
+    if not peaks:
+        return None
+    first = min((event["step"] for event in run.events if event["event"] in ("probe", "dropped")), default=None)
+    before = [peak for step, peak in peaks if first is not None and step < first]
+    return Memory(max(peak for _, peak in peaks), max(before, default=None), run.facts.get("device", "cpu") == "cpu")
+
+
+# -- verdict -------------------------------------------------------------------------------------------------------
+def _with_verdict(worth: Worth) -> Worth:
+    if not any(each.stretch.quantised for each in worth.maps):
+        return replace(worth, verdict="no map", why=worth.why or "every step so far was in bf16")
+    if worth.why:
+        return replace(worth, verdict="not judged")
+    if worth.judged is None or worth.saved_s is None:
+        if worth.bf16_s is None:
+            why = (
+                f"there are {worth.bf16_steps} usual steps in bf16 to compare with, {STEPS} are needed: use a later"
+                " --snip-first-update"
+            )
+            return replace(worth, verdict="not judged", why=why)
+        return replace(worth, verdict="too early", why=f"fewer than {STEPS} usual steps ran under a map")
+    no, hints = _losses_of(worth, worth.judged)
+    return replace(worth, verdict="no" if no else "yes", warnings=(*no, *hints))
+
+
+def _losses_of(worth: Worth, judged: MapTime) -> tuple[list[str], list[str]]:
+    """Return why it was not worth it, each with a remedy, and what could be better although it was."""
+    speedup = judged.stretch.speedup or 0.0
+    total = worth.saved_s if worth.saved_run_s is None else worth.saved_run_s
+    no, hints = [], []
+    if speedup < TOLERANCE:
+        no.append(
+            f"steps under map {judged.stretch.version} are not faster than in bf16 ({speedup:.2f} x): if the GPU waits"
+            " for its host, larger microbatches or fewer tensor parallel ranks help; else ask for what pays:"
+            " --snip-budget speedup=X, snip plan"
+        )
+    elif total is not None and total <= 0:
+        each = (judged.stretch.bf16_s or 0.0) - (judged.stretch.step_s or 0.0)
+        no.append(
+            f"updates cost more than the maps save: one pays for itself after {math.ceil(_update_s(worth) / each):,}"
+            " steps; use a longer --snip-update-interval, or --snip-estimator fisher"
+        )
+    lost = None if worth.loss is None or worth.loss.steps is None else worth.loss.steps * (worth.bf16_s or 0.0)
+    if not no and lost is not None and total is not None and lost > total:
+        no.append(
+            "the predicted rise of the loss costs more training time than was saved: ask for less, with a smaller"
+            " --snip-budget or with --snip-budget loss=NATS"
+        )
+    predicted = judged.predicted if judged.predicted_of == "step" else None
+    if predicted is not None and predicted > TOLERANCE and speedup - 1.0 < 0.5 * (predicted - 1.0):
+        hints.append(
+            f"less than half of the predicted gain was measured ({speedup:.2f} x, predicted {predicted:.2f} x): measure"
+            " this GPU with snip calibrate and give --snip-timings FILE"
+        )
+    return no, hints

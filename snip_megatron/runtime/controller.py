@@ -1,0 +1,342 @@
+"""The controller, which runs at every step boundary: it adopts maps, runs probes and submits updates to the sidecar.
+
+Every rank calls :meth:`Controller.before_step` and :meth:`Controller.after_step` for every step. All decisions depend
+only on the step number and on data that all ranks share, so that all ranks enter the same collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.phases import PrecisionPlan
+from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
+from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
+from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.guard import Guard
+from snip_megatron.runtime.plan_keeper import PlanKeeper
+from snip_megatron.runtime.protocols import Probe, Sink, Unmeasured
+from snip_megatron.runtime.state import ControllerState, Pending
+from snip_megatron.runtime.step_report import StepFigures, StepReport
+from snip_megatron.runtime.timeline import Timeline
+from snip_megatron.runtime.trigger import Trigger
+from snip_megatron.runtime.updates import Updates, since
+
+
+class Controller:
+    """The loop of SNIP on one rank.
+
+    Args:
+        config: the run's configuration.
+        registry: this rank's linears.
+        channel: broadcasts maps and checks that all ranks have the same.
+        report: the collective that carries the loss of each step.
+        flops: linear's global name → FLOPs a token of one of its GEMMs, for the fp4 share.
+        coordinator: the work of rank 0; None on other ranks.
+        sink: Megatron's wandb run and TensorBoard log, which only the last rank has. On other ranks it does nothing.
+        clip_grad: Megatron's ``--clip-grad``; 0 for none.
+        restored: state from a checkpoint; None for a fresh run.
+        unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
+        prepare: called once, when the first map is in force and before the first step, to compile what updates and
+            adoptions need. Returns figures for the event, or None. All ranks call it together.
+        timeline: the time of the run; None if its end is unknown.
+    """
+
+    def __init__(
+        self,
+        config: SnipConfig,
+        registry: LinearRegistry,
+        channel: MapChannel,
+        report: StepReport,
+        flops: Mapping[str, float],
+        coordinator: RankZeroCoordinator | None,
+        sink: Sink,
+        clip_grad: float,
+        restored: ControllerState | None = None,
+        *,
+        unquantised: float = 0.0,
+        prepare: Callable[[], Mapping[str, float] | None] = lambda: None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._channel = channel
+        self._report = report
+        self._flops = dict(flops)
+        self._unquantised = unquantised
+        self._coordinator = coordinator
+        self._prepare = prepare
+        self._sink = sink
+        self._fraction = self._share(registry.current)
+        self._fractions: dict[int, float] = {}  # fp4 shares of the steps whose loss has not arrived yet
+        self._started = False
+        self._next_step = 0
+        self._replay_steps: list[int] = []
+        self._answered = False  # whether rank 0 has the pending update's outcome, according to the latest figures
+        self._restored = restored
+        self.state = ControllerState() if restored is None else restored
+        self._plans = PlanKeeper(self.state, timeline, self._share)
+        self._guard = Guard(config.guard) if config.updates else None  # maps that the user fixed are never taken back
+        if self._guard is not None:
+            if self.state.guard is not None:
+                self._guard.restore(self.state.guard, "SNIP state in the checkpoint")
+            else:
+                self._guard.good = self.state.precision_map
+        self._trigger = Trigger(config.trigger) if config.updates and config.trigger > 0 else None
+        if self._trigger is not None and self.state.trigger is not None:
+            self._trigger.restore(self.state.trigger, "SNIP state in the checkpoint")
+        self._updates = Updates(
+            config, self.state, self._plans, registry, coordinator, self._trigger, self._event, clip_grad
+        )
+
+    # -- step boundary -----------------------------------------------------------------------------------------
+    def before_step(self, step: int, probe: Callable[[float], Probe | Unmeasured]) -> None:
+        """Run everything that precedes ``train_step(step)``: adoptions that are due, and an update that is due.
+
+        Args:
+            step: the 0-based training step.
+            probe: runs the probes of this step; its argument is the factor of gradient clipping.
+        """
+        self._sink.begin_step(step)
+        if not self._started:
+            self._start(step)
+        if self._coordinator is not None:
+            self._coordinator.pump(step)
+        while self._replay_steps and self._replay_steps[0] <= step:
+            due = self._replay_steps.pop(0)
+            self._adopt(step, self._channel.agree(self._coordinator.replayed_map(due) if self._coordinator else None))
+        self._take_back(step)
+        pending = self.state.pending
+        if pending is not None and step >= pending.due:
+            self._decide(step, pending)
+        if self._plans.due(step):
+            self._next_phase(step)
+        self._updates.start_if_due(step, probe)
+        self._registry.start_step(step)
+
+    def after_step(
+        self,
+        step: int,
+        loss: torch.Tensor | None,
+        grad_norm: float | None,
+        gradients: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        """Exchange the figures of a step, and record those of the previous step, which have arrived.
+
+        Args:
+            step: the 0-based training step.
+            loss: the loss on the ranks that have it; None on others.
+            grad_norm: the gradient norm before clipping.
+            gradients: returns this rank's share of the linears' ‖∇W‖². It is called at the steps at which the trigger
+                observes gradients.
+        """
+        self._next_step = step + 1
+        self._registry.end_step()
+        self.state.grad_norm = grad_norm
+        self._fractions[step] = self._fraction
+        self._plans.ran(self._registry.current, self._fraction)
+        looks = gradients is not None and self._trigger is not None and self._trigger.looks_at(step)
+        pending = self.state.pending
+        answered = pending is not None and self._coordinator is not None and self._coordinator.answered(pending.version)
+        shares = gradients() if looks and gradients else None
+        figures = self._report.exchange(step, loss, grad_norm, shares, answered=answered)
+        self._answered = figures is not None and figures.answered
+        if figures is not None and figures.gradients is not None and self._trigger is not None:
+            self._trigger.observe(figures.gradients)
+        if figures is not None and self._guard is not None:
+            self.state.alarm = self._guard.observe(figures, self._registry.current) or self.state.alarm
+        self._metric(figures)
+
+    def state_to_save(self) -> bytes:
+        """Return the state for a checkpoint. Every rank must call it, between two steps."""
+        self.state.in_flight = self._report.in_flight()
+        self._metric(self.state.in_flight)  # record them now: they would be lost if the process were killed
+        self.state.guard = None if self._guard is None else self._guard.as_dict()
+        self.state.trigger = None if self._trigger is None else self._trigger.as_dict()
+        return self.state.to_bytes()
+
+    def validated(self, losses: Mapping[str, float]) -> None:
+        """Record validation losses by the formats of the validation (``map``, ``bf16``)."""
+        for formats, loss in losses.items():
+            self._event(self._next_step, "validation", formats=formats, loss=loss)
+
+    def captured(self, step: int, kind: str, seconds: float) -> None:
+        """CUDA graphs were made in this step: for the first time ("capture"), or for another map ("recapture")."""
+        self._event(step, kind, seconds=round(seconds, 6), wait_s=round(seconds, 6))
+
+    def close(self, *, together: bool) -> None:
+        """End the run: record the last step's figures, and close rank 0's process and files.
+
+        Args:
+            together: whether all ranks call this method. Only then can the outstanding collective be waited for.
+        """
+        figures = self._report.drain() if together else None
+        if self._coordinator is None:
+            return
+        if figures is not None and figures.step in self._fractions:  # otherwise a checkpoint has recorded them
+            # They do not go to the sink, because Megatron has closed its loggers by now.
+            self._coordinator.metric(figures, self._fractions.pop(figures.step))
+        self._coordinator.close()
+
+    # -- maps --------------------------------------------------------------------------------------------------
+    def _start(self, step: int) -> None:
+        """Prepare the first step of this process: the initial map, a replay's schedule, a restored update."""
+        self._started = True
+        if self._config.replay is not None:
+            steps = self._coordinator.replay_steps() if self._coordinator else None
+            self._replay_steps = [s for s in self._channel.agree_steps(steps) if s >= step]
+        first = self._coordinator.initial_map(step) if self._coordinator else None
+        decision = self._channel.agree(first)
+        restored = self.state.precision_map if self._restored is not None else None
+        self._begin_plan(step)
+        if decision.verdict is Verdict.MAP:  # a map given by the configuration replaces that of the checkpoint
+            self._adopt(step, decision)
+        elif self._plans.changes(step, restored, self._registry.names):
+            self._next_phase(step)
+        elif restored is not None:
+            self._adopt(step, self._offered(restored))
+        if not self._config.updates:
+            self.state.pending = None
+        pending = self.state.pending
+        if pending is not None and self._coordinator is not None:
+            self._coordinator.submit(pending.step, pending.table, pending.version, pending.phases)
+        started = time.perf_counter()
+        prepared = self._prepare()
+        if prepared is not None:
+            self._event(step, "compile", **prepared, wait_s=since(started))
+
+    def _begin_plan(self, step: int) -> None:
+        """Restore the account and the plan of the run, or make the plan of a policy that needs no statistics."""
+        moved = self._plans.begin(step)
+        if moved is not None:
+            self._event(step, "plan_moved", **moved.fields())
+            if self._coordinator is not None:
+                print(f"snip: {moved}", flush=True)
+        fixed = self._plans.fixed_plan()
+        if fixed is not None:
+            self._take_plan(step, self._channel.agree_plan(fixed if self._coordinator is not None else None))
+
+    def _next_phase(self, step: int) -> None:
+        """Adopt the map of the phase that ``step`` lies in."""
+        started = time.perf_counter()
+        decision = self._offered(self._plans.enter(step))
+        self._event(step, "phase", **self._plans.figures(step))
+        self._adopt(step, decision, started)
+        self._updates.restart_trigger(step)
+        if self._guard is not None:
+            self._guard.adopted(step)
+
+    def _take_plan(self, step: int, plan: PrecisionPlan) -> None:
+        self._plans.take(plan, step)
+        if self._coordinator is not None and self._plans.plan is not None:
+            self._coordinator.planned(step, self._plans.plan)
+        self._event(step, "plan", **self._plans.figures(step))
+
+    def _offered(self, precision_map: PrecisionMap) -> Decision:
+        """Agree on a map that all ranks know already."""
+        return self._channel.agree(Decision(Verdict.MAP, precision_map) if self._coordinator is not None else None)
+
+    def _decide(self, step: int, pending: Pending) -> None:
+        """Adopt the pending update's map if rank 0 has it. Otherwise postpone the decision by another lag."""
+        started = time.perf_counter()
+        own: Decision | None = None
+        again = pending.due > pending.step + self._config.lag
+        if again and not self._answered and not self._config.wait:
+            decision = Decision(Verdict.NOT_READY)  # all ranks know this from the step's figures: no broadcast needed
+        else:
+            own = self._coordinator.decision(step, pending.version) if self._coordinator else None
+            decision = self._channel.agree(own)
+        if decision.verdict is Verdict.NOT_READY:
+            pending.due = step + self._config.lag
+            self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=since(started))
+            return
+        self.state.pending = None
+        if decision.precision_map is None:
+            return
+        plan = self._channel.agree_plan(own.plan if own is not None else None) if pending.phases is not None else None
+        refusal = self._guard.refuses(decision.precision_map) if self._guard is not None else None
+        if refusal is not None:
+            self._event(step, "guard", action="refused", version=pending.version, reason=refusal, wait_s=since(started))
+            return
+        if plan is not None:
+            self._take_plan(step, plan)
+            decision = Decision(Verdict.MAP, self._plans.enter(step))
+        self._adopt(step, decision, started)
+        self._updates.restart_trigger(step)
+        if self._guard is not None:
+            self._guard.adopted(step)
+
+    def _take_back(self, step: int) -> None:
+        """If the guard raised an alarm, adopt the last good map again. All ranks have the same alarm."""
+        alarm, self.state.alarm = self.state.alarm, None
+        if alarm is None or self._guard is None:
+            return
+        started = time.perf_counter()
+        failed = self._registry.current
+        good = self._guard.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
+        decision = self._offered(good)
+        self._guard.taken_back(failed)
+        self._plans.drop()
+        self._event(
+            step,
+            "guard",
+            action="taken_back",
+            version=failed.version,
+            back_to=good.version,
+            reason=alarm.reason,
+            alarm_step=alarm.step,
+            loss=alarm.loss,
+            limit=alarm.limit,
+            wait_s=since(started),
+        )
+        self._adopt(step, decision, started)
+        self._updates.restart_trigger(step)
+
+    def _adopt(self, step: int, decision: Decision, started: float | None = None) -> None:
+        new = decision.precision_map
+        if new is None:
+            return
+        started = time.perf_counter() if started is None else started
+        names = self._registry.names
+        changed = int((new.to_codes(names) != self._registry.current.to_codes(names)).sum())
+        self._registry.adopt(new)
+        self.state.precision_map = new
+        self.state.version = max(self.state.version, new.version)
+        fraction = self._fraction = self._share(new)
+        self._sink.precision_map(step, new, names)
+        if self._coordinator is not None:
+            self._coordinator.adopted(step, new)  # before the event, which counts its time
+        self._event(
+            step,
+            "adopt",
+            version=new.version,
+            status=new.status,
+            achieved=new.achieved,
+            achieved_per_stage=dict(new.achieved_per_stage),
+            fp4_fraction=fraction,
+            **new.prediction(),
+            changed=changed,
+            wait_s=since(started),
+        )
+
+    # -- figures -----------------------------------------------------------------------------------------------
+    def _share(self, precision_map: PrecisionMap) -> float:
+        return fp4_fraction(precision_map, self._flops, self._unquantised)
+
+    def _metric(self, figures: StepFigures | None) -> None:
+        if figures is None or figures.step not in self._fractions:  # the step was run by an earlier process
+            return
+        fraction = self._fractions.pop(figures.step)
+        self._sink.metric(figures.step, fp4_fraction=fraction, **figures.account)
+        if self._coordinator is not None:
+            self._coordinator.metric(figures, fraction)
+
+    def _event(self, step: int, kind: str, /, **fields: Any) -> None:
+        self._sink.event(step, kind, **fields)
+        if self._coordinator is not None:
+            self._coordinator.event(step, kind, **fields)

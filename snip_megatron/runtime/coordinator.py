@@ -1,0 +1,313 @@
+"""The work of rank 0: it feeds the sidecar and writes the run directory. Nothing here may stop training."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.phases import PlanPhase, PrecisionPlan
+from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction, option_id
+from snip_megatron.records.readers import read_events
+from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.runtime.adoption import Decision, Verdict
+from snip_megatron.runtime.pace import Pace
+from snip_megatron.runtime.progress import Progress
+from snip_megatron.runtime.settling import Settled, Settling
+from snip_megatron.runtime.sidecar import SidecarClient, SidecarResult, SolveJob
+from snip_megatron.runtime.step_report import StepFigures
+from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.policies import fixed_map
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.statistics.table import LinearRow, StatisticsTable
+
+_POLL_S = 0.01
+
+
+def replay_schedule(run: str) -> list[tuple[int, Path]]:
+    """Return (step, map file) of every adoption that a run directory recorded, in order.
+
+    Raises:
+        SnipError: no adoption is recorded, or a map file is missing.
+    """
+    folder = Path(run)
+    schedule = []
+    for event in read_events(folder):
+        if event.get("event") == "adopt":
+            step = int(event["step"])
+            path = folder / "maps" / f"step_{step}.json"
+            if not path.is_file():
+                raise SnipError(f"--snip-replay {run}: events.jsonl adopts a map at step {step} but {path} is missing")
+            schedule.append((step, path))
+    if not schedule:
+        raise SnipError(
+            f"--snip-replay {run}: no adopted map is recorded there; give the directory of a run under SNIP"
+        )
+    return schedule
+
+
+class RankZeroCoordinator:
+    """Rank 0's side of updates: the sidecar and the run directory.
+
+    Args:
+        config: the run's configuration.
+        request: the solve request of all updates. Its version is set for each update.
+        linears: the model's linears.
+        static_map: the checked map of ``--snip-map``; None without.
+        run: the run directory; None if the run keeps none.
+        tokens_per_step: the tokens of a step to which ``request`` refers; None if its FLOPs do not depend on them.
+        pace: compares step times under maps with those in bf16; None if quantised GEMMs are emulated, which never
+            saves time.
+        finished: called with the path of the run directory after its last record.
+    """
+
+    def __init__(
+        self,
+        config: SnipConfig,
+        request: SolveRequest,
+        linears: tuple[LinearRow, ...],
+        static_map: PrecisionMap | None,
+        run: RunDirectory | None,
+        tokens_per_step: int | None = None,
+        pace: Pace | None = None,
+        finished: Callable[[Path], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._request = request
+        self._tokens_per_step = tokens_per_step
+        self._linears = linears
+        self._flops = {row.name: row.flops for row in linears}
+        self._static_map = static_map
+        self._run = run
+        self._pace = pace
+        self._settling = None if pace is None else Settling()
+        self.progress = Progress(None if run is None else run.path, emulated=pace is None)
+        self._finished = finished
+        self._replay = dict(replay_schedule(config.replay)) if config.replay is not None else {}
+        self._decisions: dict[int, Decision] = {}
+        self._submitted: dict[int, int] = {}
+        self._in_force: PrecisionMap | None = None
+        self._speedups: list[tuple[int, float | None]] = []  # (step of adoption, predicted speedup), ascending
+        self._sidecar: SidecarClient | None = None
+        self._restarts = 0
+        if config.updates:
+            self._sidecar = SidecarClient(deadline_s=config.deadline)
+            self._sidecar.start()
+
+    # -- updates -----------------------------------------------------------------------------------------------
+    def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> None:
+        """Submit an update to the sidecar without blocking. With ``phases`` it answers with a plan."""
+        assert self._sidecar is not None
+        self._submitted[version] = step
+        self._settle("update", step, version)
+        if self._run is not None:
+            self._run.write_statistics(step, table)
+        request = dataclasses.replace(self._request, version=version, phases=phases)
+        if self._tokens_per_step is not None:
+            request = request.of_step(table.tokens_per_step / self._tokens_per_step)
+        self._sidecar.submit(SolveJob(table=table, request=request, hint=self._hint()))
+
+    def _hint(self) -> dict[str, Format] | None:
+        """Return the choices of the map in force by the ids of this run's options, or None if there is no map."""
+        if self._in_force is None:
+            return None
+        gemms = tuple(Gemm) if self._request.granularity == "gemm" else (None,)
+        return {
+            option_id(row.name, gemm): self._in_force.format_of(row.name, gemm or Gemm.FPROP)
+            for row in self._linears
+            for gemm in gemms
+        }
+
+    def pump(self, step: int) -> None:
+        """Receive the sidecar's results without blocking."""
+        if self._config.is_update_step(step):
+            self.progress.update_due(step)
+        if self._sidecar is None:
+            return
+        while (result := self._sidecar.poll()) is not None:
+            self._take(step, result)
+        if self._sidecar.restarts > self._restarts:
+            self._restarts = self._sidecar.restarts
+            self.event(step, "sidecar_restart", restarts=self._restarts, reason=self._sidecar.last_error)
+
+    def answered(self, version: int) -> bool:
+        """Return whether the outcome of an update is known, without blocking."""
+        return version in self._decisions
+
+    def decision(self, step: int, version: int) -> Decision:
+        """Return the decision about an update. Waits for it for at most ``--snip-wait`` seconds."""
+        until = time.monotonic() + self._config.wait
+        while version not in self._decisions and time.monotonic() < until:
+            time.sleep(_POLL_S)
+            self.pump(step)
+        return self._decisions.pop(version, Decision(Verdict.NOT_READY))
+
+    def _take(self, step: int, result: SidecarResult) -> None:
+        version = result.version
+        if result.failure is not None:
+            self._decisions[version] = Decision(Verdict.DROPPED)
+            self.event(
+                step,
+                "solve_failed",
+                version=version,
+                reason=result.failure.kind,
+                message=result.failure.message,
+                latency_s=result.latency_s,
+            )
+            return
+        plan, precision_map = result.plan, result.precision_map
+        assert precision_map is not None
+        if plan is not None:
+            maps = [self._with_predictions(phase.precision_map) for phase in plan.phases]
+            parts = [PlanPhase(phase.begin, each) for phase, each in zip(plan.phases, maps, strict=True)]
+            plan, precision_map = dataclasses.replace(plan, phases=tuple(parts)), maps[0]
+        else:
+            precision_map = self._with_predictions(precision_map)
+        self._decisions[version] = Decision(Verdict.MAP, precision_map, plan)
+        if result.out_of_reach is not None:
+            self.event(step, "out_of_reach", version=version, **dataclasses.asdict(result.out_of_reach))
+            print(f"snip: update {version}: {result.out_of_reach}", flush=True)
+        solved = precision_map if plan is None else plan
+        self.event(
+            step,
+            "solved",
+            version=version,
+            status=solved.status,
+            objective=solved.objective,
+            bound=solved.bound,
+            achieved=solved.achieved,
+            achieved_per_stage=dict(precision_map.achieved_per_stage) if plan is None else {},
+            **(precision_map.prediction() | self._loss_without_penalty(result)),
+            solve_seconds=precision_map.solve_seconds,
+            latency_s=result.latency_s,
+        )
+        if self._run is not None:
+            submitted = self._submitted.pop(version, step)
+            self._run.write_problem(submitted, result.problem_json or "")
+            self._run.write_scores(submitted, _named_scores(result.scores), version=version)
+
+    def _with_predictions(self, precision_map: PrecisionMap) -> PrecisionMap:
+        """Add the fp4 share of FLOPs and the whole step's speedup to a map under a budget of time or loss."""
+        if precision_map.budget is None:
+            return precision_map
+        assert self._request.times is not None
+        step = self._request.times.step_speedup(
+            {row.name: row.stage for row in self._linears},
+            {int(stage): share for stage, share in precision_map.achieved_per_stage.items()},
+            precision_map,
+        )
+        return precision_map.with_fields(fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
+
+    def _loss_without_penalty(self, result: SidecarResult) -> dict[str, float | None]:
+        """Return the sum of losses as a field if the objective also contains the change penalty."""
+        if not self._request.change_penalty or result.solution is None:
+            return {}
+        return {"loss": result.solution.loss}
+
+    # -- fixed maps --------------------------------------------------------------------------------------------
+    def initial_map(self, step: int) -> Decision:
+        """Return the initial map: that of ``--snip-map`` or of a fixed policy, or the verdict ``DROPPED`` for none."""
+        if self._static_map is not None:
+            return Decision(Verdict.MAP, self._static_map)
+        names, request = [row.name for row in self._linears], self._request
+        fixed = fixed_map(self._config.policy, names, request.pins, request.groups)
+        if self._config.replay is None and fixed is not None:
+            return Decision(Verdict.MAP, fixed)
+        return Decision(Verdict.DROPPED)
+
+    def replay_steps(self) -> list[int]:
+        """Return the steps at which the replayed run adopted a map."""
+        return sorted(self._replay)
+
+    def replayed_map(self, step: int) -> Decision:
+        """Return the map that the replayed run adopted at ``step``."""
+        path = self._replay[step]
+        return Decision(Verdict.MAP, PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)))
+
+    # -- record ------------------------------------------------------------------------------------------------
+    def event(self, step: int, kind: str, /, **fields: Any) -> None:
+        """Record an event; see :meth:`RunDirectory.event`."""
+        self.progress.event(kind, fields)
+        if self._run is not None:
+            self._run.event(step, kind, **fields)
+
+    def _settle(self, of: str, step: int, version: int) -> None:
+        if self._settling is not None:
+            self._say_settled(step, self._settling.begin(of, step, version))
+
+    def _say_settled(self, step: int, settled: Settled | None) -> None:
+        if settled is not None:
+            self.event(step, "settled", **dataclasses.asdict(settled))
+
+    def step_took(self, step: int, seconds: float) -> None:
+        """Note the duration of a training step, which the next events record.
+
+        Prints and records a warning, once for each map, if the map makes steps longer.
+        """
+        seconds = round(seconds, 6)
+        self.progress.step(step, seconds)
+        if self._run is not None:
+            self._run.step_s = seconds
+        if self._settling is not None:
+            self._say_settled(step, self._settling.step(seconds))
+        slower = None if self._pace is None else self._pace.step(seconds)
+        if slower is not None:
+            self.event(step, "slower", **dataclasses.asdict(slower), ratio=slower.ratio)
+            print(f"snip: {slower}", flush=True)
+
+    def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
+        """Record the figures of a step in metrics.jsonl."""
+        fields: dict[str, float | None] = dict(self.progress.take(figures.step))
+        if self._run is None:
+            return
+        if self._request.timed:
+            past = [speedup for step, speedup in self._speedups if step <= figures.step]
+            fields["predicted_speedup"] = past[-1] if past else None
+        self._run.metric(figures.step, figures.loss, figures.grad_norm, fp4_fraction, **fields)
+
+    def planned(self, step: int, plan: PrecisionPlan) -> None:
+        """Record a plan that is in force from ``step`` on."""
+        if self._run is not None:
+            self._run.write_plan(step, plan)
+
+    def adopted(self, step: int, precision_map: PrecisionMap) -> None:
+        """Record the adopted map. The next update's solve starts from it."""
+        self._in_force = precision_map
+        self.progress.adopted(step, precision_map)
+        if self._pace is not None:
+            self._pace.adopted(precision_map)
+        self._settle("adopt", step, precision_map.version)
+        self._speedups.append((step, precision_map.speedup))
+        if self._run is not None:
+            self._run.write_map(step, precision_map)
+
+    def close(self) -> None:
+        """End the sidecar, close the run directory and call ``finished``."""
+        if self._sidecar is not None:
+            self._sidecar.close()
+            self._sidecar = None
+        if self._run is None:
+            return
+        run, self._run = self._run, None
+        run.close()
+        if self._finished is not None:
+            self._finished(run.path)
+
+
+def _named_scores(scores: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the scores of the problem builder with the field names of a ``snip.scores/1`` file."""
+    return {
+        option: {
+            fmt: {
+                "delta_loss": score["loss_divergence"],
+                "delta_weight": score["weight_divergence"],
+                "q": score["q"],
+            }
+            for fmt, score in by_format.items()
+        }
+        for option, by_format in scores.items()
+    }

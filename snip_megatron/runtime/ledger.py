@@ -1,0 +1,74 @@
+"""What a run has spent so far: the average over the run that a budget with phases asks for starts from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from snip_megatron.errors import SnipError, is_finite
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.runtime.checks import count
+
+
+@dataclass
+class Ledger:
+    """The account of one run, equal on all ranks.
+
+    Attributes:
+        origin: the first step of the run under SNIP. Earlier steps, of a checkpoint without SNIP, do not count.
+        steps: number of steps since then.
+        shares: sum over these steps of the fp4 share of the map in force.
+        times: sum over these steps of the predicted time of the decoder's linears, relative to bf16: 1 / speedup.
+        last: the step before which the run ends, as far as it was known; None if not.
+    """
+
+    origin: int
+    steps: int = 0
+    shares: float = 0.0
+    times: float = 0.0
+    last: int | None = None
+
+    def add(self, share: float, time: float, steps: int = 1) -> None:
+        """Add steps that ran under one map."""
+        self.steps += steps
+        self.shares += steps * share
+        self.times += steps * time
+
+    @property
+    def next_step(self) -> int:
+        """The step that follows the last one of the account."""
+        return self.origin + self.steps
+
+    def average(self, *, timed: bool) -> float:
+        """Return the mean fp4 share; with ``timed`` the harmonic mean of the speedups. 0 without steps."""
+        if not self.steps:
+            return 0.0
+        if not timed:
+            return self.shares / self.steps
+        return self.steps / self.times if self.times > 0.0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the account as JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, body: Any, where: str) -> Ledger:
+        """Parse the output of :meth:`as_dict`. Raises SnipError naming ``where`` if it is invalid."""
+        if not isinstance(body, dict):
+            raise SnipError(f"{where}: ledger: must be an object")
+        for name in ("shares", "times"):
+            if not is_finite(body.get(name)) or body[name] < 0:
+                raise SnipError(f"{where}: ledger.{name}: must be a finite number, 0 or more")
+        last = body.get("last")
+        return cls(
+            count(body.get("origin"), f"{where}: ledger.origin"),
+            count(body.get("steps"), f"{where}: ledger.steps"),
+            float(body["shares"]),
+            float(body["times"]),
+            None if last is None else count(last, f"{where}: ledger.last"),
+        )
+
+
+def relative_time(precision_map: PrecisionMap) -> float:
+    """Return the predicted time of a step's linears under a map, relative to bf16. 1 where nothing is predicted."""
+    return 1.0 if precision_map.speedup is None or precision_map.speedup <= 0.0 else 1.0 / precision_map.speedup

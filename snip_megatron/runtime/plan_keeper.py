@@ -1,0 +1,242 @@
+"""The plan of a run with phases: which map is due, what has been spent, and what an update must plan from.
+
+Every rank has one, with the same content: it depends on the step number, the configuration, the maps that all ranks
+agreed on and the state of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from snip_megatron.phases import PlanPhase, PrecisionPlan
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.runtime.ledger import Ledger, relative_time
+from snip_megatron.runtime.state import ControllerState
+from snip_megatron.runtime.timeline import Timeline
+from snip_megatron.sensitivity.phased import PhasedRequest
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The phases after a resumed run was given another end.
+
+    Attributes:
+        last_before, last: the end of the run before, and now.
+        begins_before, begins: the first steps of the phases before, and now.
+        average_before, average: the average over the run that the plan leads to; None without a plan.
+    """
+
+    last_before: int
+    last: int
+    begins_before: tuple[int, ...]
+    begins: tuple[int, ...]
+    average_before: float | None
+    average: float | None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the event."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+    def __str__(self) -> str:
+        begins, before = (", ".join(map(str, steps)) for steps in (self.begins, self.begins_before))
+        text = f"training now ends at step {self.last} instead of {self.last_before}: phases begin at {begins}"
+        text += f" instead of {before}"
+        if self.average is None or self.average_before is None:
+            return text
+        return f"{text}; the average over the run becomes {self.average:.4f} instead of {self.average_before:.4f}"
+
+
+class PlanKeeper:
+    """Keeps the ledger and the plan in the controller's state.
+
+    Args:
+        state: the state that checkpoints hold.
+        timeline: the time of the run; None if its end is unknown.
+        share: returns the fp4 share of a map.
+    """
+
+    def __init__(
+        self, state: ControllerState, timeline: Timeline | None, share: Callable[[PrecisionMap], float]
+    ) -> None:
+        self._state = state
+        self._timeline = timeline
+        self._share = share
+        self._entered: int | None = None  # first step of the phase whose map is in force
+
+    @property
+    def solves(self) -> bool:
+        """Whether updates solve plans instead of single maps."""
+        return self._timeline is not None and self._timeline.schedule is not None
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The plan in force."""
+        return self._state.plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """What has been spent. Set by :meth:`begin`."""
+        assert self._state.ledger is not None
+        return self._state.ledger
+
+    # -- start -------------------------------------------------------------------------------------------------
+    def begin(self, step: int) -> Moved | None:
+        """Prepare the first step of this process, and move the phases if a resumed run has another end.
+
+        The account starts anew where the checkpoint holds none, or one that does not lead to this step.
+        """
+        state, timeline = self._state, self._timeline
+        if state.ledger is None or state.ledger.next_step != step:
+            state.ledger = Ledger(step)
+            state.plan = None
+        before, state.ledger.last = state.ledger.last, None if timeline is None else timeline.last
+        if timeline is None or (timeline.schedule is None and timeline.fixed is None):
+            state.plan = None
+            return None
+        if before is None or before == timeline.last or not self.ends_after(step):
+            return None
+        return self._move(step, before, timeline.last)
+
+    def ends_after(self, step: int) -> bool:
+        """Return whether the run has a step ``step``."""
+        return self._timeline is not None and step < self._timeline.last
+
+    def _move(self, step: int, before: int, last: int) -> Moved | None:
+        old = self._state.plan
+        begins = [self._begins(before), self._begins(last)]
+        averages: list[float | None] = [None, None]
+        if old is not None:
+            new = self._state.plan = old.moved(self.ledger.origin, last, step)
+            averages = [self.average(old, step), self.average(new, step)]
+            if not self.solves:
+                begins = [tuple(phase.begin for phase in plan.phases) for plan in (old, new)]
+        return Moved(before, last, begins[0], begins[1], averages[0], averages[1])
+
+    def _begins(self, last: int) -> tuple[int, ...]:
+        schedule = self._timeline.schedule if self._timeline is not None else None
+        origin = self.ledger.origin
+        return () if schedule is None or last <= origin else schedule.first_steps(origin, last)
+
+    def fixed_plan(self) -> PrecisionPlan | None:
+        """Return the plan of a policy that needs no statistics if the run has such a policy and no plan yet."""
+        timeline = self._timeline
+        if timeline is None or timeline.fixed is None or self._state.plan is not None:
+            return None
+        return timeline.fixed(self.ledger.origin, timeline.last)
+
+    # -- the plan ----------------------------------------------------------------------------------------------
+    def take(self, plan: PrecisionPlan, step: int) -> None:
+        """Keep a plan for the steps from ``step`` on. One that was made for another end of the run is moved first."""
+        timeline = self._timeline
+        if timeline is not None and plan.last != timeline.last and self.ends_after(step):
+            plan = plan.moved(self.ledger.origin, timeline.last, step)
+        self._state.plan, self._entered = plan, None
+
+    def enter(self, step: int) -> PrecisionMap:
+        """Note that the phase of ``step`` is in force, and return its map."""
+        phase = self._phase(step)
+        self._entered = phase.begin
+        return phase.precision_map
+
+    def due(self, step: int) -> bool:
+        """Return whether a phase begins whose map is not in force yet."""
+        return self._state.plan is not None and self._phase(step).begin != self._entered
+
+    def changes(self, step: int, restored: PrecisionMap | None, names: Sequence[str]) -> bool:
+        """Return whether the plan wants another map at ``step`` than the one that a checkpoint restored.
+
+        If it does not, its phase counts as entered.
+        """
+        plan = self._state.plan
+        if plan is None:
+            return False
+        if restored is None or plan.begins_at(step) or plan.at(step).digest(names) != restored.digest(names):
+            return True
+        self.enter(step)
+        return False
+
+    def drop(self) -> None:
+        """Forget the plan, because its map was taken back. The next update makes another one."""
+        self._state.plan = self._entered = None
+
+    def _phase(self, step: int) -> PlanPhase:
+        assert self._state.plan is not None
+        return self._state.plan.phases[self._state.plan.index_at(step)]
+
+    # -- what has been spent -----------------------------------------------------------------------------------
+    def ran(self, in_force: PrecisionMap, share: float) -> None:
+        """Add a step that ran under ``in_force``, whose fp4 share the caller has, so that no step computes it again."""
+        if self._state.ledger is not None:
+            self._state.ledger.add(share, relative_time(in_force))
+
+    def average(self, plan: PrecisionPlan, step: int) -> float:
+        """Return the average over the whole run if the steps from ``step`` on follow ``plan``."""
+        account = self._ahead(plan, None, step, plan.last)
+        return account.average(timed=self._timeline is not None and self._timeline.timed)
+
+    def _ahead(self, plan: PrecisionPlan | None, current: PrecisionMap | None, step: int, until: int) -> Ledger:
+        """Return the account at ``until``, if the steps from ``step`` on follow the plan, or the map in force."""
+        account = replace(self.ledger)
+        if plan is None:
+            assert current is not None
+            account.add(self._share(current), relative_time(current), max(0, until - step))
+            return account
+        starts = [step, *(phase.begin for phase in plan.phases[1:]), until]
+        for phase, begin, end in zip(plan.phases, starts, starts[1:], strict=False):
+            steps = min(end, until) - max(begin, step)
+            if steps > 0:
+                account.add(self._share(phase.precision_map), relative_time(phase.precision_map), steps)
+        return account
+
+    def request(self, step: int, due: int, current: PrecisionMap) -> PhasedRequest | None:
+        """Return what an update plans from: the phases that remain at ``due``, and what will be spent by then.
+
+        Args:
+            step: the step before which the update is submitted.
+            due: the step before which its plan comes into force. Until then the maps stay as they are.
+            current: the map in force, which counts where there is no plan.
+
+        Returns:
+            The request; None if maps do not depend on time, or if no step is left at ``due``.
+        """
+        timeline = self._timeline
+        if timeline is None or timeline.schedule is None:
+            return None
+        rest = timeline.schedule.remaining(self.ledger.origin, timeline.last, due)
+        if not rest:
+            return None
+        phases = [timeline.schedule.phases[index] for index, _, _ in rest]
+        begins = tuple(first for _, first, _ in rest)
+        spent = self._ahead(self._state.plan, current, step, due)
+        last_stands = [0.0] * (len(rest) - 1) + [1.0 if timeline.standing else 0.0]
+        return PhasedRequest(
+            begins=begins,
+            steps=tuple(steps for _, _, steps in rest),
+            budgets=tuple(None if phase.floor is None else phase.floor[1] for phase in phases),
+            change=tuple(phase.change for phase in phases),
+            standing=tuple(last_stands),
+            carried=tuple(timeline.carried(self.ledger.origin, begins, timeline.last)),
+            spent_steps=spent.steps,
+            spent=spent.average(timed=timeline.timed),
+        )
+
+    # -- events ------------------------------------------------------------------------------------------------
+    def figures(self, step: int) -> dict[str, Any]:
+        """Return what events say about the plan in force."""
+        plan = self._state.plan
+        assert plan is not None
+        average = self.average(plan, step)
+        return {
+            "version": plan.version,
+            "status": plan.status,
+            "target": plan.target,
+            "average": average if math.isfinite(average) else None,
+            "phase": plan.index_at(step),
+            "phases": [
+                {"from_step": phase.begin, "steps": steps, "fp4_fraction": self._share(phase.precision_map)}
+                for phase, steps in zip(plan.phases, plan.steps, strict=True)
+            ],
+        }

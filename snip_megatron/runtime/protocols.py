@@ -1,0 +1,70 @@
+"""The interfaces that the controller expects of probes and loggers, which other rooms implement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.statistics.table import StatisticsTable
+
+
+class Probe(Protocol):
+    """The measurement of one update, which all ranks have made before a step.
+
+    Attributes:
+        table: the statistics, equal on all ranks.
+        seconds: kind of pass, or ``reduction`` → seconds.
+        tokens: number of tokens over all data parallel ranks.
+        passes: kind of pass → microbatches that this rank ran.
+    """
+
+    @property
+    def table(self) -> StatisticsTable: ...
+
+    @property
+    def seconds(self) -> Mapping[str, float]: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def passes(self) -> Mapping[str, int]: ...
+
+
+def probe_events(probe: Probe) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return the kind and the fields of the event of every pass and of the reduction."""
+    for kind, seconds in probe.seconds.items():
+        passes = {"passes": probe.passes[kind]} if kind in probe.passes else {}
+        fields = {"kind": kind, "seconds": seconds, "tokens": probe.tokens, **passes, "wait_s": seconds}
+        yield "collect" if kind == "reduction" else "probe", fields
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """The result of an update that cannot be measured now, equal on all ranks.
+
+    Attributes:
+        reason: the reason, in one line.
+        figures: the figures behind it, for the event.
+    """
+
+    reason: str
+    figures: Mapping[str, float]
+
+
+class Sink(Protocol):
+    """A logger that receives the figures of a run beside the run directory. No method raises."""
+
+    def begin_step(self, step: int) -> None:
+        """Note the begin of training step ``step``."""
+
+    def metric(self, step: int, /, **figures: float | None) -> None:
+        """Write the figures of training step ``step``."""
+
+    def event(self, step: int, kind: str, /, **fields: Any) -> None:
+        """Write an event before training step ``step``."""
+
+    def precision_map(self, step: int, precision_map: PrecisionMap, linears: Iterable[str] | None = None) -> None:
+        """Write the map adopted before training step ``step``. ``linears`` are the names of all linears."""

@@ -1,0 +1,89 @@
+"""From a job to its result inside the sidecar: build the problem, solve it, and turn solutions into maps and plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from snip_megatron.phases import PlanPhase, PrecisionPlan
+from snip_megatron.runtime.sidecar.messages import OutOfReach, SidecarFailure, SidecarResult, SolveJob
+
+if TYPE_CHECKING:
+    from snip_megatron.solver.phased.solution import PhasedSolution
+
+
+def solve_job(job: SolveJob, build_path: str) -> SidecarResult:
+    """Solve an update.
+
+    Args:
+        job: the statistics and the request.
+        build_path: ``module:function`` that builds a Problem of a request without phases.
+    """
+    return _solve_map(job, build_path) if job.request.phases is None else _solve_plan(job)
+
+
+def _solve_map(job: SolveJob, build_path: str) -> SidecarResult:
+    from snip_megatron.sensitivity.problem import change_penalty
+    from snip_megatron.solver import solve
+
+    started = time.perf_counter()
+    module, _, function = build_path.partition(":")
+    built: Any = getattr(importlib.import_module(module), function)(job.table, job.request)
+    problem, scores = built if isinstance(built, tuple) else (built, {})
+    between = time.perf_counter()
+    solution = solve(
+        problem,
+        deterministic_time=job.request.deterministic_time,
+        seed=job.request.seed % 2**31,
+        hint=job.hint,
+        change_penalty=change_penalty(problem, job.request),
+    )
+    timings = {"build": between - started, "solve": time.perf_counter() - between}
+    text = problem.to_json()
+    if solution.status == "infeasible":
+        failure = SidecarFailure("infeasible", str(solution.fault))
+        return SidecarResult(failure=failure, problem_json=text, scores=scores, timings=timings)
+    return SidecarResult(solution=solution, problem_json=text, scores=scores, timings=timings)
+
+
+def _solve_plan(job: SolveJob) -> SidecarResult:
+    """Solve the remaining phases. A budget that is out of reach after what was spent is replaced by what is reachable.
+
+    That happens once: an infeasible budget that was reachable by the solver's own account is a failure.
+    """
+    from snip_megatron.sensitivity.phased_problem import build_phased_problem
+    from snip_megatron.solver.phased.api import solve_phased
+
+    started = time.perf_counter()
+    limits: dict[str, Any] = {"deterministic_time": job.request.deterministic_time, "seed": job.request.seed % 2**31}
+    problem, scores = build_phased_problem(job.table, job.request)
+    between = time.perf_counter()
+    solution = solve_phased(problem, **limits)
+    out_of_reach = None
+    if solution.fault is not None and solution.fault.reachable is not None:
+        budget = problem.budget
+        out_of_reach = OutOfReach(budget.kind, budget.wanted, solution.fault.reachable, solution.fault.why)
+        problem = dataclasses.replace(problem, budget=budget.with_wanted(solution.fault.reachable))
+        solution = solve_phased(problem, **limits)
+    timings = {"build": between - started, "solve": time.perf_counter() - between}
+    rest: dict[str, Any] = {"problem_json": problem.to_json(), "scores": scores, "timings": timings}
+    if solution.status == "infeasible":
+        return SidecarResult(failure=SidecarFailure("infeasible", str(solution.fault)), **rest)
+    return SidecarResult(plan=_plan(job, solution, scores), out_of_reach=out_of_reach, **rest)
+
+
+def _plan(job: SolveJob, solution: PhasedSolution, scores: Mapping[str, Any]) -> PrecisionPlan:
+    """Return the plan of a solution. Every map also holds its loss if it stayed, which the guard compares."""
+    assert job.request.phases is not None
+    plan = solution.to_plan(job.request.phases.begins, job.request.version)
+
+    def with_loss(phase: PlanPhase) -> PlanPhase:
+        chosen = (scores[key].get(fmt.value) for key, fmt in phase.precision_map.choices.items())
+        loss = math.fsum(score["q"] for score in chosen if score is not None)  # a pinned format has no score
+        return PlanPhase(phase.begin, phase.precision_map.with_fields(loss=loss))
+
+    return dataclasses.replace(plan, phases=tuple(map(with_loss, plan.phases)))

@@ -1,0 +1,175 @@
+"""The step report: one small asynchronous collective a step that gives every rank the loss, one step late.
+
+It is needed because under pipeline parallelism only the last stage has the loss, while rank 0 writes the metrics
+(docs/method.md, rule 7).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Places in the summed tensor, and their number.
+_LOSS, _RANKS, _BROKEN, _ANSWERED, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(8)
+_ACCOUNT = ("step_s", "speedup", "saved_h")
+
+News = Callable[[], Mapping[str, float] | None]
+"""Returns rank 0's figures about the run's speed, or None where there are no new ones."""
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The figures of one training step, equal on all ranks.
+
+    Attributes:
+        step: the 0-based training step.
+        loss: mean loss over the ranks that have it; None if no rank has it or it is not finite.
+        grad_norm: the gradient norm; None if it is unknown or not finite.
+        broken: whether the loss or the gradient norm was NaN or Inf on any rank.
+        gradients: ‖∇W‖² of every linear, at the steps that the trigger observes; None otherwise or if not finite.
+        answered: whether rank 0 knew the outcome of the pending update.
+        account: rank 0's figures about the run's speed, at the steps that it gives them: ``step_s``, and where they are
+            known ``speedup`` over bf16 and ``saved_h``, hours saved so far.
+    """
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    broken: bool = False
+    gradients: tuple[float, ...] | None = None
+    answered: bool = False
+    account: Mapping[str, float] = field(default_factory=dict)
+
+
+class StepReport:
+    """Sums the figures of a step over all ranks while the next step runs.
+
+    On a GPU, a separate stream copies the sum to the host. Reading it one step later does not wait for the training
+    stream, so that the launching thread stays ahead of the GPU.
+
+    Args:
+        device: the device of tensors in collectives of the group.
+        group: all training ranks; None for the default group.
+        arrived: figures restored from a checkpoint. The first call of :meth:`exchange` returns them.
+        news: on rank 0, called at every step for the figures of :attr:`StepFigures.account`; None on other ranks.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        arrived: StepFigures | None = None,
+        news: News | None = None,
+    ) -> None:
+        self._news = news
+        self._device = device
+        self._group = group
+        self._arrived = arrived
+        self._flight: _Flight | None = None
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def exchange(
+        self,
+        step: int,
+        loss: torch.Tensor | None,
+        grad_norm: float | None,
+        gradients: torch.Tensor | None = None,
+        *,
+        answered: bool = False,
+    ) -> StepFigures | None:
+        """Start the collective of this step, and return the figures of the previous step. All ranks must call it.
+
+        Args:
+            step: the 0-based training step.
+            loss: the loss on ranks that have it; None on others.
+            grad_norm: the gradient norm, equal on all ranks.
+            gradients: this rank's share of the linears' ‖∇W‖², float64. Either all ranks give it, in the same size, or
+                none.
+            answered: on rank 0, whether the outcome of the pending update is known.
+
+        Returns:
+            The figures of the previous step, or None if there are none.
+        """
+        arrived = self.drain()
+        values = torch.zeros(_SUM, dtype=torch.float64, device=self._device)
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            values[_BROKEN] = 1.0
+        if loss is not None:
+            own = loss.detach().double().reshape(())
+            values[_LOSS], values[_RANKS] = own, 1.0
+            values[_BROKEN] += ~own.isfinite()
+        if answered:
+            values[_ANSWERED] = 1.0
+        news = None if self._news is None else self._news()
+        if news is not None:
+            known = [news.get(name, math.nan) for name in _ACCOUNT]
+            values[_STEP_S:_SUM] = torch.tensor(known, dtype=torch.float64)
+        if gradients is not None:
+            values = torch.cat([values, gradients.to(values.device)])
+        handle = dist.all_reduce(values, group=self._group, async_op=True)
+        host, landed = (values, handle) if self._stream is None else self._to_host(values, handle, self._stream)
+        self._flight = _Flight(step, values, host, landed, grad_norm)
+        return arrived
+
+    def _to_host(self, values: torch.Tensor, handle: Any, stream: Any) -> tuple[torch.Tensor, Any]:
+        """Queue the copy to the host after the collective, on a stream beside the training stream."""
+        host = torch.empty(values.numel(), dtype=torch.float64, pin_memory=True)
+        landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            handle.wait()
+            host.copy_(values, non_blocking=True)
+            landed.record()
+        return host, landed
+
+    def in_flight(self) -> StepFigures | None:
+        """Wait for the outstanding figures and return them for a checkpoint. The next call returns them again."""
+        self._arrived = self.drain()
+        return self._arrived
+
+    def drain(self) -> StepFigures | None:
+        """Wait for the outstanding figures and return them, or None if there are none."""
+        if self._flight is None:
+            arrived, self._arrived = self._arrived, None
+            return arrived
+        flight, self._flight = self._flight, None
+        if self._stream is None:
+            flight.landed.wait()
+        else:
+            flight.landed.synchronize()
+        sums = flight.host.tolist()
+        loss = sums[_LOSS] / sums[_RANKS] if sums[_RANKS] > 0 and math.isfinite(sums[_LOSS]) else None
+        norm = flight.grad_norm
+        finite = norm is not None and math.isfinite(norm)
+        gradients = tuple(sums[_SUM:]) if all(map(math.isfinite, sums[_SUM:])) else ()
+        return StepFigures(
+            flight.step,
+            loss,
+            norm if finite else None,
+            broken=sums[_BROKEN] > 0,
+            gradients=gradients or None,
+            answered=sums[_ANSWERED] > 0,
+            account=_account(sums[_STEP_S:_SUM]),
+        )
+
+
+def _account(sums: list[float]) -> dict[str, float]:
+    """Return rank 0's figures. A step takes some time, so that a ``step_s`` of 0 means that there are none."""
+    if not sums[0] > 0:
+        return {}
+    return {name: value for name, value in zip(_ACCOUNT, sums, strict=True) if math.isfinite(value)}
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """An outstanding collective. ``values`` must stay alive until the copy to ``host`` has ``landed``."""
+
+    step: int
+    values: torch.Tensor
+    host: torch.Tensor
+    landed: Any
+    grad_norm: float | None

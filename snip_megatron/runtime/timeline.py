@@ -1,0 +1,36 @@
+"""What a run knows about its own time before it begins: where it ends, its phases, what is left of an error."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from snip_megatron.phases import PrecisionPlan, Schedule
+
+
+def even_weights(origin: int, begins: Sequence[int], last: int) -> tuple[float, ...]:
+    """Return the weights of phases under a constant learning rate, if nothing is forgotten: their shares of the run."""
+    return tuple((end - begin) / (last - origin) for begin, end in itertools.pairwise([*begins, last]))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The time of a run, equal on all ranks.
+
+    Attributes:
+        last: the step before which training ends.
+        schedule: the phases in which updates may choose different maps; None for maps that do not depend on time.
+        fixed: returns the plan of a policy that needs no statistics, for a run over [origin, last). None for others.
+        carried: returns the weight of the carried loss in every phase, given the first step of the run, those of its
+            remaining phases, and ``last`` (``sensitivity.persistence``).
+        standing: whether the formats of the last phase are those in which the model is deployed.
+        timed: whether the average over the run is one of predicted time instead of the fp4 share.
+    """
+
+    last: int
+    schedule: Schedule | None = None
+    fixed: Callable[[int, int], PrecisionPlan] | None = None
+    carried: Callable[[int, Sequence[int], int], Sequence[float]] = even_weights
+    standing: bool = True
+    timed: bool = False

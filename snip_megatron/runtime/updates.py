@@ -1,0 +1,119 @@
+"""An update as every rank runs it: probes, a statistics table, and its submission to rank 0's solver process."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.plan_keeper import PlanKeeper
+from snip_megatron.runtime.protocols import Probe, Unmeasured, probe_events
+from snip_megatron.runtime.state import ControllerState, Pending
+from snip_megatron.runtime.trigger import Trigger
+
+
+class Updates:
+    """Starts updates.
+
+    Args:
+        config: the run's configuration.
+        state: the controller's state, which holds the pending update.
+        plans: what an update of a run with phases plans from.
+        registry: this rank's linears.
+        coordinator: the work of rank 0; None on other ranks.
+        trigger: starts updates early; None without one.
+        event: records an event.
+        clip_grad: Megatron's ``--clip-grad``; 0 for none.
+    """
+
+    def __init__(
+        self,
+        config: SnipConfig,
+        state: ControllerState,
+        plans: PlanKeeper,
+        registry: LinearRegistry,
+        coordinator: RankZeroCoordinator | None,
+        trigger: Trigger | None,
+        event: Callable[..., None],
+        clip_grad: float,
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._plans = plans
+        self._registry = registry
+        self._coordinator = coordinator
+        self._trigger = trigger
+        self._event = event
+        self._clip_grad = clip_grad
+
+    def start_if_due(self, step: int, probe: Callable[[float], Probe | Unmeasured]) -> None:
+        """Start an update if one is due before ``step``, or if the trigger starts one."""
+        triggered = self._triggered(step)
+        if self._config.is_update_step(step) or triggered:
+            self._start(step, probe)
+
+    def _triggered(self, step: int) -> bool:
+        """Return whether the trigger starts an update. It never does while an update is pending."""
+        if self._trigger is None or self._state.pending is not None:
+            return False
+        reason = self._trigger.reason()
+        if reason is not None:
+            self._event(step, "trigger", **reason)
+        return reason is not None
+
+    def restart_trigger(self, step: int) -> None:
+        """Restart the trigger at the begin of an update, and under another map, whose gradients differ in noise."""
+        if self._trigger is not None:
+            self._trigger.restart(step)
+
+    def _start(self, step: int, probe: Callable[[float], Probe | Unmeasured]) -> None:
+        if self._state.pending is not None:
+            self._event(step, "skipped", reason="the previous update is still undecided")
+            return
+        due = step + self._config.lag
+        phases = self._plans.request(step, due, self._registry.current)
+        if phases is None and self._plans.solves:
+            self._event(step, "skipped", reason="training ends before its plan would come into force")
+            return
+        self.restart_trigger(step)
+        started = time.perf_counter()
+        result = probe(self._clip_factor())
+        seconds = since(started)
+        if isinstance(result, Unmeasured):
+            self._event(step, "dropped", reason=result.reason, **result.figures, wait_s=seconds)
+            return
+        for kind, fields in probe_events(result):
+            self._event(step, kind, **fields)
+        broken = result.table.non_finite()  # equal on all ranks, because the table is
+        if broken:
+            self._event(step, "dropped", reason=f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
+            return
+        self._state.measured = result.table.measured
+        self._state.version += 1
+        pending = self._state.pending = Pending(step, due, self._state.version, result.table, phases)
+        if self._coordinator is not None:
+            self._coordinator.submit(step, result.table, pending.version, phases)
+        rest = since(started) - sum(result.seconds.values())  # the passes have events of their own
+        self._event(step, "submit", **_submitted(pending), wait_s=round(rest, 6), update_seconds=seconds)
+
+    def _clip_factor(self) -> float:
+        """Return the factor by which gradient clipping scaled the last step's gradient; 1 if the norm is unknown."""
+        norm = self._state.grad_norm
+        if norm is None or not math.isfinite(norm) or self._clip_grad <= 0:
+            return 1.0
+        return min(1.0, self._clip_grad / (norm + 1e-6))
+
+
+def _submitted(pending: Pending) -> dict[str, Any]:
+    size = sum(array.nbytes for array in pending.table.arrays().values())
+    planned = {} if pending.phases is None else {"phases": pending.phases.as_dict()}
+    return {"version": pending.version, "table_bytes": size, **planned}
+
+
+def since(started: float) -> float:
+    """Return the seconds since ``started``, a reading of ``time.perf_counter``."""
+    return round(time.perf_counter() - started, 6)

@@ -1,0 +1,88 @@
+"""From statistics and a request with phases to the problem over the phases of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.precision import split_option_id
+from snip_megatron.sensitivity.loss_divergence import FloatArray
+from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.problem import Option, Scores, make_item, score_options
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.solver.phased import Phase, PhasedChoice, PhasedItem, PhasedProblem, Spent
+from snip_megatron.statistics.table import StatisticsTable
+
+
+def build_phased_problem(table: StatisticsTable, request: SolveRequest) -> tuple[PhasedProblem, Scores]:
+    """Return the problem of one update over ``request.phases``, and the scores behind it.
+
+    The loss of an option in a phase is q · (s · standing + (1 − s) · carried), with the phase's weights; s is
+    ``request.standing_share`` times the part of q that the option's fprop has. dgrad and wgrad have no standing part.
+
+    Raises:
+        SnipError: as ``build_problem``; a glob of ``change`` matches no option; or a phase has a budget of its own
+            beside ``loss``.
+    """
+    phases = request.phases
+    if phases is None:
+        raise SnipError("the request names no phases")
+    options, scores, forward = score_options(table, request)
+    keeps = _keeps(options, phases)
+    items = tuple(
+        _phased_item(option, request, phases, scores, forward[i], keeps[i]) for i, option in enumerate(options)
+    )
+    remaining = tuple(Phase(steps, target) for steps, target in zip(phases.steps, phases.budgets, strict=True))
+    return PhasedProblem(request.budget, remaining, items, _spent(request, phases)), scores
+
+
+def _phased_item(
+    option: Option,
+    request: SolveRequest,
+    phases: PhasedRequest,
+    scores: Scores,
+    forward: FloatArray,
+    keeps: tuple[int, ...],
+) -> PhasedItem:
+    item = make_item(option, request, scores[option.id])
+    parts = dict(zip(request.formats, forward.tolist(), strict=True))
+    choices = []
+    for choice in item.choices:
+        share = request.standing_share * parts.get(choice.format.value, 0.0)
+        weights = [
+            share * stands + (1.0 - share) * carries
+            for stands, carries in zip(phases.standing, phases.carried, strict=True)
+        ]
+        choices.append(PhasedChoice(choice.format, choice.saving, tuple(choice.loss * w for w in weights)))
+    return PhasedItem(item.id, item.stage, item.cost, tuple(choices), item.group, item.pin, keeps)
+
+
+def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, ...]]:
+    """Return the phases in which each option keeps its format: those whose ``change`` does not match it."""
+    kept: list[list[int]] = [[] for _ in options]
+    for p, globs in enumerate(phases.change):
+        if p == 0 or globs is None:
+            continue
+        matched: set[str] = set()
+        for i, option in enumerate(options):
+            linear = str(split_option_id(option.id)[0])
+            hits = {glob for glob in globs if fnmatchcase(option.id, glob) or fnmatchcase(linear, glob)}
+            matched |= hits
+            if not hits:
+                kept[i].append(p)
+        idle = [glob for glob in globs if glob not in matched]
+        if idle:
+            raise SnipError(
+                f"the phase that begins at step {phases.begins[p]}: change {quoted(cut(idle[0]))} matches no option;"
+                f" the first option is {options[0].id}"
+            )
+    return [tuple(each) for each in kept]
+
+
+def _spent(request: SolveRequest, phases: PhasedRequest) -> Spent | None:
+    """What is over. A bound on the loss asks nothing of the average, and shares may pass 1 by a rounding."""
+    if not phases.spent_steps or request.budget.kind == "loss":
+        return None
+    achieved = min(phases.spent, 1.0) if request.budget.kind == "target" else phases.spent
+    return Spent(phases.spent_steps, achieved)

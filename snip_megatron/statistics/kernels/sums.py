@@ -1,0 +1,165 @@
+"""The sums of ``errors.py`` as Triton kernels: same names, arguments and results, one read of the tensor.
+
+Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
+Formats without a kernel (nvfp4, mxfp4, mxfp8) are summed by the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.precision import Format
+from snip_megatron.quantization.formats import TILE, resolve
+from snip_megatron.quantization.kernels.launch import on_grid
+from snip_megatron.statistics import errors
+from snip_megatron.statistics.errors import TensorSums
+from snip_megatron.statistics.kernels.programs import (
+    dots_kernel,
+    output_kernel,
+    squares_kernel,
+    tensor_kernel,
+    weight_kernel,
+)
+
+_PLACES = {Format.FP8: "PLACE_8", Format.FP4: "PLACE_4", Format.FP8_TENSOR: "PLACE_WHOLE"}
+_BLOCK = 8192
+_ROW_BLOCK = 4096
+_ROWS = 32
+LAUNCH: dict[str, dict[str, int]] = {
+    "tensor": {"num_warps": 4, "maxnreg": 168},
+    "dots": {"num_warps": 4},
+    "weight": {"num_warps": 8, "maxnreg": 128},
+}
+"""Launch options of the kernels over parts of a matrix."""
+
+
+def tensor_sums(
+    x: Tensor,
+    formats: Sequence[str],
+    *,
+    stochastic: bool = False,
+    amax: Tensor | None = None,
+    d: Tensor | None = None,
+) -> TensorSums:
+    """See :func:`snip_megatron.statistics.errors.tensor_sums`."""
+    own, places = _own(formats)
+    if len(own) < len(formats):
+        return _completed(x, formats, stochastic=stochastic, amax=amax, d=d)
+    M, K = x.shape
+    x = _row_major(x)
+    k_parts, m_parts = _parts(K), _parts(M)
+    rows = torch.empty(k_parts, M, dtype=torch.float32, device=x.device)
+    cols = torch.empty(1 + len(own), m_parts, K, dtype=torch.float32, device=x.device)
+    error = torch.empty(len(own), m_parts * k_parts, dtype=torch.float32, device=x.device)
+    largest = _amax(x, places, amax)
+    if x.numel():
+        on_grid(tensor_kernel, (k_parts, m_parts))(
+            x, rows, cols, error, largest, M, K, x.stride(0), **places, RANDOM=stochastic, **LAUNCH["tensor"]
+        )
+    of_cols = cols.sum(1, dtype=torch.float64)
+    dots = None if d is None else _dots(x, _row_major(d), places, largest, 1 + len(own))
+    of_rows, errors_of_rows = rows.sum(0, dtype=torch.float64), error.sum(1, dtype=torch.float64)
+    return TensorSums(of_rows, of_cols[0], errors_of_rows, of_cols[1:], dots)
+
+
+def _dots(x: Tensor, d: Tensor, places: dict[str, int], largest: Tensor, count: int) -> Tensor:
+    M, K = x.shape
+    found = torch.empty(count, _parts(K), M, dtype=torch.float32, device=x.device)
+    if x.numel():
+        on_grid(dots_kernel, (_parts(K), -(-M // _ROWS)))(
+            x, d, found, largest, M, K, x.stride(0), d.stride(0), **places, ROWS=_ROWS, **LAUNCH["dots"]
+        )
+    return found.sum(1, dtype=torch.float64)
+
+
+def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
+    """See :func:`snip_megatron.statistics.errors.weight_sums`."""
+    own, places = _own(formats)
+    w = _row_major(w)
+    N, K = w.shape
+    sums = torch.empty(1 + len(own), _parts(N) * _parts(K), dtype=torch.float32, device=w.device)
+    if w.numel():
+        on_grid(weight_kernel, (_parts(K), _parts(N)))(
+            w, sums, _amax(w, places, amax), N, K, w.stride(0), **places, **LAUNCH["weight"]
+        )
+    totals = sums.sum(1, dtype=torch.float64)
+    if len(own) == len(formats):
+        return totals
+    rest = [fmt for fmt in formats if fmt not in own]
+    return torch.cat([totals[:1], _ordered(formats, own, totals[1:], rest, errors.weight_sums(w, rest, amax=amax)[1:])])
+
+
+def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`snip_megatron.statistics.errors.output_sums`."""
+    R, N = quantised.shape
+    g = _row_major(g)
+    blocks = -(-N // _ROW_BLOCK)
+    sums = torch.empty(2, blocks, R, dtype=torch.float32, device=g.device)
+    if quantised.numel():
+        on_grid(output_kernel, (R, blocks))(
+            quantised.contiguous(), exact.contiguous(), g, sums, N, g.stride(0), BLOCK=_ROW_BLOCK, num_warps=8
+        )
+    return sums[0].sum(0, dtype=torch.float64), sums[1].sum(dtype=torch.float64)
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """Return Σ x² in one read, float64 0-dim. Adds in FP32 within blocks of 8192 elements, and in
+    float64 over blocks.
+    """
+    x = x.reshape(-1)
+    blocks = -(-x.numel() // _BLOCK)
+    sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
+    if blocks:
+        on_grid(squares_kernel, (blocks,))(x, sums, x.numel(), BLOCK=_BLOCK, num_warps=8)
+    return sums.sum(dtype=torch.float64)
+
+
+def _own(formats: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+    """Return the formats that have kernels, and the index of each kernel's format among them; −1 if it is not among
+    them.
+    """
+    own = [fmt for fmt in formats if resolve(fmt) in _PLACES]
+    return own, {name: next((i for i, f in enumerate(own) if resolve(f) is fmt), -1) for fmt, name in _PLACES.items()}
+
+
+def _completed(x: Tensor, formats: Sequence[str], **options: Any) -> TensorSums:
+    """Sum formats with kernels by the kernels, the others by the reference."""
+    own = _own(formats)[0]
+    rest = [fmt for fmt in formats if fmt not in own]
+    found, other = tensor_sums(x, own, **options), errors.tensor_sums(x, rest, **options)
+    dots = None
+    if found.dots is not None and other.dots is not None:
+        dots = torch.cat([found.dots[:1], _ordered(formats, own, found.dots[1:], rest, other.dots[1:])])
+    return TensorSums(
+        found.rows,
+        found.cols,
+        _ordered(formats, own, found.row_errors, rest, other.row_errors),
+        _ordered(formats, own, found.col_errors, rest, other.col_errors),
+        dots,
+    )
+
+
+def _ordered(formats: Sequence[str], own: Sequence[str], a: Tensor, rest: Sequence[str], b: Tensor) -> Tensor:
+    """Order rows of a (formats ``own``) and rows of b (formats ``rest``) as ``formats``."""
+    by_name: dict[str, Any] = dict(zip(own, a, strict=True)) | dict(zip(rest, b, strict=True))
+    return torch.stack([by_name[fmt] for fmt in formats])
+
+
+def _amax(x: Tensor, places: dict[str, int], amax: Tensor | None) -> Tensor:
+    """Return the amax of the whole tensor, FP32 [1]. If no format needs it, returns x, an unused pointer."""
+    if places["PLACE_WHOLE"] < 0:
+        return x
+    return (torch.linalg.vector_norm(x, float("inf")) if amax is None else amax).to(torch.float32).reshape(1)
+
+
+def _row_major(x: Tensor) -> Tensor:
+    x = x.detach()
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _parts(size: int) -> int:
+    return -(-size // TILE)

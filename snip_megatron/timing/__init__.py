@@ -1,0 +1,1 @@
+"""Predicted seconds of GEMMs: shapes, cost models, tables of measured times."""

@@ -1,0 +1,1 @@
+"""Measurement of GEMMs and quantisations on this GPU."""

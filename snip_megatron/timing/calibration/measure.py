@@ -1,0 +1,203 @@
+"""The calls that a calibration times: the package's own quantisers and GEMMs, attention, a copy, launches."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.operands import GradientKeys
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.timing.calibration.clock import Call, Clock
+from snip_megatron.timing.calibration.workload import Size
+from snip_megatron.timing.table import OPERANDS, Triple
+
+_COLD_BYTES = 256 << 20  # total size of rotating operands, several times larger than any cache
+_MOST_SETS = 4
+_COPIED = 2 << 30
+_KEYS = (1, 2)  # arbitrary keys of stochastic rounding
+_GEMMS = tuple(Gemm)
+
+
+@dataclass
+class Measurer:
+    """Measures one size at a time.
+
+    Attributes:
+        backend: runs quantisation and GEMMs.
+        clock: times them.
+        formats: the quantised formats, without bf16.
+        seed: seed of the operands' values. The values matter because power, and so the clock rate, depends on them.
+    """
+
+    backend: GemmBackend
+    clock: Clock
+    formats: tuple[Format, ...]
+    seed: int = 1
+    _generator: torch.Generator = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator(device=self.clock.device).manual_seed(self.seed)
+
+    # -- linears -------------------------------------------------------------------------------------------------
+    def gemms(self, size: Size) -> dict[Format, Triple]:
+        """Time the GEMMs of a size (tokens, n, k).
+
+        Returns:
+            Format → seconds of fprop and dgrad (bf16 output) and wgrad (accumulated into FP32).
+        """
+        m, n, k = size
+        bytes_each = 2 * (m * n + m * k + n * k)
+        sets = [self._linear(m, n, k) for _ in range(_sets(bytes_each))]
+        formats = (Format.BF16, *self.formats)
+        calls: dict[tuple[Format, int], Call] = {}
+        for i, gemm in enumerate(_GEMMS):
+            for fmt in formats:
+                calls[fmt, i] = _rotating([prepared[fmt, gemm] for prepared in sets])
+        times = self.clock.seconds(calls)
+        return {fmt: (times[fmt, 0], times[fmt, 1], times[fmt, 2]) for fmt in formats}
+
+    def activations(self, size: Size) -> dict[str, dict[Format, Triple]]:
+        """Time the quantisation of activations and gradients of a size (tokens, features).
+
+        Returns:
+            Operand → format → seconds of quantising for the first GEMM only, for wgrad only, and for both in one call.
+        """
+        m, features = size
+        sets = [self._normal(m, features) for _ in range(_sets(2 * m * features))]
+        keys = GradientKeys(*_KEYS, torch.arange(features, device=self.clock.device))
+        calls: dict[tuple[str, Format, int], Call] = {}
+        for fmt in self.formats:
+            for side, pair in enumerate(((fmt, None), (None, fmt), (fmt, fmt))):
+                quantise_x = [partial(self.backend.quantize_input, x, *pair) for x in sets]
+                quantise_g = [partial(self.backend.quantize_gradient, x, *pair, keys) for x in sets]
+                calls["input", fmt, side] = _rotating(quantise_x)
+                calls["gradient", fmt, side] = _rotating(quantise_g)
+        times = self.clock.seconds(calls)
+        return {
+            operand: {
+                fmt: (times[operand, fmt, 0], times[operand, fmt, 1], times[operand, fmt, 2]) for fmt in self.formats
+            }
+            for operand in OPERANDS
+        }
+
+    def weights(self, size: Size) -> dict[Format, float]:
+        """Return format → seconds of quantising a weight (n, k) for fprop and dgrad in one call."""
+        sets = [self._normal(*size) for _ in range(_sets(2 * size[0] * size[1]))]
+        return self.clock.seconds(
+            {fmt: _rotating([partial(self.backend.quantize_weight, w, fmt, fmt) for w in sets]) for fmt in self.formats}
+        )
+
+    def _linear(self, m: int, n: int, k: int) -> dict[tuple[Format, Gemm], Callable[[], object]]:
+        """Quantise one set of operands in every format, and return the call of each format and GEMM."""
+        x, w, g = self._normal(m, k), self._normal(n, k, scale=k**-0.5), self._normal(m, n, scale=1e-3)
+        main_grad = torch.zeros(n, k, device=self.clock.device)
+        keys = GradientKeys(*_KEYS, torch.arange(n, device=self.clock.device))
+        calls: dict[tuple[Format, Gemm], Callable[[], object]] = {}
+        for fmt in (Format.BF16, *self.formats):
+            x_row, x_col = self.backend.quantize_input(x, fmt, fmt)
+            w_row, w_col = self.backend.quantize_weight(w, fmt, fmt)
+            g_row, g_col = self.backend.quantize_gradient(g, fmt, fmt, keys)
+            calls[fmt, Gemm.FPROP] = partial(self.backend.fprop, x_row, w_row, dtype=torch.bfloat16)
+            calls[fmt, Gemm.DGRAD] = partial(self.backend.dgrad, g_row, w_col, dtype=torch.bfloat16)
+            calls[fmt, Gemm.WGRAD] = partial(self.backend.wgrad, g_col, x_col, out=main_grad)
+        return calls
+
+    # -- the rest of a step --------------------------------------------------------------------------------------
+    def attention(self, size: Size) -> tuple[float, float]:
+        """Time causal attention of one sequence with the faster of torch's fused kernels (on a CPU, the unfused one).
+
+        Args:
+            size: (sequence, heads, head size).
+
+        Returns:
+            Seconds of the forward and of the backward.
+        """
+        kernels = [SDPBackend.MATH]
+        if self.clock.device.type == "cuda":
+            kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+        found: list[tuple[float, float]] = []
+        for kernel in kernels:
+            try:
+                found.append(self._attention(size, kernel))
+            except RuntimeError:  # this build or GPU does not have the kernel
+                continue
+        if not found:
+            raise RuntimeError("torch has no fused attention here")
+        return min(found, key=sum)
+
+    def _attention(self, size: Size, kernel: SDPBackend) -> tuple[float, float]:
+        sequence, heads, width = size
+        q, k, v = (self._normal(1, heads, sequence, width).requires_grad_() for _ in range(3))
+        gradient = self._normal(1, heads, sequence, width)
+        with sdpa_kernel([kernel]):
+            forward = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
+            out = forward()
+            backward = partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
+            times = self.clock.seconds({"forward": lambda _: forward(), "backward": lambda _: backward()})
+        return times["forward"], times["backward"]
+
+    def copy_rate(self) -> float:
+        """Return the bytes read and written a second by a copy within device memory."""
+        size = _COPIED if self.clock.device.type == "cuda" else 1 << 20
+        source = torch.empty(size // 2, dtype=torch.uint8, device=self.clock.device)
+        target = torch.empty_like(source)
+        return size / self.clock.seconds({"copy": lambda _: target.copy_(source)})["copy"]
+
+    def host(self, repetitions: int = 12) -> dict[Format, float]:
+        """Return format → seconds of launching one linear's forward and backward, with W already quantised.
+
+        Autograd is not included, so the time is a lower bound of the training thread's.
+        """
+        edge = 256 if self.clock.device.type == "cuda" else 64
+        x, w, g = (self._normal(edge, edge) for _ in range(3))
+        main_grad = torch.zeros(edge, edge, device=self.clock.device)
+        keys = GradientKeys(*_KEYS, torch.arange(edge, device=self.clock.device))
+        times: dict[Format, float] = {}
+        for fmt in (Format.BF16, *self.formats):
+            sides = self.backend.quantize_weight(w, fmt, fmt)
+            call = partial(_step, self.backend, fmt, x, g, sides, keys, main_grad)
+            taken = []
+            for _ in range(repetitions):
+                self._wait()
+                started = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - started)
+            times[fmt] = statistics.median(taken[2:])
+        return times
+
+    def _wait(self) -> None:
+        if self.clock.device.type == "cuda":
+            torch.cuda.synchronize(self.clock.device)
+
+    def _normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        made = torch.randn(*shape, device=self.clock.device, dtype=torch.bfloat16, generator=self._generator)
+        return made.mul_(scale)
+
+
+def _step(
+    backend: GemmBackend, fmt: Format, x: Tensor, g: Tensor, w_sides: Any, keys: GradientKeys, main_grad: Tensor
+) -> None:
+    x_row, x_col = backend.quantize_input(x, fmt, fmt)
+    backend.fprop(x_row, w_sides[0], dtype=torch.bfloat16)
+    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
+    backend.dgrad(g_row, w_sides[1], dtype=torch.bfloat16)
+    backend.wgrad(g_col, x_col, out=main_grad)
+
+
+def _rotating(calls: Sequence[Callable[[], object]]) -> Call:
+    """Return a call that runs ``calls`` in turn. Each has its own buffers, so that caches do not help."""
+    return lambda turn: calls[turn % len(calls)]()
+
+
+def _sets(bytes_each: int) -> int:
+    return min(_MOST_SETS, max(1, -(-_COLD_BYTES // max(bytes_each, 1))))

@@ -1,0 +1,109 @@
+"""The sizes that a calibration measures: a grid that covers any model, or the sizes of one model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from snip_megatron.errors import SnipError
+from snip_megatron.timing.models import load_model
+from snip_megatron.timing.shapes import local_shape
+
+Size = tuple[int, ...]
+
+_TOKENS = (2048, 4096, 8192, 16384)
+_FEATURES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+_ATTENTION = ((2048, 16, 64), (2048, 16, 128), (4096, 16, 64), (4096, 16, 128), (8192, 16, 64), (8192, 16, 128))
+_CPU_TOKENS = (32, 128)
+_CPU_FEATURES = (64, 256)
+_CPU_ATTENTION = ((64, 2, 32),)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sizes to measure, in an order in which a calibration that runs out of time leaves a coarser full grid.
+
+    Attributes:
+        gemms: (tokens, n, k).
+        activations: (tokens, features).
+        weights: (n, k).
+        attention: (sequence, heads, head size).
+    """
+
+    gemms: tuple[Size, ...]
+    activations: tuple[Size, ...]
+    weights: tuple[Size, ...]
+    attention: tuple[Size, ...]
+
+
+def grid_workload(device_type: str) -> Workload:
+    """Return every combination of powers of two. The grid of a CPU is tiny and only serves to try the command."""
+    if device_type == "cpu":
+        return _grid(_CPU_TOKENS, _CPU_FEATURES, _CPU_ATTENTION)
+    return _grid(_TOKENS, _FEATURES, _ATTENTION)
+
+
+def _grid(tokens: Sequence[int], features: Sequence[int], attention: tuple[Size, ...]) -> Workload:
+    return Workload(
+        gemms=coarse_first((tokens, features, features)),
+        activations=coarse_first((tokens, features)),
+        weights=coarse_first((features, features)),
+        attention=attention,
+    )
+
+
+def model_workload(name: str, tokens: Sequence[int], tensor_parallel: int) -> Workload:
+    """Return the sizes of a model's four linears on one rank.
+
+    Args:
+        name: the model; see :func:`snip_megatron.timing.models.load_model`.
+        tokens: token counts of a microbatch to measure.
+        tensor_parallel: the tensor parallel size.
+
+    Raises:
+        SnipError: the model is unknown, a number is below 1, or the tensor parallel size does not divide the model.
+    """
+    if tensor_parallel < 1 or any(count < 1 for count in tokens) or not tokens:
+        raise SnipError("calibrate: --tp and --tokens must be whole numbers of 1 or more")
+    model = load_model(name)
+    if model.heads % tensor_parallel:
+        raise SnipError(f"{name}: {model.heads} heads cannot be split over --tp {tensor_parallel}")
+    shapes = [
+        local_shape(kind, n, k, tokens=count, tensor_parallel=tensor_parallel)
+        for count in tokens
+        for kind, (n, k) in model.linears.items()
+    ]
+    gemms = dict.fromkeys((shape.tokens, shape.n, shape.k) for shape in shapes)
+    return Workload(
+        gemms=tuple(gemms),
+        activations=tuple(dict.fromkeys((m, edge) for m, n, k in gemms for edge in (n, k))),
+        weights=tuple(dict.fromkeys((n, k) for _, n, k in gemms)),
+        attention=tuple(dict.fromkeys((m, model.heads // tensor_parallel, model.head_size) for m, _, _ in gemms)),
+    )
+
+
+def coarse_first(axes: Sequence[Sequence[int]]) -> tuple[Size, ...]:
+    """Return the product of sorted axes, ordered by refinement: the ends of each axis first, then the middles.
+
+    A prefix of the result therefore contains a full coarser grid.
+    """
+    levels = [_levels(len(axis)) for axis in axes]
+    places = itertools.product(*(range(len(axis)) for axis in axes))
+    ordered = sorted(places, key=lambda place: (max(level[i] for level, i in zip(levels, place, strict=True)), place))
+    return tuple(tuple(axis[i] for axis, i in zip(axes, place, strict=True)) for place in ordered)
+
+
+def _levels(length: int) -> list[int]:
+    """Return, for each place of an axis, how often the axis must be halved until the place is an end."""
+    level = [0] * length
+    spans, depth = [(0, length - 1)], 1
+    while spans:
+        halves = []
+        for low, high in spans:
+            if high - low > 1:
+                middle = (low + high) // 2
+                level[middle] = depth
+                halves += [(low, middle), (middle, high)]
+        spans, depth = halves, depth + 1
+    return level

@@ -1,0 +1,109 @@
+"""Interpolation of measured rates in log space.
+
+Values are logarithms of rates (work a second). Within a full grid of points, interpolation is multilinear in the
+logarithms of the coordinates. It is exact at the points and stays between the values of a cell's corners. The time,
+work / rate, increases with a coordinate if it does so between the measured points. Outside of the grid, the rate at the
+nearest edge or the nearest point is used, and the result is marked as extrapolated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+Point = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The position of a query among the measured points.
+
+    Attributes:
+        weights: the points whose logarithms are averaged, with weights of 0 or more that sum to 1.
+        extrapolated: whether the query lies outside of the measured range.
+    """
+
+    weights: tuple[tuple[Point, float], ...]
+    extrapolated: bool
+
+
+class LogGrid:
+    """The measured points, on which several series of rates may be interpolated.
+
+    Args:
+        points: at least one point of positive integer coordinates. Points that do not belong to a full grid are used
+            for exact queries, and for queries outside of the grid.
+    """
+
+    def __init__(self, points: Collection[Point]) -> None:
+        self._points = frozenset(points)
+        self._axes = _complete_axes(self._points)
+        self._places: dict[Point, Place] = {}
+
+    def place(self, query: Point) -> Place:
+        """Return the :class:`Place` of a query."""
+        if query not in self._places:
+            self._places[query] = self._find(query)
+        return self._places[query]
+
+    def rate(self, query: Point, rates: Mapping[Point, float]) -> float:
+        """Return the weighted geometric mean of the ``rates`` around ``query``."""
+        weights = self.place(query).weights
+        if len(weights) == 1:
+            return rates[weights[0][0]]
+        logs = [math.log(rates[point]) for point, _ in weights]
+        mean = math.fsum(weight * log for (_, weight), log in zip(weights, logs, strict=True))
+        return math.exp(min(max(mean, min(logs)), max(logs)))
+
+    def _find(self, query: Point) -> Place:
+        if query in self._points:
+            return Place(((query, 1.0),), extrapolated=False)
+        inside = tuple(min(max(x, axis[0]), axis[-1]) for x, axis in zip(query, self._axes, strict=True))
+        outside = inside != query
+        if outside:
+            nearest = min(sorted(self._points), key=lambda point: _distance(point, query))
+            if _distance(nearest, query) < _distance(inside, query):
+                return Place(((nearest, 1.0),), extrapolated=True)
+        sides = [_bracket(x, axis) for x, axis in zip(inside, self._axes, strict=True)]
+        corners = []
+        for corner in itertools.product(*sides):
+            weight = math.prod(share for _, share in corner)
+            if weight > 0:
+                corners.append((tuple(value for value, _ in corner), weight))
+        return Place(tuple(corners), extrapolated=outside)
+
+
+def _bracket(x: int, axis: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    """Return the axis values around x and their weights in log space. x must lie within the axis."""
+    if x in axis:
+        return ((x, 1.0),)
+    above = next(i for i, value in enumerate(axis) if value > x)
+    low, high = axis[above - 1], axis[above]
+    share = math.log(x / low) / math.log(high / low)
+    return ((low, 1.0 - share), (high, share))
+
+
+def _distance(a: Point, b: Point) -> float:
+    return math.hypot(*(math.log(x / y) for x, y in zip(a, b, strict=True)))
+
+
+def _complete_axes(points: frozenset[Point]) -> tuple[tuple[int, ...], ...]:
+    """Return the axes of a full grid of measured points.
+
+    The coordinate with the smallest share of measured points is removed until every combination was measured.
+    """
+    kept = points
+    while True:
+        axes = [sorted({point[d] for point in kept}) for d in range(len(next(iter(kept))))]
+        whole = math.prod(len(axis) for axis in axes)
+        if whole == len(kept):
+            return tuple(tuple(axis) for axis in axes)
+        _, d, value = min(
+            (sum(point[d] == value for point in kept) * len(axis) / whole, d, value)
+            for d, axis in enumerate(axes)
+            if len(axis) > 1
+            for value in axis
+        )
+        kept = frozenset(point for point in kept if point[d] != value)

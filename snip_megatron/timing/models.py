@@ -1,0 +1,151 @@
+"""Sizes of known Llama models, and of models given by a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.precision import LINEAR_KINDS
+
+_MAX_EDGE = 2**24
+_MAX_BLOCKS = 10_000
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases.
+
+    Attributes:
+        name: the model's name or file.
+        blocks: number of transformer blocks.
+        hidden: hidden size.
+        ffn: intermediate size of the MLP.
+        heads: number of query heads.
+        groups: number of key-value heads.
+        head_size: features of a head.
+        vocabulary: rows of the word embedding.
+        context: sequence length of training.
+        tied: whether the output layer shares the word embedding's weight.
+    """
+
+    name: str
+    blocks: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_size: int
+    vocabulary: int
+    context: int
+    tied: bool = False
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Weight shape (n, k) of a block's four linears, by kind."""
+        queries = self.heads * self.head_size
+        shapes = (
+            (queries + 2 * self.groups * self.head_size, self.hidden),
+            (self.hidden, queries),
+            (2 * self.ffn, self.hidden),
+            (self.hidden, self.ffn),
+        )
+        return dict(zip(LINEAR_KINDS, shapes, strict=True))
+
+    @property
+    def block_weights(self) -> int:
+        """Number of weights in a block's linears."""
+        return sum(n * k for n, k in self.linears.values())
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, without padding of the vocabulary."""
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return self.blocks * (self.block_weights + 2 * self.hidden) + self.hidden + embeddings
+
+
+_KNOWN = (
+    ModelShape("llama-1b", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
+    ModelShape("llama-3b", 26, 3200, 8640, 32, 32, 100, 32000, 2048),
+    ModelShape("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, 4096),
+    ModelShape("llama-8b", 32, 4096, 14336, 32, 8, 128, 128256, 8192),
+    ModelShape("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256, 8192),
+    ModelShape("llama-405b", 126, 16384, 53248, 128, 8, 128, 128256, 8192),
+)
+MODELS = {model.name: model for model in _KNOWN}
+"""TinyLlama 1.1B, OpenLLaMA 3B, Llama 2 7B, Llama 3 8B, 70B and 405B."""
+
+
+def load_model(name: str) -> ModelShape:
+    """Load a model's sizes by name (``70b``, ``llama-70b``), from a Hugging Face ``config.json``, or from its folder.
+
+    Raises:
+        SnipError: the name is unknown, the file cannot be read, or a field is missing or invalid.
+    """
+    known = MODELS.get(name.lower()) or MODELS.get(f"llama-{name.lower()}")
+    if known is not None:
+        return known
+    path = Path(name)
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        if not path.exists():
+            names = ", ".join(model.removeprefix("llama-") for model in MODELS)
+            raise SnipError(
+                f"model {cut(name)}: unknown; choose one of {names}, or give a Llama's Hugging Face config.json"
+            )
+        if path.stat().st_size > _MAX_BYTES:
+            raise SnipError(f"{path}: not a model's config.json: larger than {_MAX_BYTES >> 20} MiB")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnipError(f"{path}: cannot be read ({error})") from None
+    return from_hugging_face(text, where=str(path))
+
+
+def from_hugging_face(text: str, *, where: str) -> ModelShape:
+    """Parse the ``config.json`` of a Llama. Raises SnipError naming ``where`` and the invalid field."""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SnipError(f"{where}: not JSON ({error})") from None
+    if not isinstance(body, dict):
+        raise SnipError(f"{where}: must be an object")
+    if body.get("model_type") != "llama":
+        raise SnipError(f'{where}: model_type: must be "llama", got {quoted(body.get("model_type"))}')
+    if body.get("hidden_act", "silu") != "silu":
+        raise SnipError(f'{where}: hidden_act: must be "silu", got {quoted(body["hidden_act"])}')
+    for bias in ("attention_bias", "mlp_bias"):
+        if body.get(bias):
+            raise SnipError(f"{where}: {bias}: linears with biases are not planned for")
+    hidden, heads = _whole(body, "hidden_size", where), _whole(body, "num_attention_heads", where)
+    groups = _whole(body, "num_key_value_heads", where, default=heads)
+    if body.get("head_dim") is None and hidden % heads:
+        raise SnipError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads {heads}")
+    if heads % groups:
+        raise SnipError(f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+    return ModelShape(
+        name=where,
+        blocks=_whole(body, "num_hidden_layers", where, most=_MAX_BLOCKS),
+        hidden=hidden,
+        ffn=_whole(body, "intermediate_size", where),
+        heads=heads,
+        groups=groups,
+        head_size=_whole(body, "head_dim", where, default=max(1, hidden // heads)),
+        vocabulary=_whole(body, "vocab_size", where),
+        context=_whole(body, "max_position_embeddings", where, default=2048),
+        tied=body.get("tie_word_embeddings", False) is True,
+    )
+
+
+def _whole(body: dict[str, Any], field: str, where: str, *, default: int | None = None, most: int = _MAX_EDGE) -> int:
+    value = body.get(field)
+    if value is None:
+        if default is None:
+            raise SnipError(f"{where}: {field}: missing")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise SnipError(f"{where}: {field}: must be a whole number from 1 to {most}, got {quoted(value)}")
+    return value

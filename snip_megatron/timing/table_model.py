@@ -1,0 +1,164 @@
+"""The cost model of a table of measured times.
+
+Two GEMMs may share a quantisation: X is read once for fprop and wgrad, G once for dgrad and wgrad, W once a step for
+fprop and dgrad. A Problem adds up costs of single GEMMs, so :meth:`TimingModel.seconds` must split a shared
+quantisation without knowing the format of the other GEMM. Each GEMM is charged its Shapley value: the mean of its time
+alone and of the time that it adds to the other's. The sum is exact if both GEMMs quantise, and too low by half of the
+shared read if only one does. :meth:`TimingModel.linear_seconds` knows all three formats and charges the actual calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.timing.log_grid import LogGrid, Point
+from snip_megatron.timing.shapes import Formats, LinearShape
+from snip_megatron.timing.table import OPERANDS, TimingTable, Triple
+
+_GEMMS = tuple(Gemm)
+_WHOLE = (Format.FP8_TENSOR,)  # one scale a tensor: its kernel shares no read with those of tile formats
+
+
+class TimingModel:
+    """The :class:`snip_megatron.timing.cost_model.CostModel` of a table.
+
+    Args:
+        table: the measured times.
+    """
+
+    def __init__(self, table: TimingTable) -> None:
+        self.table = table
+        self.name = table.device
+        self.formats = table.formats
+        self.assumptions: tuple[str, ...] = (
+            f"GEMMs and quantisation as measured on {table.device} ({table.about.get('date', 'no date')}); between"
+            " measured shapes by multilinear interpolation of log rates",
+            "one microbatch after the other: nothing of a linear overlaps with anything else",
+        )
+        self._gemm_grid = LogGrid(table.gemms)
+        self._gemm_rates = {
+            (gemm, fmt): {shape: math.prod(shape) / row[fmt][i] for shape, row in table.gemms.items()}
+            for i, gemm in enumerate(_GEMMS)
+            for fmt in table.formats
+        }
+        self._activation_grid = LogGrid(table.activations) if table.activations else None
+        self._activation_rates = {
+            (operand, fmt, side): {
+                size: math.prod(size) / row[operand][fmt][side] for size, row in table.activations.items()
+            }
+            for operand in OPERANDS
+            for fmt in table.quantised
+            for side in range(3)
+        }
+        self._weight_grid = LogGrid(table.weights) if table.weights else None
+        self._weight_rates = {
+            fmt: {size: math.prod(size) / row[fmt] for size, row in table.weights.items()} for fmt in table.quantised
+        }
+
+    # -- the cost model ------------------------------------------------------------------------------------------
+    def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
+        """See :class:`snip_megatron.timing.cost_model.CostModel`."""
+        time = self.gemm_seconds(shape, gemm, fmt)
+        once = 0.0
+        if fmt is not Format.BF16:
+            x, g = self._input(shape, fmt), self._gradient(shape, fmt)
+            if gemm is Gemm.FPROP:
+                time += _portion(x, 0, alone=shape.gathered)
+            elif gemm is Gemm.DGRAD:
+                time += _portion(g, 0)
+            else:
+                time += _portion(x, 1, alone=shape.gathered) + _portion(g, 1)
+            once = 0.0 if gemm is Gemm.WGRAD else self._weight(shape, fmt) / 2
+        if gemm is Gemm.FPROP:
+            time += self._again(shape, fmt)
+        return shape.microbatches * time + once
+
+    def linear_seconds(self, shape: LinearShape, formats: Formats) -> float:
+        """See :class:`snip_megatron.timing.cost_model.CostModel`."""
+        fprop, dgrad, wgrad = formats
+        time = math.fsum(self.gemm_seconds(shape, gemm, fmt) for gemm, fmt in zip(_GEMMS, formats, strict=True))
+        time += _together(fprop, wgrad, lambda fmt: self._input(shape, fmt), apart=shape.gathered)
+        time += _together(dgrad, wgrad, lambda fmt: self._gradient(shape, fmt))
+        time += self._again(shape, fprop)
+        sides = [self._weight(shape, fmt) / 2 for fmt in (fprop, dgrad) if fmt is not Format.BF16]
+        return shape.microbatches * time + math.fsum(sides)
+
+    def extrapolated(self, shape: LinearShape) -> bool:
+        """See :class:`snip_megatron.timing.cost_model.CostModel`."""
+        return self._gemm_grid.place((shape.tokens, shape.n, shape.k)).extrapolated
+
+    # -- single calls --------------------------------------------------------------------------------------------
+    def gemm_seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
+        """Return the seconds of one GEMM of one microbatch, without quantisation."""
+        self._check(fmt)
+        return _time(self._gemm_grid, (shape.tokens, shape.n, shape.k), self._gemm_rates[gemm, fmt])
+
+    def host_seconds(self, formats: Formats) -> float:
+        """Return the seconds for which one linear's forward and backward of one microbatch occupy the launching thread.
+
+        A format that was not measured counts as 0.
+        """
+        return math.fsum(self.table.host.get(fmt, 0.0) / 3 for fmt in formats)
+
+    def _again(self, shape: LinearShape, fmt: Format) -> float:
+        """Return the seconds of the additional forward under recomputation, which quantises X for fprop only."""
+        if shape.forwards < 2:
+            return 0.0
+        alone = 0.0 if fmt is Format.BF16 else self._input(shape, fmt)[0]
+        return (shape.forwards - 1) * (self.gemm_seconds(shape, Gemm.FPROP, fmt) + alone)
+
+    def _input(self, shape: LinearShape, fmt: Format) -> Triple:
+        return self._quantise("input", (shape.tokens, shape.k), fmt)
+
+    def _gradient(self, shape: LinearShape, fmt: Format) -> Triple:
+        return self._quantise("gradient", (shape.tokens, shape.n), fmt)
+
+    def _quantise(self, operand: str, size: Point, fmt: Format) -> Triple:
+        self._check(fmt)
+        assert self._activation_grid is not None
+        rates = self._activation_rates
+        first, second, both = (_time(self._activation_grid, size, rates[operand, fmt, side]) for side in range(3))
+        return first, second, both
+
+    def _weight(self, shape: LinearShape, fmt: Format) -> float:
+        self._check(fmt)
+        assert self._weight_grid is not None
+        return _time(self._weight_grid, (shape.n, shape.k), self._weight_rates[fmt])
+
+    def _check(self, fmt: Format) -> None:
+        if fmt not in self.formats:
+            measured = ", ".join(f.value for f in self.formats)
+            raise SnipError(
+                f"the timings of {self.name} have no {fmt.value} (they have {measured}):"
+                " measure it with snip calibrate, or leave the format out"
+            )
+
+
+def _time(grid: LogGrid, size: Point, rates: Mapping[Point, float]) -> float:
+    return math.prod(size) / grid.rate(size, rates)
+
+
+def _portion(times: Triple, side: int, *, alone: bool = False) -> float:
+    """Return the seconds of a quantisation that one of its two GEMMs is charged.
+
+    Args:
+        times: seconds for the first GEMM only, for wgrad only, and for both in one call.
+        side: 0 for the first GEMM, 1 for wgrad.
+        alone: whether the two GEMMs quantise separately.
+    """
+    own, other, both = times[side], times[1 - side], times[2]
+    return own if alone else min(both, max(0.0, (own + both - other) / 2))
+
+
+def _together(first: Format, second: Format, times: Callable[[Format], Triple], *, apart: bool = False) -> float:
+    """Return the seconds of quantising one tensor for two GEMMs.
+
+    It is one call if both formats use tiles or both use one scale a tensor, unless the GEMMs quantise ``apart``.
+    """
+    quantised = [fmt is not Format.BF16 for fmt in (first, second)]
+    if all(quantised) and not apart and (first in _WHOLE) == (second in _WHOLE):
+        return (times(first)[2] + times(second)[2]) / 2
+    return (times(first)[0] if quantised[0] else 0.0) + (times(second)[1] if quantised[1] else 0.0)

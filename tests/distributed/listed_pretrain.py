@@ -1,0 +1,110 @@
+"""The training entry on a CPU as if it had Triton's kernels: ``python -m listed_pretrain`` with ``LISTED=FILE``.
+
+Each kernel is listed instead of launched, and plain torch does its work. The file holds which variants the warm-up
+rehearses and which ones training launches afterwards, of this rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from snip_megatron.megatron.startup import prepare
+from snip_megatron.pretrain_gpt import parse_snip_arguments
+
+SEEN: dict[str, dict[str, None]] = {"rehearsed": {}, "launched": {}}
+phase, kernels = "launched", False
+
+
+@contextmanager
+def listing() -> Iterator[None]:
+    """Kernels are there, and are listed."""
+    global kernels
+    from snip_megatron.quantization.kernels.listing import listed
+
+    with listed(run=False) as found:
+        before, kernels = kernels, True
+        try:
+            yield
+        finally:
+            kernels = before
+    SEEN[phase] |= dict.fromkeys(map(repr, found.variants))
+
+
+def both(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """List what ``function`` launches, and return what ``plain`` makes of the same arguments."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        global kernels
+        with listing():
+            function(*arguments, **named)
+        before, kernels = kernels, False
+        try:
+            return plain(*arguments, **named)
+        finally:
+            kernels = before
+
+    return call
+
+
+def install() -> None:
+    """Put :func:`both` wherever kernels would run."""
+    sys.path.append(str(Path(__file__).parents[1] / "unit" / "gemm"))
+    from emulated_scaled_mm import scaled_mm
+
+    from snip_megatron.gemm import hopper, selection
+    from snip_megatron.gemm.scaled import ScaledProducts
+    from snip_megatron.megatron.probing import drift_probe, gradient_norms
+    from snip_megatron.megatron.warmup import WarmUp
+    from snip_megatron.optimizers import rehearsal, updates, weight_drift
+    from snip_megatron.quantization import packed
+    from snip_megatron.quantization.kernels import quantize
+    from snip_megatron.statistics import boundaries, errors, recorder, sums
+    from snip_megatron.statistics import rehearsal as recording
+    from snip_megatron.statistics.kernels import sums as kernel_sums
+
+    names = ("quantize_tiles", "quantize_blocks", "quantize_tensor")
+    quantisers = {name: both(getattr(quantize, name), getattr(packed, name)) for name in names}
+    products = ScaledProducts(scaled_mm)
+    backend = hopper.HopperBackend(SimpleNamespace(**quantisers), products)
+    selection._why_not_hopper = lambda: None
+    selection._hopper = lambda library, **_: (backend, "emulated products")
+    names = ("tensor_sums", "weight_sums", "output_sums")
+    summed = SimpleNamespace(**{n: both(getattr(kernel_sums, n), getattr(errors, n)) for n in names})
+    recorder._implementation = lambda x: summed
+    sums.has_kernels = weight_drift.has_kernels = lambda x: kernels
+    squares = both(sums.sum_squares, sums.sum_squares)
+    for module in (recorder, recording, boundaries, updates, weight_drift, drift_probe, gradient_norms):
+        module.sum_squares = squares
+    for module in (drift_probe, rehearsal):
+        for name in ("linear_drift", "sink_drift"):
+            function = getattr(weight_drift, name)
+            setattr(module, name, both(function, function))
+
+    def rehearse(warm_up: WarmUp) -> None:
+        global phase
+        phase = "rehearsed"
+        warm_up.rehearse()
+        phase = "launched"
+
+    WarmUp.__call__ = rehearse
+
+
+def main() -> None:
+    config = parse_snip_arguments(sys.argv[1:])
+    startup = prepare(sys.argv[1:], config.no_compat)
+    install()
+    from snip_megatron.megatron.entry import run
+
+    run(startup)
+    Path(f"{os.environ['LISTED']}.{os.environ['RANK']}").write_text(json.dumps({k: list(v) for k, v in SEEN.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""An example script without its three lines of SNIP, as a team has it: ``SCRIPT=<file> python -m stripped_script``.
+
+Only what lets Megatron run on a CPU at all is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from snip_megatron.megatron.startup import prepare
+
+
+def stripped(text: str) -> str:
+    """The text without SNIP's import, ``attach`` and layer, and the script's own provider of arguments back."""
+    lines = [line for line in text.splitlines() if not line.endswith(("# SNIP 1", "# SNIP 2"))]
+    text = re.sub(r"snip_arguments\((\w*)\)\)  # SNIP 3", lambda found: f"{found[1] or None})", "\n".join(lines))
+    return text.replace("layer_spec(config) or ", "")
+
+
+def main() -> None:
+    startup = prepare(sys.argv[1:], [])
+    from snip_megatron.megatron import compat
+
+    nothing = argparse.Namespace(
+        snip=False,
+        load=None,
+        save=None,
+        exit_signal_handler=False,
+        sequence_parallel=False,
+        transformer_impl="local",
+        use_distributed_optimizer=False,
+    )
+    compat.apply(nothing, startup)
+    path = Path(os.environ["SCRIPT"])
+    text = stripped(path.read_text())
+    assert "snip_megatron.attach" not in text.partition('"""\n\n')[2]
+    assert "attach(" not in text
+    assert "snip_arguments(" not in text
+    exec(compile(text, str(path), "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Scripts that are not ours, with three lines of SNIP: they train as before without ``--snip``, and as ours with it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import REPOSITORY, cpu_environment, losses, run_ranks, tiny_llama_args
+from warm_ranks import WarmRanks
+
+from snip_megatron.evaluation.weights_hash import weights_sha256
+from snip_megatron.records.readers import read_events, read_maps, read_metrics
+
+USUAL = REPOSITORY / "examples" / "own_pretrain_gpt.py"
+OWN = REPOSITORY / "examples" / "own_model_data_loss.py"
+SNIP = shlex.split("--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 3 --snip-wait 120")
+TP2 = ("--bf16", "--tensor-model-parallel-size", "2")
+#: What SNIP's parser sets by itself where there is no CUDA device; a script without SNIP must be told.
+ON_CPU = shlex.split(
+    "--distributed-backend gloo --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion"
+    " --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion --disable-jit-fuser"
+)
+
+
+def check(process: subprocess.CompletedProcess[str]) -> None:
+    assert process.returncode == 0, process.stderr[-4000:]
+
+
+def test_without_snip_the_script_trains_bitwise_as_it_did(warm: WarmRanks, tmp_path: Path) -> None:
+    def arguments(name: str) -> list[str]:
+        saves = ("--save", str(tmp_path / name), "--save-interval", "4")
+        return tiny_llama_args(*ON_CPU, *TP2, "--focus", "2", *saves, iters=4)
+
+    before = warm.run(2, arguments("before"), module="stripped_script", env={"SCRIPT": str(OWN)}, tmp=tmp_path / "b")
+    after = warm.run(2, arguments("after"), module=f"examples.{OWN.stem}", tmp=tmp_path / "a")
+    check(before)
+    check(after)
+    assert "iteration        4/       4" in after.stdout
+    assert "focused loss" in after.stdout
+    trained = [weights_sha256(tmp_path / run / "iter_0000004") for run in ("before", "after")]
+    assert trained[0] == trained[1]
+
+
+def test_the_usual_script_under_snip_is_our_entry(warm: WarmRanks, tmp_path: Path) -> None:
+    def arguments(name: str) -> list[str]:
+        return tiny_llama_args(*TP2, *SNIP, "--snip-dir", str(tmp_path / name), iters=9)
+
+    check(warm.run(2, arguments("entry"), tmp=tmp_path / "e"))
+    process = run_ranks(2, [str(USUAL), *arguments("script")], module="snip_megatron.attach", tmp=tmp_path, timeout=300)
+    check(process)
+    entry, script = tmp_path / "entry", tmp_path / "script"
+    assert [event["step"] for event in read_events(script) if event["event"] == "adopt"] == [5]
+    assert {step: dict(found.choices) for step, found in read_maps(script).items()} == {
+        step: dict(found.choices) for step, found in read_maps(entry).items()
+    }
+    figures = [
+        [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(run)] for run in (entry, script)
+    ]
+    assert figures[0] == figures[1]
+    assert len(losses(process)) == 9
+    assert (script / "report.html").is_file()
+
+
+def test_own_model_data_and_loss_under_snip(warm: WarmRanks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    extra = ("--focus", "2", "--eval-iters", "1", "--eval-interval", "8")
+    arguments = tiny_llama_args("--pipeline-model-parallel-size", "2", *extra, *SNIP, "--snip-dir", str(run), iters=12)
+    process = warm.run(2, arguments, module="examples.own_model_data_loss", tmp=tmp_path, timeout=300)
+    check(process)
+    (adopted, *_) = [event for event in read_events(run) if event["event"] == "adopt"]
+    assert adopted["step"] == 5
+    figures = read_metrics(run)
+    assert all(line["loss"] is not None for line in figures)  # the loss of another name, on the last of two stages
+    assert figures[-1]["loss"] < figures[0]["loss"]
+    assert any(line.get("fp4_fraction", 0) >= 0.75 for line in figures)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--snip", "--fp8-format", "hybrid", "--bf16"], "--fp8-format"),
+        (["--snip-colour", "blue"], "unrecognized arguments: --snip-colour blue"),
+    ],
+)
+def test_what_is_refused_is_one_line(extra: list[str], message: str, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    process = subprocess.run(
+        [sys.executable, "-m", "snip_megatron.attach", str(USUAL), *tiny_llama_args(*extra)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=tmp_path,
+        env=environment | cpu_environment(),
+    )
+    assert process.returncode == 2
+    (line,) = [line for line in process.stderr.splitlines() if line.startswith("own_pretrain_gpt:")]
+    assert line.startswith(f"own_pretrain_gpt: {message}")
+    assert "Traceback" not in process.stderr

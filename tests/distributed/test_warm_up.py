@@ -1,0 +1,41 @@
+"""What is compiled before the first step is all that updates, adoptions, steps and validation launch later."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from launch import tiny_llama_args
+from warm_ranks import WarmRanks
+
+from snip_megatron.records.readers import read_events
+
+SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4 --snip-lag 2 --snip-wait 120"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (2, "--snip-budget fp4=0.5 --use-distributed-optimizer --eval-iters 1 --eval-interval 4"),
+        (1, "--snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4,fp8 --snip-pin *linear_proj=bf16"),
+        (2, "--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel --snip-granularity layer"),
+    ],
+)
+def test_nothing_is_launched_that_was_not_rehearsed(
+    warm: WarmRanks, tmp_path: Path, ranks: int, arguments: str
+) -> None:
+    run = tmp_path / "run"
+    given = tiny_llama_args(*shlex.split(f"{SNIP} {arguments}"), "--bf16", "--snip-dir", str(run), iters=9)
+    environment = {"LISTED": str(tmp_path / "listed")}
+    done = warm.run(ranks, given, module="listed_pretrain", env=environment, tmp=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    adopted = [event for event in read_events(run) if event["event"] == "adopt"]
+    assert [event["step"] for event in adopted] == [3, 7]
+    assert all(event["changed"] for event in adopted[:1])
+    for rank in range(ranks):
+        seen = json.loads((tmp_path / f"listed.{rank}").read_text())
+        assert set(seen["launched"]) <= set(seen["rehearsed"])
+        names = {text.partition("name='")[2].partition("'")[0] for text in seen["launched"]}
+        assert {"tile_kernel", "block_kernel", "drift_kernel", "output_kernel", "squares_kernel"} <= names

@@ -1,0 +1,77 @@
+"""The training entry, recording every step bit for bit: ``python -m graphed_pretrain`` with ``TRACE=<folder>``.
+
+Each rank writes ``rank<k>.json``: ``losses`` (last pipeline stage) and ``grad_norms`` (step from 1 -> float.hex()),
+``replays`` (step from 1 -> CUDA graphs that were replayed in it), ``milliseconds`` of each step and ``weights``
+(SHA-256 of each parameter at the end, sorted: layers of Transformer Engine's own order theirs in another way).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from snip_megatron.megatron.startup import prepare
+from snip_megatron.pretrain_gpt import parse_snip_arguments
+
+
+class Recorder:
+    """Wraps Megatron's train_step, and counts replays."""
+
+    def __init__(self) -> None:
+        self.body: dict[str, Any] = {"losses": {}, "grad_norms": {}, "replays": {}, "milliseconds": {}}
+        self._model: list[torch.nn.Module] = []
+        self._replays = 0
+        replay = torch.cuda.CUDAGraph.replay
+
+        def counted(graph: Any) -> None:
+            self._replays += 1
+            replay(graph)
+
+        torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+
+    def wrap(self, train_step: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            number = kwargs["iteration"] + 1
+            self._model, self._replays = args[2], 0
+            started = time.perf_counter()
+            result = train_step(*args, **kwargs)
+            if result[0]:
+                self.body["losses"][number] = float(result[0]["lm loss"]).hex()
+            torch.cuda.synchronize()
+            self.body["milliseconds"][number] = round((time.perf_counter() - started) * 1e3, 3)
+            self.body["grad_norms"][number] = float(result[5]).hex()
+            self.body["replays"][number] = self._replays
+            return result
+
+        return step
+
+    def write(self, path: Path) -> None:
+        parameters = [parameter.detach().float().cpu() for chunk in self._model for parameter in chunk.parameters()]
+        self.body["weights"] = sorted(hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in parameters)
+        path.mkdir(exist_ok=True)
+        (path / f"rank{os.environ['RANK']}.json").write_text(json.dumps(self.body))
+
+
+def main() -> None:
+    config = parse_snip_arguments(sys.argv[1:])
+    startup = prepare(sys.argv[1:], config.no_compat)
+    from snip_megatron.megatron import compat
+    from snip_megatron.megatron.entry import run
+
+    recorder = Recorder()
+    compat.wrap_train_step(recorder.wrap)
+    try:
+        run(startup)
+    finally:
+        recorder.write(Path(os.environ["TRACE"]))
+
+
+if __name__ == "__main__":
+    main()

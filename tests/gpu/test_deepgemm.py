@@ -1,0 +1,66 @@
+"""DeepGEMM on a Hopper GPU: cuBLASLt's bits in fprop and dgrad, wgrad within 1e-6, and products inside a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from snip_megatron.gemm.cublaslt import cublaslt
+from snip_megatron.gemm.deepgemm import deepgemm, why_not
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.quantization.kernels.quantize import quantize_blocks, quantize_tiles
+
+SHAPES = [(4096, 4096, 4096), (8192, 6144, 4096), (2048, 11264, 2048), (1000, 1040, 4224), (132, 144, 208)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _usable() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU (sm_90)")
+    if (missing := why_not()) is not None:
+        pytest.skip(f"DeepGEMM {missing}")
+
+
+def products(*, faster: bool) -> ScaledProducts:
+    library = cublaslt()
+    return ScaledProducts(library=library, faster=deepgemm(library, required=True)[0] if faster else None)
+
+
+def matrix(rows: int, cols: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(rows, cols, device="cuda", generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fprop_has_the_other_librarys_bits(shape: tuple[int, int, int], fmt: str, dtype: torch.dtype) -> None:
+    rows, cols, depth = shape
+    a = quantize_tiles(matrix(rows, depth, 0), fmt, None).row
+    b = quantize_blocks(matrix(cols, depth, 1), fmt, None).row
+    found, expected = (products(faster=faster).multiply(a, b, dtype) for faster in (True, False))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_wgrad_is_accumulated(shape: tuple[int, int, int]) -> None:
+    rows, cols, tokens = shape
+    g, x = (quantize_tiles(matrix(tokens, size, seed), None, "fp8").col for seed, size in ((0, rows), (1, cols)))
+    start = matrix(rows, cols, 2).float()
+    found, expected = (products(faster=faster).accumulate(g, x, start.clone()) for faster in (True, False))
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_a_product_is_captured_and_replayed() -> None:
+    a, other = (quantize_tiles(matrix(1024, 2048, seed), "fp8", None).row for seed in (0, 3))
+    b = quantize_blocks(matrix(512, 2048, 1), "fp8", None).row
+    multiply = products(faster=True).multiply
+    expected = multiply(other, b, torch.bfloat16)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = multiply(a, b, torch.bfloat16)
+    a.values.copy_(other.values)
+    a.scale.copy_(other.scale)
+    graph.replay()
+    assert torch.equal(found, expected)

@@ -1,0 +1,127 @@
+"""Formats on bf16 tensor cores of a GPU: bits of the operands, errors of the GEMMs, accumulation, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.operands import GradientKeys, HeldSides
+from snip_megatron.gemm.selection import select_backend
+from snip_megatron.precision import Format
+from snip_megatron.quantization import exact
+
+FORMATS = [fmt for fmt in Format if fmt is not Format.BF16]
+SHAPES = [(8192, 4096, 4096), (1000, 1040, 4224), (130, 136, 200), (4, 128, 128)]
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[GemmBackend]:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs bf16 tensor cores (sm_80 or later)")
+    yield select_backend("emulated").backend
+    torch.cuda.empty_cache()
+
+
+def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(m + n + k)
+    x, w, g = (torch.randn(shape, device="cuda", generator=generator) for shape in ((m, k), (n, k), (m, n)))
+    spread = torch.rand(m, 1, device="cuda", generator=generator).exp()
+    return (x * spread).bfloat16(), (w * k**-0.5).bfloat16(), (g * spread * 1e-3).bfloat16()
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_bits_of_operands_are_the_reference_s(fmt: Format, square: bool) -> None:
+    from snip_megatron.quantization.kernels.exact import quantize_exact
+
+    x, _, _ = operands(1000, 8, 4096 + 640)
+    x[100, 7], x[:, 300] = float("nan"), 0.0
+    cols = torch.arange(x.shape[1], device="cuda") * 2 + 1
+    for seeds in ({}, {"row_seed": 2**63 + 5, "col_seed": 6, "cols": cols}):
+        found, expected = (f(x, fmt, fmt, square=square, **seeds) for f in (quantize_exact, exact.quantize_exact))
+        for one, other in zip(found, expected, strict=True):
+            known = ~other.dequantize().isnan()
+            assert torch.equal(~one.dequantize().isnan(), known)
+            assert torch.equal(one.values.view(torch.int16)[known], other.values.view(torch.int16)[known])
+            torch.testing.assert_close(one.scale, other.scale, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gemms_add_nothing_to_what_quantisation_did(
+    backend: GemmBackend, shape: tuple[int, int, int], fmt: Format
+) -> None:
+    x, w, g = operands(*shape)
+    n, k = w.shape
+    x_row, x_col = backend.quantize_input(x, fmt, fmt)
+    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
+    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, GradientKeys(5, 6, torch.arange(n, device="cuda")))
+    exact_w, exact_g = g_col.dequantize().double().t() @ x_col.dequantize().double(), g_row.dequantize().double()
+    products = (
+        (
+            backend.fprop(x_row, w_row, dtype=torch.float32),
+            x_row.dequantize().double() @ w_row.dequantize().double().t(),
+        ),
+        (backend.dgrad(g_row, w_col, dtype=torch.float32), exact_g @ w_col.dequantize().double()),
+        (backend.wgrad(g_col, x_col, out=None), exact_w),
+        (backend.wgrad(g_col, x_col, out=torch.zeros(n, k, device="cuda")), exact_w),
+    )
+    for index, (found, expected) in enumerate(products):
+        assert float((found.double() - expected).norm() / expected.norm()) < 1e-6, index
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_captured_products_follow_keys_and_weights(backend: GemmBackend, fmt: Format) -> None:
+    """A replay reads new tensors, new keys and a renewed weight at the addresses that it was captured with."""
+    m, n, k = 256, 384, 512
+    x, w, g = operands(m, n, k)
+    words = torch.tensor([[1, 2, 0, 0], [3, 4, 0, 0]], dtype=torch.int32, device="cuda")
+    current = torch.zeros(4, dtype=torch.int32, device="cuda")[:1]
+    sides = backend.quantize_weight(w, fmt, fmt)
+    held = HeldSides(sides, current)
+    cols = torch.arange(n, device="cuda")
+    out = torch.zeros(n, k, device="cuda")
+
+    def step() -> tuple[Tensor, Tensor]:
+        x_row, x_col = backend.quantize_input(x, fmt, fmt)
+        w_row, w_col = backend.quantize_weight(w, fmt, fmt, held=held)
+        g_row, g_col = backend.quantize_gradient(g, fmt, fmt, GradientKeys(words[0, :2], words[1, :2], cols))
+        backend.wgrad(g_col, x_col, out=out.zero_())
+        return backend.fprop(x_row, w_row, dtype=torch.bfloat16), backend.dgrad(g_row, w_col, dtype=torch.bfloat16)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, d = step()
+    other = operands(m, n, k + 8)
+    for mine, new in ((x, other[0][:, :k]), (w, other[1][:, :k]), (g, other[2])):
+        mine.copy_(new)
+    words += 10
+    graph.replay()
+    replayed = y.clone(), d.clone(), out.clone()
+    expected = *step(), out.clone()
+    for one, two in zip(replayed, expected, strict=True):
+        assert torch.equal(one, two)
+    current.fill_(1)
+    w.zero_()
+    graph.replay()
+    assert torch.equal(y, replayed[0])  # the kept weight stays
+
+
+def test_the_reference_gives_the_same_through_auto() -> None:
+    """Whatever ``auto`` selects here for formats that are not native."""
+    found = select_backend("auto", {Format.NVFP4, Format.MXFP4})
+    x, w, _ = operands(128, 256, 512)
+    for fmt in (Format.NVFP4, Format.MXFP4):
+        y = [
+            b.fprop(b.quantize_input(x, fmt, None)[0], b.quantize_weight(w, fmt, None)[0], dtype=torch.float32)
+            for b in (found.backend, REFERENCE)
+        ]
+        torch.testing.assert_close(y[0], y[1], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,223 @@
+"""Trainings with and without CUDA graphs have the same bits: every implementation, an adoption in the middle, resumes.
+
+The trainings are real runs of the entry, several at once on the GPU; each is started once, by the first test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from snip_megatron.layers.registry import decoder_linear_names
+from snip_megatron.precision import Format, PrecisionMap
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEPS, SAVED, LAYERS = 14, 8, 4
+AT_ONCE = 12
+IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
+LLAMA = shlex.split(f"""
+--num-layers {LAYERS} --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --group-query-attention
+--num-query-groups 4 --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope
+--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0 --micro-batch-size 2 --global-batch-size 12 --bf16 --use-distributed-optimizer
+--transformer-impl transformer_engine --te-rng-tracker --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+--lr-decay-iters 20 --weight-decay 0.1 --clip-grad 1.0 --seed 1234 --log-interval 1 --num-workers 0 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 255 --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable
+--disable-jit-fuser --no-check-for-nan-in-loss-and-grad --eval-interval 7 --eval-iters 2
+""")
+UPDATED = "--snip-first-update 3 --snip-update-interval 6 --snip-lag 2 --snip-wait 120 --snip-eval both"
+MAPS = {
+    "plain": "",
+    "bf16": "--snip --snip-policy bf16",
+    "fp8": "--snip --snip-policy uniform-fp8",
+    "fp8_tensor": "--snip --snip-map {folder}/fp8_tensor.json",
+    "fp4": f"--snip --snip-budget fp4=0.75 {UPDATED}",
+    "tensor_and_fp4": f"--snip --snip-budget fp4=0.5 --snip-formats fp8_tensor,fp4 {UPDATED}",
+}
+"""The last two probe before steps 3 and 9, from 0, and adopt before 5 and 11."""
+LAYOUTS = {
+    "one": (1, ""),
+    "tensor": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pipeline": (2, "--pipeline-model-parallel-size 2"),
+    "data": (2, "--overlap-grad-reduce --overlap-param-gather"),
+}
+"""Ranks, and Megatron's arguments."""
+TWO_GPUS = [
+    (layout, graphs)
+    for layout in ("tensor", "pipeline", "data")
+    for graphs in IMPLEMENTATIONS
+    if (layout, graphs) != ("pipeline", "full_iteration")  # refused
+]
+
+
+class Trainings:
+    """Runs in ``folder``, started when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self._runs: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
+        names = decoder_linear_names(LAYERS)
+        (folder / "fp8_tensor.json").write_text(PrecisionMap.uniform(names, Format.FP8_TENSOR).to_json())
+
+    def begin(self, kind: str, graphs: str | None, *extra: str, layout: str = "one") -> Future[dict[str, Any]]:
+        key = (kind, str(graphs), layout, *extra)
+        if key not in self._runs:
+            self._runs[key] = self._pool.submit(self._train, len(self._runs), kind, graphs, extra, layout)
+        return self._runs[key]
+
+    def saving(self, kind: str, graphs: str | None) -> Future[dict[str, Any]]:
+        return self.begin(kind, graphs, "--save", "{run}/checkpoint", "--save-interval", str(SAVED))
+
+    def resumed(self, kind: str, graphs: str | None) -> Future[dict[str, Any]]:
+        """What :meth:`saving` began, gone on with from its first checkpoint."""
+        key = (kind, str(graphs), "resumed")
+        if key not in self._runs:
+            saved, number = self.saving(kind, graphs), len(self._runs)
+
+            def resume() -> dict[str, Any]:
+                checkpoint = Path(saved.result()["folder"]) / "checkpoint"
+                (checkpoint / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+                return self._train(number, kind, graphs, ("--load", str(checkpoint)), "one")
+
+            self._runs[key] = self._pool.submit(resume)
+        return self._runs[key]
+
+    def end(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _train(self, number: int, kind: str, graphs: str | None, extra: tuple[str, ...], layout: str) -> dict[str, Any]:
+        run = self._folder / f"{number}-{kind}-{graphs}-{layout}"
+        run.mkdir()
+        snip = shlex.split(MAPS[kind].format(folder=self._folder))
+        snip += ["--snip-dir", str(run / "snip")] if snip else []
+        captured = [] if graphs is None else ["--cuda-graph-impl", graphs]
+        ranks, parallel = LAYOUTS[layout]
+        arguments = [*LLAMA, "--train-iters", str(STEPS), *snip, *captured, *shlex.split(parallel)]
+        arguments += [each.format(run=run) for each in extra]
+        processes = [_start(run, number, rank, ranks, arguments) for rank in range(ranks)]
+        codes = [process.wait(timeout=420) for process in processes]
+        if any(codes):
+            logs = "\n".join((run / f"log{rank}").read_text()[-3000:] for rank in range(ranks) if codes[rank])
+            raise RuntimeError(f"{run.name}: exit codes {codes}\n{logs}")
+        bodies = [json.loads((run / "trace" / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+        body: dict[str, Any] = bodies[-1]  # the last pipeline stage has the losses
+        for name in ("losses", "grad_norms", "replays", "milliseconds"):
+            body[name] = {int(step): value for step, value in body[name].items()}
+        body["weights"] = [each["weights"] for each in bodies]
+        events = run / "snip" / "events.jsonl"
+        body["events"] = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+        return body | {"folder": str(run)}
+
+
+def _start(run: Path, number: int, rank: int, ranks: int, arguments: list[str]) -> subprocess.Popen[bytes]:
+    path = (str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)), "TRACE": str(run / "trace"), "RANK": str(rank),
+        "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(29600 + number), "OMP_NUM_THREADS": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }  # fmt: skip
+    with (run / f"log{rank}").open("w") as log:
+        command = [sys.executable, "-m", "graphed_pretrain", *arguments]
+        return subprocess.Popen(command, cwd=run, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
+    pytest.importorskip("transformer_engine")
+    kept = os.environ.get("GRAPH_RUNS")  # where to look at them afterwards
+    trainings = Trainings(Path(kept) if kept else tmp_path_factory.mktemp("graphs"))
+    yield trainings
+    trainings.end()
+
+
+@pytest.fixture(scope="module")
+def on_one(trainings: Trainings) -> Trainings:
+    """Everything that the tests of one GPU ask for, begun at once."""
+    for kind in ("fp4", "fp8_tensor", "fp8"):
+        for graphs in (None, *IMPLEMENTATIONS):
+            trainings.begin(kind, graphs)
+    for kind in ("bf16", "plain"):
+        trainings.begin(kind, "local")
+    for graphs in ("local", "transformer_engine"):
+        trainings.saving("fp4", graphs)
+    for graphs in ("local", "transformer_engine"):
+        trainings.resumed("fp4", graphs)
+    return trainings
+
+
+@pytest.fixture(scope="module")
+def on_two(trainings: Trainings) -> Trainings:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for layout, graphs in TWO_GPUS:
+        trainings.begin("tensor_and_fp4", None, layout=layout)
+        trainings.begin("tensor_and_fp4", graphs, layout=layout)
+    return trainings
+
+
+def same_steps(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    for name in ("losses", "grad_norms"):
+        different = {step for step in found[name] if found[name][step] != expected[name][step]}
+        assert not different, f"{name} differ first at step {min(different)}"
+    assert found["weights"] == expected["weights"]
+
+
+@pytest.mark.parametrize("graphs", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["fp8", "fp8_tensor", "fp4"])
+def test_graphs_change_no_bit(on_one: Trainings, kind: str, graphs: str) -> None:
+    eager, captured = on_one.begin(kind, None).result(), on_one.begin(kind, graphs).result()
+    assert not any(eager["replays"].values())
+    assert captured["replays"][STEPS] > 0
+    assert len(captured["losses"]) == len(set(captured["losses"].values())) == STEPS
+    same_steps(eager, captured)
+
+
+def test_an_all_bf16_map_trains_plain_megatron_s_bits_in_graphs(on_one: Trainings) -> None:
+    plain, mapped = on_one.begin("plain", "local").result(), on_one.begin("bf16", "local").result()
+    assert plain["replays"] == mapped["replays"]
+    assert plain["replays"][STEPS] > 0
+    same_steps(plain, mapped)
+
+
+@pytest.mark.parametrize("graphs", IMPLEMENTATIONS)
+def test_a_new_map_is_captured_anew(on_one: Trainings, graphs: str) -> None:
+    run = on_one.begin("fp4", graphs).result()
+    adopted = [event["step"] for event in run["events"] if event["event"] == "adopt"]
+    captures = [event for event in run["events"] if event["event"] in ("capture", "recapture")]
+    assert adopted == [5, 11]
+    assert [event["event"] for event in captures] == ["capture", "recapture", "recapture"]
+    later = {"local": 0, "transformer_engine": 0, "full_iteration": 1}[graphs]  # full_iteration: after a step without
+    assert [event["step"] for event in captures[1:]] == [step + later for step in adopted]
+    assert all(event["seconds"] > 0 for event in captures)
+    assert (run["replays"][adopted[0] + 1] > 0) == (graphs == "transformer_engine")  # counted from 1
+    assert run["replays"][adopted[0] + 2] > 0
+
+
+@pytest.mark.parametrize("graphs", ["local", "transformer_engine"])
+def test_a_resumed_run_goes_on_bit_for_bit(on_one: Trainings, graphs: str) -> None:
+    whole, resumed = on_one.saving("fp4", graphs).result(), on_one.resumed("fp4", graphs).result()
+    assert min(resumed["losses"]) == SAVED + 1
+    assert resumed["replays"][STEPS] > 0
+    same_steps(whole, resumed)
+    same_steps(on_one.begin("fp4", None).result(), whole)
+
+
+@pytest.mark.parametrize(("layout", "graphs"), TWO_GPUS)
+def test_graphs_change_no_bit_on_two_gpus(on_two: Trainings, layout: str, graphs: str) -> None:
+    eager = on_two.begin("tensor_and_fp4", None, layout=layout).result()
+    captured = on_two.begin("tensor_and_fp4", graphs, layout=layout).result()
+    assert captured["replays"][STEPS] > 0
+    assert len([event for event in captured["events"] if event["event"] == "recapture"]) == 2
+    same_steps(eager, captured)

@@ -1,0 +1,88 @@
+"""In place of ``snip`` where SLURM, the script and the agent are the test's subject: steps that only sleep.
+
+``launch`` runs the real agent (:func:`snip_megatron.launch.agent.supervise`) over a launcher and a rank that take the
+place of torchrun and of Megatron: the launcher ignores the signals that torchrun ignores, the rank has Megatron's
+handler, and a checkpoint is the number of a step. The environment variable STAND_IN is JSON:
+
+* ``steps`` of the whole training; ``step_s``: seconds of each; ``evaluate``: seconds of the evaluation after them;
+* ``fail``: exit code of the rank on the first node, while the rank on the second waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from snip_megatron.launch import agent
+from snip_megatron.megatron.startup import note_exit_code
+
+HOW = {"steps": 100000, "evaluate": 0, "fail": 0, "step_s": 0.1} | json.loads(os.environ.get("STAND_IN", "{}"))
+SAVE_S = 0.5
+
+
+def launch(save: Path) -> int:
+    command = [sys.executable, __file__, "launcher", "--save", str(save)]
+    return agent.supervise(command, {}, agent.failure_file(save))[0]
+
+
+def launcher(save: Path) -> int:
+    return int(subprocess.run([sys.executable, __file__, agent.ENTRY, "--save", str(save)]).returncode != 0)
+
+
+def rank(save: Path) -> int:
+    node, asked = os.environ["SLURM_PROCID"], []
+    if HOW["fail"]:  # before Megatron has its handler
+        if node == "0":
+            time.sleep(1)
+            note_exit_code(HOW["fail"])
+            return int(HOW["fail"])
+        time.sleep(300)
+    signal.signal(signal.SIGTERM, lambda *given: asked.append(given))
+    print("started", flush=True)
+
+    def save_checkpoint(step: int) -> None:
+        time.sleep(SAVE_S)
+        if node == "0":
+            save.mkdir(exist_ok=True)
+            (save / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+    for step in range(saved(save) + 1, HOW["steps"] + 1):
+        time.sleep(HOW["step_s"])
+        print(f" iteration {step:8d}/", flush=True)
+        if asked:
+            save_checkpoint(step)
+            return 0
+    save_checkpoint(HOW["steps"])
+    print("evaluating", flush=True)
+    until = time.monotonic() + HOW["evaluate"]
+    while time.monotonic() < until:
+        time.sleep(0.1)
+    return 0
+
+
+def saved(save: Path) -> int:
+    file = save / "latest_checkpointed_iteration.txt"
+    return int(file.read_text()) if file.exists() else 0
+
+
+def main(words: list[str]) -> int:
+    save = Path(words[words.index("--save") + 1])
+    parts = {"launcher": launcher, agent.ENTRY: rank}
+    if words[0] in parts:
+        return parts[words[0]](save)
+    if "--hardware" in words:
+        print(2, 1)
+    elif "--progress" in words:
+        print(saved(save), HOW["steps"])
+    elif not {"--dry-run", "--check"} & set(words):
+        return launch(save)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

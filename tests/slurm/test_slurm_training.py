@@ -1,0 +1,58 @@
+"""A training under a real SLURM: signalled, preempted, cancelled, each time from where it was. Real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster import Cluster
+from job import Training
+
+from snip_megatron.records.readers import read_events, read_metrics
+
+
+def test_a_training_goes_on_after_a_signal_and_after_a_preemption(cluster: Cluster, tmp_path: Path) -> None:
+    """Three starts of one job. Far more steps than the test waits for: signals end each start.
+
+    The nodes' names do not resolve. A data loader has workers, and the preemption comes after a periodic checkpoint,
+    whose writer has left a process behind: SLURM sends SIGTERM to all of them.
+    """
+    job = Training(cluster, tmp_path, "--train-iters", 100000, "--eval-iters", 0, "--num-workers", 1)
+    job.wait_for_step(3)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for_requeue()
+    first, seen = job.saved, len(job.steps)
+    assert first >= 3
+    assert f"snip: training left with exit code 0 at step {first} of 100000; the job is queued again" in job.text
+    assert job.text.count("snip launch: ended on SIGUSR1; the same command goes on from") == 2
+
+    periodic = (first // 10 + 1) * 10
+    job.wait_for_step(periodic + 2, after=seen)
+    assert job.steps[seen] == first + 1
+    assert job.text.count("snip launch: goes on from the checkpoint in") == 2
+    with job.preempted():
+        job.wait_for_requeue(2)
+    second, seen = job.saved, len(job.steps)
+    assert second > periodic
+    assert "the job is queued again (it was preempted)" in job.text
+    assert "BrokenPipeError" not in job.text
+
+    job.wait_for_step(second + 2, after=seen)
+    assert job.steps[seen] == second + 1
+    cluster.run("scancel", job.number)
+    record = job.wait_for_end()
+    assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "2")
+    run = job.save / "snip"
+    assert [figure["step"] for figure in read_metrics(run)][: second + 1] == list(range(second + 1))
+    assert any(event["event"] == "adopt" for event in read_events(run))
+
+
+def test_a_wrong_argument_is_one_line_before_the_ranks_start(cluster: Cluster, tmp_path: Path) -> None:
+    job = Training(cluster, tmp_path, "--tensor-model-parallel-size", 3)
+    record = job.wait_for_end()
+    assert (record["JobState"], record["ExitCode"]) == ("FAILED", "2:0")
+    assert [line for line in job.text.splitlines() if "refuses" in line] == [
+        "snip launch: Megatron refuses the arguments: world size (2) is not divisible by total_model_size"
+        " (total_model_size=3)"
+    ]
+    assert "Traceback" not in job.text
+    assert "[Gloo]" not in job.text

@@ -1,0 +1,36 @@
+"""Predictions beside the committed trainings of a 1.1 B model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.plan_job import HERE, layout_of, rows_of
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.table import Launching
+from snip_megatron.timing.table_model import TimingModel
+
+JOB = json.loads((HERE / "job_1b_h200_2026-11-22.json").read_text(encoding="utf-8"))
+
+
+def test_contenders_with_one_format_are_predicted() -> None:
+    rows = {row["contender"]: row for row in rows_of(JOB, load_cost_model("h200"))}
+    assert set(rows) == {
+        "bf16", "bf16_graphs", "snip_fp8", "snip_fp8_graphs", "snip_fp8_tensor", "snip_fp8_tensor_graphs",
+        "snip_bf16_graphs",
+    }  # fmt: skip
+    assert layout_of(JOB, "none").model.parameters == pytest.approx(1.1e9, rel=0.01)
+    assert rows["bf16"]["speedup"] == {"predicted": 1.0, "measured": 1.0, "error": 0.0}
+    assert rows["snip_fp8_graphs"]["graphs"] == "transformer_engine"
+    assert rows["snip_fp8"]["host_ms"] is None  # the table has no host seconds
+    assert abs(rows["bf16"]["ms"]["error"]) < 0.05
+
+
+def test_the_host_holds_up_only_what_no_graph_launches() -> None:
+    table = load_cost_model("h200").table  # type: ignore[attr-defined]
+    layer = dict.fromkeys(table.formats, 0.1)
+    slow = TimingModel(replace(table, launching=Launching("local", layer, microbatch=1e-3, step=1e-3)))
+    rows = {row["contender"]: row for row in rows_of(JOB, slow)}
+    assert rows["snip_fp8"]["ms"]["predicted"] > 2 * 22 * 100 > rows["snip_fp8_graphs"]["ms"]["predicted"]

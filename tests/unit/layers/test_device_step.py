@@ -1,0 +1,167 @@
+"""Linears that read the step from the device train the bits of those that Python tells; their memory stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from linears import Formats, convert, one_rank, operands, stock_linear
+
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.emulated import EmulatedBackend
+from snip_megatron.gemm.exact_products import ExactProducts
+from snip_megatron.gemm.hopper import HopperBackend
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.layers.context import Forced, StepContext
+from snip_megatron.layers.device_step import DeviceStep
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.quantization import packed
+from snip_megatron.quantization.exact import quantize_exact
+
+BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
+FORMATS: list[Formats] = [(FP8, FP8, FP8), (FP4, FP4, FP4), (FP8, FP4, FP8), (TENSOR, TENSOR, FP4), (BF16, FP4, BF16),
+                          (Format.NVFP4, Format.MXFP8, Format.NVFP4)]  # fmt: skip
+
+
+class Quantisers:
+    """The reference's, which count what they are asked to do with weights."""
+
+    def __init__(self) -> None:
+        self.written: list[bool] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(packed, name)
+
+        def counted(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            if "held" in options:
+                self.written.append(int(options["held"].current) == 0)
+            return function(x, *arguments, **options)
+
+        return counted
+
+
+class Products(ScaledProducts):
+    """Dequantised products in FP32: any device."""
+
+    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, fast: bool = True) -> torch.Tensor:
+        return (a.dequantize() @ b.dequantize().t()).to(dtype)
+
+
+def hopper() -> tuple[HopperBackend, Quantisers]:
+    quantisers = Quantisers()
+    return HopperBackend(quantisers, Products()), quantisers
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    with one_rank() as alone:
+        yield alone
+
+
+def registered(group: dist.ProcessGroup, backend: Any, formats: Formats, *, device: bool) -> tuple[Any, LinearRegistry]:
+    linear = stock_linear(group, 128, 256, dtype=torch.bfloat16)
+    context = StepContext(backend=backend, seed=5, dp_rank=1, dp_size=3)
+    handle = convert(linear, context, formats)
+    registry = LinearRegistry([handle.name], context)
+    registry.add(handle)
+    linear.weight.main_grad = torch.zeros(linear.weight.shape)
+    linear.weight.grad_added_to_main_grad = False
+    if device:
+        registry.device = DeviceStep([handle], [0], torch.device("cpu"))
+    return linear, registry
+
+
+def train(linear: Any, registry: LinearRegistry, steps: int = 3, microbatches: int = 3) -> list[torch.Tensor]:
+    """Everything that the linear gives, and its weight after each step of plain SGD."""
+    seen = []
+    for step in range(steps):
+        registry.start_step(step)
+        linear.weight.main_grad.zero_()
+        for microbatch in range(microbatches):
+            if registry.device is not None and microbatch == 1:
+                registry.device.weights_are_current(0)
+            x, g = operands(32, 2, 128, 256, torch.bfloat16, seed=microbatch)
+            y, _ = linear(x)
+            y.backward(g)
+            assert x.grad is not None
+            seen += [y.detach(), x.grad]
+        with torch.no_grad():
+            linear.weight.data -= (100.0 * linear.weight.main_grad).to(torch.bfloat16)
+        registry.end_step()
+        seen += [linear.weight.main_grad.clone(), linear.weight.detach().clone()]
+    return seen
+
+
+def backend_of(kind: str) -> GemmBackend:
+    if kind == "emulated":
+        return EmulatedBackend(quantize_exact, ExactProducts())
+    return GemmBackend() if kind == "reference" else hopper()[0]
+
+
+@pytest.mark.parametrize("kind", ["reference", "hopper", "emulated"])
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: "-".join(each.value for each in f))
+def test_bits_are_those_without_it(group: dist.ProcessGroup, formats: Formats, kind: str) -> None:
+    results = []
+    for device in (False, True):
+        backend = backend_of(kind)
+        results.append(train(*registered(group, backend, formats, device=device)))
+    for plain, read in zip(*results, strict=True):
+        assert torch.equal(plain, read)
+    assert not torch.equal(results[0][-1], results[0][-1 - len(results[0]) // 3])  # the weight moves
+
+
+def test_weights_are_quantised_once_a_step_and_stay_at_their_address(group: dist.ProcessGroup) -> None:
+    backend, quantisers = hopper()
+    linear, registry = registered(group, backend, (FP8, FP8, FP8), device=True)
+    train(linear, registry, steps=1)
+    sides = linear.snip.held.sides
+    quantisers.written.clear()
+    train(linear, registry, steps=2)
+    assert quantisers.written == [True, False, False] * 2
+    assert linear.snip.held.sides is sides
+
+
+def test_another_map_frees_what_is_kept(group: dist.ProcessGroup) -> None:
+    linear, registry = registered(group, hopper()[0], (FP8, FP8, FP8), device=True)
+    train(linear, registry, steps=1)
+    assert registry.device is not None
+    registry.device.forget_weights()
+    registry.adopt(PrecisionMap.uniform(registry.names, FP4))
+    linear.weight.main_grad.zero_()
+    train(linear, registry, steps=1)
+    assert linear.snip.held.sides[0].values.float().unique().numel() <= 16  # E2M1's numbers
+
+
+def test_passes_that_are_not_training_leave_keys_and_weights_alone(group: dist.ProcessGroup) -> None:
+    linear, registry = registered(group, hopper()[0], (FP4, FP4, FP4), device=True)
+    train(linear, registry, steps=1)
+    sides, values = linear.snip.held.sides, linear.snip.held.sides[0].values.clone()
+    registry.start_step(1)
+    first = [key.clone() for key in linear.snip.device_keys()]
+    registry.start_step(1)
+    for forced in (Forced((FP8, TENSOR, FP4), microbatch=4), Forced()):
+        registry.context.forcing = lambda handle, forced=forced: forced
+        x, g = operands(32, 2, 128, 256, torch.bfloat16)
+        linear(x)[0].backward(g)
+    registry.context.forcing = None
+    assert linear.snip.held.sides is sides
+    assert torch.equal(sides[0].values.view(torch.uint8), values.view(torch.uint8))
+    for found, expected in zip(linear.snip.device_keys(), first, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_validation_sees_the_weights_that_a_step_left(group: dist.ProcessGroup) -> None:
+    linear, registry = registered(group, hopper()[0], (FP8, FP8, FP8), device=True)
+    train(linear, registry, steps=1)
+    x, _ = operands(32, 2, 128, 256, torch.bfloat16)
+    with torch.no_grad():
+        found = linear(x)[0]
+    fresh, other = registered(group, hopper()[0], (FP8, FP8, FP8), device=False)
+    fresh.weight.data.copy_(linear.weight.data)
+    other.start_step(1)
+    with torch.no_grad():
+        assert torch.equal(found, fresh(x)[0])

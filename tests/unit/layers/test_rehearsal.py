@@ -1,0 +1,73 @@
+"""Which formats are rehearsed, and that a rehearsal leaves the model's own linear alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
+from snip_megatron.layers.device_step import DeviceStep
+from snip_megatron.layers.rehearsal import covering, rehearse_gemms, stand_in
+from snip_megatron.precision import Format, LinearId
+
+BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ((FP8, FP4), (FP8, FP4), (FP8, FP4)),
+        ((FP8, FP4, TENSOR), (FP8, FP4, TENSOR), (FP8, FP4, TENSOR)),
+        ((BF16,), (FP8, FP4), (FP8, FP4)),
+        ((FP8,), (FP4,), (BF16,)),
+    ],
+)
+def test_every_pair_of_formats_is_there(options: tuple[tuple[Format, ...], ...]) -> None:
+    found = covering((options[0], options[1], options[2]), alike=False)
+    for first, second in itertools.combinations(range(3), 2):
+        pairs = {(formats[first], formats[second]) for formats in found}
+        assert pairs == set(itertools.product(options[first], options[second]))
+    assert len(found) <= max(len(a) * len(b) for a, b in itertools.combinations(options, 2)) + 1
+
+
+def test_linears_with_one_format_have_no_pairs() -> None:
+    assert covering(((FP8, FP4),) * 3, alike=True) == [(FP8,) * 3, (FP4,) * 3]
+
+
+def a_linear() -> LinearHandle:
+    return LinearHandle(
+        LinearId(1, "mlp.linear_fc1"), "column", 48, 32, 0, 0, 1, torch.arange(48), torch.arange(32),
+        StepContext(seed=3), torch.nn.Linear(32, 48, bias=False),
+    )  # fmt: skip
+
+
+def test_what_graphs_read_of_the_linear_is_left_alone() -> None:
+    handle = a_linear()
+    device = DeviceStep([handle], [0], torch.device("cpu"))
+    device.start_step(3, 7)
+    assert handle.device_keys is not None
+    expected = [words.clone() for words in handle.device_keys()]
+    device.start_step(3, 7)
+    linear = stand_in(handle, 16, whole_x=False, graphed=True)
+    rehearse_gemms(linear, [(FP8, FP4, FP4)])
+    assert linear.handle.held is not None
+    assert linear.handle.held._held is not None  # it has read its own
+    assert handle.held is not None
+    assert handle.held._held is None
+    assert all(torch.equal(a, b) for a, b in zip(handle.device_keys(), expected, strict=True))
+
+
+def test_the_linear_itself_is_left_alone() -> None:
+    handle = a_linear()
+    module = handle.module
+    before = module.weight.detach().clone()
+    linear = stand_in(handle, 16, whole_x=True)
+    rehearse_gemms(linear, [(FP8, FP4, FP8), ALL_BF16, (FP4, FP4, BF16)])
+    assert linear.handle.backwards == 2  # of the formats that are Megatron's own linear none
+    assert (handle.backwards, handle.formats, handle.weights._key) == (0, ALL_BF16, None)
+    assert module.weight.grad is None
+    assert torch.equal(module.weight, before)
+    assert linear.x.shape == (16, 32)
+    assert linear.g.shape == (16, 48)

@@ -1,0 +1,75 @@
+"""Data arguments that cannot work are refused by name; the loss and the shares of context parallelism."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import mpu
+from megatron.training import global_vars
+
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron.data.datasets import check_data
+from snip_megatron.megatron.entry import loss_function
+from snip_megatron.megatron.probing.batch import _context_parallel_share
+
+PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
+
+
+def data_args(**given: Any) -> Namespace:
+    return Namespace(**{**dict.fromkeys((*PATHS, "per_split_data_args_path")), "mock_data": False, **given})
+
+
+def test_no_data() -> None:
+    check_data(data_args(mock_data=True))
+    with pytest.raises(SnipError, match="no training data: give --data-path, --train-data-path or --mock-data"):
+        check_data(data_args())
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "text")
+    with pytest.raises(SnipError, match=f"--train-data-path {prefix}: there is no {prefix}.idx"):
+        check_data(data_args(train_data_path=["0.5", prefix]))
+    (tmp_path / "text.idx").touch()
+    check_data(data_args(train_data_path=["0.5", prefix]))
+    check_data(data_args(data_path=["s3://bucket/text"]))
+
+
+@pytest.mark.parametrize("name", ["sft", "hybrid_layer_pattern", "dataloader_inter_document_masking"])
+def test_other_kinds_are_refused(name: str) -> None:
+    with pytest.raises(SnipError, match=f"--{name.replace('_', '-')} is not supported"):
+        check_data(data_args(mock_data=True, **{name: "x"}))
+
+
+def test_loss_is_masked_sum_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = Namespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False)
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    output = torch.tensor([[1.0, 2.0], [4.0, 8.0]], dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    loss, tokens, report = loss_function(mask, output)
+    loss.backward()
+    assert (loss.item(), tokens.item(), report["lm loss"].tolist()) == (13.0, 3, [13.0, 3.0])
+    assert tokens.dtype == torch.int
+    assert not report["lm loss"].requires_grad
+    assert torch.equal(output.grad, mask.bfloat16())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_context_parallel_ranks_share_the_sequence(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together the ranks hold every token once, each an early and a late piece."""
+    tokens = torch.arange(32).view(2, 16)
+    shares = []
+    for rank in range(size):
+        monkeypatch.setattr(mpu, "get_context_parallel_world_size", lambda: size)
+        monkeypatch.setattr(mpu, "get_context_parallel_rank", lambda rank=rank: rank)
+        share = _context_parallel_share({"tokens": tokens, "attention_mask": None})
+        assert share["attention_mask"] is None
+        assert share["tokens"] is not None
+        shares.append(share["tokens"])
+        assert share["tokens"].shape == (2, 16 // size)
+        if size > 1:
+            assert share["tokens"].float().mean(dim=1).tolist() == [7.5, 23.5]
+    assert torch.equal(torch.cat(shares, dim=1).sort(dim=1).values, tokens)

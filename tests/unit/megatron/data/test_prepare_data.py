@@ -1,0 +1,284 @@
+"""prepare-data: inputs, split, tokenizers, the real Megatron data files, and what a rerun may and may not do."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron.data import prepare_data, text_tokenizer
+from snip_megatron.megatron.data.corpus import collect
+
+WORDS = ("alpha", "beta", "gamma", "delta", "return", "self", "import", "über", "naïve", "✓")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Forty small documents in two folders."""
+    folder = tmp_path / "texts"
+    for index in range(40):
+        path = folder / f"part{index % 2}" / f"{index:02}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        words = np.random.default_rng(index).choice(WORDS, 60)
+        path.write_text(f"document {index}\n    " + " ".join(words) + "\n", encoding="utf-8")
+    return folder
+
+
+def prepare(*arguments: str | Path) -> int:
+    parser = argparse.ArgumentParser()
+    prepare_data.add_arguments(parser)
+    return prepare_data.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def manifest(output: Path) -> dict:
+    return json.loads((output / "manifest.json").read_text())
+
+
+def documents(prefix: Path) -> list[np.ndarray]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(str(prefix))
+    assert list(data.index.document_indices) == list(range(len(data) + 1))  # one sequence a document
+    return [np.array(data[index]) for index in range(len(data))]  # copies: the file is unmapped with data
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
+def test_megatron_reads_back_every_file_with_its_end(texts: Path, tmp_path: Path, tokenizer: str) -> None:
+    output = tmp_path / "out"
+    extra = ["--vocab-size", "300"] if tokenizer == "bpe" else []
+    assert prepare(texts, "--output", output, "--tokenizer", tokenizer, "--holdout", "0.2", *extra) == 0
+    made = manifest(output)
+    loaded = Tokenizer.from_file(str(output / "tokenizer" / "tokenizer.json"))
+    end = made["tokenizer"]["end_of_document_id"]
+    found = []
+    for name in ("train", "valid"):
+        part = documents(output / name)
+        assert len(part) == made[name]["files"]
+        assert sum(map(len, part)) == made[name]["tokens"]
+        for document in part:
+            assert document[-1] == end
+            assert end not in document[:-1]
+            found.append(loaded.decode(document[:-1].tolist(), skip_special_tokens=False))
+    assert sorted(found) == sorted(path.read_text() for path in texts.rglob("*.txt"))
+    assert made["valid"]["files"] >= 1
+
+
+def test_megatron_loads_the_tokenizers_offline(texts: Path, tmp_path: Path) -> None:
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    for kind, vocabulary in (("bpe", 300), ("bytes", 257)):
+        output = tmp_path / kind
+        prepare(texts, "--output", output, "--tokenizer", kind, *(["--vocab-size", "300"] if kind == "bpe" else []))
+        loaded = MegatronTokenizer.from_pretrained(
+            tokenizer_path=str(output / "tokenizer"), metadata_path={"library": "huggingface"}
+        )
+        assert loaded.vocab_size == vocabulary
+        assert loaded.eod == manifest(output)["tokenizer"]["end_of_document_id"]
+        text = "def f(x):\n    return 'naïve ✓' , x\n"
+        ids = loaded.tokenize(text)
+        ours = Tokenizer.from_file(str(output / "tokenizer" / "tokenizer.json"))
+        assert ids == text_tokenizer.encode_documents(ours, [text])[0][:-1].tolist()
+        assert loaded.detokenize(ids) == text
+
+
+@given(st.text(max_size=200))
+def test_byte_tokenizer_is_the_bytes(text: str) -> None:
+    tokenizer = text_tokenizer.byte_tokenizer()
+    fast = text_tokenizer.encode_documents(tokenizer, [text])[0].tolist()
+    assert fast == [*text.encode(), 256]
+    tokenizer.encode_special_tokens = True
+    assert tokenizer.encode(text).ids == fast[:-1]
+    assert tokenizer.decode(fast[:-1]) == text
+
+
+@given(st.text(max_size=200))
+def test_bpe_keeps_every_text(text: str) -> None:
+    tokenizer = text_tokenizer.train_bpe(["the quick brown fox " * 5, "    return self.value\n" * 5], 280)
+    (ids,) = text_tokenizer.encode_documents(tokenizer, [text])
+    assert tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False) == text
+
+
+def test_the_end_token_written_in_a_text_is_text() -> None:
+    for tokenizer in (text_tokenizer.byte_tokenizer(), text_tokenizer.train_bpe(["some text"] * 3, 270)):
+        text = f"a{text_tokenizer.END_OF_DOCUMENT}b"
+        (ids,) = text_tokenizer.encode_documents(tokenizer, [text])
+        end = text_tokenizer.end_of_document_id(tokenizer)
+        assert (ids == end).sum() == 1
+        assert ids[-1] == end
+
+
+def test_equal_input_gives_equal_bytes_wherever_it_lies(texts: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "moved" / "texts"
+    elsewhere.parent.mkdir()
+    prepare(texts, "--output", tmp_path / "a", "--vocab-size", "300")
+    texts.rename(elsewhere)
+    prepare(elsewhere, "--output", tmp_path / "b", "--vocab-size", "300")
+    names = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
+    assert {"train.bin", "train.idx", "valid.bin", "valid.idx", "manifest.json"} <= {str(name) for name in names}
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_other_files_do_not_move_a_file_across_the_split(texts: Path) -> None:
+    before = collect([texts], ["*"])
+    held = {file.key for file in before.split(0.3)[1]}
+    (texts / "new.txt").write_text("something new\n")
+    after = collect([texts], ["*"])
+    assert {file.key for file in after.split(0.3)[1]} - {"texts/new.txt"} == held
+    train, valid = after.split(0.3)
+    assert len(train) + len(valid) == len(after.files) == 41
+    assert 0 < len(valid) < 25
+
+
+def test_passed_over_files_are_counted(texts: Path, tmp_path: Path) -> None:
+    (texts / "binary.txt").write_bytes(b"ab\0cd")
+    (texts / "latin.txt").write_bytes("für".encode("latin-1"))
+    (texts / "blank.txt").write_text(" \n")
+    (texts / "copy.txt").write_bytes((texts / "part0" / "00.txt").read_bytes())
+    (texts / ".hidden").mkdir()
+    (texts / ".hidden" / "x.txt").write_text("hidden\n")
+    (texts / "dangling.txt").symlink_to(texts / "nowhere")
+    corpus = collect([texts], ["*.txt"])
+    assert corpus.skipped == {"binary": 1, "duplicate": 1, "empty": 1, "undecodable": 1}
+    assert len(corpus.files) == 40
+    only = collect([texts], ["part1/*"])
+    assert len(only.files) == 20
+
+
+def test_unigram_figures_are_what_their_names_say(texts: Path, tmp_path: Path) -> None:
+    prepare(texts, "--output", tmp_path / "out", "--tokenizer", "bytes", "--holdout", "0.3")
+    made = manifest(tmp_path / "out")["valid"]
+    train = np.bincount(np.concatenate(documents(tmp_path / "out" / "train")), minlength=257)
+    valid = np.bincount(np.concatenate(documents(tmp_path / "out" / "valid")), minlength=257)
+    own = -sum(n / valid.sum() * math.log(n / valid.sum()) for n in valid if n)
+    under_train = -sum(n / valid.sum() * math.log((train[i] + 1) / (train.sum() + 257)) for i, n in enumerate(valid))
+    assert made["unigram_entropy_nats"] == pytest.approx(own, rel=1e-12)
+    assert made["cross_entropy_under_train_unigram_nats"] == pytest.approx(under_train, rel=1e-12)
+    assert own < under_train
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda p: None, "no such file or folder"),
+        (lambda p: p.mkdir(), "no file in this folder matches --glob *"),
+        (lambda p: p.write_bytes(b""), "the file is empty"),
+        (lambda p: p.write_bytes(b"\0\1"), "the file is binary"),
+        (lambda p: p.write_bytes(b"\xff\xfe"), "the file is undecodable"),
+        (lambda p: (p.mkdir(), (p / "x").write_bytes(b"\0")), "no text in this folder (1 binary)"),
+        (lambda p: os.mkfifo(p), "not a regular file or folder"),
+    ],
+)
+def test_bad_inputs_are_refused_by_name(texts: Path, tmp_path: Path, make, part: str) -> None:
+    bad = tmp_path / "bad"
+    make(bad)
+    with pytest.raises(SnipError) as refusal:
+        prepare(texts, bad, "--output", tmp_path / "out")
+    assert str(refusal.value).startswith(f"{bad}: ")
+    assert part in str(refusal.value)
+    assert sorted(path.name for path in tmp_path.iterdir() if path != bad) == ["texts"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that not even root can read")
+def test_a_file_that_cannot_be_read_is_named(texts: Path, tmp_path: Path) -> None:
+    (texts / "secret.txt").symlink_to("/proc/self/mem")
+    with pytest.raises(SnipError, match=r"secret\.txt: cannot be read \(Input/output error\)"):
+        prepare(texts, "--output", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--holdout", "1"], "--holdout 1.0"),
+        (["--holdout", "nan"], "--holdout nan"),
+        (["--vocab-size", "256"], "--vocab-size 256: must be at least 257"),
+        (["--vocab-size", "300", "--tokenizer", "bytes"], "--tokenizer bytes has 257 tokens"),
+    ],
+)
+def test_bad_arguments_are_refused(texts: Path, tmp_path: Path, arguments: list[str], part: str) -> None:
+    with pytest.raises(SnipError) as refusal:
+        prepare(texts, "--output", tmp_path / "out", *arguments)
+    assert part in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_file_has_no_holdout(texts: Path, tmp_path: Path) -> None:
+    one = texts / "part0" / "00.txt"
+    with pytest.raises(SnipError, match="too few for a hold-out"):
+        prepare(one, "--output", tmp_path / "out")
+    assert prepare(one, "--output", tmp_path / "out", "--holdout", "0", "--tokenizer", "bytes") == 0
+    assert manifest(tmp_path / "out")["valid"] is None
+    assert not (tmp_path / "out" / "valid.bin").exists()
+
+
+def test_existing_output_needs_a_word(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    same = (texts, "--output", output, "--tokenizer", "bytes")
+    prepare(*same)
+    written = (output / "train.bin").stat()
+    with pytest.raises(SnipError, match="exists; add --overwrite"):
+        prepare(*same)
+    capsys.readouterr()
+    assert prepare(*same, "--reuse") == 0
+    assert "is current" in capsys.readouterr().out
+    assert (output / "train.bin").stat() == written
+
+    (texts / "new.txt").write_text("something new\n")
+    with pytest.raises(SnipError, match="made from other text or arguments"):
+        prepare(*same, "--reuse")
+    (output / "cache").mkdir()  # where Megatron keeps sample indices of the old data
+    assert prepare(*same, "--reuse", "--overwrite") == 0
+    assert manifest(output)["inputs"]["files"] == 41
+    assert not (output / "cache").exists()
+
+    (output / "train.bin").write_bytes(b"cut")
+    assert prepare(*same, "--reuse", "--overwrite") == 0
+    assert (output / "train.bin").stat().st_size == 2 * manifest(output)["train"]["tokens"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
+
+
+def test_a_folder_of_others_is_never_replaced(texts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "mine.txt").write_text("keep\n")
+    with pytest.raises(SnipError, match="was not made by snip prepare-data"):
+        prepare(texts, "--output", output, "--overwrite")
+    assert [path.name for path in output.iterdir()] == ["mine.txt"]
+
+
+def test_a_failure_leaves_the_old_result(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out"
+    prepare(texts, "--output", output, "--tokenizer", "bytes")
+    before = (output / "manifest.json").read_bytes()
+    real = text_tokenizer.encode_documents
+
+    def change_under_way(tokenizer: Tokenizer, batch: list[str]) -> list[np.ndarray]:
+        for path in texts.rglob("*.txt"):
+            path.write_text("changed while it was read\n")
+        return real(tokenizer, batch)
+
+    monkeypatch.setattr(text_tokenizer, "encode_documents", change_under_way)
+    with pytest.raises(SnipError, match="changed while it was read"):
+        prepare(texts, "--output", output, "--tokenizer", "bytes", "--holdout", "0.4", "--overwrite")
+    assert (output / "manifest.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "a/../../outside"])
+def test_a_manifest_names_only_files_below_it(name: str, tmp_path: Path) -> None:
+    from snip_megatron.megatron.data.prepare_data import _is_whole
+
+    (tmp_path / "outside").write_text("x")
+    (tmp_path / "out").mkdir()
+    assert not _is_whole(tmp_path / "out", {"files_sha256": {name: hashlib.sha256(b"x").hexdigest()}})
+    assert not _is_whole(tmp_path / "out", {"files_sha256": [name]})

@@ -1,0 +1,193 @@
+"""What a probe takes on a rank, and how ranks agree whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.megatron.probing.probe_call import LoopShape
+from snip_megatron.megatron.probing.probe_memory import (
+    DeviceMemory,
+    Pipeline,
+    ProbeMemory,
+    device_memory,
+    probed_shapes,
+    shortage,
+)
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.memory import stage_memory
+from snip_megatron.planner.probes import Probes
+from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, LinearId
+from snip_megatron.runtime.protocols import Unmeasured
+from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
+from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.timing.models import ModelShape
+
+CPU = torch.device("cpu")
+LOOP = LoopShape(
+    seq_length=256, micro_batch_size=2, padded_vocab_size=1024, virtual_stages=None, optimizer_sharded=True
+)
+PEAK = 1e6
+
+
+@pytest.fixture
+def one_rank() -> Iterator[ProbeGroups]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield ProbeGroups(None, None)
+    dist.destroy_process_group()
+
+
+def handles(layers: int = 2) -> list[LinearHandle]:
+    shapes = dict(zip(LINEAR_KINDS, [(96, 64), (64, 64), (256, 64), (64, 128)], strict=True))
+    found = []
+    for layer in range(layers):
+        for kind, (n, k) in shapes.items():
+            side = "column" if kind.endswith(("qkv", "fc1")) else "row"
+            features = torch.arange(n), torch.arange(k)
+            module = torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
+            found.append(LinearHandle(LinearId(layer, kind), side, n, k, 0, 0, 1, *features, StepContext(), module))
+    return sorted(found, key=lambda handle: handle.id)
+
+
+def shapes(tokens: int = 512, **fields: Any) -> ProbedShapes:
+    linears = [LinearRows(tokens, n, k) for n, k in [(256, 64), (64, 128), (64, 64), (96, 64)] * 2]
+    given = {"linears": linears, "tokens": tokens, "hidden": 64, "boundaries": 4}
+    return ProbedShapes(**given | {"parameters": 200_000, "largest": 65_536} | fields)
+
+
+def memory(own: ProbedShapes | None = None, pipeline: Pipeline | None = None, **fields: Any) -> ProbeMemory:
+    return ProbeMemory(own or shapes(), handles(), pipeline or Pipeline(), 128, **fields)
+
+
+def registry(linears: list[LinearHandle], mixture: tuple[int, int] = (1, 1)) -> LinearRegistry:
+    found = LinearRegistry(sorted({handle.name for handle in linears}), StepContext(), mixture)
+    for handle in linears:
+        found.add(handle)
+    return found
+
+
+def test_shapes_of_a_rank(one_rank: ProbeGroups) -> None:
+    embedding = torch.nn.Parameter(torch.zeros(1024, 64, dtype=torch.bfloat16))
+    norm = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
+    linears = handles()
+    sinks = [(0, embedding, False, 0), (1, norm, True, 0)]
+    found = probed_shapes(registry(linears), sinks, LOOP, one_rank, hidden=64)
+    weights = sum(handle.weight.numel() for handle in linears)
+    assert found == shapes(parameters=weights + 1024 * 64 + 64, largest=1024 * 64)
+    assert Pipeline.of(linears, _Config(3), LOOP) == Pipeline(0, 3, 1)
+
+
+def test_experts_share_a_microbatch_s_tokens(one_rank: ProbeGroups) -> None:
+    """Four of eight experts are here, two are active: half of 512 tokens each, of this rank and its peer."""
+    attention = handles(1)[2:]
+    experts = []
+    for kind, side in zip(EXPERT_KINDS, ("column", "row"), strict=True):
+        for expert in range(4):
+            module = torch.nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)
+            features = torch.arange(16), torch.arange(32)
+            place = (side, 16, 32, 0, 0, 1, *features, StepContext(), module)
+            experts.append(LinearHandle(LinearId(0, kind), *place, expert=expert))
+    found = probed_shapes(registry(attention + experts, (8, 2)), [], LOOP, one_rank, hidden=64)
+    assert sorted(linear.rows for linear in found.linears) == [256] * 8 + [512] * 2
+    assert found.boundaries == 2
+    assert found.features == 512 * (160 + 128) + 8 * 256 * (16 + 32)
+
+
+@dataclass
+class _Config:
+    pipeline_model_parallel_size: int
+
+
+def test_a_training_pass_and_what_is_recorded_beside_it() -> None:
+    recorded = shapes().recording + shapes().samples(128, 1)
+    assert recorded == 24 * 512 * 256 + 2 * 128 * (2 * (160 + 128 + 320 + 192) + 4 * 2 * 64)
+    assert memory().needed(PEAK, 1, 8) == PEAK + recorded
+    # Two microbatches of samples, one microbatch of activations at a time.
+    assert memory().needed(PEAK, 2, 8) - memory().needed(PEAK, 1, 8) == shapes().samples(128, 1)
+    # Before the first step of a process: inputs and outputs of the linears.
+    assert memory().needed(None, 1, 8) == 2 * 512 * 2 * (160 + 128 + 320 + 192) + recorded
+    assert memory(recomputes=True).needed(None, 1, 8) == 512 * 2 * (160 + 128 + 320 + 192) + recorded
+
+
+def test_a_pipeline_probes_fewer_microbatches_than_it_trains() -> None:
+    recorded = shapes().recording + shapes().samples(128, 1)
+    first, last = Pipeline(0, 4), Pipeline(3, 4)
+    assert memory(pipeline=first).needed(PEAK, 1, 8) == PEAK / 4 + recorded
+    assert memory(pipeline=last).needed(PEAK, 1, 8) == PEAK + recorded
+    assert memory(pipeline=first).needed(PEAK, 8, 8) > PEAK + recorded
+    # Options forced alone fill it.
+    forced = memory(shapes(largest=1), pipeline=first, forces=True).needed(10 * PEAK, 1, 8)
+    assert forced == 10 * PEAK + 400_000 + 24 + shapes().samples(128, 1)
+
+
+def test_copies() -> None:
+    wide = {"tokens": 1, "parameters": 10_000_000, "largest": 1_000_000}
+    forced = memory(shapes(**wide), forces=True).needed(PEAK, 1, 8)
+    assert forced == PEAK + 2 * 10_000_000 + 24 * 1_000_000 + shapes(**wide).samples(128, 1)
+    shared = memory(shapes(**wide, shards=20), forces=True).needed(PEAK, 1, 8)
+    assert shared == PEAK + 2 * 500_000 + 24 * 500_000 + shapes(**wide).samples(128, 1)
+    weights = 2 * (96 + 64 + 256 + 128) * 64
+    moved = memory(shapes(tokens=1), moves=True).needed(PEAK, 1, 8)
+    assert moved == PEAK + max(2 * weights + 12 * 256 * 64, 24 * 256 * 64) + shapes(tokens=1).samples(128, 1)
+
+
+def test_a_probe_keeps_in_bf16_what_training_keeps_quantised() -> None:
+    plain = memory().needed(PEAK, 1, 8)
+    quantised = memory()
+    for handle in quantised._handles:
+        handle.formats = (Format.FP8,) * 3
+    assert quantised.needed(PEAK, 1, 8) - plain == 512 * 2 * (64 + 64 + 64 + 128)
+    gathered = memory(gathers=True)
+    for handle in gathered._handles:
+        handle.formats = (Format.BF16, Format.BF16, Format.FP4)
+    assert gathered.needed(PEAK, 1, 8) - plain == 512 * 2 * (64 + 128)
+
+
+@pytest.mark.parametrize(("probes", "runs"), [(Probes(), {}), (Probes(estimator="measured"), {"forces": True})])
+def test_the_same_as_is_planned(probes: Probes, runs: dict[str, bool]) -> None:
+    """With the planner's own activations for the peak of a training pass."""
+    chosen = Layout(ModelShape("small", 8, 512, 1408, 8, 4, 64, 1000, 256), 1, 4, 1, 2, 256, 1, 64)
+    planned = stage_memory(chosen, 0, lambda block, kind: (Format.BF16,) * 3, probes, ("fp8", "fp4"))
+    local = [LinearRows(256, s.n, s.k) for s in chosen.linear_shapes().values()] * 2
+    own = ProbedShapes(
+        linears=local,
+        tokens=256,
+        hidden=512,
+        boundaries=4,
+        parameters=chosen.probed_parameters(0),
+        largest=max(1024 * 512, *(linear.elements for linear in local)),
+        shards=2,
+    )
+    here = ProbeMemory(own, handles(), Pipeline(0, 4), probes.tokens, **runs)
+    assert here.needed(planned.activations, 1, chosen.microbatches) == pytest.approx(planned.probe, rel=1e-12)
+
+
+# -- the verdict -----------------------------------------------------------------------------------------------
+def test_enough_memory_is_no_matter(one_rank: ProbeGroups) -> None:
+    assert shortage(2.0**30, DeviceMemory(2.0**30, 0.0), one_rank, CPU) is None
+
+
+def test_too_little_is_said_in_words_and_figures(one_rank: ProbeGroups) -> None:
+    found = shortage(3 * 2.0**30, DeviceMemory(2.0**29, 0.0), one_rank, CPU)
+    assert found == Unmeasured(
+        "not enough memory: rank 0 has 0.50 GiB free, a probe may take 3.00 GiB",
+        {"rank": 0, "needed_bytes": 3 * 2.0**30, "free_bytes": 2.0**29},
+    )
+
+
+def test_a_cpu_has_nothing_to_compare() -> None:
+    assert device_memory(CPU) is None
+
+
+def test_a_gpu_has_what_the_allocator_does_not_use_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"memory_allocated": 100, "memory_reserved": 160, "max_memory_allocated": 150, "mem_get_info": (40, 999)}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert device_memory(torch.device("cuda")) == DeviceMemory(available=100.0, peak=50.0)

@@ -1,0 +1,219 @@
+"""The residual stream of a real GPT model: boundaries are where the method puts them, noise is what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from snip_megatron.layers.context import StepContext
+from snip_megatron.megatron.probing.stream import ResidualStream
+from snip_megatron.statistics.boundaries import TokenShard
+from snip_megatron.statistics.recorder import Pass
+
+pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
+
+LAYERS, SEQUENCE, BATCH, HIDDEN = 2, 24, 2, 32
+WHOLE = TokenShard(rank=0, size=1, reports=True)
+
+
+class TorchAttention(torch.nn.Module):
+    """Causal attention by torch: Megatron's own allocates on a CUDA device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [s, b, heads, d] -> [b, heads, s, d]
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPTModel:
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        ffn_hidden_size=48,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        use_cpu_initialization=True,
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = TorchAttention
+    return GPTModel(
+        config, spec, vocab_size=64, max_sequence_length=SEQUENCE, position_embedding_type="learned_absolute"
+    )
+
+
+@dataclass
+class Truth:
+    """The stream as a plain run of the model's own parts has it: h_0 … h_2L with their gradients."""
+
+    h: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def r(self) -> list[torch.Tensor]:
+        found = [h.grad for h in self.h]
+        assert all(r is not None for r in found)
+        return [r for r in found if r is not None]
+
+
+def tokens(microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(microbatch)
+    return torch.randint(0, 64, (BATCH, SEQUENCE + 1), generator=generator)
+
+
+def loss_of(model: GPTModel, microbatch: int) -> torch.Tensor:
+    batch = tokens(microbatch)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    per_token = model(batch[:, :-1], positions, None, labels=batch[:, 1:])
+    return per_token.sum()
+
+
+def truth(model: GPTModel, microbatch: int, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Truth:
+    """By hooks of torch on the sub-blocks' inputs: attention's residual is the layer's input, the MLP's what its norm
+    reads, and the last boundary what the final norm reads."""
+    seen = Truth()
+
+    def keep(stream: torch.Tensor) -> None:
+        stream.retain_grad()
+        seen.h.append(stream)
+
+    handles = []
+    if change is not None:
+        handles.append(model.embedding.register_forward_hook(lambda module, args, out: change(out)))
+    norms = [norm for layer in model.decoder.layers for norm in (layer.input_layernorm, layer.pre_mlp_layernorm)]
+    norms.append(model.decoder.final_layernorm)
+    handles += [norm.register_forward_pre_hook(lambda module, args: keep(args[0])) for norm in norms]
+    loss_of(model, microbatch).backward()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def square(t: torch.Tensor) -> float:
+    return float(t.detach().double().square().sum())
+
+
+def probe(model: GPTModel, stream: ResidualStream, phase: Pass, sigma: float = 0.0) -> None:
+    stream.start(phase, sigma)
+    with stream.attached():
+        for microbatch in range(2):
+            loss_of(model, microbatch).backward()
+    if phase is Pass.STATISTICS:
+        stream.finish_statistics()
+
+
+def new_stream(model: GPTModel, sample: int = 10_000, context: StepContext | None = None) -> ResidualStream:
+    return ResidualStream([model], context or StepContext(step=4), WHOLE, sample, seed=6)
+
+
+def test_boundaries_are_the_residual_stream(model: GPTModel) -> None:
+    stream = new_stream(model)
+    probe(model, stream, Pass.STATISTICS)
+    assert [boundary.index for boundary in stream.reported] == list(range(2 * LAYERS + 1))
+    runs = [truth(model, microbatch) for microbatch in range(2)]
+    for b, boundary in enumerate(stream.reported):
+        expected = {"h2": sum(square(run.h[b]) for run in runs), "r2": sum(square(run.r[b]) for run in runs)}
+        if b < 2 * LAYERS:
+            expected["branch_h2"] = sum(square(run.h[b + 1] - run.h[b]) for run in runs)
+            expected["branch_r2"] = sum(square(run.r[b] - run.r[b + 1]) for run in runs)
+        assert boundary.sums.keys() == expected.keys()
+        for name, value in expected.items():
+            assert float(boundary.sums[name]) == pytest.approx(value, rel=1e-5), (b, name)
+
+
+def test_forward_noise_enters_at_the_embedding_and_is_compared_at_every_boundary(model: GPTModel) -> None:
+    stream, sigma = new_stream(model), 0.01
+    for phase in (Pass.STATISTICS, Pass.FORWARD_NOISE):
+        probe(model, stream, phase, sigma)
+    bottom = stream.reported[0]
+    elements = 2 * SEQUENCE * BATCH * HIDDEN
+    assert float(bottom.sums["fh2"]) == pytest.approx(sigma**2 * elements, rel=0.1)
+
+    # The same noise, added by hand: the stream's own draw of microbatch 0 and 1.
+    again = new_stream(model)
+    again.start(Pass.FORWARD_NOISE, sigma)
+    draws = [again._draw(0, torch.zeros(SEQUENCE, BATCH, HIDDEN)) for _ in range(2)]
+    assert not torch.equal(draws[0], draws[1])
+    plain = [truth(model, m) for m in range(2)]
+    noisy = [truth(model, m, lambda out, m=m: out + draws[m]) for m in range(2)]
+    for b, boundary in enumerate(stream.reported):
+        pairs = list(zip(plain, noisy, strict=True))
+        dots = [(p.r[b] * (n.h[b] - p.h[b])).detach().double().sum(-1) for p, n in pairs]
+        expected = {
+            "fh2": sum(square(n.h[b] - p.h[b]) for p, n in pairs),
+            "fr2": sum(square(n.r[b] - p.r[b]) for p, n in pairs),
+            "cn2": sum(square(d) for d in dots),
+        }
+        for name, value in expected.items():
+            assert float(boundary.sums[name]) == pytest.approx(value, rel=1e-3), (b, name)
+
+
+def test_backward_noise_enters_at_the_top(model: GPTModel) -> None:
+    stream, sigma = new_stream(model), 1e-4
+    for phase in (Pass.STATISTICS, Pass.BACKWARD_NOISE):
+        probe(model, stream, phase, sigma)
+    elements = 2 * SEQUENCE * BATCH * HIDDEN
+    top = stream.reported[-1]
+    assert float(top.sums["br2"]) == pytest.approx(sigma**2 * elements, rel=0.1)
+    # It travels down: Jacobians near the identity keep its size within a factor.
+    for boundary in stream.reported[:-1]:
+        assert 0.3 < float(boundary.sums["br2"]) / float(top.sums["br2"]) < 10
+        assert "fr2" not in boundary.sums
+
+
+def test_noise_belongs_to_the_global_token_and_microbatch(model: GPTModel) -> None:
+    """Two data parallel ranks and two token shards draw what one rank draws."""
+    like = torch.zeros(SEQUENCE, BATCH, HIDDEN)
+
+    def draws(context: StepContext, shard: TokenShard, rows: slice, count: int) -> list[torch.Tensor]:
+        stream = ResidualStream([model], context, shard, 8, seed=6)
+        stream.start(Pass.FORWARD_NOISE, 1.0)
+        return [stream._draw(0, like[rows]) for _ in range(count)]
+
+    whole = draws(StepContext(step=4), WHOLE, slice(None), 4)
+    for rank in range(2):
+        context = StepContext(step=4, dp_rank=rank, dp_size=2)
+        for drawn, expected in zip(draws(context, WHOLE, slice(None), 2), whole[rank::2], strict=True):
+            assert torch.equal(drawn, expected)
+        half = slice(rank * SEQUENCE // 2, (rank + 1) * SEQUENCE // 2)
+        shard = TokenShard(rank=rank, size=2, reports=True)
+        for drawn, expected in zip(draws(StepContext(step=4), shard, half, 4), whole, strict=True):
+            assert torch.equal(drawn, expected[half])
+    assert not torch.equal(draws(StepContext(step=5), WHOLE, slice(None), 1)[0], whole[0])
+
+
+def test_hooks_are_gone_after_a_pass(model: GPTModel) -> None:
+    before = float(loss_of(model, 0))
+    stream = new_stream(model)
+    probe(model, stream, Pass.STATISTICS)
+    probe(model, stream, Pass.FORWARD_NOISE, 0.5)
+    assert float(loss_of(model, 0)) == before
+    sums = {name: float(value) for name, value in stream.reported[0].sums.items()}
+    loss_of(model, 1).backward()
+    assert {name: float(value) for name, value in stream.reported[0].sums.items()} == sums
+
+
+def test_forwards_without_gradients_are_not_recorded(model: GPTModel) -> None:
+    """The first forward of recomputation, and validation."""
+    stream = new_stream(model)
+    stream.start(Pass.STATISTICS)
+    with stream.attached(), torch.no_grad():
+        loss_of(model, 0)
+    assert all(boundary.sums == {} for boundary in stream.all)

@@ -1,0 +1,205 @@
+"""convert_model on a real GPT model of Megatron, one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.layers import convert_model
+from snip_megatron.layers.registry import decoder_linear_names
+from snip_megatron.megatron.conversion import _shard
+from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+
+pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
+
+CONFIG = SnipConfig(enabled=True, seed=99)
+# hidden 64, 4 heads of 16, 2 query groups, gated MLP of 96
+SHAPES = {
+    "self_attention.linear_qkv": (128, 64),
+    "self_attention.linear_proj": (64, 64),
+    "mlp.linear_fc1": (192, 64),
+    "mlp.linear_fc2": (64, 96),
+}
+
+
+DENSE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 96,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "use_cpu_initialization": True,
+}
+
+
+def model() -> GPTModel:
+    torch.manual_seed(0)
+    config = TransformerConfig(**DENSE)
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=128,
+        max_sequence_length=32,
+        position_embedding_type="rope",
+    )
+
+
+def linears(chunk: GPTModel) -> dict[str, Any]:
+    modules = dict(chunk.named_modules())
+    return {name: modules[name] for name in decoder_linear_names(2)}
+
+
+def checkpoint_layout(chunk: GPTModel) -> dict[str, Any]:
+    return {name: (v.key, getattr(v, "global_shape", None)) for name, v in chunk.sharded_state_dict().items()}
+
+
+def test_every_decoder_linear_and_nothing_else_is_converted() -> None:
+    chunk = model()
+    before = {name: id(parameter) for name, parameter in chunk.named_parameters()}
+    keys, layout = list(chunk.state_dict()), checkpoint_layout(chunk)
+    registry = convert_model([chunk], CONFIG)
+
+    for name, module in linears(chunk).items():
+        column = name.endswith(("linear_qkv", "linear_fc1"))
+        assert type(module) is (SnipColumnParallelLinear if column else SnipRowParallelLinear)
+        handle = registry[name]
+        assert handle is module.snip
+        assert handle.weight is module.weight
+        assert (handle.name, handle.parallel) == (name, "column" if column else "row")
+        assert (handle.n, handle.k) == SHAPES[handle.id.kind] == tuple(module.weight.shape)
+        assert handle.out_features.tolist() == list(range(handle.n))
+        assert handle.in_features.tolist() == list(range(handle.k))
+        assert handle.is_stock
+    assert len(registry) == len(registry.names) == 8
+    assert registry.context.seed == 99
+    assert type(chunk.output_layer) is ColumnParallelLinear
+    assert {name: id(parameter) for name, parameter in chunk.named_parameters()} == before
+    assert list(chunk.state_dict()) == keys
+    assert checkpoint_layout(chunk) == layout
+
+
+def test_converting_again_is_harmless() -> None:
+    """A model that is rebuilt in the same process is converted anew; one that is converted already too."""
+    chunk = model()
+    first, second = convert_model([chunk], CONFIG), convert_model([chunk], CONFIG)
+    assert [h.name for h in first] == [h.name for h in second]
+    assert all(module.snip is second[name] for name, module in linears(chunk).items())
+
+
+@pytest.fixture
+def experts_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GPTModel]:
+    """Megatron's dispatcher of tokens asks for the current CUDA device and a stream."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
+    return build_experts_model
+
+
+def build_experts_model(**given: Any) -> GPTModel:
+    """The second layer is a mixture of four experts of 32 each, of which a token goes through two."""
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        **DENSE,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=32,
+        moe_layer_freq=[0, 1],
+        moe_token_dispatcher_type="alltoall",
+        moe_shared_expert_intermediate_size=48,
+        **given,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    return GPTModel(config, spec, vocab_size=128, max_sequence_length=32, position_embedding_type="rope")
+
+
+def test_each_expert_is_converted_under_one_name(experts_model: Callable[..., GPTModel]) -> None:
+    chunk = experts_model()
+    keys = list(chunk.state_dict())
+    registry = convert_model([chunk], CONFIG)
+    mlp = chunk.decoder.layers[1].mlp
+    assert registry.mixture == (4, 2)
+    assert len(registry.names) == 8
+    assert len(registry) == 6 + 2 * 4
+    for kind, cls, shape in (
+        ("linear_fc1", SnipColumnParallelLinear, (64, 64)),
+        ("linear_fc2", SnipRowParallelLinear, (64, 32)),
+    ):
+        handles = [h for h in registry if h.name == f"decoder.layers.1.mlp.experts.{kind}"]
+        assert [h.expert for h in handles] == [0, 1, 2, 3]
+        for handle, expert in zip(handles, mlp.experts.local_experts, strict=True):
+            module = getattr(expert, kind)
+            assert type(module) is cls
+            assert handle.weight is module.weight
+            assert (handle.n, handle.k) == shape == tuple(module.weight.shape)
+    assert type(mlp.shared_experts.linear_fc1) is ColumnParallelLinear
+    assert list(chunk.state_dict()) == keys
+
+
+def test_grouped_experts_stay_megatron_s(
+    experts_model: Callable[..., GPTModel], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunk = experts_model(moe_grouped_gemm=True)
+    registry = convert_model([chunk], CONFIG)
+    assert len(registry) == len(registry.names) == 6
+    assert type(chunk.decoder.layers[1].mlp.experts.local_experts[0].linear_fc1) is ColumnParallelLinear
+    assert "snip: experts (--moe-grouped-gemm) of 1 layers stay bf16" in capsys.readouterr().out
+
+
+def test_experts_of_another_kind_are_refused(experts_model: Callable[..., GPTModel]) -> None:
+    chunk = experts_model()
+    chunk.decoder.layers[1].mlp.experts = torch.nn.Identity()
+    with pytest.raises(SnipError, match=r"layers\.1\.mlp\.experts\.linear_fc1: cannot quantise experts of a Identity"):
+        convert_model([chunk], CONFIG)
+
+
+class FusedLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """Stands for a linear of another library: a subclass must not be taken for its base."""
+
+
+def test_an_unknown_class_is_refused_by_name() -> None:
+    chunk = model()
+    chunk.decoder.layers[1].mlp.linear_fc1.__class__ = FusedLinear
+    with pytest.raises(SnipError, match=r"decoder\.layers\.1\.mlp\.linear_fc1: cannot quantise a .*FusedLinear"):
+        convert_model([chunk], CONFIG)
+
+
+def test_a_model_without_decoder_layers_is_refused() -> None:
+    with pytest.raises(SnipError, match="no decoder layer"):
+        convert_model([torch.nn.Linear(4, 4)], CONFIG)
+
+
+def test_frozen_linears_stay_megatron_s() -> None:
+    chunk = model()
+    frozen = "decoder.layers.0.self_attention.linear_proj"
+    linears(chunk)[frozen].weight.requires_grad_(False)
+    registry = convert_model([chunk], CONFIG)
+    assert type(linears(chunk)[frozen]) is RowParallelLinear
+    assert len(registry) == 7
+
+
+def test_layers_of_multi_token_prediction_are_left_alone() -> None:
+    """They are TransformerLayers too, numbered from 1: their linears would take the decoder's names."""
+    chunk, extra = model(), model()
+    chunk.mtp = torch.nn.ModuleList([extra.decoder.layers[0]])
+    registry = convert_model([chunk], CONFIG)
+    assert len(registry) == 8
+    assert type(chunk.mtp[0].mlp.linear_fc1) is ColumnParallelLinear
+
+
+def test_shards_of_gated_halves() -> None:
+    """Megatron shards gate and up each, then stacks a rank's shares."""
+    assert _shard(8, rank=1, size=2, halves=1).tolist() == [4, 5, 6, 7]
+    assert _shard(8, rank=0, size=2, halves=2).tolist() == [0, 1, 4, 5]
+    assert _shard(8, rank=1, size=2, halves=2).tolist() == [2, 3, 6, 7]

@@ -1,0 +1,41 @@
+"""What a run says about its host before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snip_megatron.megatron.host_notice import say_what_the_host_allows
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.times import HostSeconds, OptionTimes
+
+KIND = "mlp.linear_fc1"
+LINEARS: Any = [SimpleNamespace(name=f"decoder.layers.{i}.{KIND}", stage=0) for i in range(2)]
+SECONDS = {gemm: {"bf16": 2.0, "fp8": 1.0} for gemm in ("fprop", "dgrad", "wgrad")}
+TIMES = OptionTimes("GPU", {KIND: SECONDS}, rest={0: 1.0})  # a step: 13 s in bf16, 7 s in fp8
+
+
+def said(times: OptionTimes, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    say_what_the_host_allows(SolveRequest(formats=("bf16", "fp8"), speedup=1.5, times=times), LINEARS)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_times_without_host_seconds_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = said(TIMES, capsys)
+    assert line.startswith("snip: the times of GPU hold no host seconds: step speedups are predicted as if the GPU")
+    assert said(replace(TIMES, model="flops"), capsys) == []
+    assert said(replace(TIMES, rest={}), capsys) == []
+
+
+def test_a_budget_that_the_host_does_not_allow_is_said_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(replace(TIMES, host=HostSeconds({0: 5.0}, {"fp8": 0.1})), capsys) == []
+    # 12 s of linears must become 8: four of six GEMMs in fp8, each of which launches half a second longer.
+    (line,) = said(replace(TIMES, host=HostSeconds({0: 9.0}, {"fp8": 0.5})), capsys)
+    assert line == (
+        "snip: --snip-budget speedup=1.5 promises steps 1.44 × as fast as in bf16, and the host allows at most 1.18 ×:"
+        " launching a step takes it 11 s, the GPU would take 9 s; capture CUDA graphs (--cuda-graph-impl), use larger"
+        " microbatches (--micro-batch-size), or fewer tensor parallel ranks"
+    )

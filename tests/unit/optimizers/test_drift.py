@@ -1,0 +1,261 @@
+"""The update that drift is measured through is AdamW's own; errors have the size that column norms predict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.optimizers.signs import error_signs
+from snip_megatron.optimizers.updates import AdamWState, gradient_of_a_step
+from snip_megatron.optimizers.weight_drift import LinearDrift, StepScale, linear_drift, sink_drift
+from snip_megatron.precision import LinearId
+from snip_megatron.statistics.recorder import LinearRecorder
+from snip_megatron.statistics.table import RHO_GRID
+
+LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
+N, K = 24, 40
+
+
+def trained(
+    shape: tuple[int, ...], steps: int, dtype: torch.dtype = torch.float64
+) -> tuple[AdamWState, Callable[[torch.Tensor], torch.Tensor]]:
+    """State of torch's AdamW after ``steps`` steps on noisy gradients, and the next step's (w_before − w_after)/lr."""
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
+    sizes = torch.rand(shape, generator=generator, dtype=dtype).mul(9).exp() * 1e-7
+    for _ in range(steps):
+        weight.grad = (torch.randn(shape, generator=generator, dtype=dtype) + 0.5) * sizes
+        optimizer.step()
+    held = optimizer.state.get(weight, {})
+    zeros = torch.zeros(weight.numel(), dtype=dtype)
+    state = AdamWState(
+        start=0,
+        end=weight.numel(),
+        exp_avg=held["exp_avg"].clone().view(-1) if held else zeros,
+        exp_avg_sq=held["exp_avg_sq"].clone().view(-1) if held else zeros,
+        step=steps,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        eps=EPS,
+    )
+    checkpoint, saved = optimizer.state_dict(), weight.detach().clone()
+
+    def step(gradient: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight.copy_(saved)
+        optimizer.load_state_dict(checkpoint)
+        optimizer.param_groups[0]["params"][0].grad = gradient.view(shape).clone()
+        if held:  # load_state_dict keeps the caller's tensors: give it copies to advance
+            entry = optimizer.state[weight]
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                entry[name] = entry[name].clone()
+        optimizer.step()
+        return (saved - weight.detach()).view(-1) / LR
+
+    return state, step
+
+
+def gradient(shape: tuple[int, ...], seed: int = 9) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).view(-1) * 1e-5
+
+
+@pytest.mark.parametrize("steps", [0, 1, 30])
+def test_direction_is_torch_s_adamw_step(steps: int) -> None:
+    state, step = trained((N, K), steps)
+    g, delta = gradient((N, K)), gradient((N, K), seed=10)
+    for one in (g, g + delta, torch.zeros_like(g)):
+        torch.testing.assert_close(state.direction(one), step(one), rtol=1e-9, atol=1e-9)
+
+
+def test_direction_leaves_gradient_and_state_alone() -> None:
+    state, _ = trained((N, K), 3)
+    g = gradient((N, K))
+    copies = g.clone(), state.exp_avg.clone(), state.exp_avg_sq.clone()
+    state.direction(g)
+    state.squared_drift(g, g, [0.1])
+    for tensor, copy in zip((g, state.exp_avg, state.exp_avg_sq), copies, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def test_squared_drift_is_two_steps_of_the_optimizer() -> None:
+    state, step = trained((N, K), 12)
+    g, unit = gradient((N, K)), gradient((N, K), seed=11)
+    scales = [1e-3, 0.1, 1.0, 10.0]
+    expected = [float((step(g + rho * unit) - step(g)).square().sum()) for rho in scales]
+    actual = state.squared_drift(g, unit, scales)
+    assert actual.dtype == torch.float64
+    assert actual.tolist() == pytest.approx(expected, rel=1e-5)
+    assert state.squared_drift(g, unit, scales, base=state.direction(g)).tolist() == actual.tolist()
+    assert float(state.squared_drift(g, unit, [0.0])[0]) == 0.0
+
+
+def test_gradient_of_a_step() -> None:
+    """Deviation from the mean shrinks by ``noise``; the best known mean is AdamW's bias-corrected first moment."""
+    state, _ = trained((N, K), 5)
+    g = gradient((N, K))
+    mean = state.exp_avg / (1 - 0.9**5)
+    torch.testing.assert_close(gradient_of_a_step(g, state, 0.25), mean + 0.25 * (g - mean))
+    assert gradient_of_a_step(g, state, 1.0) is g
+    assert gradient_of_a_step(g, state, 3.0) is g
+    fresh, _ = trained((N, K), 0)
+    assert gradient_of_a_step(g, fresh, 0.25) is g
+
+
+def moved(g: torch.Tensor, error: torch.Tensor, state: AdamWState) -> float:
+    """‖u(g + error) − u(g)‖² in float64, by the direction that the tests above hold to torch's AdamW."""
+    exact = replace(state, exp_avg=state.exp_avg.double(), exp_avg_sq=state.exp_avg_sq.double())
+    change = exact.direction(g.double() + error) - exact.direction(g.double())
+    return float(change.square().sum())
+
+
+# -- a linear --------------------------------------------------------------------------------------------------
+SCALE = StepScale(gradient=0.5, clip=0.8, tokens=64, tokens_per_step=256)
+
+
+def recorder_of(out: torch.Tensor, inner: torch.Tensor, rank: int = 0) -> LinearRecorder:
+    """A recorder that holds the column norms of these rows and columns of W."""
+    handle = LinearHandle(
+        id=LinearId(0, "mlp.linear_fc1"),
+        parallel="column",
+        n=N,
+        k=K,
+        stage=0,
+        tp_rank=rank,
+        tp_size=1,
+        out_features=out,
+        in_features=inner,
+        context=StepContext(),
+        module=torch.nn.Identity(),
+    )
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(K, generator=generator, dtype=torch.float64)
+    g = torch.rand(N, generator=generator, dtype=torch.float64) * 1e-8
+    dx = torch.rand(2, K, generator=generator, dtype=torch.float64) * torch.tensor([[1e-3], [1e-2]])
+    dg = torch.rand(2, N, generator=generator, dtype=torch.float64) * torch.tensor([[1e-11], [1e-10]])
+    recorder = LinearRecorder(handle, ("fp8", "fp4"), 8)
+    recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols = x[inner], g[out], dx[:, inner], dg[:, out]
+    return recorder
+
+
+def whole_recorder() -> LinearRecorder:
+    return recorder_of(torch.arange(N), torch.arange(K))
+
+
+def totals() -> dict[str, float]:
+    """x2, g2 and s2 as the table has them: G in units of ∂L/∂Y."""
+    recorder = whole_recorder()
+    assert recorder.x_cols is not None
+    assert recorder.g_cols is not None
+    g2 = float(recorder.g_cols.sum()) * SCALE.gradient**2
+    return {"x2": float(recorder.x_cols.sum()), "g2": g2, "s2": 1.7e-7}
+
+
+def test_linear_drift_is_adamw_s_answer_to_errors_of_the_predicted_size() -> None:
+    state, _ = trained((N, K), 6, torch.float32)
+    recorder, g = whole_recorder(), gradient((N, K)).float()
+    drift = linear_drift(recorder, g.view(N, K), state, SCALE, seed=33, **totals())
+    assert recorder.x_cols is not None
+    assert recorder.g_cols is not None
+    assert recorder.dx_cols is not None
+    assert recorder.dg_cols is not None
+
+    of_a_step = gradient_of_a_step(g * 0.5 * 0.8, state, (64 / 256) ** 0.5)
+    signs = error_signs(33, torch.arange(N), torch.arange(K)).view(-1).double()
+    # ‖s‖² = s2 in all, brought from 64 tokens to 256: a mean over four times the tokens has a quarter of the variance.
+    shape = torch.outer(recorder.g_cols, recorder.x_cols).view(-1)
+    unit = (shape / shape.sum() * 1.7e-7 * 64 / 256).sqrt() * signs * 0.8
+
+    for index in (0, 10, 16, 23):
+        assert float(drift.drift2[index]) == pytest.approx(moved(of_a_step, unit * RHO_GRID[index], state), rel=1e-2), (
+            index
+        )
+    for f in range(2):
+        variance = torch.outer(recorder.dg_cols[f], recorder.x_cols) + torch.outer(recorder.g_cols, recorder.dx_cols[f])
+        variance = variance.view(-1) / 64 * 0.5**2 * 64 / 256
+        assert float(drift.wsigma2[f]) == pytest.approx(float(variance.sum()), rel=1e-6)
+        assert float(drift.wdrift2[f]) == pytest.approx(
+            moved(of_a_step, variance.sqrt() * signs * 0.8, state), rel=1e-2
+        )
+    assert float(drift.m2) == pytest.approx(float(state.exp_avg.double().square().sum()), rel=1e-6)
+    assert float(drift.v2) == pytest.approx(float(state.exp_avg_sq.double().square().sum()), rel=1e-6)
+
+
+def flat(drift: LinearDrift) -> torch.Tensor:
+    return torch.cat([drift.drift2, drift.wdrift2, drift.wsigma2, torch.stack([drift.m2, drift.v2])])
+
+
+def test_shards_of_weight_and_optimizer_add_up_to_the_whole() -> None:
+    """Rows over tensor parallel ranks (gated halves), each rank's flat range over data parallel ranks."""
+    state, _ = trained((N, K), 6, torch.float32)
+    g = gradient((N, K)).float().view(N, K)
+    whole = flat(linear_drift(whole_recorder(), g, state, SCALE, seed=33, **totals()))
+    total = torch.zeros_like(whole)
+    for rank in range(2):
+        out = torch.arange(N).view(2, 2, -1)[:, rank].reshape(-1)
+        local = [t.view(N, K)[out].reshape(-1) for t in (state.exp_avg, state.exp_avg_sq)]
+        for start, end in ((0, 301), (301, local[0].numel())):
+            part = replace(state, start=start, end=end, exp_avg=local[0][start:end], exp_avg_sq=local[1][start:end])
+            recorder = recorder_of(out, torch.arange(K), rank)
+            total += flat(linear_drift(recorder, g[out], part, SCALE, seed=33, **totals()))
+    torch.testing.assert_close(total, whole, rtol=1e-6, atol=0.0)
+
+
+def test_a_linear_that_saw_a_part_of_the_tokens() -> None:
+    """An expert: the probe's token noise over a step's is the same, the number of tokens is its own."""
+    state, _ = trained((N, K), 6, torch.float32)
+    g = gradient((N, K)).float().view(N, K)
+    whole = flat(linear_drift(whole_recorder(), g, state, SCALE, seed=33, **totals()))
+    more = replace(SCALE, tokens=4 * SCALE.tokens, tokens_per_step=4 * SCALE.tokens_per_step)
+    own = linear_drift(whole_recorder(), g, state, more, seed=33, **totals(), tokens=float(SCALE.tokens))
+    torch.testing.assert_close(flat(own), whole, rtol=1e-12, atol=0.0)
+    none = linear_drift(whole_recorder(), g, state, more, seed=33, s2=0.0, x2=0.0, g2=0.0, tokens=0.0)
+    assert not none.drift2.any()
+
+
+def test_a_linear_without_gradient_has_no_drift() -> None:
+    state, _ = trained((N, K), 6, torch.float32)
+    recorder = whole_recorder()
+    recorder.g_cols, recorder.dg_cols = torch.zeros(N).double(), torch.zeros(2, N).double()
+    drift = linear_drift(recorder, torch.zeros(N, K), state, SCALE, seed=33, s2=0.0, x2=1.0, g2=0.0)
+    assert torch.equal(drift.drift2, torch.zeros(len(RHO_GRID), dtype=torch.float64))
+    assert torch.equal(drift.wdrift2, torch.zeros(2, dtype=torch.float64))
+
+
+# -- sinks -----------------------------------------------------------------------------------------------------
+def test_sink_errors_belong_to_rows_that_got_a_gradient() -> None:
+    state, _ = trained((N, K), 6, torch.float32)
+    g = gradient((N, K)).float().view(N, K)
+    g[::2] = 0.0  # tokens that the probe's batch does not hold
+    drift = sink_drift(g, state, SCALE, seed=5, first_row=0)
+    of_a_step = gradient_of_a_step(g.view(-1) * 0.5 * 0.8, state, 0.5)
+    rms = g.double().square().mean(1, keepdim=True).sqrt()
+    signs = error_signs(5, torch.arange(N), torch.arange(K)).double()
+    error = (rms * signs * 0.5 * 0.8 * (64 / 256) ** 0.5).view(-1) * RHO_GRID[16]
+    assert float(drift[16]) == pytest.approx(moved(of_a_step, error, state), rel=1e-2)
+
+
+def test_shards_of_an_embedding_add_up() -> None:
+    state, _ = trained((N, K), 6, torch.float32)
+    g = gradient((N, K)).float().view(N, K)
+    whole = sink_drift(g, state, SCALE, seed=5, first_row=0)
+    total = torch.zeros_like(whole)
+    for first in (0, 10):
+        rows = slice(first, 10 if first == 0 else N)
+        moments = [t.view(N, K)[rows].reshape(-1) for t in (state.exp_avg, state.exp_avg_sq)]
+        part = replace(state, start=0, end=moments[0].numel(), exp_avg=moments[0], exp_avg_sq=moments[1])
+        total += sink_drift(g[rows], part, SCALE, seed=5, first_row=first)
+    torch.testing.assert_close(total, whole, rtol=1e-6, atol=0.0)
+
+
+def test_a_norm_s_weight_is_one_row() -> None:
+    state, _ = trained((N,), 6, torch.float32)
+    g = gradient((N,)).float()
+    torch.testing.assert_close(
+        sink_drift(g, state, SCALE, seed=5, first_row=0), sink_drift(g.view(1, N), state, SCALE, seed=5, first_row=0)
+    )

@@ -1,0 +1,255 @@
+"""SNIP in a plain torch loop: what it measures, what it leaves alone, what it chooses and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from snip_megatron.errors import SnipError
+from snip_megatron.plain import PlainSnip, convert
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
+
+ROOT = Path(__file__).resolve().parents[3]
+_spec = importlib.util.spec_from_file_location("plain_loop_example", ROOT / "examples" / "plain_loop.py")
+assert _spec is not None
+assert _spec.loader is not None
+example = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(example)
+
+
+class Training:
+    """The example's model, trained step by step."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.model = example.Model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.snip = convert(self.model, self.optimizer, **options) if options else None
+        self.batches = example.batches(40)
+
+    def loss(self, step: int) -> torch.Tensor:
+        batch = self.batches[step]
+        logits = self.model(batch[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def run(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            if self.snip is not None:
+                self.snip.step(lambda step=step: self.loss(step))
+            self.optimizer.zero_grad()
+            value = self.loss(step)
+            value.backward()
+            self.optimizer.step()
+            losses.append(value.item())
+        return losses
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Training, list[float]]:
+    training = Training(budget="fp4=0.75", first_update=6, update_interval=9)
+    return training, training.run(range(18))
+
+
+def test_maps_meet_the_budget_and_the_model_learns(trained: tuple[Training, list[float]]) -> None:
+    training, losses = trained
+    snip = training.snip
+    assert isinstance(snip, PlainSnip)
+    assert snip.map.version == 2
+    assert snip.map.status == "optimal"
+    flops = {h.name: h.n * h.k for h in snip.registry}
+    low = sum(flops[name] for name in flops for gemm in Gemm if snip.map.format_of(name, gemm) is Format.FP4)
+    assert low / (3 * sum(flops.values())) >= 0.75
+    for handle in snip.registry:
+        assert handle.formats == tuple(snip.map.format_of(handle.name, gemm) for gemm in Gemm)
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_before_the_first_update_everything_is_bitwise_as_without(trained: tuple[Training, list[float]]) -> None:
+    _, losses = trained
+    plain = Training().run(range(10))
+    assert losses[:6] == plain[:6]
+    assert losses[6:10] != plain[6:]  # the map of step 6 is in force
+
+
+def test_an_update_leaves_weights_gradients_buffers_and_random_states_alone() -> None:
+    training = Training(first_update=3, update_interval=100)
+    training.run(range(3))
+    model = training.model
+    model.register_buffer("counter", torch.zeros(1))
+    head = training.snip, list(model.parameters())
+    for p in head[1]:
+        p.grad = torch.full_like(p, 0.5)
+    before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    grads = [p.grad for p in head[1]]
+
+    def loss() -> torch.Tensor:
+        model.get_buffer("counter").add_(1)
+        return training.loss(3) + 0 * torch.rand(())
+
+    assert training.snip is not None
+    assert training.snip.step(loss)
+    assert torch.equal(torch.get_rng_state(), before[1])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[0][name]), name
+    assert all(p.grad is g for p, g in zip(head[1], grads, strict=True))
+    assert all(bool((g == 0.5).all()) for g in grads if g is not None)
+
+
+def test_the_table_holds_the_norms_that_autograd_gives() -> None:
+    """X, W, G, ∇W and the residual stream of every linear, by hooks of torch alone."""
+    training = Training(first_update=4, update_interval=100)
+    training.run(range(4))
+    model, seen, stream = training.model, {}, []
+    linears = [m for block in model.blocks for m in (block.qkv, block.proj, block.up, block.down)]
+    hooks = []
+    for i, module in enumerate(linears):
+
+        def note(m: nn.Module, args: Any, output: torch.Tensor, i: int = i) -> None:
+            seen["x", i] = float(args[0].double().square().sum())
+            output.register_hook(lambda g: seen.__setitem__(("g", i), float(g.double().square().sum())))
+
+        hooks.append(module.register_forward_hook(note))
+    hooks += [b.register_forward_pre_hook(lambda m, a: stream.append(float(a[0].square().sum()))) for b in model.blocks]
+    training.optimizer.zero_grad()
+    training.loss(4).backward()
+    for hook in hooks:
+        hook.remove()
+    gradients = [float(m.weight.grad.double().square().sum()) for m in linears]
+    assert training.snip is not None
+    training.snip.step(lambda: training.loss(4))
+    table = training.snip.table
+    assert table is not None
+    count = len(linears)
+    assert [row.name.rpartition("layers.")[2][2:] for row in table.linears] == [*LINEAR_KINDS] * 3
+    np.testing.assert_allclose(table.linear["x2"], [seen["x", i] for i in range(count)], rtol=1e-4)
+    np.testing.assert_allclose(table.linear["g2"], [seen["g", i] for i in range(count)], rtol=1e-4)
+    np.testing.assert_allclose(table.linear["gw2"], gradients, rtol=1e-4)
+    np.testing.assert_allclose(
+        table.linear["w2"], [float(m.weight.double().square().sum()) for m in linears], rtol=1e-4
+    )
+    np.testing.assert_allclose(table.boundary["h2"][0:6:2], stream, rtol=1e-4)
+    assert table.tokens == 8 * example.LENGTH
+    assert (table.linear["fg2"] > 0).all()  # the noise pass moved every gradient
+    assert (table.drift2 > 0).all()
+    assert (table.sink_drift2[:, -1] > 0).all()
+    assert {row.name for row in table.sinks} >= {"embedding.tokens", "decoder.norm", "decoder.layers.2.norm_1"}
+
+
+def test_a_resumed_loop_is_bitwise_the_uninterrupted_one() -> None:
+    options = {"first_update": 3, "update_interval": 5}
+    whole = Training(**options)
+    losses = whole.run(range(12))
+    first = Training(**options)
+    first.run(range(6))
+    assert first.snip is not None
+    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.snip.state_dict()))
+    second = Training(**options)
+    assert second.snip is not None
+    for target, state in zip((second.model, second.optimizer, second.snip), saved, strict=True):
+        target.load_state_dict(state)
+    assert second.run(range(6, 12)) == losses[6:]
+
+
+def test_autocast_quantises_in_its_dtype() -> None:
+    training = Training(policy="uniform-fp8")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = training.model.blocks[0](torch.randn(2, 8, example.HIDDEN))
+        quantised = training.loss(0)
+    assert found.dtype is torch.float32  # the residual stream, as without SNIP
+    quantised.backward()
+    grad = training.model.blocks[0].qkv.weight.grad
+    assert grad is not None
+    assert grad.dtype is torch.float32
+    plain = Training()
+    with torch.autocast("cpu", torch.bfloat16):
+        value = plain.loss(0)
+    value.backward()
+    other = plain.model.blocks[0].qkv.weight.grad
+    assert value.item() != quantised.item()
+    assert torch.nn.functional.cosine_similarity(grad.flatten(), other.flatten(), dim=0) > 0.98
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+class Wide(nn.Module):
+    """Blocks with separate Q, K and V."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({n: nn.Linear(8, 8) for n in "abcdef"}) for _ in range(2))
+
+
+def _wrapped(name: str) -> nn.Module:
+    """A model inside a wrapper of that name."""
+    wrapper = type(name, (nn.Module,), {})()
+    wrapper.module = example.Model()
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (_wrapped("DistributedDataParallel"), {}, "the model is wrapped by DDP"),
+        (_wrapped("FSDPModule"), {}, r"the model is wrapped by FSDP2 \(fully_shard\)"),
+        (nn.Linear(4, 4), {}, "no blocks found in Linear"),
+        (Wide(), {}, "block 0 has 6 linears"),
+        (Wide(), {"linears": ("a", "b", "c", "d")}, "block 0 has 0 norms"),
+        (
+            example.Model(),
+            {"linears": ("up", "proj", "qkv", "down"), "norms": ("norm1", "nowhere")},
+            "norms: block 0 has",
+        ),
+        (example.Model(), {"linears": ("down", "proj", "qkv", "up")}, "block 0: linears 256 -> 64"),
+        (example.Model(), {"budget": "speedup=1.2"}, "a plain loop takes fp4=SHARE"),
+        (example.Model(), {"budget": "fp4=0.9", "pin": ("*=fp8",)}, "fp4=0.9 is unreachable"),
+        (example.Model(), {"colour": "blue"}, "unknown option colour="),
+        (example.Model(), {"dir": "runs"}, "dir= has no effect in a plain loop"),
+        (example.Model(), {"estimator": "measured"}, "estimator='measured' is not supported"),
+    ],
+)
+def test_what_cannot_work_is_one_line(model: nn.Module, options: dict[str, Any], message: str) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(SnipError, match=message) as caught:
+        convert(model, optimizer, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_optimizer_is_refused_by_name() -> None:
+    model = example.Model()
+    with pytest.raises(SnipError, match="optimizer RMSprop"):
+        convert(model, torch.optim.RMSprop(model.parameters()))
+    convert(model, torch.optim.RMSprop(model.parameters()), estimator="fisher")
+
+
+@pytest.mark.parametrize("options", [{"schedule": "auto"}, {"policy": "late-all"}])
+def test_maps_over_time_are_refused(options: dict[str, str]) -> None:
+    model = example.Model()
+    (name, value), *_ = options.items()
+    with pytest.raises(SnipError, match=f"{name}='{value}' is not supported in a plain loop"):
+        convert(model, torch.optim.AdamW(model.parameters()), **options)
+
+
+def test_fully_sharded_and_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = example.Model()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 4)
+    with pytest.raises(SnipError, match="this is one of 4 processes"):
+        convert(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_block_that_runs_twice_is_refused_and_the_model_stays_whole() -> None:
+    training = Training(first_update=1, update_interval=10)
+    training.run(range(1))
+    assert training.snip is not None
+    with pytest.raises(SnipError, match="block 0 ran 2 times forward"):
+        training.snip.step(lambda: training.loss(1) + training.loss(2))
+    assert not training.snip.registry.context.probing
+    assert all(handle.recorder is None for handle in training.snip.registry)
+    training.run(range(2, 4))

@@ -1,0 +1,115 @@
+"""Runs the Triton quantisers: on the GPU if there is one, otherwise in Triton's interpreter in a process of its own.
+
+The interpreter must be chosen before the first import of triton, and Megatron imports it: hence the process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from snip_megatron.quantization.exact import ExactOperand, HeldPair
+from snip_megatron.quantization.packed import Held, Operand, Operands
+
+
+class Quantizers:
+    """``call("quantize_tiles", x, "fp8", None)`` and so on; tensors go in and come back on the CPU."""
+
+    def __init__(self) -> None:
+        self.on_gpu = torch.cuda.is_available()
+        self._pool: ProcessPoolExecutor | None = None
+
+    def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        if self.on_gpu:
+            return _to(_run(name, _to(arguments, "cuda"), _to(options, "cuda")), "cpu")
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_choose_interpreter)
+        packed = self._pool.submit(_run_packed, name, _pack(arguments), _pack(options)).result(timeout=300)
+        return _unpack(packed)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _choose_interpreter() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    np.seterr(all="ignore")  # NaN and Inf are part of the tests
+
+
+def _run(name: str, arguments: Any, options: Any) -> Any:
+    from snip_megatron.gemm import tiled_kernel
+    from snip_megatron.quantization.kernels import exact, keys
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
+
+    if name == "advance":  # of keys: writes to its arguments
+        keys.advance(*arguments)
+        return arguments
+    if name == "tiled_product":  # writes to its last argument
+        tiled_kernel.multiply(*arguments, **options)
+        return arguments[-1]
+    if name == "quantize_exact":
+        return exact.quantize_exact(*arguments, **options)
+    return getattr(triton_quantize, name)(*arguments, **options)
+
+
+def _run_packed(name: str, arguments: Any, options: Any) -> Any:
+    return _pack(_run(name, _unpack(arguments), _unpack(options)))
+
+
+def _to(value: Any, device: str) -> Any:
+    return _map(value, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def _pack(value: Any) -> Any:
+    """Tensors as (bytes, dtype, size, stride): shared memory between processes is scarce in containers."""
+
+    def pack(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        size, stride = tuple(leaf.shape), leaf.stride()
+        count = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if leaf.numel() else 0
+        flat = leaf.as_strided((count,), (1,)).view(torch.uint8)
+        return _Packed(flat.numpy().tobytes(), leaf.dtype, size, stride)
+
+    return _map(value, pack)
+
+
+def _unpack(value: Any) -> Any:
+    def unpack(leaf: Any) -> Any:
+        if not isinstance(leaf, _Packed):
+            return leaf
+        flat = torch.frombuffer(bytearray(leaf.data), dtype=torch.uint8) if leaf.data else torch.empty(0)
+        return flat.view(leaf.dtype).as_strided(leaf.size, leaf.stride)
+
+    return _map(value, unpack)
+
+
+class _Packed:
+    def __init__(self, data: bytes, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        self.data, self.dtype, self.size, self.stride = data, dtype, size, stride
+
+
+def _map(value: Any, function: Any) -> Any:
+    if isinstance(value, Held):
+        return Held(_map(value.operands, function), function(value.current))
+    if isinstance(value, HeldPair):
+        return HeldPair(_map(value.operands, function), function(value.current))
+    if isinstance(value, ExactOperand):
+        return ExactOperand(function(value.values), function(value.scale), value.tile)
+    if isinstance(value, Operands):
+        return Operands(*(_map(part, function) for part in (value.row, value.col, value.sums)))
+    if isinstance(value, Operand):
+        return Operand(function(value.values), function(value.scale), value.scaling, value.depth)
+    if isinstance(value, tuple):
+        return tuple(_map(part, function) for part in value)
+    if isinstance(value, dict):
+        return {key: _map(part, function) for key, part in value.items()}
+    return function(value)

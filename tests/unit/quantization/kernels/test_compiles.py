@@ -1,0 +1,96 @@
+"""Every kernel compiles for Hopper without a GPU: Triton brings its own assembler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from snip_megatron.quantization.kernels import keys as triton_keys
+from snip_megatron.quantization.kernels import programs as triton_kernels
+from snip_megatron.quantization.kernels.quantize import LAUNCH
+from snip_megatron.quantization.rounding import splitmix64
+
+HOPPER = GPUTarget("cuda", 90, 32)
+STRIDES = {"x_stride": 2048, "row_stride": 2048}
+TILES = STRIDES | {
+    "ROW": 8, "COL": 4, "ROW_RANDOM": False, "COL_RANDOM": True, "LOADED": False, "SUMS": True, "SUM_8": 1, "SUM_4": 3,
+    "GIVEN_ROWS": True, "GIVEN_COLS": False, "PAIRED": True, "DTYPE": "bf16", "WORDS": True, "HARDWARE": True,
+}  # fmt: skip
+BF16 = {"DTYPE": "bf16", "WORDS": True, "HARDWARE": True}
+SIDES = STRIDES | {"ROW": 8, "COL": 4, "GUARDED": False} | BF16
+CAPTURED_TILES = TILES | {
+    "ROW": 4, "COL": 4, "ROW_RANDOM": True, "LOADED": True, "SUMS": False, "SUM_8": 0, "SUM_4": 0, "GIVEN_ROWS": False,
+    "GIVEN_COLS": True,
+}  # fmt: skip
+POINTERS = {
+    "x_ptr": "*i32", "row_ptr": "*i16", "col_ptr": "*u8", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
+    "sums_ptr": "*fp32", "rows_ptr": "*i64", "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
+    "row_key_ptr": "*i32", "col_key_ptr": "*i32", "current_ptr": "*i32",
+    "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64", "words_ptr": "*i32",
+}  # fmt: skip
+
+
+def assembled(
+    name: str, constants: dict[str, object], launch: str, x: str = "*i32", module: Any = triton_kernels
+) -> Any:
+    kernel = getattr(module, name)
+    pointers = POINTERS | {"x_ptr": x}
+    signature = {a: "constexpr" if a in constants else pointers.get(a, "i32") for a in kernel.arg_names}
+    values = {(kernel.arg_names.index(a),): value for a, value in constants.items()}
+    divisible = [n for n, a in enumerate(kernel.arg_names) if a not in constants and "word" not in a]
+    attributes = {(n,): [["tt.divisibility", 16]] for n in divisible}
+    source = ASTSource(kernel, signature, values, attributes)
+    return triton.compile(source, target=HOPPER, options=dict(LAUNCH.get(launch, {"num_warps": 1})))
+
+
+@pytest.mark.parametrize(
+    ("name", "constants", "launch", "x"),
+    [
+        ("tile_kernel", TILES, "sums", "*i32"),
+        (
+            "tile_kernel",
+            TILES | {"ROW": 4, "ROW_RANDOM": True, "SUMS": False, "SUM_8": 0, "SUM_4": 0},
+            "stochastic",
+            "*i32",
+        ),
+        ("tile_kernel", TILES | {"DTYPE": "fp32", "WORDS": False, "PAIRED": False}, "sums", "*fp32"),
+        ("tile_kernel", TILES | {"DTYPE": "bf16", "WORDS": False}, "sums", "*bf16"),
+        ("tile_kernel", TILES | {"DTYPE": "fp16"}, "sums", "*i32"),
+        ("tile_kernel", CAPTURED_TILES, "stochastic", "*i32"),
+        ("block_kernel", SIDES, "blocks", "*i32"),
+        ("block_kernel", SIDES | {"GUARDED": True}, "blocks", "*i32"),
+        ("amax_kernel", {"x_stride": 2048, "PARTS": 4, "GUARDED": False} | BF16, "amax", "*i32"),
+        ("amax_kernel", {"x_stride": 2048, "PARTS": 4, "GUARDED": True} | BF16, "amax", "*i32"),
+        ("tensor_kernel", SIDES | {"ROW": True, "COL": True}, "tensor", "*i32"),
+        ("tensor_kernel", SIDES | {"ROW": True, "COL": True, "GUARDED": True}, "tensor", "*i32"),
+    ],
+)
+def test_kernel_compiles_for_hopper(name: str, constants: dict[str, object], launch: str, x: str) -> None:
+    compiled = assembled(name, constants, launch, x)
+    assert ".target sm_90a" in compiled.asm["ptx"]
+    assert len(compiled.asm["cubin"]) > 1000
+    if name != "amax_kernel" and 8 in (constants["ROW"], constants["COL"], 8 * (constants["ROW"] is True)):
+        assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+    assert ".ftz.f32" not in compiled.asm["ptx"].replace("rcp.approx.ftz.f32", "")  # subnormal numbers must survive
+
+
+def test_the_kernel_of_keys_compiles_for_hopper() -> None:
+    constants = {"FIRST_MIXED": splitmix64(1), "SECOND_MIXED": splitmix64(2)}
+    compiled = assembled("key_kernel", constants, "keys", module=triton_keys)
+    assert ".target sm_90a" in compiled.asm["ptx"]
+    assert "ld.global" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_tiles_are_transposed_in_registers(random: bool) -> None:
+    """The layouts that the kernels are written for: wide accesses, and no part of the matrix in shared memory."""
+    constants = TILES | {"ROW": 4, "ROW_RANDOM": random, "COL_RANDOM": random, "SUMS": False, "SUM_8": 0, "SUM_4": 0}
+    compiled = assembled("tile_kernel", constants, "stochastic")
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    assert "st.global.v4.b32" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 1024
+    assert "sizePerThread = [16, 1, 1], threadsPerWarp = [4, 8, 1], warpsPerCTA = [1, 8, 1]" in compiled.asm["ttgir"]

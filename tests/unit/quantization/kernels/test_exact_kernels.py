@@ -1,0 +1,198 @@
+"""The kernels of bf16 emulation against the torch reference, bit for bit: interpreted, or on a GPU if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.tiled_kernel import tiled_kernel
+from snip_megatron.quantization import derive_seeds, exact
+from snip_megatron.quantization.device_keys import DeviceKeys, Identity
+from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair
+from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel, exact_kernel
+
+from .interpreter import Quantizers
+
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Quantizers]:
+    running = Quantizers()
+    yield running
+    running.close()
+
+
+def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Rows and columns of very different size, signed zeros, subnormals, a zero tile."""
+    generator = torch.Generator().manual_seed(rows + cols)
+    spread = torch.randn(rows, 1, generator=generator).mul(8).exp() * torch.randn(cols, generator=generator).exp()
+    x = torch.randn(rows, cols, generator=generator) * spread
+    x[0] = 0.0
+    x[-1, -1] = -0.0
+    x[rows // 2] *= 1e-36 if dtype is not torch.float16 else 1e-7
+    return x.clamp(-6e4, 6e4).to(dtype)
+
+
+def assert_same(found: ExactPair, expected: ExactPair) -> None:
+    for one, other in zip(found, expected, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        assert one is not None
+        assert one.tile == other.tile
+        torch.testing.assert_close(one.scale, other.scale, rtol=0, atol=0, equal_nan=True)
+        known = ~other.dequantize().isnan()
+        assert torch.equal(~one.dequantize().isnan(), known)
+        assert torch.equal(one.values.view(torch.int16)[known], other.values.view(torch.int16)[known])
+
+
+def check(kernels: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: Any) -> None:
+    assert_same(kernels.call("quantize_exact", x, row, col, **options), exact.quantize_exact(x, row, col, **options))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("square", [False, True])
+def test_tails_and_what_is_not_finite(kernels: Quantizers, fmt: str, square: bool) -> None:
+    x = matrix(140, 530) if fmt in ("fp4", "fp8") else matrix(37, 530)
+    check(kernels, x, fmt, fmt, square=square)
+    x[3, 200], x[-4, 5] = float("nan"), float("-inf")
+    check(kernels, x, fmt, fmt, square=square)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8"])
+def test_other_dtypes(kernels: Quantizers, fmt: str, dtype: torch.dtype) -> None:
+    check(kernels, matrix(40, 70, dtype), fmt, "mxfp4")
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp4"])
+def test_stochastic_rounding(kernels: Quantizers, fmt: str) -> None:
+    x, cols = matrix(70, 300), torch.arange(300) * 3 + 1
+    check(kernels, x, fmt, fmt, row_seed=2**64 - 1, col_seed=5, cols=cols)
+    check(kernels, x, "fp8", fmt, row_seed=3, col_seed=5)
+
+
+def test_keys_from_memory(kernels: Quantizers) -> None:
+    x = matrix(40, 96)
+    keys = DeviceKeys([Identity(4, 1, 3)], (1, 2), torch.device("cpu"))
+    keys.start_step(1, 2)
+    row, col = keys.next(0)
+    found = kernels.call("quantize_exact", x, "nvfp4", "mxfp4", row_seed=row, col_seed=col)
+    seeds = derive_seeds((1, 2, 3, 4), (1, 2))
+    assert_same(found, exact.quantize_exact(x, "nvfp4", "mxfp4", row_seed=seeds[0], col_seed=seeds[1]))
+
+
+@pytest.mark.parametrize(("row", "col"), [("nvfp4", None), (None, "nvfp4"), ("nvfp4", "mxfp8"), ("fp4", "nvfp4")])
+def test_each_side_has_a_format_of_its_own(kernels: Quantizers, row: str | None, col: str | None) -> None:
+    x = matrix(50, 150)
+    x[3, 20] = float("nan")
+    check(kernels, x, row, col)
+    check(kernels, x.t(), row, col)
+    check(kernels, x[:, 16:112], row, col, square=True)
+
+
+def test_the_amax_of_a_shard(kernels: Quantizers) -> None:
+    x, amax = matrix(30, 70), torch.tensor(7e4)
+    check(kernels, x, "nvfp4", "fp8_tensor", amax=amax)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp4"])
+@pytest.mark.parametrize("current", [0, 1])
+def test_kept_weights(kernels: Quantizers, fmt: str, current: int) -> None:
+    old = exact.quantize_exact(matrix(40, 70), fmt, fmt, square=True)
+    flag = torch.tensor([current], dtype=torch.int32)
+    held = HeldPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
+                          for s in old if s is not None), flag)  # type: ignore[arg-type]  # fmt: skip
+    new = matrix(40, 70) * 3
+    found = kernels.call("quantize_exact", new, fmt, fmt, square=True, held=held)
+    assert_same(found, old if current else exact.quantize_exact(new, fmt, fmt, square=True))
+
+
+def test_bad_input(kernels: Quantizers) -> None:
+    with pytest.raises(SnipError, match="2-D tensor"):
+        kernels.call("quantize_exact", torch.zeros(3), "nvfp4", None)
+    with pytest.raises(SnipError, match="not torch"):
+        kernels.call("quantize_exact", torch.zeros(3, 3, dtype=torch.float64), "nvfp4", None)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("tiles", "dtype"), [((1, 128), torch.float32), ((1, 1), torch.bfloat16)])
+def test_the_tiled_product(kernels: Quantizers, add: bool, tiles: tuple[int, int], dtype: torch.dtype) -> None:
+    """Against float64, with strides of either orientation, tails everywhere and an output that is added to."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(300, 140, generator=generator).bfloat16().t()  # [140, 300]: a transposed gradient
+    b = torch.randn(150, 300, generator=generator).bfloat16()
+    scales = [
+        torch.rand(-(-size // tile), 3, generator=generator) for size, tile in zip((140, 150), tiles, strict=True)
+    ]
+    out = torch.ones(140, 150, dtype=dtype)
+    wide = [s.repeat_interleave(tile, 0)[:n].repeat_interleave(128, 1)[:, :300].double()
+            for s, tile, n in zip(scales, tiles, (140, 150), strict=True)]  # fmt: skip
+    expected = (a.double() * wide[0]) @ (b.double() * wide[1]).t() + (1.0 if add else 0.0)
+    found = kernels.call("tiled_product", a, scales[0], tiles[0], b, scales[1], tiles[1], out, add=add)
+    error = float((found.double() - expected).norm() / expected.norm())
+    assert error < (1e-6 if dtype is torch.float32 else 5e-3)  # the interpreter truncates to bf16
+
+
+# -- compilation ---------------------------------------------------------------------------------------------------
+POINTERS = {
+    "x_ptr": "*bf16", "row_ptr": "*i16", "col_ptr": "*i16", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
+    "row_amax_ptr": "*i32", "col_amax_ptr": "*i32", "cols_ptr": "*i64", "row_key_ptr": "*i32", "col_key_ptr": "*i32",
+    "current_ptr": "*i32", "amax_ptr": "*i32", "a_ptr": "*bf16", "b_ptr": "*bf16", "a_scale_ptr": "*fp32",
+    "b_scale_ptr": "*fp32", "c_ptr": "*fp32",
+}  # fmt: skip
+
+
+def constants(bits: int, scaling: str, tile: int, part: tuple[int, int, int], *, random: bool) -> dict[str, object]:
+    sides = {f"{side}{name}": value for side in ("ROW", "COL") for name, value in (
+        ("", bits), ("_SCALING", scaling), ("_TILE", tile), ("_RANDOM", random), ("_LOADED", random),
+    )}  # fmt: skip
+    fixed = {"SQUARE_ROW": False, "SQUARE_COL": False, "GIVEN_COLS": random, "GUARDED": False, "GPU": True}
+    return sides | fixed | dict(zip(("R", "C", "WIDE"), part, strict=True))
+
+
+KERNELS = [
+    (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 512, 4), random=False), 4, 90),
+    (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 512, 4), random=True), 4, 80),
+    (exact_kernel, constants(8, "e8m0", 32, (32, 256, 2), random=False), 4, 90),
+    (exact_kernel, constants(8, "fp32", 128, (128, 128, 8), random=False), 8, 80),
+    (exact_amax_kernel, {"TILE": 16, "SQUARE": False, "GUARDED": True, "R": 16, "C": 512, "WIDE": 4}, 4, 90),
+    (
+        tiled_kernel,
+        {
+            "TILES": 32,
+            "A_TILE": 1,
+            "B_TILE": 128,
+            "ADD": True,
+            "BLOCK": 128,
+            "DEPTH": 64,
+            "TILE": 128,
+            "GROUP": 8,
+            "GPU": True,
+        },
+        8,
+        80,
+    ),
+]
+
+
+@pytest.mark.parametrize(("kernel", "values", "warps", "capability"), KERNELS, ids=lambda v: getattr(v, "__name__", ""))
+def test_kernels_compile(kernel: Any, values: dict[str, object], warps: int, capability: int) -> None:
+    """For Ampere and Hopper, without a GPU; a quantised side takes no way through shared memory."""
+    names = kernel.arg_names
+    signature = {a: "constexpr" if a in values else POINTERS.get(a, "i32") for a in names}
+    attributes = {(n,): [["tt.divisibility", 16]] for n, a in enumerate(names) if a not in values and "word" not in a}
+    source = ASTSource(kernel, signature, {(names.index(a),): v for a, v in values.items()}, attributes)
+    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    assert f".target sm_{capability}" in compiled.asm["ptx"]
+    assert ".ftz.f32" not in compiled.asm["ptx"]  # subnormal numbers must survive
+    if kernel is exact_kernel and values["R"] != 128 and not values["ROW_RANDOM"]:
+        assert "convert_layout" not in compiled.asm["ttgir"]
+        assert compiled.metadata.shared == 0

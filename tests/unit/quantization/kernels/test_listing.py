@@ -1,0 +1,123 @@
+"""Listed launches: what Triton tells apart is apart, what it treats alike is one; processes compile what is listed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from snip_megatron.precision import Format
+from snip_megatron.quantization.kernels import launch
+from snip_megatron.quantization.kernels.listing import Variant, active, listed
+from snip_megatron.quantization.kernels.quantize import quantize_tiles
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+@triton.jit(do_not_specialize=["counter"])
+def kernel(x_ptr, size, counter, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at) * scale + counter, mask=at < size)
+
+
+def memory(dtype: torch.dtype = torch.float32, *, aligned: bool = True) -> torch.Tensor:
+    whole = torch.zeros(64, dtype=dtype)
+    first = (-whole.data_ptr() % 16) // whole.element_size()
+    return whole[first if aligned else first + 1 :]
+
+
+def variant(x: torch.Tensor, size: int, counter: int, scale: float, block: int = 32, **options: Any) -> Variant:
+    return Variant.of(kernel, (x, size), {"counter": counter, "scale": scale, "BLOCK": block, **options})
+
+
+def test_what_triton_treats_alike_is_one_variant() -> None:
+    one = variant(memory(), 32, 5, 0.5, num_warps=4)
+    assert one == variant(memory(), 4096, 16, 3.25, num_warps=4)
+    assert hash(one) == hash(variant(memory(), 4096, 1, 3.25, num_warps=4))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: variant(memory(aligned=False), 32, 5, 0.5),
+        lambda: variant(memory(torch.bfloat16), 32, 5, 0.5),
+        lambda: variant(memory(), 33, 5, 0.5),
+        lambda: variant(memory(), 1, 5, 0.5),
+        lambda: variant(memory(), 1 << 36, 5, 0.5),
+        lambda: variant(memory(), 32, 1 << 36, 0.5),
+        lambda: variant(memory(), 32, 5, 0.5, block=64),
+        lambda: variant(memory(), 32, 5, 0.5, num_warps=8),
+    ],
+)
+def test_what_triton_tells_apart_is_another_variant(other: Any) -> None:
+    assert other() != variant(memory(), 32, 5, 0.5)
+
+
+def test_a_listed_launch_is_not_forgotten_by_the_cache_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that has been launched before is listed as well."""
+    monkeypatch.setattr(launch, "_compiled", {})
+    seen = []
+    for _ in range(2):
+        with listed(run=False) as listing:
+            quantize_tiles(torch.zeros(32, 256, dtype=torch.bfloat16), Format.FP8, Format.FP4)
+        seen.append(list(listing.variants))
+    assert seen[0] == seen[1]
+    assert [v.name for v in seen[0]] == ["tile_kernel"]
+    assert active() is None
+
+
+def test_a_listing_inside_another_ends_by_itself() -> None:
+    with listed(run=False) as outer:
+        with listed(run=False):
+            assert active() is not outer
+        assert active() is outer
+
+
+def test_processes_compile_into_the_cache_and_a_second_call_starts_none(tmp_path: Path) -> None:
+    """In a process of its own: Triton reads where its cache is when it is imported. What a launch would compile
+    afterwards is in the cache: its key is one that the processes have written."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILES], capture_output=True, text=True, check=False, timeout=500,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["first"] == [4, 4, 2]
+    assert found["second"] == [4, 0, 0]
+    assert found["started"] == [[4, 2]]
+    assert found["cubins"] == [4, 4]  # before and after this process has asked for the same kernels
+
+
+_COMPILES = """
+import json, pathlib, os, torch
+from dataclasses import astuple
+from triton.backends.compiler import GPUTarget
+from snip_megatron.quantization.kernels.compiler import compile_for, compile_variant, compile_variants
+from snip_megatron.quantization.kernels.listing import listed
+from snip_megatron.statistics.kernels.sums import output_sums, sum_squares
+with listed(run=False) as listing:
+    for size in (8, 16):
+        sum_squares(torch.zeros(size + 1))
+        sum_squares(torch.zeros(size, dtype=torch.bfloat16))
+    output_sums(torch.zeros(16, 32), torch.zeros(16, 32), torch.zeros(16, 32))
+target, started = GPUTarget("cuda", 90, 32), []
+variants = list(listing.variants)
+assert len(variants) == 4, variants
+first, second = (compile_variants(variants, target, 2, lambda *n: started.append(n)) for _ in range(2))
+cubins = lambda: len(list(pathlib.Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
+before = cubins()
+compile_for(target)
+for variant in variants:
+    compile_variant(variant)
+found = {"first": astuple(first), "second": astuple(second), "started": started, "cubins": [before, cubins()]}
+print(json.dumps(found))
+"""

@@ -1,0 +1,118 @@
+"""Quantised numbers in bf16: those of independent quantisers, exactly."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from snip_megatron.errors import SnipError
+from snip_megatron.quantization import fake_quantize
+from snip_megatron.quantization.exact import ExactOperand, HeldPair, quantize_exact
+
+from . import oracle
+
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor")
+FOLDED = ("nvfp4", "mxfp4", "mxfp8")
+
+
+def matrix(rows: int, cols: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows + cols)
+    spread = torch.randn(rows, 1, generator=generator).mul(3).exp()
+    return (torch.randn(rows, cols, generator=generator) * spread).bfloat16()
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_both_orientations_are_the_oracle_s_numbers(fmt: str, square: bool) -> None:
+    """Powers of two and one FP32 factor at a time are exact; nvfp4's two factors may round once more."""
+    x = matrix(150, 210)
+    row, col = quantize_exact(x, fmt, fmt, square=square)
+    granularity = "block" if square else "tile"
+    expected = oracle.quantize_dequantize(x.float().numpy(), fmt, granularity)
+    transposed = oracle.quantize_dequantize(x.float().t().contiguous().numpy(), fmt, granularity).T
+    for side, numbers in ((row, expected), (col, transposed)):
+        assert side is not None
+        assert side.values.dtype is torch.bfloat16
+        found = side.dequantize().numpy()
+        if fmt == "nvfp4":
+            np.testing.assert_allclose(found, numbers, rtol=2.0**-23, atol=0)
+        else:
+            np.testing.assert_array_equal(found, numbers)
+
+
+@pytest.mark.parametrize("fmt", FOLDED)
+def test_values_have_the_formats_own_significant_bits(fmt: str) -> None:
+    """nvfp4: 2 + 4 bits, mxfp4: 2, mxfp8: 4. With a factor more, they would fill bf16's 8."""
+    row, _ = quantize_exact(matrix(64, 512), fmt, None)
+    assert row is not None
+    mantissas = (row.values[row.values != 0].view(torch.int16).int() & 0x7F) | 0x80
+    trailing = (mantissas & -mantissas).log2()
+    assert 8 - int(trailing.min()) == {"nvfp4": 6, "mxfp4": 2, "mxfp8": 4}[fmt]
+    assert (row.scale is None) == (fmt != "nvfp4")
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp4"])
+def test_seeds_draw_the_reference_bits(fmt: str) -> None:
+    x, cols = matrix(70, 96), torch.arange(96) * 3 + 1
+    sides = quantize_exact(x, fmt, fmt, row_seed=2**63 + 1, col_seed=5, cols=cols)
+    for side, axis, seed in zip(sides, (1, 0), (2**63 + 1, 5), strict=True):
+        assert side is not None
+        expected = fake_quantize(x, fmt, axis=axis, rounding="stochastic", seed=seed, cols=cols)
+        torch.testing.assert_close(side.dequantize(), expected, rtol=2.0**-23, atol=0)
+
+
+def test_equal_numbers_are_made_once() -> None:
+    x = matrix(64, 64)
+    shared = {("nvfp4", True), ("fp4", True), ("fp8", True), ("fp8_tensor", True), ("fp8_tensor", False)}
+    for fmt, square in itertools.product(FORMATS, (False, True)):
+        row, col = quantize_exact(x, fmt, fmt, square=square)
+        assert (row is col) == ((fmt, square) in shared), fmt
+    row, col = quantize_exact(x, "nvfp4", "fp4", square=True)
+    assert row is not col
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_not_a_number_spoils_its_own_tiles_only(fmt: str) -> None:
+    x = matrix(256, 256)
+    x[5, 200] = float("inf")
+    row, col = quantize_exact(x, fmt, fmt)
+    assert row is not None
+    assert col is not None
+    spoiled = row.dequantize().isnan()
+    assert spoiled[5, 200]
+    assert col.dequantize()[5, 200].isnan()
+    if fmt != "fp8_tensor":
+        assert not spoiled[6:].any()
+        assert not col.dequantize()[:, :200].isnan().any()
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8"])
+def test_a_kept_weight_is_written_unless_it_is_current(fmt: str) -> None:
+    first, second = matrix(64, 128), matrix(64, 128) * 2
+    held = quantize_exact(first, fmt, fmt, square=True)
+    for current, expected in ((1, first), (0, second)):
+        again = quantize_exact(second, fmt, fmt, square=True, held=HeldPair(held, torch.tensor([current])))
+        assert again is held
+        fresh = quantize_exact(expected, fmt, fmt, square=True)[0]
+        assert fresh is not None
+        assert held[0] is not None
+        assert torch.equal(held[0].values, fresh.values)
+        assert held[0].scale is not None
+        assert fresh.scale is not None
+        assert torch.equal(held[0].scale, fresh.scale)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_empty_matrices(shape: tuple[int, int], fmt: str) -> None:
+    for side in quantize_exact(torch.zeros(shape, dtype=torch.bfloat16), fmt, fmt):
+        assert isinstance(side, ExactOperand)
+        assert side.values.shape == shape
+
+
+def test_bf16_cannot_be_quantised_to() -> None:
+    with pytest.raises(SnipError, match="format 'bf16' cannot be quantised to"):
+        quantize_exact(matrix(4, 4), "bf16", None)

@@ -1,0 +1,154 @@
+"""The run directory: writes that fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+import pytest
+from small_runs import FC1, new_run, strict_json
+
+from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.records import storage
+from snip_megatron.records.readers import read_events, read_maps, read_metrics
+
+
+class FullDisk:
+    """os.write of a disk that takes ``room`` more bytes; the rest of the file system is real."""
+
+    def __init__(self, monkeypatch, room: int) -> None:
+        self.room, self.real = room, os.write
+        monkeypatch.setattr(storage.os, "write", self)
+
+    def __call__(self, descriptor: int, data: bytes) -> int:
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.real(descriptor, data[: self.room])
+        self.room -= taken
+        return taken
+
+
+def test_full_disk_warns_once_keeps_order_and_recovers(tmp_path, monkeypatch, capsys):
+    run = new_run(tmp_path)
+    disk = FullDisk(monkeypatch, room=130)
+    for step in range(20):
+        run.metric(step, loss=float(step), grad_norm=1.0, fp4_fraction=0.0)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert len(text) <= 130
+    assert [strict_json(line)["step"] for line in text.splitlines()] == list(range(len(text.splitlines())))
+    assert capsys.readouterr().err.count("cannot write") == 1
+    assert "No space" in run.faults.last_error
+    disk.room = 10**9
+    run.flush()
+    run.metric(20, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+    run.close()
+    lines = [strict_json(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(21))
+    assert run.faults.lost == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_torn_line_that_cannot_be_taken_back_is_closed(tmp_path, monkeypatch):
+    run = new_run(tmp_path)
+    disk = FullDisk(monkeypatch, room=30)
+
+    def refuse(descriptor: int, size: int) -> None:
+        raise OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(storage.os, "ftruncate", refuse)
+    run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+    disk.room = 10**9
+    run.metric(1, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+    run.close()
+    assert [m["step"] for m in read_metrics(tmp_path)] == [0, 1]
+    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == 3
+
+
+def test_removed_folders_come_back(tmp_path):
+    run = new_run(tmp_path / "run")
+    for folder in ("maps", "scores"):
+        (tmp_path / "run" / folder).rmdir()
+    run.write_map(0, PrecisionMap.uniform([FC1], Format.FP8))
+    run.write_scores(0, {})
+    run.close()
+    assert list(read_maps(tmp_path / "run")) == [0]
+
+
+def test_a_removed_directory_comes_back_with_what_follows(tmp_path):
+    with new_run(tmp_path / "run") as run:
+        run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+        run.event(0, "adopt", version=1)
+        shutil.rmtree(tmp_path / "run")
+        for step in (1, 2):
+            run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+            run.event(step, "adopt", version=1)
+    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [1, 2]
+    assert [e["step"] for e in read_events(tmp_path / "run")] == [1, 2]
+    assert run.faults.count == run.faults.lost == 0
+
+
+def test_a_file_in_the_way_holds_back_only_itself(tmp_path, capsys):
+    run = new_run(tmp_path)
+    blocked = tmp_path / "maps" / "step_0.json"
+    (blocked / "x").mkdir(parents=True)
+    run.write_map(0, PrecisionMap.uniform([FC1], Format.FP4))
+    run.write_map(4, PrecisionMap.uniform([FC1], Format.FP8))
+    run.flush()
+    assert (tmp_path / "maps" / "step_4.json").exists()
+    (blocked / "x").rmdir()
+    blocked.rmdir()
+    run.close()
+    assert list(read_maps(tmp_path)) == [0, 4]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_pending_writes_are_bounded_and_the_loss_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(storage, "MAX_PENDING_BYTES", 1000)
+    run = new_run(tmp_path)
+    FullDisk(monkeypatch, room=0)
+    for step in range(100):
+        run.event(step, "collect", seconds=0.1)
+    assert 80 <= run.faults.lost < 100
+    run.close()
+    assert run.faults.lost == 100
+    assert "100 records were lost" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ordered", "first_round"), [(True, []), (False, ["second"])])
+def test_an_ordered_queue_holds_back_what_follows_a_failure(tmp_path, ordered, first_round):
+    broken, done = [True], []
+
+    def first() -> None:
+        if broken[0]:
+            raise OSError("no")
+        done.append("first")
+
+    queue = storage.WriteQueue(storage.Faults(tmp_path), ordered=ordered)
+    queue.put(first, 1)
+    queue.put(lambda: done.append("second"), 1)
+    queue.drain(force=True)
+    assert done == first_round
+    broken[0] = False
+    queue.drain(force=True)
+    assert sorted(done) == ["first", "second"]
+    assert done[0] == ("first" if ordered else "second")
+    assert len(queue) == 0
+
+
+def test_back_off_doubles_and_force_ignores_it(tmp_path):
+    now, tries = [0.0], []
+
+    def fail() -> None:
+        tries.append(now[0])
+        raise OSError("no")
+
+    queue = storage.WriteQueue(storage.Faults(tmp_path), ordered=True, clock=lambda: now[0])
+    queue.put(fail, 1)
+    for second in range(1, 8):
+        now[0] = float(second)
+        queue.drain()
+    assert tries == [0.0, 1.0, 3.0, 7.0]
+    queue.drain(force=True)
+    assert len(tries) == 5
+    assert len(queue) == 1

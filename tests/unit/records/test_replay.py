@@ -1,0 +1,172 @@
+"""A run's statistics solved again: other budgets, policies, formats and times; what is not stored is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sensitivity.synthetic import SHAPES, make_table
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, PrecisionMap
+from snip_megatron.records.replay import Change, Stored, find_stored, is_statistics, rebuild
+from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.sensitivity import SolveRequest, build_problem
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.solver import Budget
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.shapes import local_shape
+
+STEPS = (10, 30)
+MEASURED = ("fp8", "fp8_tensor", "fp4")
+LINEAR_SHAPES = {kind: local_shape(kind, *SHAPES[kind], tokens=256, microbatches=2) for kind in LINEAR_KINDS}
+
+
+def write_run(path: Path, request: SolveRequest, *, facts: dict[str, Any] | None = None) -> Path:
+    """Two updates as a run under ``request`` stores them."""
+    own = {
+        "request": request.as_dict(),
+        "linear_shapes": {kind: dataclasses.asdict(shape) for kind, shape in LINEAR_SHAPES.items()},
+    }
+    with RunDirectory(path, {}, overwrite=False, resume_step=None, facts=own if facts is None else facts) as run:
+        for step in STEPS:
+            table = make_table(layers=4, stages=2, formats=MEASURED, seed=step)
+            run.write_statistics(step, table)
+            run.write_problem(step, build_problem(table, request)[0].to_json())
+    return path
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "share", SolveRequest(target=0.5, pins=(("decoder.layers.0.*", "fp8"),)))
+
+
+@pytest.fixture
+def timed(tmp_path: Path) -> Path:
+    formats = ("bf16", "fp8", "fp8_tensor")
+    times = OptionTimes.predict(load_cost_model("flops"), LINEAR_SHAPES, [Format(f) for f in formats])
+    return write_run(tmp_path / "timed", SolveRequest(formats=formats, speedup=1.5, times=times))
+
+
+def stored(run: Path, step: int | None = None) -> Stored:
+    found = find_stored(run, step)
+    assert found is not None
+    return found
+
+
+# -- finding ---------------------------------------------------------------------------------------------------
+def test_a_run_is_its_latest_update_and_a_file_its_own(share: Path) -> None:
+    assert stored(share) == Stored(share, 30)
+    assert stored(share, 10) == Stored(share, 10)
+    assert find_stored(share / "stats" / "step_10.npz", None) == Stored(share, 10)
+    assert find_stored(share / "problems" / "step_30.json", None) == Stored(share, 30)
+    assert is_statistics(share / "stats" / "step_10.npz")
+    assert not is_statistics(share / "problems" / "step_10.json")
+
+
+def test_files_outside_of_runs_are_on_their_own(share: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "problems" / "step_30.json"
+    alone.parent.mkdir()
+    alone.write_text((share / "problems" / "step_30.json").read_text())
+    assert find_stored(alone, None) is None
+    assert find_stored(share / "problems" / "mine.json", None) is None
+    assert find_stored(tmp_path / "nothing.json", None) is None
+
+
+def test_steps_that_are_not_stored(share: Path, tmp_path: Path) -> None:
+    with pytest.raises(SnipError, match=r"--step 20: .* has an update at 10, 30"):
+        find_stored(share, 20)
+    with pytest.raises(SnipError, match="one step's file"):
+        find_stored(share / "problems" / "step_30.json", 30)
+    with pytest.raises(SnipError, match="not a run directory"):
+        find_stored(tmp_path, None)
+    with RunDirectory(tmp_path / "empty", {}, overwrite=False, resume_step=None):
+        pass
+    with pytest.raises(SnipError, match="the run made no update"):
+        find_stored(tmp_path / "empty", None)
+
+
+# -- making a Problem again ------------------------------------------------------------------------------------
+def test_nothing_changed_is_the_stored_problem(share: Path, timed: Path) -> None:
+    for run in (share, timed):
+        for step in STEPS:
+            assert rebuild(stored(run, step), Change(), None) == stored(run, step).problem()
+
+
+def test_another_policy_and_rule(share: Path) -> None:
+    table = stored(share).table()
+    request = stored(share).request()
+    for fields in ({"policy": "fisher"}, {"q": "paper"}, {"estimator": "fisher", "granularity": "layer"}):
+        expected, _ = build_problem(table, dataclasses.replace(request, **fields))
+        assert rebuild(stored(share), Change(fields), None) == expected
+    grouped = rebuild(stored(share), Change({"groups": ("block:*.mlp.*",), "pins": ()}), None)
+    assert grouped == build_problem(table, dataclasses.replace(request, groups=("block:*.mlp.*",), pins=()))[0]
+    assert any(item.group for item in grouped.items)
+    pins = (("*.mlp.linear_fc2", "fp4"),)
+    problem = rebuild(stored(share), Change({"pins": pins, "stage_tolerance": None}), Budget(0.9))
+    assert (problem.budget.target, problem.budget.stage_tolerance) == (0.9, None)
+    assert {len(i.choices) for i in problem.items if "linear_fc2" in i.id} == {1}
+
+
+def test_from_a_share_to_a_speedup_needs_times(share: Path) -> None:
+    budget = Budget(speedup=1.4)
+    with pytest.raises(SnipError, match="give --cost"):
+        rebuild(stored(share), Change(), budget)
+    change = Change({"formats": ("bf16", "fp8", "fp8_tensor"), "pins": ()}, cost="h200")
+    problem = rebuild(stored(share), change, budget)
+    assert problem.budget == budget
+    shape = LINEAR_SHAPES["self_attention.linear_qkv"]
+    assert problem.items[0].cost == load_cost_model("h200").seconds(shape, Gemm.FPROP, Format.BF16)
+
+
+def test_from_a_speedup_to_a_share_leaves_bf16_to_pins(timed: Path) -> None:
+    with pytest.raises(SnipError, match="bf16 is no candidate"):
+        rebuild(stored(timed), Change({"formats": ("bf16", "fp4")}), Budget(0.5, 0.02))
+    problem = rebuild(stored(timed), Change({"formats": ("fp8", "fp4")}), Budget(0.5, 0.02))
+    assert problem.budget == Budget(0.5, 0.02)
+    row = stored(timed).table().linears[0]
+    assert problem.items[0].cost == 2.0 * 4096 * row.n * row.k
+    kept = rebuild(stored(timed), Change(), Budget(0.0, None))
+    assert [c.format.value for c in kept.items[0].choices] == ["fp8", "fp8_tensor"]
+
+
+def test_times_of_experts_outside_of_the_map_are_not_predicted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "experts", SolveRequest(target=0.3, unquantised_stage_flops={0: 1e12, 1: 1e12}))
+    change = Change({"formats": ("bf16", "fp8", "fp8_tensor")}, cost="h200")
+    with pytest.raises(SnipError, match="times of its grouped and shared experts are not predicted"):
+        rebuild(stored(run), change, Budget(speedup=1.4))
+    assert rebuild(stored(run), Change(), Budget(0.2)).budget.target == 0.2
+
+
+def test_formats_that_were_not_measured(share: Path) -> None:
+    with pytest.raises(SnipError, match="hold no nvfp4"):
+        rebuild(stored(share), Change({"formats": ("fp8", "nvfp4")}), None)
+
+
+def test_maps_by_time_say_their_share_of_flops(timed: Path) -> None:
+    names = [row.name for row in stored(timed).table().linears]
+    half = PrecisionMap({name: Format.FP4 if ".mlp." in name else Format.FP8 for name in names}, budget="speedup")
+    n_k = {kind: n * k for kind, (n, k) in SHAPES.items()}
+    expected = (n_k["mlp.linear_fc1"] + n_k["mlp.linear_fc2"]) / sum(n_k.values())
+    assert stored(timed).with_fp4_share(half).fp4_share == pytest.approx(expected)
+    assert stored(timed).with_fp4_share(PrecisionMap(half.choices)).fp4_share is None
+
+
+def test_records_of_earlier_versions_and_damaged_ones(tmp_path: Path) -> None:
+    old = write_run(tmp_path / "old", SolveRequest(), facts={})
+    with pytest.raises(SnipError, match=r"facts.request: missing; an earlier version"):
+        rebuild(stored(old), Change({"q": "paper"}), None)
+    assert stored(old).problem().budget.target == 0.75
+    damaged = write_run(tmp_path / "damaged", SolveRequest(), facts={"request": 3, "linear_shapes": {"a": 1}})
+    with pytest.raises(SnipError, match=r"facts.request: not a request"):
+        stored(damaged).request()
+    with pytest.raises(SnipError, match=r"facts.linear_shapes"):
+        stored(damaged).times("flops", ("fp8",))
+    (damaged / "problems" / "step_30.json").write_text("{")
+    with pytest.raises(SnipError, match=r"step_30.json: not JSON"):
+        stored(damaged).problem()
+    body = json.loads((old / "config.json").read_text())
+    assert body["facts"] == {}

@@ -1,0 +1,92 @@
+"""The page that follows a running job, over real HTTP on this machine."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import synthetic_run
+
+from snip_megatron.errors import SnipError
+from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.reporting import live
+from snip_megatron.reporting.live import LivePage, LiveServer
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return synthetic_run.write_run(tmp_path / "run", updates=1, steps=40)
+
+
+@pytest.fixture
+def server(run: Path) -> Iterator[LiveServer]:
+    server = live.start(run, port=0)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    yield server
+    server.close()
+    thread.join()
+
+
+def get(url: str) -> tuple[dict[str, str], str]:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return dict(answer.headers), gzip.decompress(answer.read()).decode()
+
+
+def test_the_page_follows_the_run(run: Path, server: LiveServer) -> None:
+    headers, page = get(server.url)
+    assert headers["Refresh"] == str(live.REFRESH_S)
+    assert "training steps" in page
+    assert "<dd>40</dd>" in page
+    assert "Other budgets" not in page  # it takes seconds to solve for them
+    with RunDirectory(run, synthetic_run.CONFIG, overwrite=False, resume_step=40, facts=synthetic_run.FACTS) as again:
+        again.metric(40, loss=3.0, grad_norm=1.0, fp4_fraction=0.75)
+    assert "<dd>41</dd>" in get(server.url)[1]
+
+
+def test_only_the_printed_address_has_it(server: LiveServer) -> None:
+    assert server.http.server_address[0] == "127.0.0.1"
+    for wrong in (server.url.replace(server.secret, "guess"), server.url.rstrip("/"), f"{server.url}config.json"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            get(wrong)
+        assert refused.value.code == 404
+
+
+def test_it_is_drawn_again_only_if_something_was_recorded(run: Path) -> None:
+    drawn: list[Path] = []
+
+    def draw(path: Path) -> str:
+        drawn.append(path)
+        return "page"
+
+    page = LivePage(run, draw)
+    assert gzip.decompress(page.compressed()) == gzip.decompress(page.compressed()) == b"page"
+    assert len(drawn) == 1
+    with (run / "events.jsonl").open("a") as file:
+        file.write("{}\n")
+    page.compressed()
+    assert len(drawn) == 2
+
+
+def test_a_run_directory_that_goes_away_is_said_and_may_come_back(run: Path, server: LiveServer) -> None:
+    (run / "config.json").rename(run / "away")
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        get(server.url)
+    assert failed.value.code == 503
+    assert "config.json is missing" in failed.value.read().decode()
+    (run / "away").rename(run / "config.json")
+    assert "<dd>40</dd>" in get(server.url)[1]
+
+
+def test_what_cannot_be_served_is_refused_at_once(run: Path, server: LiveServer, tmp_path: Path) -> None:
+    with pytest.raises(SnipError, match="not a run directory"):
+        live.start(tmp_path / "absent", port=0)
+    with pytest.raises(SnipError, match=f"--port {server.port}: cannot listen"):
+        live.start(run, port=server.port)
+    with pytest.raises(SnipError, match="--port 70000"):
+        live.start(run, port=70000)

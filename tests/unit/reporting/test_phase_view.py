@@ -1,0 +1,172 @@
+"""The phases of a run with plans: which ran, which are to come, what they change, and the average over the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import synthetic_run
+
+from snip_megatron.phases import PlanPhase, PrecisionPlan
+from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.records.run_data import RunData, load_run
+from snip_megatron.reporting.phase_view import phase_figure, phase_view
+from snip_megatron.reporting.phases_of_run import differences, phases_of, remaining_phases
+from snip_megatron.reporting.report import render
+from snip_megatron.reporting.worth import judge
+from snip_megatron.reporting.worth_text import headline
+from snip_megatron.solver.phased import PHASED_SCHEMA, PhasedProblem, read_problem
+
+FP4 = PrecisionMap.uniform(synthetic_run.LINEARS, Format.FP4)
+PRECISE = {option_id(name, Gemm.FPROP): Format.FP8 for name in synthetic_run.LINEARS}
+EARLY = FP4.with_fields(loss=0.5)
+LATE = PrecisionMap(choices={**FP4.choices, **PRECISE}, loss=0.125)
+TIMED = {"budget": "speedup", "target": 1.4}
+FAST = EARLY.with_fields(speedup=2.0, step_speedup=1.5, **TIMED)
+SLOW = LATE.with_fields(speedup=1.25, step_speedup=1.2, **TIMED)
+
+
+def plan_of(*phases: tuple[int, PrecisionMap], last: int = 120, version: int = 1) -> PrecisionPlan:
+    return PrecisionPlan(tuple(PlanPhase(*phase) for phase in phases), last, version, "optimal", target=0.75)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """60 of 120 steps: bf16 before step 15, then a map with a share of 0.75 on record."""
+    return synthetic_run.write_run(tmp_path / "run", updates=1, steps=60, faults=False)
+
+
+def spans(run: RunData) -> list[tuple[int, int, int]]:
+    return [(phase.begin, phase.end, phase.version) for phase in phases_of(run)]
+
+
+def test_a_run_without_plans_shows_nothing(path: Path) -> None:
+    run = load_run(path)
+    assert phase_view(run) is None
+    assert phases_of(run) == remaining_phases(run) == []
+    assert 'id="phases-title"' not in render(run, live=True)
+
+
+def test_phases_their_changes_and_the_average(path: Path) -> None:
+    synthetic_run.add_plan(path, plan_of((15, EARLY), (50, LATE), (90, EARLY)), (0.75, 0.5, 1.0), average=0.7)
+    run = load_run(path)
+    view = phase_view(run)
+    assert view is not None
+    assert [(row.phase.begin, row.phase.steps, row.when) for row in view.rows] == [
+        (15, 35, "over"), (50, 40, "in force"), (90, 30, "to come"),
+    ]  # fmt: skip
+    assert [row.phase.share for row in view.rows] == [0.75, 0.5, 1.0]
+    assert [dict(row.changes) for row in view.rows] == [
+        {"fprop": "24 bf16 → fp4", "dgrad": "24 bf16 → fp4", "wgrad": "24 bf16 → fp4"},
+        {"fprop": "24 fp4 → fp8"},
+        {"fprop": "24 fp8 → fp4"},
+    ]
+    assert (view.timed, view.budget, view.target, view.steps, view.last) == (False, "fp4=0.75", 0.75, 60, 120)
+    assert view.average == pytest.approx(45 * 0.75 / 60)  # as recorded, step by step
+    assert view.expected == pytest.approx((45 * 0.75 + 30 * 0.5 + 30 * 1.0) / 120)
+    figure = phase_figure(view)
+    ran, ahead, average, budget = figure["data"]
+    assert (ran["x"], ran["y"]) == ([15, 50, 50, 90], [0.75, 0.75, 0.5, 0.5])
+    assert (ahead["x"], ahead["y"]) == ([90, 120], [1.0, 1.0])
+    assert (average["x"][0], average["x"][-1], average["y"][-1]) == (0, 119, view.expected)
+    assert (budget["x"], budget["y"]) == ([0, 120], [0.75, 0.75])
+    page = render(run, live=True)
+    assert "60 steps so far: 56.25% on average; 65.62% over all steps up to 120 if the plan is followed." in page
+    assert "fprop: 24 fp4 → fp8</td>" in page
+    assert "<td>0.125</td>" in page
+
+
+def test_a_budget_of_time_averages_speedups(path: Path) -> None:
+    synthetic_run.add_plan(path, plan_of((15, FAST), (60, SLOW)))
+    run = load_run(path)
+    timed = [a.__class__(a.step, a.version, {"budget": "speedup=1.4", "speedup": 2.0}, FAST, None)
+             for a in run.adoptions]  # fmt: skip
+    view = phase_view(RunData(**{**vars(run), "config": {"budget": "speedup=1.4"}, "adoptions": timed}))
+    assert view is not None
+    assert (view.timed, view.target) == (True, 1.4)
+    assert view.average == pytest.approx(60 / (15 + 45 / 2))
+    assert view.expected == pytest.approx(120 / (15 + 45 / 2 + 60 / 1.25))
+    assert view.text(view.average) == "1.600 ×"
+
+
+def test_a_plan_holds_until_the_next_one_or_until_the_guard_drops_it(path: Path) -> None:
+    synthetic_run.add_plan(path, plan_of((15, EARLY), (30, LATE), (90, EARLY)))
+    synthetic_run.add_plan(path, plan_of((35, LATE), (50, EARLY), version=2))
+    assert spans(load_run(path)) == [(15, 30, 1), (30, 35, 1), (35, 50, 2), (50, 120, 2)]
+    synthetic_run.add_event(path, 55, "guard", action="refused", version=3, reason="loss spike")
+    assert spans(load_run(path))[-1] == (50, 120, 2)
+    synthetic_run.add_event(path, 55, "guard", action="taken_back", version=2, reason="loss spike")
+    run = load_run(path)
+    assert spans(run)[-1] == (50, 55, 2)
+    assert remaining_phases(run) == []
+    view = phase_view(run)
+    assert view is not None
+    assert view.expected is None
+
+
+def test_phases_move_with_the_end_of_the_run(path: Path) -> None:
+    synthetic_run.add_plan(path, plan_of((15, EARLY), (60, LATE)), (1.0, 0.5))
+    synthetic_run.add_event(path, 40, "plan_moved", last_before=120, last=240, begins_before=[0], begins=[0])
+    run = load_run(path)
+    assert spans(run) == [(15, 120, 1), (120, 240, 1)]
+    assert [phase.share for phase in phases_of(run)] == [1.0, 0.5]
+    assert [(phase.begin, phase.steps) for phase in remaining_phases(run)] == [(60, 60), (120, 120)]
+    page = render(run, live=True)
+    assert '<td class="word">plan_moved</td><td class="text">last_before 120, last 240' in page
+
+
+def test_equal_maps_differ_in_nothing() -> None:
+    assert differences(FP4, FP4) == {}
+    assert differences(None, PrecisionMap(choices={})) == {}
+
+
+def test_a_problem_over_phases_is_no_unreadable_file(path: Path) -> None:
+    item = {"id": "a", "stage": 0, "cost": 1.0, "choices": [{"format": "fp4", "saving": 1.0, "losses": [1.0]}]}
+    body = {
+        "schema": PHASED_SCHEMA,
+        "budget": {"target": 0.5, "stage_tolerance": 0.02},
+        "phases": [{"steps": 2}],
+        "items": [item],
+    }
+    text = json.dumps(body)
+    assert isinstance(read_problem(text), PhasedProblem)
+    (path / "problems" / "step_10.json").write_text(text)
+    assert "could not be read" not in render(load_run(path))
+
+
+# -- was it worth it -----------------------------------------------------------------------------------------------
+HOPPER = {"gemm_backend": "hopper", "device": "NVIDIA H200", "train_iters": 1000}
+
+
+@pytest.fixture
+def timed_run(tmp_path: Path) -> Path:
+    """2 s a step in bf16, 1.5 s from step 35 on; 120 steps of 1000."""
+    options = {"updates": 1, "first": 30, "faults": False, "seconds": (2.0, 1.5), "config": {"update_interval": 0}}
+    return synthetic_run.write_run(tmp_path / "timed", facts=HOPPER, **options)
+
+
+def adopted(path: Path, precision_map: PrecisionMap) -> RunData:
+    (path / "maps" / "step_35.json").write_text(precision_map.with_fields(version=1).to_json())
+    return load_run(path)
+
+
+def test_what_a_plan_saves_over_the_run_is_scaled_by_its_predictions(timed_run: Path) -> None:
+    synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, SLOW), last=1000))
+    worth = judge(adopted(timed_run, FAST))
+    assert worth.saved_s is not None
+    assert worth.assumes == "the plan is followed"
+    # 0.5 s were measured where a third of the step was predicted; SLOW is predicted to save half as much
+    assert worth.saved_run_s == pytest.approx(worth.saved_s + 380 * 0.5 + 500 * 0.25)
+    assert "over the run if the plan is followed" in headline(worth)
+
+
+def test_without_predictions_the_map_in_force_is_said_to_stay(timed_run: Path) -> None:
+    stays = judge(load_run(timed_run))
+    assert stays.assumes == "this map stays"
+    bare = SLOW.with_fields(step_speedup=None, speedup=None)
+    synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, bare), last=1000))
+    worth = judge(adopted(timed_run, FAST))
+    assert worth.saved_s is not None
+    assert worth.saved_run_s == pytest.approx(worth.saved_s + 880 * 0.5)
+    assert "over the run if this map stays, although the plan changes it" in headline(worth)

@@ -1,0 +1,209 @@
+"""Whether a run was worth it: every figure from records whose times are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic_run
+
+from snip_megatron.precision import Format, Gemm, option_id
+from snip_megatron.records.run_data import load_run
+from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.reporting.report import render
+from snip_megatron.reporting.worth import TRUE_OVER_PREDICTED, Worth, judge
+from snip_megatron.reporting.worth_text import headline, lines
+
+HOPPER = {"gemm_backend": "hopper", "device": "NVIDIA H200", "train_iters": 1000}
+FIRST, STEPS = 30, 120  # the map is adopted at step 35
+
+
+def a_run(tmp: Path, bf16: float = 2.0, mapped: float = 1.0, updates: int = 1, **options: Any) -> Worth:
+    facts = HOPPER | options.pop("facts", {})
+    path = synthetic_run.write_run(
+        tmp / "run", updates=updates, steps=STEPS, first=FIRST, seconds=(bf16, mapped), facts=facts, faults=False,
+        **options,
+    )  # fmt: skip
+    return judge(load_run(path))
+
+
+def cost_of(path: Path) -> float:
+    kinds = ("probe", "collect", "submit", "adopt")
+    return sum(event["wait_s"] for event in load_run(path).events if event["event"] in kinds)
+
+
+def test_a_run_that_saves_time(tmp_path: Path) -> None:
+    worth = a_run(tmp_path)
+    assert (worth.verdict, worth.warnings) == ("yes", ())
+    assert (worth.bf16_s, worth.bf16_steps, worth.updates) == (2.0, 29, 1)  # 3 steps settle twice
+    cost = cost_of(tmp_path / "run")
+    assert worth.cost_s == pytest.approx(cost)
+    assert worth.saved_s == pytest.approx(85 * 1.0 - cost)
+    # 880 steps are left, and 44 updates, each of which costs what the only one did
+    assert worth.saved_run_s == pytest.approx(85 - cost + 880 - 44 * cost)
+    before, under = worth.maps
+    assert (before.stretch.quantised, under.stretch.version, under.stretch.speedup) == (False, 1, 2.0)
+    text = "\n".join(lines(worth))
+    assert headline(worth).startswith("Worth it: yes. Saved 83.")
+    assert "so far, saved " in headline(worth)
+    assert "A step took 2.0 s in bf16 (median of 29 steps), 1.0 s under map 1 (85 steps): 2.00 x." in text
+    assert "1 update cost 1.7 s, 1.10% of the time: probes 1.6 s" in text
+    assert "Peak of GPU memory on rank 0: 2.00 GiB, 1.00 GiB before the first update." in text
+    body = json.loads(json.dumps(worth.as_dict()))
+    assert body["schema"] == "snip.worth/1"
+    assert body["maps"][1]["speedup"] == 2.0
+
+
+def test_the_loss_is_that_of_the_chosen_formats(tmp_path: Path) -> None:
+    worth = a_run(tmp_path, config={"q": "split"})
+    adoption = load_run(tmp_path / "run").adoptions[-1]
+    assert adoption.precision_map is not None
+    assert adoption.precision_map.objective is not None
+    assert worth.loss is not None
+    assert (worth.loss.version, worth.loss.backward) == (1, True)
+    assert worth.loss.nats == pytest.approx(adoption.precision_map.objective)
+    assert worth.loss.low == pytest.approx(TRUE_OVER_PREDICTED[0] * worth.loss.nats)
+    assert worth.loss.steps is None  # 120 noisy losses hide how fast the loss falls
+    text = "\n".join(lines(worth))
+    assert f"Map 1 is predicted to raise the loss by {worth.loss.nats:.2g} nats over bf16" in text
+    assert "without the formats of dgrad" not in text
+
+
+def test_scores_that_are_no_losses_count_with_their_fprops_alone(tmp_path: Path) -> None:
+    worth = a_run(tmp_path, config={"q": "paper"})
+    adoption = load_run(tmp_path / "run").adoptions[-1]
+    assert adoption.scores is not None
+    assert adoption.precision_map is not None
+    wanted = 0.0
+    for linear in synthetic_run.LINEARS:
+        key = option_id(linear, Gemm.FPROP)
+        wanted += adoption.scores[key][adoption.precision_map.choices[key].value]["delta_loss"]
+    assert worth.loss is not None
+    assert (worth.loss.backward, worth.loss.nats) == (False, pytest.approx(wanted))
+    assert "without the formats of dgrad and wgrad" in "\n".join(lines(worth))
+
+
+def test_maps_that_bring_nothing_are_said_with_a_remedy(tmp_path: Path) -> None:
+    worth = a_run(tmp_path, bf16=1.0, mapped=1.1)
+    assert worth.verdict == "no"
+    (warning,) = worth.warnings
+    assert "not faster than in bf16 (0.91 x)" in warning
+    assert "--snip-budget speedup=X" in warning
+    assert headline(worth).startswith("Worth it: no. Lost ")
+    page = render(load_run(tmp_path / "run"))
+    assert "Worth it: no. Lost " in page
+    assert "not faster than in bf16" in page
+
+
+def test_updates_that_cost_more_than_maps_save(tmp_path: Path) -> None:
+    worth = a_run(tmp_path, bf16=0.105, mapped=0.1, updates=4)
+    assert worth.verdict == "no"
+    (warning,) = worth.warnings
+    assert "updates cost more than the maps save: one pays for itself after 3" in warning  # 1.7 s at 5 ms a step
+    assert "--snip-update-interval" in warning
+
+
+def test_a_loss_that_costs_more_than_was_saved(tmp_path: Path) -> None:
+    """A slow fall of the loss makes its predicted rise expensive."""
+    path = tmp_path / "run"
+    synthetic_run.write_run(path, updates=1, steps=40, first=FIRST, faults=False, config={"q": "split"}, facts=HOPPER)
+    rows = [
+        {"time": 0.0, "step": step, "loss": 3.0 - 1e-6 * step, "step_s": 2.0 if step < 35 else 1.9}
+        for step in range(1000)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    worth = judge(load_run(path))
+    assert worth.loss is not None
+    assert worth.loss.steps == pytest.approx(worth.loss.nats / 1e-6, rel=1e-3)
+    assert worth.verdict == "no"
+    assert "the predicted rise of the loss costs more training time than was saved" in worth.warnings[0]
+    assert "at present the loss falls by as much in about" in "\n".join(lines(worth))
+    for row in rows[::2]:
+        row["loss"] += 0.01  # the fall is there, but its noise is larger
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    noisy = judge(load_run(path)).loss
+    assert noisy is not None
+    assert noisy.steps is None
+
+
+def test_predicted_speedups_are_those_of_the_stored_times(tmp_path: Path) -> None:
+    each = {gemm.value: {"bf16": 2.0, "fp8": 1.0, "fp4": 1.0} for gemm in Gemm}
+    kinds = {linear.rpartition(".layers.")[2].partition(".")[2] for linear in synthetic_run.LINEARS}
+    times = {"model": "test", "seconds": dict.fromkeys(kinds, each), "rest": {"0": 72.0, "1": 8.0}}
+    facts = {"predicted_times": times, "layer_stages": [0, 0, 0, 1, 1, 1]}
+    worth = a_run(tmp_path, bf16=1.0, mapped=0.95, facts=facts, config={"update_interval": 0})
+    # 12 linears a stage: 72 s of 3 GEMMs of 2 s each, halved by the map, beside 72 s on the slower stage
+    assert worth.maps[-1].predicted == pytest.approx(144 / 108)
+    assert worth.verdict == "yes"
+    assert "less than half of the predicted gain was measured (1.05 x, predicted 1.33 x)" in worth.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"gemm_backend": "reference", "device": "cpu"}, "formats are emulated on cpu"),
+        ({"gemm_backend": "emulated", "device": "NVIDIA A100"}, "formats are emulated on NVIDIA A100"),
+        ({"batch_size_ramps": True}, "the batch size ramps up"),
+    ],
+)
+def test_speed_that_means_nothing_is_not_judged(tmp_path: Path, facts: dict[str, Any], why: str) -> None:
+    worth = a_run(tmp_path, bf16=1.0, mapped=3.0, facts=facts)
+    assert (worth.verdict, worth.warnings, worth.saved_s, worth.saved_run_s) == ("not judged", (), None, None)
+    assert why in worth.why
+    text = "\n".join(lines(worth))
+    assert headline(worth).startswith(f"Worth it: not judged. {why[0].upper()}{why[1:]}")
+    assert "3.0 s under map 1 (85 steps)." in text
+    assert " x" not in text.partition("Map 1 is")[0]
+
+
+def test_too_few_steps_in_bf16_or_under_a_map(tmp_path: Path) -> None:
+    few = judge(load_run(synthetic_run.write_run(tmp_path / "a", seconds=(2.0, 1.0), facts=HOPPER)))
+    assert few.verdict == "not judged"
+    assert "--snip-first-update" in few.why
+    path = synthetic_run.write_run(tmp_path / "b", first=30, steps=50, seconds=(2.0, 1.0), facts=HOPPER)
+    assert judge(load_run(path)).verdict == "too early"
+    none = synthetic_run.write_run(tmp_path / "c", updates=0, seconds=(2.0, 1.0), facts=HOPPER)
+    assert judge(load_run(none)).verdict == "no map"
+    old = synthetic_run.write_run(tmp_path / "d")
+    assert judge(load_run(old)).why == "times of steps are not recorded"
+
+
+@pytest.mark.parametrize(
+    ("validations", "measured"),
+    [
+        ([(3, "map", 9.0), (3, "bf16", 1.0), (5, "bf16", 2.5), (5, "map", 2.625)], 0.125),
+        ([(3, "map", 9.0), (3, "bf16", 1.0)], None),  # before the map
+        ([(5, "map", 2.625), (6, "bf16", 2.5)], None),
+    ],
+)
+def test_validation_in_both_formats_is_named(
+    tmp_path: Path, validations: list[tuple[int, str, float]], measured: float | None
+) -> None:
+    path = tmp_path / "run"
+    with RunDirectory(path, {"policy": "snip", "q": "split"}, overwrite=False, resume_step=None) as run:
+        scores = synthetic_run.scores_of(synthetic_run.np.random.default_rng(1))
+        run.write_scores(2, scores, version=1)
+        run.write_map(4, synthetic_run.map_of(1, scores))
+        run.event(4, "adopt", version=1)
+        run.metric(4, loss=3.0, grad_norm=1.0, fp4_fraction=0.75, step_s=1.0)
+        for step, formats, loss in validations:
+            run.event(step, "validation", formats=formats, loss=loss)
+    worth = judge(load_run(path))
+    assert worth.loss is not None
+    assert worth.loss.measured == measured
+    said = "the last validation differs by +0.12 between the map's formats and bf16"
+    assert (said in "\n".join(lines(worth))) == (measured is not None)
+
+
+def test_a_map_all_in_bf16_costs_no_loss(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunDirectory(path, {"policy": "snip"}, overwrite=False, resume_step=None) as run:
+        uniform = synthetic_run.PrecisionMap.uniform(list(synthetic_run.LINEARS), Format.BF16, version=1)
+        run.write_map(4, uniform)
+        run.event(4, "adopt", version=1)
+        run.metric(4, loss=3.0, grad_norm=1.0, fp4_fraction=0.0, step_s=1.0)
+    worth = judge(load_run(path))
+    assert (worth.verdict, worth.loss) == ("no map", None)
+    assert headline(worth) == "Worth it: no map. Every step so far was in bf16."

@@ -1,0 +1,196 @@
+"""A controller whose solver's answers and their delays are scripted, and the steps of a training around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+from snip_megatron.phases import PlanPhase, PrecisionPlan
+from snip_megatron.precision import Format, LinearId, PrecisionMap
+from snip_megatron.reporting.wandb_sink import WandbSink
+from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
+from snip_megatron.runtime.controller import Controller
+from snip_megatron.runtime.protocols import Sink, Unmeasured
+from snip_megatron.runtime.state import ControllerState
+from snip_megatron.runtime.step_report import News, StepFigures, StepReport
+from snip_megatron.runtime.timeline import Timeline
+from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.statistics.table import (
+    BOUNDARY_COLUMNS,
+    FORMAT_COLUMNS,
+    LINEAR_COLUMNS,
+    RHO_GRID,
+    LinearRow,
+    StatisticsTable,
+)
+
+NAMES = decoder_linear_names(1)
+CPU = torch.device("cpu")
+LINEAR = LinearId(0, "mlp.linear_fc1")
+FLOPS = dict.fromkeys(NAMES, 2.0)
+
+
+def table(step: int, value: float = 1.0) -> StatisticsTable:
+    n = len(NAMES)
+    return StatisticsTable(
+        step=step,
+        tokens=8,
+        tokens_per_step=8,
+        formats=("fp8", "fp4"),
+        linears=tuple(LinearRow(name, 0, 4, 4) for name in NAMES),
+        sinks=(),
+        linear={c: np.full(n, value) for c in LINEAR_COLUMNS},
+        by_format={c: np.ones((n, 2)) for c in FORMAT_COLUMNS},
+        boundary={c: np.ones(3) for c in BOUNDARY_COLUMNS},
+        drift2=np.ones((n, len(RHO_GRID))),
+        sink_drift2=np.ones((0, len(RHO_GRID))),
+        sink_w2=np.ones(0),
+    )
+
+
+@dataclass
+class Measured:
+    table: StatisticsTable
+    seconds: dict[str, float] = field(default_factory=lambda: {"statistics": 0.1, "reduction": 0.2})
+    tokens: int = 8
+    passes: dict[str, int] = field(default_factory=lambda: {"statistics": 1})
+
+
+@dataclass
+class Script:
+    """Rank 0's side: version -> the answers at its decisions, in turn."""
+
+    answers: dict[int, list[Decision]] = field(default_factory=dict)
+    first: Decision = field(default_factory=lambda: Decision(Verdict.DROPPED))
+    schedule: dict[int, PrecisionMap] = field(default_factory=dict)
+    events: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
+    submitted: list[tuple[int, int]] = field(default_factory=list)
+    metrics: list[tuple[int, float | None, float | None, float]] = field(default_factory=list)
+    silent: set[int] = field(default_factory=set)
+    phases: list[PhasedRequest | None] = field(default_factory=list)
+    plans: dict[int, PrecisionPlan] = field(default_factory=dict)
+    closed: bool = False
+
+    def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> None:
+        assert table.step == step
+        self.submitted.append((step, version))
+        self.phases.append(phases)
+
+    def pump(self, step: int) -> None: ...
+
+    def answered(self, version: int) -> bool:
+        return version not in self.silent
+
+    def decision(self, step: int, version: int) -> Decision:
+        return self.answers[version].pop(0)
+
+    def initial_map(self, step: int) -> Decision:
+        return self.first
+
+    def replay_steps(self) -> list[int]:
+        return sorted(self.schedule)
+
+    def replayed_map(self, step: int) -> Decision:
+        return Decision(Verdict.MAP, self.schedule[step])
+
+    def event(self, step: int, kind: str, /, **fields: Any) -> None:
+        self.events.append((step, kind, fields))
+
+    def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
+        self.metrics.append((figures.step, figures.loss, figures.grad_norm, fp4_fraction))
+
+    def planned(self, step: int, plan: PrecisionPlan) -> None:
+        self.plans[step] = plan
+
+    def adopted(self, step: int, precision_map: PrecisionMap) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+    def of(self, kind: str) -> list[int]:
+        return [step for step, event, _ in self.events if event == kind]
+
+
+def a_map(fmt: Format, version: int = 0) -> PrecisionMap:
+    return PrecisionMap.uniform(NAMES, fmt, version=version, status="optimal")
+
+
+def ready(version: int, fmt: Format = Format.FP4) -> Decision:
+    return Decision(Verdict.MAP, a_map(fmt, version))
+
+
+def planned(version: int, last: int, **begins: Format) -> Decision:
+    """A plan whose phase in ``fmt`` begins at step N, given as ``at_N=fmt``."""
+    phases = tuple(PlanPhase(int(name[3:]), a_map(fmt, version)) for name, fmt in begins.items())
+    plan = PrecisionPlan(phases, last, version=version, status="optimal", target=0.5, achieved=0.5)
+    return Decision(Verdict.MAP, phases[0].precision_map, plan)
+
+
+LATE, LOST = Decision(Verdict.NOT_READY), Decision(Verdict.DROPPED)
+
+
+class Run:
+    """A controller over one linear, and the steps of a training loop around it."""
+
+    def __init__(
+        self,
+        script: Script,
+        restored: ControllerState | None = None,
+        *,
+        prepare: Callable[[], Mapping[str, float] | None] = lambda: None,
+        timeline: Timeline | None = None,
+        news: News | None = None,
+        sink: Sink | None = None,
+        **fields: Any,
+    ) -> None:
+        defaults = {"first_update": 2, "update_interval": 6, "lag": 2}
+        config = SnipConfig(enabled=True, **{**defaults, **fields})
+        self.script, self.registry = script, LinearRegistry(NAMES, StepContext())
+        features = torch.arange(4)
+        module = torch.nn.Linear(4, 4)
+        self.handle = LinearHandle(LINEAR, "column", 4, 4, 0, 0, 1, features, features, self.registry.context, module)
+        self.registry.add(self.handle)
+        arrived = None if restored is None else restored.in_flight
+        channel, report = MapChannel(NAMES, CPU), StepReport(CPU, arrived=arrived, news=news)
+        self.controller = Controller(
+            config, self.registry, channel, report, FLOPS, script, sink or WandbSink(None), clip_grad=1.0,
+            restored=restored, prepare=prepare, timeline=timeline,
+        )  # fmt: skip
+        self.clips: list[float] = []
+        self.looks: list[int] = []
+        self.value = 1.0
+        self.short: set[int] = set()
+        self.formats: dict[int, Format] = {}
+
+    def steps(
+        self,
+        start: int,
+        end: int,
+        grad_norm: float | None = 0.5,
+        loss: Callable[[int], float] = lambda step: 10.0 - step,
+        gradients: Callable[[int], list[float]] | None = None,
+    ) -> None:
+        for step in range(start, end):
+
+            def probe(clip: float, step: int = step) -> Measured | Unmeasured:
+                self.clips.append(clip)
+                if step in self.short:
+                    return Unmeasured("too little", {"free_bytes": 1.0})
+                return Measured(table(step, self.value))
+
+            self.controller.before_step(step, probe)
+            self.formats[step] = self.handle.formats[0]
+
+            def share(step: int = step) -> torch.Tensor:
+                assert gradients is not None
+                self.looks.append(step)
+                return torch.tensor(gradients(step), dtype=torch.float64)
+
+            self.controller.after_step(step, torch.tensor(loss(step)), grad_norm, gradients and share)

@@ -1,0 +1,22 @@
+"""A trainer in miniature: starts the sidecar under torchrun's variables, submits, prints the worker's pid, waits.
+
+``python -m sidecar.parent POLICY``, as ``python -m snip_megatron.pretrain_gpt`` is started. Nothing guards the main
+module against being imported a second time: the worker must not do it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from snip_megatron.runtime.sidecar import SidecarClient
+
+from .jobs import make_job
+
+assert __name__ == "__main__"
+
+client = SidecarClient(build="sidecar.builders:by_policy")
+client.start()
+client.submit(make_job(policy=sys.argv[1]))
+print(client.pid, flush=True)
+time.sleep(600)

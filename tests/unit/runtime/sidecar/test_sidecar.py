@@ -1,0 +1,324 @@
+"""The sidecar as a real process: answers, and every way it can fail. Linux only, for /proc and signals."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from snip_megatron.precision import Format
+from snip_megatron.runtime.sidecar import SidecarClient
+from snip_megatron.solver import Problem
+
+from .jobs import alive, environment_of_a_rank, make_job, next_result, state, wait_until
+
+Start = Callable[..., SidecarClient]
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts clients, ends them with the test."""
+    clients: list[SidecarClient] = []
+
+    def make(build: str = "sidecar.builders:by_policy", **options: float) -> SidecarClient:
+        client = SidecarClient(build=build, restart_backoff_s=0.01, **options)
+        clients.append(client)
+        client.start()
+        return client
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def test_a_job_gives_a_map(start: Start) -> None:
+    client = start("sidecar.builders:plain")
+    client.submit(make_job(version=5, target=0.5))
+    result = next_result(client)
+    assert result.failure is None
+    assert result.version == result.precision_map.version == 5
+    assert result.precision_map.status == "optimal"
+    # Eight linears, ‖X‖² = 1 … 8: the four smallest take fp4.
+    assert result.precision_map.objective == 1 + 2 + 3 + 4
+    problem = Problem.from_json(result.problem_json)
+    assert [item.id for item in problem.items] == list(result.precision_map.choices)
+    assert sum(fmt is Format.FP4 for fmt in result.precision_map.choices.values()) == 4
+    assert result.scores == {"pid": float(client.pid)}
+    assert set(result.timings) == {"build", "solve"}
+    assert 0 < sum(result.timings.values()) <= result.latency_s
+    assert client.poll() is None
+
+
+def test_the_real_builder() -> None:
+    client = SidecarClient()
+    try:
+        client.start()
+        client.submit(make_job(version=1, target=0.5))
+        result = next_result(client)
+    finally:
+        client.close()
+    assert result.failure is None
+    assert result.precision_map.status == "optimal"
+    assert result.precision_map.achieved >= 0.5
+    assert set(result.scores) == set(result.precision_map.choices)
+
+
+def test_the_worker_is_no_rank(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment_of_a_rank().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    client = start("sidecar.builders:environment")
+    client.submit(make_job())
+    assert next_result(client).scores == {"rank": {}, "cuda": "", "imported": []}
+
+
+def test_jobs_are_answered_in_order(start: Start) -> None:
+    client = start()
+    for version, target in ((1, 0.25), (2, 2.0), (3, 0.75)):
+        client.submit(make_job(version, target=min(target, 1.0), policy="raise" if target > 1 else "snip"))
+    results = [next_result(client) for _ in range(3)]
+    assert [r.version for r in results] == [1, 2, 3]
+    assert [r.failure is None for r in results] == [True, False, True]
+    assert client.restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "target", "kind", "message"),
+    [
+        ("raise", 0.5, "exception", "RuntimeError: no such score (builders.py:"),
+        ("oom", 0.5, "oom", "out of memory"),
+        ("exit", 0.5, "died", "exit code 7"),
+    ],
+)
+def test_failures_are_told_apart(start: Start, policy: str, target: float, kind: str, message: str) -> None:
+    client = start()
+    client.submit(make_job(version=4, target=target, policy=policy))
+    result = next_result(client)
+    assert (result.version, result.failure.kind) == (4, kind)
+    assert message in result.failure.message
+    assert "\n" not in result.failure.message
+    client.submit(make_job(version=5))
+    assert next_result(client).precision_map is not None
+
+
+def test_infeasible_names_the_reach() -> None:
+    client = SidecarClient()
+    try:
+        client.start()
+        job = make_job(version=2, target=0.9)
+        pinned = type(job.request)(version=2, target=0.9, pins=(("*linear_fc1*", "bf16"),))
+        client.submit(type(job)(job.table, pinned))
+        result = next_result(client)
+    finally:
+        client.close()
+    assert result.failure.kind == "infeasible"
+    assert "highest reachable target" in result.failure.message
+    assert result.problem_json is not None
+
+
+def test_a_bad_builder_is_an_exception(start: Start) -> None:
+    client = start("sidecar.builders:no_such_function")
+    client.submit(make_job())
+    assert next_result(client).failure.kind == "exception"
+
+
+def test_what_a_job_prints_does_not_reach_the_answers(start: Start) -> None:
+    client = start()
+    client.submit(make_job(policy="print"))
+    assert next_result(client).failure is None
+
+
+def test_killed_in_mid_job(start: Start, tmp_path: Path) -> None:
+    client = start()
+    mark = tmp_path / "running"
+    client.submit(make_job(version=1, policy=f"sleep:{mark}"))
+    client.submit(make_job(version=2))
+    wait_until(mark.exists)
+    first = client.pid
+    os.kill(first, signal.SIGKILL)
+    result = next_result(client)
+    assert (result.version, result.failure.kind) == (1, "died")
+    assert "SIGKILL" in result.failure.message
+    # The job behind it is not lost, and another process does it.
+    assert next_result(client).precision_map.version == 2
+    assert client.pid != first
+    assert client.restarts == 1
+
+
+@pytest.mark.parametrize("wrong", ["noise", "length", "bit", "flipped", "object"])
+def test_garbage_on_the_pipe_ends_the_process_that_wrote_it(
+    start: Start, wrong: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = start()
+    first = client.pid
+    client.submit(make_job(version=1, policy=f"garbage:{wrong}"))
+    failure = next_result(client).failure
+    assert failure is not None
+    assert (failure.kind, "no answer; it was killed" in failure.message) == ("died", True)
+    assert not alive(first)
+    client.submit(make_job(version=2))
+    assert next_result(client).failure is None
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_no_process_to_be_had_is_tried_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is out of processes: neither the start nor the restart raises, the job waits."""
+    genuine, refusals = subprocess.Popen, [2]
+
+    def popen(*args: object, **kwargs: object) -> subprocess.Popen[bytes]:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return genuine(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    client = start()
+    assert client.pid is None
+    client.submit(make_job(version=1))
+    assert next_result(client).failure is None
+    assert (refusals[0], client.restarts) == (0, 1)
+    assert "temporarily unavailable" in client.last_error
+
+
+def test_killed_while_idle(start: Start) -> None:
+    client = start()
+    client.submit(make_job(version=1))
+    next_result(client)
+    os.kill(client.pid, signal.SIGKILL)
+    wait_until(lambda: client.poll() is None and client.restarts == 1)
+    assert "SIGKILL" in client.last_error
+    client.submit(make_job(version=2))
+    assert next_result(client).precision_map.version == 2
+
+
+def test_sigterm_to_all_processes_of_a_step_is_for_the_ranks(start: Start) -> None:
+    """A scheduler sends it at any time, also before the process has run its first line."""
+    client = start()
+    os.kill(client.pid, signal.SIGTERM)
+    client.submit(make_job(version=1))
+    assert next_result(client).failure is None
+    os.kill(client.pid, signal.SIGTERM)
+    client.submit(make_job(version=2))
+    assert next_result(client).precision_map.version == 2
+    assert client.restarts == 0
+
+
+def test_a_job_for_a_process_that_died_idle_is_the_next_ones(start: Start) -> None:
+    """Submitted before anybody has noticed: the job is not the dead process's to lose."""
+    client = start()
+    client.submit(make_job(version=1))
+    assert next_result(client).failure is None
+    first = client.pid
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: not alive(first))
+    client.submit(make_job(version=2))
+    assert next_result(client).failure is None
+    assert (client.restarts, client.pid != first) == (1, True)
+
+
+def test_a_job_that_its_process_never_read_is_the_next_ones(start: Start) -> None:
+    """Killed between the hand-over and the reading of the job. A process that has read it would lose it."""
+    client = start()
+    client.submit(make_job(version=1))
+    assert next_result(client).failure is None
+    first = client.pid
+    os.kill(first, signal.SIGSTOP)
+    wait_until(lambda: state(first) == "T")
+    client.submit(make_job(version=2))
+    os.kill(first, signal.SIGKILL)
+    result = next_result(client)
+    assert (result.version, result.failure) == (2, None)
+    assert (client.restarts, client.pid != first) == (1, True)
+
+
+def test_a_job_that_two_processes_did_not_live_to_read_fails(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that cannot even load ends every job that is given to it, not only after the deadline."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    client = start()
+    client.submit(make_job(version=3))
+    result = next_result(client)
+    assert (result.version, result.failure.kind) == (3, "died")
+    assert "exit code 1" in result.failure.message
+    assert client.restarts == 1
+
+
+def test_stopped_past_its_deadline(start: Start, tmp_path: Path) -> None:
+    client = start(deadline_s=600.0)
+    mark = tmp_path / "running"
+    client.submit(make_job(version=1, policy=f"sleep:{mark}"))
+    wait_until(mark.exists)
+    stopped = client.pid
+    os.kill(stopped, signal.SIGSTOP)
+    wait_until(lambda: state(stopped) == "T")
+    client._deadline = 0.01  # it passes now and not while the process was loading, however busy the machine is
+    result = next_result(client)
+    assert (result.version, result.failure.kind) == (1, "deadline")
+    assert not alive(stopped)
+    client._deadline = 600.0
+    client.submit(make_job(version=2))
+    answer = next_result(client)
+    assert (answer.version, answer.failure) == (2, None)
+    assert client.restarts == 1
+
+
+def test_submit_and_poll_return_while_the_worker_is_stopped(start: Start) -> None:
+    """A job larger than a pipe holds: writing it from the caller's thread would hang until the deadline."""
+    client = start(deadline_s=600.0)
+    os.kill(client.pid, signal.SIGSTOP)
+    wait_until(lambda: state(client.pid) == "T")
+    job = make_job()
+    object.__setattr__(job, "hint", {f"{i:05d}" * 20: Format.FP4 for i in range(20_000)})
+    client.submit(job)
+    assert client.poll() is None
+    os.kill(client.pid, signal.SIGCONT)
+    assert next_result(client).failure is None
+
+
+def test_close_leaves_no_process(start: Start, tmp_path: Path) -> None:
+    client = start()
+    mark = tmp_path / "running"
+    client.submit(make_job(policy=f"sleep:{mark}"))
+    wait_until(mark.exists)
+    pid = client.pid
+    client.close()
+    assert not Path(f"/proc/{pid}").exists()
+    assert client.pid is None
+    assert client.poll() is None
+    with pytest.raises(RuntimeError, match="after close"):
+        client.submit(make_job())
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_ends_with_its_parent(tmp_path: Path, stopped: bool) -> None:
+    """The parent is killed in mid-job, the worker running or even stopped: nothing is left."""
+    mark = tmp_path / "running"
+    command = [sys.executable, "-m", "sidecar.parent", f"sleep:{mark}"]
+    parent = subprocess.Popen(
+        command,
+        cwd=TESTS,
+        env=environment_of_a_rank() | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with parent:
+        worker = int(parent.stdout.readline())
+        wait_until(mark.exists)
+        assert alive(worker)
+        if stopped:
+            os.kill(worker, signal.SIGSTOP)
+            wait_until(lambda: state(worker) == "T")
+        parent.kill()
+    wait_until(lambda: not alive(worker))
+
+
+def test_bad_options_are_refused() -> None:
+    for options in ({"deadline_s": 0.0}, {"restart_backoff_s": -1.0}):
+        with pytest.raises(ValueError, match="out of range"):
+            SidecarClient(**options)

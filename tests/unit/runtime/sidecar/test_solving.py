@@ -1,0 +1,73 @@
+"""A job with phases inside the sidecar: a plan within the budget over the run, or within what is still reachable."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from sensitivity.synthetic import make_table
+
+from snip_megatron.precision import fp4_fraction
+from snip_megatron.runtime.sidecar import SolveJob
+from snip_megatron.runtime.sidecar.client import BUILD
+from snip_megatron.runtime.sidecar.solving import solve_job
+from snip_megatron.sensitivity import SolveRequest
+from snip_megatron.sensitivity.phased import PhasedRequest
+
+TABLE = make_table(layers=2)
+FLOPS = {row.name: row.flops for row in TABLE.linears}
+
+
+def job(target: float, spent_steps: int, spent: float) -> SolveJob:
+    phases = PhasedRequest(
+        begins=(20, 50, 90),
+        steps=(30, 40, 10),
+        budgets=(None,) * 3,
+        change=(None,) * 3,
+        standing=(0.0, 0.0, 1.0),
+        carried=(0.3, 0.3, 0.02),
+        spent_steps=spent_steps,
+        spent=spent,
+    )
+    return SolveJob(TABLE, SolveRequest(target=target, phases=phases, version=3, pins=(("*.1.*fc2", "bf16"),)))
+
+
+def test_a_plan_meets_the_average_with_what_was_spent() -> None:
+    result = solve_job(job(0.7, 20, 0.5), BUILD)
+    assert result.failure is None
+    plan = result.plan
+    assert plan is not None
+    assert ([phase.begin for phase in plan.phases], plan.last, plan.version) == ([20, 50, 90], 100, 3)
+    assert (plan.status, plan.target, result.out_of_reach) == ("optimal", 0.7, None)
+    shares = [fp4_fraction(phase.precision_map, FLOPS) for phase in plan.phases]
+    average = (20 * 0.5 + sum(n * share for n, share in zip(plan.steps, shares, strict=True))) / 100
+    assert average >= 0.7
+    assert plan.achieved == pytest.approx(average)
+    assert json.loads(result.problem_json or "")["schema"] == "snip.problem/2"
+    assert result.precision_map == plan.phases[0].precision_map
+
+
+def test_the_loss_of_a_plan_s_map_is_that_of_its_choices_in_any_phase() -> None:
+    result = solve_job(job(0.7, 20, 0.5), BUILD)
+    assert result.plan is not None
+    for phase in result.plan.phases:
+        own = phase.precision_map
+        scores = [result.scores[key].get(fmt.value, {"q": 0.0})["q"] for key, fmt in own.choices.items()]
+        assert own.loss == pytest.approx(math.fsum(scores))
+        assert own.version == 3
+
+
+def test_a_budget_that_is_out_of_reach_is_replaced_by_what_is_reachable() -> None:
+    """Twenty of 100 steps at nothing, and a pin: 0.95 cannot be reached any more."""
+    result = solve_job(job(0.95, 20, 0.0), BUILD)
+    plan, gone = result.plan, result.out_of_reach
+    assert plan is not None
+    assert gone is not None
+    assert (gone.kind, gone.wanted) == ("target", 0.95)
+    assert 0.0 < gone.reachable < 0.8
+    assert plan.target == gone.reachable
+    assert plan.achieved is not None
+    assert plan.achieved >= gone.reachable - 1e-9
+    assert str(gone).startswith("after what has been spent, the budget fp4=0.95 over the run is out of reach (the high")
+    assert json.loads(result.problem_json or "")["budget"]["target"] == gone.reachable

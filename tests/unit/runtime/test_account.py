@@ -1,0 +1,187 @@
+"""Steps' times before and under maps, costs and savings, from records and from a running job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.runtime.account import Account, duration
+from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.pace import Pace
+from snip_megatron.runtime.progress import progress_line
+from snip_megatron.runtime.step_report import StepFigures
+from snip_megatron.sensitivity.request import SolveRequest
+
+NAMES = ["decoder.layers.0.mlp.linear_fc1"]
+
+
+def a_map(fmt: Format, version: int) -> PrecisionMap:
+    return PrecisionMap.uniform(NAMES, fmt, version=version)
+
+
+def steps(account: Account, first: int, *seconds: float | None) -> int:
+    for step, each in enumerate(seconds, first):
+        account.step(step, each)
+    return first + len(seconds)
+
+
+def test_time_saved_is_that_of_usual_steps_less_what_updates_cost() -> None:
+    account = Account()
+    at = steps(account, 0, 9.0, 9.0, 9.0, *[1.0] * 20)
+    account.event("probe", {"wait_s": 1.5})
+    account.event("submit", {"wait_s": 0.5})
+    account.event("validation", {"wait_s": 100.0})  # bf16 would have it too
+    account.event("guard", {"action": "taken_back", "wait_s": 50.0})  # its adoption counts the same time
+    at = steps(account, at, 7.0, 7.0, 7.0, *[1.0] * 7)  # what follows an update is no usual step
+    account.adopted(at, 4, quantised=True)
+    account.event("adopt", {"wait_s": 0.25})
+    assert account.saved_s() is None
+    steps(account, at, 5.0, 5.0, 5.0, *[0.75] * 36, 30.0)  # a stall is not the map's doing
+    assert (account.bf16_s, account.updates, account.cost_s) == (1.0, 1, 2.25)
+    before, under = account.stretches()
+    assert (before.quantised, before.steps, before.saved_s) == (False, 33, 0.0)
+    assert (under.version, under.steps, under.step_s, under.speedup) == (4, 40, 0.75, pytest.approx(4 / 3))
+    assert account.saved_s() == pytest.approx(40 * 0.25 - 2.25)
+    assert account.figures(emulated=False) == pytest.approx({"step_s": 0.75, "speedup": 4 / 3, "saved_h": 7.75 / 3600})
+    assert account.figures(emulated=True) == {"step_s": 0.75}
+
+
+def test_steps_under_a_bf16_map_are_bf16_s_and_few_steps_judge_nothing() -> None:
+    account = Account()
+    account.adopted(0, 1, quantised=True)
+    steps(account, 0, *[1.0] * 18)
+    assert account.now() is not None
+    assert account.figures(emulated=False) is None  # 15 usual ones
+    account.adopted(18, 0, quantised=False)
+    steps(account, 18, *[2.0] * 19)
+    assert account.bf16_s == 2.0
+    assert account.saved_s() is None
+    account.adopted(37, 2, quantised=True)
+    steps(account, 37, *[1.0] * 19)
+    assert [s.saved_s for s in account.stretches()] == [None, 0.0, 19.0]
+
+
+def test_captured_steps_are_counted_but_not_timed() -> None:
+    account = Account()
+    steps(account, 0, *[1.0] * 19)
+    account.adopted(19, 1, quantised=True)
+    account.event("recapture", {"wait_s": 4.0})
+    steps(account, 19, None, *[0.5] * 19)
+    assert account.saved_s() == pytest.approx(20 * 0.5 - 4.0)
+
+
+def test_another_machine_needs_its_own_bf16_steps() -> None:
+    account = Account()
+    at = steps(account, 0, *[2.0] * 20)
+    account.adopted(at, 1, quantised=True)
+    at = steps(account, at, *[1.0] * 20)
+    account.event("resume", {"changed_fact": None})
+    account.adopted(at, 1, quantised=True)
+    at = steps(account, at, *[1.0] * 20)
+    assert account.saved_s() == 40.0
+    account.event("resume", {"changed_fact": "device"})
+    account.adopted(at, 1, quantised=True)
+    steps(account, at, *[0.1] * 20)
+    assert account.bf16_s is None
+    assert account.saved_s() == 40.0  # the last 20 cannot be judged
+    assert [s.speedup for s in account.stretches()] == [1.0, 2.0, 2.0, None]
+
+
+def test_the_line_of_a_run() -> None:
+    account = Account()
+    assert progress_line(account, None, emulated=False) is None
+    at = steps(account, 0, *[0.2] * 10)
+    assert progress_line(account, None, emulated=False) == "snip: bf16 | measuring steps"
+    at = steps(account, at, *[0.2] * 10)
+    assert progress_line(account, None, emulated=False) == "snip: bf16 | 200.0 ms a step"
+    account.adopted(at, 3, quantised=True)
+    account.event("adopt", {"wait_s": 1.0})
+    steps(account, at, *[0.1] * 30)
+    line = progress_line(account, 0.75, emulated=False)
+    assert line == "snip: map 3, 75% fp4 | 100.0 ms a step, 2.00 x bf16 | saved 2.0 s, updates included"
+    assert progress_line(account, 0.75, emulated=True) == "snip: map 3, 75% fp4 | 100.0 ms a step, emulated"
+    account.event("probe", {"wait_s": 3.0})
+    lost = progress_line(account, 0.75, emulated=False)
+    assert lost is not None
+    assert lost.endswith("lost 1.0 s, updates included")
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.0123, -4.0, 300.0, 7380.0)] == ["12.3 ms", "-4.0 s", "5.0 min", "2.05 h"]
+
+
+def a_job(path: Path, resume_step: int | None, device: str = "one", **config: Any) -> RankZeroCoordinator:
+    run = RunDirectory(path, {}, overwrite=False, resume_step=resume_step, facts={"device": device})
+    settings = SnipConfig(enabled=True, policy="bf16", **config)
+    return RankZeroCoordinator(settings, SolveRequest(), (), None, run, pace=Pace())
+
+
+def train(job: RankZeroCoordinator, first: int, last: int, seconds: float) -> None:
+    for step in range(first, last):
+        job.step_took(step, seconds)
+        job.metric(StepFigures(step, 1.0, 1.0), 0.0)
+
+
+def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = a_job(tmp_path, None)
+    train(job, 0, 30, 0.5)
+    precision_map = a_map(Format.FP4, 1)
+    job.adopted(30, precision_map)
+    job.event(30, "adopt", version=1, fp4_fraction=1.0, wait_s=1.0)
+    train(job, 30, 60, 0.25)
+    job.progress.show(59)
+    news = job.progress.news()
+    assert news == pytest.approx({"step_s": 0.25, "speedup": 2.0, "saved_h": (30 * 0.25 - 1.0) / 3600}, rel=1e-3)
+    assert job.progress.news() is None
+    assert "snip: map 1, 100% fp4 | 250.0 ms a step, 2.00 x bf16 | saved 6.5 s" in capsys.readouterr().out
+    job.close()
+
+    replayed = Account()
+    replayed.replay(read_events(tmp_path), read_metrics(tmp_path), dict(read_maps(tmp_path)))
+    assert replayed.figures(emulated=False) == news
+
+    again = a_job(tmp_path, 60)
+    again.adopted(60, precision_map)
+    train(again, 60, 90, 0.25)
+    again.progress.show(89)
+    resumed = again.progress.news()
+    assert resumed is not None
+    assert resumed["speedup"] == 2.0  # against bf16 steps of the first job
+    assert resumed["saved_h"] == pytest.approx(news["saved_h"] + 30 * 0.25 / 3600, rel=1e-3)
+    again.close()
+    assert [e["changed_fact"] for e in read_events(tmp_path) if e["event"] == "resume"] == [None]
+
+    elsewhere = a_job(tmp_path, 90, device="another")
+    elsewhere.adopted(90, precision_map)
+    train(elsewhere, 90, 120, 0.1)
+    elsewhere.progress.show(119)
+    assert elsewhere.progress.news() == {"step_s": 0.1}
+    elsewhere.close()
+    assert [e["changed_fact"] for e in read_events(tmp_path) if e["event"] == "resume"] == [None, "device"]
+
+
+def test_the_peak_before_the_first_update_and_at_the_line(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, {}, overwrite=False, resume_step=None)
+    config = SnipConfig(enabled=True, first_update=4, update_interval=20, lag=2)
+    job = RankZeroCoordinator(config, SolveRequest(), (), None, run)
+    try:
+        for step in range(10):
+            job.pump(step)
+            job.step_took(step, 0.1)
+            if step == 7:
+                job.progress.show(step)
+            if step:  # figures arrive one step later
+                job.metric(StepFigures(step - 1, 1.0, 1.0), 0.0)
+    finally:
+        job.close()
+    peaks = {row["step"]: row["peak_bytes"] for row in read_metrics(tmp_path) if "peak_bytes" in row}
+    assert list(peaks) == [3, 7]
+    assert 2**24 < peaks[3] <= peaks[7] < 2**40

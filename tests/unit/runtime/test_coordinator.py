@@ -1,0 +1,37 @@
+"""What rank 0 records about the solver's process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.records.readers import read_events
+from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.sidecar import client
+from snip_megatron.sensitivity.request import SolveRequest
+
+
+def test_a_restart_is_recorded_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt to start a process fails as on a host without memory; the second succeeds."""
+    genuine, refused = client.WorkerProcess, []
+
+    def worker(build: str) -> client.WorkerProcess:
+        if not refused:
+            refused.append(build)
+            raise OSError(12, "Cannot allocate memory")
+        return genuine(build)
+
+    monkeypatch.setattr(client, "WorkerProcess", worker)
+    run = RunDirectory(tmp_path, {}, overwrite=False, resume_step=None)
+    coordinator = RankZeroCoordinator(SnipConfig(enabled=True), SolveRequest(), (), None, run)
+    assert coordinator._sidecar is not None
+    coordinator._sidecar._not_before = 0.0  # the pause before the next attempt is over
+    coordinator.pump(3)
+    coordinator.pump(4)
+    coordinator.close()
+    (event,) = [event for event in read_events(tmp_path) if event["event"] == "sidecar_restart"]
+    assert (event["step"], event["restarts"]) == (3, 1)
+    assert "Cannot allocate memory" in event["reason"]

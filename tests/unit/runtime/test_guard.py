@@ -1,0 +1,191 @@
+"""When a map is taken back, and what the next one must promise."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.config import GuardSettings
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.runtime.guard import Alarm, Guard, predicted_loss
+from snip_megatron.runtime.step_report import StepFigures
+
+NAMES = ["decoder.layers.0.mlp.linear_fc1"]
+SETTINGS = GuardSettings(steps=20, sigma=5.0, patience=3, window=20, bar=0.9)
+
+
+def a_map(version: int = 1, objective: float | None = 1.0) -> PrecisionMap:
+    return PrecisionMap.uniform(NAMES, Format.FP4, version=version, status="optimal").with_fields(objective=objective)
+
+
+def noisy(step: int) -> float:
+    return 3.0 + 0.05 * ((step * 7919) % 11 - 5) / 5
+
+
+def feed(guard: Guard, steps: range, loss=noisy, in_force: PrecisionMap | None = None) -> Alarm | None:
+    for step in steps:
+        alarm = guard.observe(StepFigures(step, loss(step), 1.0), in_force)
+        if alarm is not None:
+            return alarm
+    return None
+
+
+def test_three_losses_in_a_row_above_the_limit_are_a_verdict() -> None:
+    guard = Guard(SETTINGS)
+    feed(guard, range(20))
+    guard.adopted(20)
+    alarm = feed(guard, range(20, 40), lambda step: 6.0 if step >= 25 else noisy(step), a_map())
+    assert alarm is not None
+    assert (alarm.step, alarm.loss) == (27, 6.0)
+    assert alarm.limit is not None
+    assert 3.05 < alarm.limit < 3.5
+
+
+def test_two_bad_batches_are_not() -> None:
+    guard = Guard(SETTINGS)
+    feed(guard, range(20))
+    guard.adopted(20)
+    assert feed(guard, range(20, 40), lambda step: 6.0 if step % 5 in (0, 1) else noisy(step), a_map()) is None
+    assert guard.good == a_map()
+
+
+def test_a_spike_before_the_adoption_is_not_its_fault() -> None:
+    guard = Guard(SETTINGS)
+    feed(guard, range(20))
+    guard.adopted(26)  # the figures of steps 22 to 25 are still on their way
+    assert feed(guard, range(20, 40), lambda step: 6.0 if 22 <= step < 26 else noisy(step), a_map()) is None
+
+
+def test_one_figure_that_is_not_finite_is_enough() -> None:
+    guard = Guard(SETTINGS)
+    guard.adopted(3)
+    assert guard.observe(StepFigures(2, None, None, broken=True), a_map()) is None  # a step of the map before
+    alarm = guard.observe(StepFigures(3, None, None, broken=True), a_map())
+    assert alarm is not None
+    assert "not finite" in alarm.reason
+
+
+def test_with_few_losses_there_is_no_limit() -> None:
+    guard = Guard(SETTINGS)
+    feed(guard, range(5))
+    guard.adopted(5)
+    assert feed(guard, range(5, 20), lambda _: 100.0, a_map()) is None
+
+
+def test_a_falling_loss_raises_no_alarm() -> None:
+    """Losses before the adoption lie above those after it: the usual case."""
+    guard = Guard(SETTINGS)
+    feed(guard, range(100), lambda step: 10.0 / (1 + step))
+    guard.adopted(100)
+    assert feed(guard, range(100, 120), lambda step: 10.0 / (1 + step), a_map()) is None
+
+
+def test_constant_losses_leave_room_for_rounding() -> None:
+    guard = Guard(SETTINGS)
+    feed(guard, range(20), lambda _: 3.0)
+    guard.adopted(20)
+    assert feed(guard, range(20, 40), lambda _: 3.0001, a_map()) is None
+
+
+def test_no_guard_when_probation_has_no_steps() -> None:
+    guard = Guard(GuardSettings(steps=0))
+    feed(guard, range(20))
+    guard.adopted(20)
+    assert feed(guard, range(20, 40), lambda _: 100.0, a_map()) is None
+
+
+# -- the bar ---------------------------------------------------------------------------------------------------
+def test_the_next_map_must_promise_a_smaller_loss() -> None:
+    guard = Guard(SETTINGS)
+    assert guard.refuses(a_map(objective=5.0)) is None
+    guard.taken_back(a_map(objective=1.0))
+    assert guard.refuses(a_map(objective=0.95)) is not None
+    assert guard.refuses(a_map(objective=0.89)) is None
+
+
+def test_the_bar_is_lifted_after_three_maps_or_by_a_good_one() -> None:
+    guard = Guard(SETTINGS)
+    guard.taken_back(a_map(objective=1.0))
+    reasons = [guard.refuses(a_map(objective=1.0)) for _ in range(4)]
+    assert [reason is not None for reason in reasons] == [True, True, True, False]
+    assert "lifted" in (reasons[2] or "")
+    guard.taken_back(a_map(objective=1.0))
+    guard.adopted(0)
+    feed(guard, range(20), in_force=a_map())
+    assert guard.refuses(a_map(objective=1.0)) is None
+
+
+@given(st.floats(-1e3, 1e3, allow_nan=False))
+def test_the_bar_is_never_above_the_map_that_failed(objective: float) -> None:
+    guard = Guard(SETTINGS)
+    guard.taken_back(a_map(objective=objective))
+    assert guard.refuses(a_map(objective=objective + 1e-6 + abs(objective) * 1e-6)) is not None
+
+
+def test_a_map_under_a_time_budget_is_judged_by_its_loss() -> None:
+    timed = a_map(objective=7.0).with_fields(budget="loss", loss=0.5, target=0.6)
+    assert predicted_loss(timed) == 0.5
+    assert predicted_loss(a_map(objective=7.0)) == 7.0
+
+
+# -- checkpoint ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stop", [5, 22, 26, 27, 33])
+def test_a_restored_guard_judges_as_the_uninterrupted_one(stop: int) -> None:
+    def run(stop: int | None) -> list[Alarm | None]:
+        guard = Guard(SETTINGS)
+        seen = []
+        for step in range(40):
+            if step == 21:
+                guard.adopted(step)
+            seen.append(guard.observe(StepFigures(step, 6.0 if step >= 25 else noisy(step), 1.0), a_map()))
+            if seen[-1] is not None:
+                guard.taken_back(a_map())
+            if step == stop:
+                state = json.loads(json.dumps(guard.as_dict()))
+                guard = Guard(SETTINGS)
+                guard.restore(state, "here")
+        return seen
+
+    assert run(stop) == run(None)
+    assert any(run(None))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"losses": "x"},
+        {"losses": [float("nan")]},
+        {"losses": [True]},
+        {"probation": -1},
+        {"strikes": None},
+        {"refusals": 1.5},
+        {"bar": float("inf")},
+        {"good": 3},
+        {"good": "{"},
+    ],
+)
+def test_damaged_state_is_one_line(damage: dict[str, object]) -> None:
+    guard = Guard(SETTINGS)
+    with pytest.raises(SnipError, match=r"^here"):
+        guard.restore(guard.as_dict() | damage, "here")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"steps": -1},
+        {"sigma": 0.0},
+        {"sigma": float("nan")},
+        {"patience": 0},
+        {"window": 3},
+        {"bar": 0.0},
+        {"bar": 1.1},
+    ],
+)
+def test_settings_out_of_range_are_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(SnipError, match="--snip-guard-"):
+        GuardSettings(**fields)

@@ -1,0 +1,78 @@
+"""When a run says that a map makes its steps longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.records.readers import read_events
+from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.pace import Pace, Slower
+from snip_megatron.sensitivity.request import SolveRequest
+
+NAMES = ["decoder.layers.0.mlp.linear_fc1"]
+FP4, BF16 = (PrecisionMap.uniform(NAMES, fmt, version=7) for fmt in (Format.FP4, Format.BF16))
+
+
+def said(pace: Pace, *seconds: float) -> list[Slower]:
+    return [found for each in seconds if (found := pace.step(each)) is not None]
+
+
+def test_longer_steps_are_said_once_a_map_by_medians_without_the_steps_that_compile() -> None:
+    pace = Pace()
+    assert not said(pace, 9.0, 9.0, 9.0, *[0.100] * 15, 0.5)
+    pace.adopted(FP4)
+    assert not said(pace, 8.0, 2.0, 2.0, *[0.110] * 14, 3.0)
+    (found,) = said(pace, 0.110, *[0.2] * 40)
+    assert (found.version, found.bf16_s, found.map_s) == (7, 0.100, 0.110)
+    assert "steps take 1.10 of what they took in bf16 (medians of 16: 110.0 ms, 100.0 ms) under map 7" in str(found)
+    pace.adopted(FP4)  # the next one
+    assert len(said(pace, *[0.120] * 30)) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.080, 0.100, 0.102])
+def test_shorter_steps_and_noise_are_not(seconds: float) -> None:
+    pace = Pace()
+    said(pace, *[0.100] * 20)
+    pace.adopted(FP4)
+    assert not said(pace, *[seconds] * 40)
+
+
+def test_steps_under_bf16_maps_are_bf16_s() -> None:
+    pace = Pace()
+    pace.adopted(BF16)
+    assert not said(pace, *[0.300] * 20)
+    pace.adopted(FP4)
+    assert not said(pace, *[0.300] * 20)
+    pace.adopted(BF16)  # taken back by the guard; the machine got faster meanwhile
+    assert not said(pace, *[0.200] * 20)
+    pace.adopted(FP4)
+    (found,) = said(pace, *[0.300] * 20)
+    assert found.ratio == pytest.approx(1.5)
+
+
+def test_without_enough_steps_in_bf16_nothing_is_said() -> None:
+    pace = Pace()
+    said(pace, *[0.1] * 18)
+    pace.adopted(FP4)
+    assert not said(pace, *[0.5] * 40)
+
+
+def test_rank_zero_prints_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path, {}, overwrite=False, resume_step=None)
+    config = SnipConfig(enabled=True, policy="bf16")
+    coordinator = RankZeroCoordinator(config, SolveRequest(), (), None, run, pace=Pace())
+    for step in range(20):
+        coordinator.step_took(step, 0.1)
+    coordinator.adopted(20, FP4)
+    for step in range(20, 60):
+        coordinator.step_took(step, 0.125)
+    assert capsys.readouterr().out.count("snip: steps take 1.25 of what they took in bf16") == 1
+    run.close()
+    (event,) = [event for event in read_events(tmp_path) if event["event"] == "slower"]
+    assert (event["step"], event["version"], event["ratio"]) == (38, 7, 1.25)
+    assert (event["bf16_s"], event["map_s"]) == (0.1, 0.125)

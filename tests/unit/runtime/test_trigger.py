@@ -1,0 +1,116 @@
+"""The trigger: what counts as drift, what does not, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+from snip_megatron.runtime.trigger import EVERY, SETTLE, Trigger
+
+STEADY = (1.0, 4.0, 9.0)
+
+
+def settled(threshold: float = 0.2, start: Sequence[float] = STEADY) -> Trigger:
+    trigger = Trigger(threshold)
+    trigger.restart(100)
+    for _ in range(SETTLE):
+        trigger.observe(start)
+    return trigger
+
+
+def test_it_looks_every_so_many_steps() -> None:
+    assert [step for step in range(3 * EVERY) if Trigger.looks_at(step)] == [0, EVERY, 2 * EVERY]
+
+
+def test_steady_gradients_and_common_factors_start_nothing() -> None:
+    trigger = settled(threshold=1e-9)
+    for factor in (1.0, 0.5, 1e-6, 1e6):
+        trigger.observe([factor * s for s in STEADY])
+        assert trigger.drift == pytest.approx(0.0, abs=1e-9)
+
+
+def test_drift_is_the_coefficient_of_variation_of_norms() -> None:
+    trigger = settled()
+    for _ in range(60):  # the running average gets there
+        trigger.observe([4.0, 4.0, 9.0])
+    ratios = [2.0, 1.0, 1.0]
+    mean = sum(ratios) / 3
+    assert trigger.drift == pytest.approx(math.sqrt(sum((r / mean - 1) ** 2 for r in ratios) / 3))
+    reason = trigger.reason()
+    assert reason is not None
+    assert reason["since"] == 100
+    assert reason["drift"] == trigger.drift
+    assert "--snip-trigger 0.2" in reason["reason"]
+    assert settled(threshold=0.5).reason() is None
+
+
+def test_nothing_before_the_first_update_nor_before_it_has_settled() -> None:
+    trigger = Trigger(1e-6)
+    for squares in (STEADY, (100.0, 4.0, 9.0)):
+        trigger.observe(squares)
+        assert trigger.reason() is None
+    trigger.restart(5)
+    for k in range(SETTLE):
+        trigger.observe([10.0**k, 1.0, 1.0])
+        assert trigger.reason() is None
+    trigger.observe([1.0, 10.0**SETTLE, 1.0])
+    assert trigger.reason() is not None
+    trigger.restart(50)
+    assert trigger.reason() is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_look_that_is_not_finite_does_not_count(bad: float) -> None:
+    trigger, other = settled(), settled()
+    trigger.observe([1.0, bad, 9.0])
+    assert trigger.as_dict() == other.as_dict()
+
+
+def test_linears_without_gradient_are_left_out() -> None:
+    trigger = settled(start=(0.0, 1.0, 1.0))
+    trigger.observe([5.0, 1.0, 1.0])
+    assert trigger.drift == 0.0
+    trigger.observe([0.0, 0.0, 0.0])
+    assert math.isfinite(trigger.drift)
+
+
+@given(st.lists(st.lists(st.floats(0, 1e30), min_size=3, max_size=3), max_size=8), st.integers(0, 8))
+def test_a_checkpoint_anywhere_changes_nothing(looks: list[list[float]], cut: int) -> None:
+    whole = Trigger(0.1)
+    whole.restart(3)
+    resumed = Trigger(0.1)
+    for i, squares in enumerate(looks):
+        if i == cut:
+            resumed.restore(json.loads(json.dumps(whole.as_dict())), "here")
+        whole.observe(squares)
+        if i >= cut:
+            resumed.observe(squares)
+    if cut < len(looks):
+        assert resumed.as_dict() == whole.as_dict()
+        assert resumed.reason() == whole.reason()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"since": -1}, "trigger.since"),
+        ({"since": True}, "trigger.since"),
+        ({"looks": None}, "trigger.looks"),
+        ({"average": [1.0, "x", 2.0]}, "trigger.average"),
+        ({"average": [1.0, math.nan, 2.0]}, "trigger.average"),
+        ({"reference": [1.0]}, "as long as trigger.average"),
+        ({"reference": [], "looks": 9}, "trigger.reference"),
+        ({"reference": None}, "trigger.reference"),
+    ],
+)
+def test_damaged_memory_is_named(change: dict[str, object], words: str) -> None:
+    with pytest.raises(SnipError, match=words):
+        Trigger(0.1).restore(settled().as_dict() | change, "here")
+    with pytest.raises(SnipError, match="here: trigger: must be an object"):
+        Trigger(0.1).restore([], "here")

@@ -1,0 +1,65 @@
+"""PhasedRequest: what it refuses, and that it survives JSON as a part of its SolveRequest."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from snip_megatron.errors import SnipError
+from snip_megatron.sensitivity import PhasedRequest, SolveRequest
+
+REQUEST = PhasedRequest(
+    begins=(120, 400),
+    steps=(280, 100),
+    budgets=(None, 0.5),
+    change=(None, ("*:fprop",)),
+    standing=(0.0, 1.0),
+    carried=(0.3, 0.4),
+    spent_steps=120,
+    spent=0.9,
+)
+
+
+def test_round_trip() -> None:
+    request = SolveRequest(phases=REQUEST, standing_share=0.7, forgetting=1.5)
+    assert SolveRequest.from_dict(json.loads(json.dumps(request.as_dict())), "config.json") == request
+    assert SolveRequest.from_dict(SolveRequest().as_dict(), "config.json").phases is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": ()}, "at least one phase"),
+        ({"begins": (1,)}, "phases.begins: must have one entry for each of the 2 phases"),
+        ({"steps": (280, 0)}, "phases.steps"),
+        ({"begins": (400, 400)}, "must ascend"),
+        ({"standing": (0.0, -1.0)}, "phases.standing"),
+        ({"carried": (float("nan"), 1.0)}, "phases.carried"),
+        ({"budgets": (float("inf"), None)}, "phases.budgets"),
+        ({"spent": -0.1}, "phases.spent -0.1 in 120 steps"),
+        ({"spent_steps": -1}, "in -1 steps"),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SnipError, match=re.escape(message)):
+        replace(REQUEST, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"phases": []}, "config.json.phases: not phases that this version knows"),
+        ({"phases": {"steps": [1]}}, "config.json.phases: not phases (KeyError('begins'))"),
+        ({"phases": REQUEST.as_dict() | {"carried": ["x", 1]}}, "config.json.phases: not phases"),
+        ({"phases": REQUEST.as_dict() | {"more": 1}}, "this version"),
+        ({"standing_share": 1.5}, "standing_share 1.5: must lie between 0 and 1"),
+        ({"forgetting": -1.0}, "forgetting -1.0: must be a finite number"),
+    ],
+)
+def test_damaged_json(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SnipError, match=re.escape(message)):
+        SolveRequest.from_dict(SolveRequest().as_dict() | change, "config.json")

@@ -1,0 +1,67 @@
+"""How error lines quote what a user wrote, and which numbers of a JSON file are numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from snip_megatron import cli
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import QUOTED, SnipError, cut, is_finite, quoted
+
+LONG = "a" * 5000
+
+
+def test_short_texts_are_quoted_whole() -> None:
+    assert quoted("fp5") == "'fp5'"
+    assert quoted("x" * (QUOTED - 2)) == repr("x" * (QUOTED - 2))
+    assert cut("x" * QUOTED) == "x" * QUOTED
+
+
+@pytest.mark.parametrize("value", [LONG, [LONG], {LONG: 1}, 10**4000, b"a" * 5000])
+def test_long_ones_are_cut(value: object) -> None:
+    assert len(quoted(value)) == QUOTED
+    assert quoted(value).endswith("...")
+
+
+def test_an_integer_too_long_for_python_to_write_is_named() -> None:
+    assert quoted(10**5000) == "a int too long to show"
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, math.nan, True, "1", None])
+def test_what_is_no_finite_number(value: object) -> None:
+    assert not is_finite(value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1e308, 10**308])
+def test_finite_numbers(value: object) -> None:
+    assert is_finite(value)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"policy": LONG},
+        {"budget": LONG},
+        {"budget": f"fp4={LONG}"},
+        {"stage_tolerance": LONG},
+        {"pin": (LONG,)},
+        {"protect": (LONG,)},
+        {"formats": (LONG,)},
+        {"q": LONG},
+        {"estimator": LONG},
+    ],
+)
+def test_arguments_are_cut(field: dict[str, object]) -> None:
+    with pytest.raises(SnipError) as caught:
+        SnipConfig(enabled=True, **field)  # type: ignore[arg-type]
+    assert "a" * (QUOTED + 1) not in str(caught.value)
+
+
+def test_the_parser_of_the_command_line_cuts_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["solve", "problem.json", "--time-limit", LONG])
+    line = capsys.readouterr().err
+    assert "a" * 40 in line
+    assert "a" * (QUOTED + 1) not in line

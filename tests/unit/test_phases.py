@@ -1,0 +1,190 @@
+"""Schedules and plans: where phases begin, which map is in force, what moves with the run's end, and their JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+from snip_megatron.phases import AUTO, PlanPhase, PrecisionPlan, Schedule, SchedulePhase
+from snip_megatron.precision import Format, PrecisionMap
+
+LINEAR = "decoder.layers.0.mlp.linear_fc1"
+FP4, FP8 = (PrecisionMap.uniform([LINEAR], fmt) for fmt in (Format.FP4, Format.FP8))
+
+BEGINS = st.lists(st.floats(0.001, 0.999), max_size=6, unique=True).map(lambda f: [0.0, *sorted(f)])
+SCHEDULES = BEGINS.map(lambda begins: Schedule(tuple(SchedulePhase(b) for b in begins)))
+SPANS = st.tuples(st.integers(0, 10**6), st.integers(1, 10**6)).map(lambda pair: (pair[0], sum(pair)))
+
+
+def schedule(*phases: dict[str, Any], schema: str = "snip.schedule/1") -> str:
+    return json.dumps({"schema": schema, "phases": phases})
+
+
+def plan(*begins: int, last: int, **fields: Any) -> PrecisionPlan:
+    maps = [PrecisionMap.uniform([LINEAR], fmt) for fmt in Format]
+    return PrecisionPlan(tuple(PlanPhase(b, m) for b, m in zip(begins, maps, strict=False)), last, **fields)
+
+
+# -- schedules -----------------------------------------------------------------------------------------------------
+def test_auto_has_four_phases_of_a_half_a_quarter_and_less() -> None:
+    assert AUTO.first_steps(0, 1000) == (0, 500, 750, 900)
+    assert AUTO.first_steps(200, 300) == (200, 250, 275, 290)
+
+
+def test_the_contract_of_a_schedule_file() -> None:
+    read = Schedule.from_json(schedule({"from": 0.0}, {"from": 0.9, "budget": "fp4=0.7", "change": ["*:fprop"]}))
+    assert read.phases == (SchedulePhase(0.0), SchedulePhase(0.9, "fp4=0.7", ("*:fprop",)))
+    assert [phase.floor for phase in read.phases] == [None, ("fp4", 0.7)]
+    assert Schedule.from_json(read.to_json()) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "not JSON"),
+        (schedule({"from": 0.0}, schema="snip.map/1"), '"schema" must be "snip.schedule/1"'),
+        (schedule(), "phases: the first one must begin at 0"),
+        (schedule({"from": 0.1}), "phases: the first one must begin at 0"),
+        (schedule({"from": 0}, {"from": 1.0}), "phases[1].from: 1.0 must be a fraction of the run"),
+        (schedule({"from": 0}, {"from": 0.5}, {"from": 0.5}), "phases[2].from: 0.5 must be above 0.5"),
+        (schedule({"from": 0}, {"from": True}), "phases[1].from: must be a fraction"),
+        (schedule({"from": 0}, {}), "phases[1].from: must be a fraction"),
+        (schedule({"from": 0, "budget": "fp4=2"}), "phases[0].budget: 'fp4=2' must be fp4=SHARE"),
+        (schedule({"from": 0, "budget": "speedup=0.9"}), "phases[0].budget: 'speedup=0.9' must be fp4=SHARE"),
+        (schedule({"from": 0, "budget": "loss=0.9"}), "phases[0].budget: 'loss=0.9' must be fp4=SHARE"),
+        (schedule({"from": 0, "budget": 0.7}), "phases[0].budget: 0.7 must be fp4=SHARE"),
+        (schedule({"from": 0, "change": "*:fprop"}), "phases[0].change: must be a list of globs"),
+        (schedule({"from": 0, "change": [1]}), "phases[0].change: must be a list of globs"),
+        (schedule({"from": 0, "until": 1}), "phases[0]: unknown key 'until'"),
+        ('{"schema": "snip.schedule/1", "phases": 3}', "phases: must be a list of objects"),
+    ],
+)
+def test_a_bad_schedule_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(SnipError) as caught:
+        Schedule.from_json(text, where="late.json")
+    assert str(caught.value).startswith(f"late.json: {message}")
+    assert "\n" not in str(caught.value)
+
+
+@given(SCHEDULES, SPANS, st.integers(0, 2 * 10**6))
+def test_what_remains_of_a_schedule_covers_the_rest_of_the_run_once(
+    over: Schedule, span: tuple[int, int], step: int
+) -> None:
+    origin, last = span
+    step = max(origin, step)
+    rest = over.remaining(origin, last, step)
+    assert sum(steps for _, _, steps in rest) == max(0, last - step)
+    assert [first for _, first, _ in rest] == [step + sum(n for _, _, n in rest[:k]) for k in range(len(rest))]
+    begins = over.first_steps(origin, last)
+    assert all(first >= begins[index] for index, first, _ in rest)
+    assert [index for index, _, _ in rest] == sorted({index for index, _, _ in rest})
+
+
+def test_a_run_without_steps_has_no_phases() -> None:
+    with pytest.raises(ValueError, match="no steps"):
+        AUTO.first_steps(10, 10)
+    assert AUTO.remaining(0, 10, 10) == []
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------
+def test_the_map_in_force_is_that_of_the_phase() -> None:
+    over = PrecisionPlan((PlanPhase(10, FP4), PlanPhase(90, FP8)), last=100)
+    assert over.steps == (80, 10)
+    assert [over.at(step) for step in (0, 10, 89, 90, 99, 500)] == [FP4, FP4, FP4, FP8, FP8, FP8]
+    assert [step for step in range(100) if over.begins_at(step)] == [10, 90]
+
+
+@pytest.mark.parametrize("begins", [(10, 10), (20, 10), (10, 100)])
+def test_a_plan_has_no_empty_phase(begins: tuple[int, int]) -> None:
+    with pytest.raises(SnipError, match="none may be empty"):
+        plan(*begins, last=100)
+
+
+def test_a_plan_without_phases_is_refused() -> None:
+    with pytest.raises(SnipError, match="one phase or more"):
+        PrecisionPlan((), 10)
+
+
+def test_phases_move_with_the_end_of_the_run() -> None:
+    over = plan(0, 50, 90, last=100, version=3)
+    longer = over.moved(0, 1000, 60)
+    assert [phase.begin for phase in longer.phases] == [0, 500, 900]
+    assert (longer.last, longer.version) == (1000, 3)
+    assert longer.at(60) == over.at(0)  # step 60 lies in the first half of the longer run
+    shorter = over.moved(0, 80, 60)
+    assert [phase.begin for phase in shorter.phases] == [40, 72]  # the first phase would be over
+    assert over.moved(0, 100, 0) == over
+
+
+def test_phases_move_relative_to_the_first_step_of_the_run() -> None:
+    over = plan(1200, 1650, last=1700)
+    assert [phase.begin for phase in over.moved(1200, 2200, 1300).phases] == [1200, 2100]
+
+
+@given(SCHEDULES, SPANS, st.integers(1, 10**6), st.integers(0, 10**6))
+def test_moving_a_plan_gives_the_phases_that_the_schedule_has_there(
+    over: Schedule, span: tuple[int, int], length: int, since: int
+) -> None:
+    origin, last = span
+    rest = over.remaining(origin, last, origin)
+    assume(len(rest) == len(over.phases) and since < length)
+    new, step = origin + length, origin + since
+    before = PrecisionPlan(tuple(PlanPhase(first, FP4) for _, first, _ in rest), last)
+    moved = before.moved(origin, new, step)
+    assert moved.last == new
+    wanted = over.first_steps(origin, new)
+    # A first step is rounded twice: to a step of the old run, which lasts length / (last - origin) new ones.
+    off = 1 + length / (last - origin)
+    assert all(min(abs(phase.begin - w) for w in wanted) <= off for phase in moved.phases)
+
+
+# -- JSON of plans -------------------------------------------------------------------------------------------------
+def test_a_plan_survives_json_with_every_field() -> None:
+    over = PrecisionPlan(
+        (PlanPhase(0, FP4.with_fields(version=2, achieved=1.0)), PlanPhase(9, FP8)),
+        10,
+        2,
+        "optimal",
+        0.5,
+        0.25,
+        0.9,
+        0.9,
+    )
+    assert PrecisionPlan.from_json(over.to_json()) == over
+    body = json.loads(over.to_json())
+    assert body["schema"] == "snip.phases/1"
+    assert [(p["from_step"], p["steps"], p["map"]["schema"]) for p in body["phases"]] == [
+        (0, 9, "snip.map/1"),
+        (9, 1, "snip.map/1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "snip.map/1"}, '"schema" must be "snip.phases/1"'),
+        ({"phases": []}, "phases: must hold one phase or more"),
+        ({"phases": [{}]}, "phases[0].from_step: must be an integer"),
+        ({"phases": [{"from_step": 0, "steps": 0}]}, "phases[0].steps: must be an integer, 1 or more"),
+        ({"phases": [{"from_step": 0, "steps": 1}]}, 'phases[0].map: "schema" must be'),
+        ({"status": "perfect"}, "status: 'perfect' is not one of"),
+        ({"bound": "low"}, "bound: must be a finite number"),
+        ({"version": -1}, "version: must be an integer, 0 or more"),
+    ],
+)
+def test_a_bad_plan_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SnipError) as caught:
+        PrecisionPlan.from_json(json.dumps(plan(0, 5, last=10).as_dict() | change), where="plan.json")
+    assert str(caught.value).startswith(f"plan.json: {message}")
+
+
+def test_phases_of_a_plan_file_follow_one_another() -> None:
+    body = plan(0, 5, last=10).as_dict()
+    body["phases"][1]["from_step"] = 6
+    with pytest.raises(SnipError, match=r"plan: phases\[1\].from_step: must be 5"):
+        PrecisionPlan.from_json(json.dumps(body))

@@ -1,0 +1,64 @@
+"""What is measured: prefixes that hold whole grids, and a model's own linears."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+from snip_megatron.timing.calibration.workload import coarse_first, grid_workload, model_workload
+from snip_megatron.timing.log_grid import LogGrid
+from snip_megatron.timing.models import MODELS
+from snip_megatron.timing.shapes import local_shape
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+def test_coarse_first_is_the_whole_product_ends_first(lengths: list[int]) -> None:
+    axes = [list(range(10, 10 + length)) for length in lengths]
+    ordered = coarse_first(axes)
+    assert sorted(ordered) == sorted(itertools.product(*axes))
+    ends = {tuple(corner) for corner in itertools.product(*([axis[0], axis[-1]] for axis in axes))}
+    assert set(ordered[: len(ends)]) == ends
+
+
+def test_a_calibration_cut_short_still_spans_everything() -> None:
+    gemms = grid_workload("cuda").gemms
+    for count in (8, 40, len(gemms)):
+        grid = LogGrid(gemms[:count])
+        assert not grid.place((8192, 7168, 8192)).extrapolated
+
+
+@pytest.mark.parametrize(
+    ("model", "tp"),
+    [("llama-1b", 1), ("llama-3b", 1), ("llama-7b", 2), ("llama-8b", 1), ("llama-70b", 8), ("llama-405b", 8)],
+)
+def test_the_grid_covers_the_linears_of_the_models(model: str, tp: int) -> None:
+    grid = LogGrid(grid_workload("cuda").gemms)
+    for kind, (n, k) in MODELS[model].linears.items():
+        shape = local_shape(kind, n, k, tokens=8192, tensor_parallel=tp)
+        assert not grid.place((shape.tokens, shape.n, shape.k)).extrapolated, kind
+
+
+def test_a_model_on_ranks() -> None:
+    workload = model_workload("70b", (4096, 8192), 8)
+    assert set(workload.gemms) == {
+        (m, *w) for m in (4096, 8192) for w in ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584))
+    }
+    assert (8192, 7168) in workload.activations
+    assert workload.attention == ((4096, 8, 128), (8192, 8, 128))
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "tp", "message"),
+    [
+        ("70b", (8192,), 48, "64 heads cannot be split over --tp 48"),
+        ("70b", (0,), 1, "--tp and --tokens must be whole numbers"),
+        ("900b", (8192,), 1, "model 900b: unknown"),
+    ],
+)
+def test_refusals(model: str, tokens: tuple[int, ...], tp: int, message: str) -> None:
+    with pytest.raises(SnipError, match=message):
+        model_workload(model, tokens, tp)

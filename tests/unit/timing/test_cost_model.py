@@ -1,0 +1,193 @@
+"""Cost models, and Problems in seconds."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
+from snip_megatron.solver import Budget, Choice, Item, Problem, solve
+from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel, option_seconds, with_times
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.shapes import LinearShape, local_shape
+from snip_megatron.timing.table_model import TimingModel
+
+from .timing_tables import FORMATS, GEMM_SHARE, QUANTISED, RATE, SPEED, formula_table
+
+MODEL = TimingModel(formula_table())
+BF16, FP8, TENSOR, FP4 = FORMATS
+SHAPE = LinearShape(tokens=2000, n=3000, k=700, microbatches=4)
+SHAPES = st.builds(
+    LinearShape,
+    tokens=st.integers(1, 10_000),
+    n=st.integers(1, 60_000),
+    k=st.integers(1, 60_000),
+    microbatches=st.integers(1, 64),
+    gathered=st.booleans(),
+    forwards=st.integers(1, 2),
+)
+TRIPLES = list(itertools.product(FORMATS, repeat=3))
+
+
+def gemm(shape: LinearShape, index: int, fmt: Format) -> float:
+    return GEMM_SHARE[index] * shape.tokens * shape.n * shape.k / RATE / SPEED[fmt]
+
+
+def test_a_constant_rate_is_met_everywhere() -> None:
+    for i, g in enumerate(Gemm):
+        assert MODEL.seconds(SHAPE, g, BF16) == pytest.approx(4 * gemm(SHAPE, i, BF16))
+
+
+def test_a_quantised_linear_is_its_gemms_and_what_is_quantised_once_each() -> None:
+    x, g, w = (SHAPE.tokens * SHAPE.k / QUANTISED, SHAPE.tokens * SHAPE.n / QUANTISED, SHAPE.n * SHAPE.k / QUANTISED)
+    expected = 4 * (sum(gemm(SHAPE, i, FP8) for i in range(3)) + 1.8 * x + 2 * 1.8 * g) + 2 * w
+    assert MODEL.linear_seconds(SHAPE, (FP8, FP8, FP8)) == pytest.approx(expected)
+    fprop = 4 * (gemm(SHAPE, 0, FP8) + (1 + 1.8 - 1.2) / 2 * x) + w
+    assert MODEL.seconds(SHAPE, Gemm.FPROP, FP8) == pytest.approx(fprop)
+
+
+@given(SHAPES, st.sampled_from(FORMATS))
+def test_three_gemms_of_one_format_cost_what_the_linear_costs(shape: LinearShape, fmt: Format) -> None:
+    together = MODEL.linear_seconds(shape, (fmt, fmt, fmt))
+    assert option_seconds(MODEL, shape, None, fmt) == pytest.approx(together)
+
+
+@given(SHAPES, st.sampled_from(TRIPLES))
+def test_mixed_formats_are_charged_too_little_by_the_shared_reads_at_most(
+    shape: LinearShape, formats: tuple[Format, Format, Format]
+) -> None:
+    """One scale a tensor and tiles share nothing; bf16 quantises nothing: each such pair loses a shared read (0.4)."""
+    alone = sum(MODEL.seconds(shape, g, f) for g, f in zip(Gemm, formats, strict=True))
+    together = MODEL.linear_seconds(shape, formats)
+    x, g = shape.tokens * shape.k / QUANTISED, shape.tokens * shape.n / QUANTISED
+    assert alone <= together * (1 + 1e-9)
+    assert together <= alone + shape.microbatches * (0.4 * x + 0.8 * g) * (1 + 1e-9)
+
+
+def test_a_gathered_input_is_quantised_twice() -> None:
+    one = LinearShape(2000, 3000, 700)
+    two = LinearShape(2000, 3000, 700, gathered=True)
+    more = MODEL.linear_seconds(two, (FP8,) * 3) - MODEL.linear_seconds(one, (FP8,) * 3)
+    assert more == pytest.approx(0.4 * 2000 * 700 / QUANTISED)
+    assert MODEL.linear_seconds(two, (BF16,) * 3) == MODEL.linear_seconds(one, (BF16,) * 3)
+
+
+def test_recomputation_runs_fprop_again_with_its_side_of_the_input() -> None:
+    again = LinearShape(2000, 3000, 700, forwards=2)
+    once = LinearShape(2000, 3000, 700)
+    more = MODEL.seconds(again, Gemm.FPROP, FP8) - MODEL.seconds(once, Gemm.FPROP, FP8)
+    assert more == pytest.approx(gemm(once, 0, FP8) + 2000 * 700 / QUANTISED)
+    assert MODEL.seconds(again, Gemm.WGRAD, FP8) == MODEL.seconds(once, Gemm.WGRAD, FP8)
+
+
+def test_extrapolation_is_said() -> None:
+    assert not MODEL.extrapolated(SHAPE)
+    assert MODEL.extrapolated(LinearShape(2000, 3000, 70_000))
+
+
+def test_a_format_that_was_not_measured_is_refused() -> None:
+    with pytest.raises(SnipError, match="the timings of Formula 1 have no nvfp4"):
+        MODEL.seconds(SHAPE, Gemm.FPROP, Format.NVFP4)
+
+
+def test_flops_model() -> None:
+    model = FlopsModel()
+    assert model.seconds(SHAPE, Gemm.WGRAD, BF16) == pytest.approx(4 * 2 * 2000 * 3000 * 700 / FLOPS_RATE)
+    assert model.seconds(SHAPE, Gemm.WGRAD, FP4) == model.seconds(SHAPE, Gemm.WGRAD, BF16) / 4
+    assert model.linear_seconds(SHAPE, (BF16, FP8, FP4)) == pytest.approx(
+        (1 + 1 / 2 + 1 / 4) * model.seconds(SHAPE, Gemm.DGRAD, BF16)
+    )
+
+
+# -- shapes --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "n", "k", "gathered"),
+    [
+        (LINEAR_KINDS[0], 1280, 8192, True),
+        (LINEAR_KINDS[1], 8192, 1024, False),
+        (LINEAR_KINDS[2], 7168, 8192, True),
+        (LINEAR_KINDS[3], 8192, 3584, False),
+    ],
+)
+def test_local_shapes_of_70b(kind: str, n: int, k: int, gathered: bool) -> None:
+    whole = dict(zip(LINEAR_KINDS, ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)), strict=True))
+    shape = local_shape(kind, *whole[kind], tokens=8192, tensor_parallel=8, sequence_parallel=True)
+    assert (shape.n, shape.k, shape.gathered) == (n, k, gathered)
+
+
+def test_features_that_cannot_be_split() -> None:
+    with pytest.raises(SnipError, match="100 features cannot be split over 8 ranks"):
+        local_shape(LINEAR_KINDS[0], 100, 64, tokens=1, tensor_parallel=8)
+
+
+# -- problems ------------------------------------------------------------------------------------------------------
+def problem(granularity: str = "gemm") -> Problem:
+    names = [f"decoder.layers.{layer}.{kind}" for layer in range(2) for kind in LINEAR_KINDS]
+    ids = [f"{name}:{g.value}" for name in names for g in Gemm] if granularity == "gemm" else names
+    choices = (Choice(BF16, 0.0, 0.0), Choice(FP8, 0.1, 0.0), Choice(FP4, 1.0, 1.0))
+    items = tuple(Item(key, int(key.split(".")[2]), 1.0, choices, pin=FP8 if i == 0 else None)
+                  for i, key in enumerate(ids))  # fmt: skip
+    return Problem(Budget(target=0.0), items)
+
+
+def shapes() -> dict[str, LinearShape]:
+    return {kind: LinearShape(4096, 4096, 4096, 2) for kind in LINEAR_KINDS[1:]} | {LINEAR_KINDS[0]: SHAPE}
+
+
+@pytest.mark.parametrize("granularity", ["gemm", "layer"])
+def test_a_problem_in_seconds(granularity: str) -> None:
+    timed = with_times(problem(granularity), shapes(), MODEL, Budget(speedup=1.2))
+    first = timed.items[0]
+    gemms = None if granularity == "layer" else Gemm.FPROP
+    assert first.cost == option_seconds(MODEL, SHAPE, gemms, BF16)
+    assert [c.saving for c in first.choices] == [
+        first.cost - option_seconds(MODEL, SHAPE, gemms, fmt) for fmt in (BF16, FP8, FP4)
+    ]
+    assert first.pin is FP8
+    assert [c.loss for c in first.choices] == [0.0, 0.1, 1.0]
+    solution = solve(timed)
+    assert solution.status == "optimal"
+    assert solution.speedup is not None
+    assert solution.speedup >= 1.2 * (1 - 1e-9)
+
+
+def test_a_format_slower_than_bf16_saves_less_than_nothing() -> None:
+    tiny = LinearShape(64, 64, 64)
+    slow = TimingModel(formula_table(shared=0.0))
+    timed = with_times(problem("layer"), dict.fromkeys(LINEAR_KINDS, tiny), slow, Budget(speedup=1.0))
+    assert timed.items[0].choices[1].saving < 0
+
+
+def test_a_linear_without_a_shape() -> None:
+    with pytest.raises(SnipError, match=r"decoder\.layers\.0\.self_attention\.linear_qkv: its shape"):
+        with_times(problem(), {"decoder.layers.1.mlp.linear_fc1": SHAPE}, MODEL, Budget(speedup=1.0))
+
+
+# -- loading -------------------------------------------------------------------------------------------------------
+def test_models_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(formula_table().to_json())
+    assert load_cost_model("flops").name == "flops"
+    assert load_cost_model("h200").name == load_cost_model("time", "NVIDIA H200").name == "NVIDIA H200"
+    assert load_cost_model(path, "Formula 1").name == "Formula 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "message"),
+    [
+        ("time", "NVIDIA H100 80GB HBM3", "there is no table of timings of NVIDIA H100 80GB HBM3: measure one with"),
+        ("time", None, "timings of which device"),
+        ("h200", "NVIDIA H100 80GB HBM3", "the timings of h200 were measured on NVIDIA H200, this is NVIDIA H100"),
+        ("b200", None, "b200: neither a file of timings nor one of flops, time, h200"),
+        ("./", None, ".: cannot be read: Is a directory"),
+    ],
+)
+def test_refusals(name: str, device: str | None, message: str) -> None:
+    with pytest.raises(SnipError) as error:
+        load_cost_model(name, device)
+    assert str(error.value).startswith(message)

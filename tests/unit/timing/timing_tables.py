@@ -1,0 +1,54 @@
+"""Tables of timings made of a formula, so that tests know what every answer must be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from snip_megatron.precision import Format
+from snip_megatron.timing.table import TimingTable
+
+FORMATS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.FP4)
+SPEED = {Format.BF16: 1.0, Format.FP8: 1.5, Format.FP8_TENSOR: 1.9, Format.FP4: 1.4}
+GEMM_SHARE = (1.0, 1.1, 1.3)  # fprop, dgrad, wgrad
+RATE = 3e14  # tokens·n·k a second in bf16
+QUANTISED = 1e12  # elements a second, one side
+
+
+def formula_table(
+    tokens: Sequence[int] = (1024, 4096),
+    features: Sequence[int] = (512, 4096, 16384),
+    formats: tuple[Format, ...] = FORMATS,
+    rate: Callable[[int, int, int], float] = lambda m, n, k: RATE,
+    shared: float = 0.4,
+) -> TimingTable:
+    """A grid. One side of a quantisation takes 1, the other 1.2, both together ``shared`` less."""
+    quantised = [fmt for fmt in formats if fmt is not Format.BF16]
+    gemms, activations = {}, {}
+    for m, n, k in itertools.product(tokens, features, features):
+        seconds = m * n * k / rate(m, n, k)
+        gemms[m, n, k] = {
+            fmt: (GEMM_SHARE[0] * s, GEMM_SHARE[1] * s, GEMM_SHARE[2] * s)
+            for fmt in formats
+            for s in (seconds / SPEED[fmt],)
+        }
+    for m, f in itertools.product(tokens, features):
+        one = m * f / QUANTISED
+        sides = (one, 1.2 * one, (2.2 - shared) * one)
+        twice = (2 * sides[0], 2 * sides[1], 2 * sides[2])  # gradients: stochastic
+        activations[m, f] = {"input": dict.fromkeys(quantised, sides), "gradient": dict.fromkeys(quantised, twice)}
+    weights = {
+        (n, k): dict.fromkeys(quantised, 2 * n * k / QUANTISED) for n, k in itertools.product(features, features)
+    }
+    return TimingTable(
+        device="Formula 1",
+        backend="none",
+        formats=formats,
+        gemms=gemms,
+        activations=activations,
+        weights=weights,
+        attention={(s, 8, 128): (s * s * 1e-11, s * s * 3e-11) for s in (1024, 8192)},
+        copy_rate=4e12,
+        host=dict.fromkeys(formats, 1e-4),
+        about={"date": "2026-11-21", "command": "a formula"},
+    )
