@@ -6,8 +6,10 @@ variables. :class:`WarmRanks` starts the server below (``python -m warm_ranks``)
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -35,7 +37,9 @@ PRELOADED = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.models",
     "megatron.core.tokenizers.text.text_tokenizer",
+    "ortools.sat.python.cp_model",
     "plotly.graph_objects",
+    "plotly.graph_objs._figure",
     "snip_megatron.reporting.report",
 )
 """Modules that the server imports before it forks ranks. Only Python that every process would run alike is in them."""
@@ -92,9 +96,21 @@ def main() -> None:
     prepare([], [])
     for name in PRELOADED:
         importlib.import_module(name)
+    _read_help_of_options_once()
     for line in sys.stdin:
         codes = _run(json.loads(line))
         print(json.dumps(codes), flush=True)
+
+
+def _read_help_of_options_once() -> None:
+    """Megatron builds its parser three times a run, and each time parses the source of its configurations for help."""
+    from megatron.training import argument_utils
+    from megatron.training.arguments import add_megatron_arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    read = functools.partial(factory._get_field_docstrings, object.__new__(factory))
+    factory._get_field_docstrings = staticmethod(functools.cache(read))
+    add_megatron_arguments(argparse.ArgumentParser())
 
 
 def _free_port() -> int:

@@ -91,9 +91,11 @@ def test_installs_once_and_again_only_when_an_input_changes(project: Path) -> No
 
     # A second run is silent, installs nothing, and puts the environment first in the caller's PATH.
     script = f"source {project}/scripts/bootstrap.sh; type -P python; echo $VIRTUAL_ENV"
-    second = subprocess.run(["bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=120)
+    script += "; python -c 'import sys; print(sys.dont_write_bytecode)'"
+    inherited = environment() | {"PYTHONDONTWRITEBYTECODE": "1"}
+    second = subprocess.run(["bash", "-c", script], env=inherited, capture_output=True, text=True, timeout=120)
     assert second.returncode == 0, second.stderr
-    assert second.stdout.split() == [str(project / ".venv" / "bin" / "python"), str(project / ".venv")]
+    assert second.stdout.split() == [str(project / ".venv" / "bin" / "python"), str(project / ".venv"), "False"]
     assert log.stat().st_mtime_ns == before
 
     kept = project / ".venv" / "kept-by-an-update-in-place"
