@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from snip_megatron.megatron import cpu_products
+
 CPU = torch.device("cpu")
 
 # fmt: off
@@ -43,6 +45,7 @@ def install() -> None:
     _replace_cuda_runtime()
     _separate_data_loader_seeds()
     _adapt_gloo()
+    cpu_products.install()
     torch.cuda.snip_cpu_device = True  # type: ignore[attr-defined]
 
 
