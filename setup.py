@@ -16,6 +16,7 @@ REQUIREMENTS = [
     "omegaconf>=2.3",  # imported by megatron.training, not declared by megatron-core itself
     "ortools>=9.15,<10",
     "numpy>=2",
+    "scipy>=1.14",  # the linear program of a plan
     "jinja2>=3",  # torch needs it as well
     "psutil>=6",  # Megatron's distributed checkpoint asserts it, without declaring it
 ]
@@ -23,7 +24,7 @@ REQUIREMENTS = [
 # What single commands and arguments need beside that. Each names its extra in one line where it is missing.
 TEXT = ["transformers>=5", "tokenizers>=0.22", "tqdm>=4.66"]  # snip prepare-data, --tokenizer-type HuggingFaceTokenizer
 REPORT = ["plotly>=6"]  # snip report, and the report at the end of a run
-EVALUATION = [*REPORT, "scipy>=1.14"]  # snip compare, snip validate-proxy
+EVALUATION = [*REPORT]  # snip compare, snip validate-proxy
 HF = ["transformers>=5", "safetensors>=0.5"]  # snip export --format hf
 WANDB = ["wandb>=0.22"]  # --wandb-project
 TENSORBOARD = ["tensorboard>=2.19"]  # --tensorboard-dir

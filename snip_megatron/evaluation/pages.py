@@ -10,6 +10,10 @@ from typing import Any
 from snip_megatron.errors import needs_extra
 from snip_megatron.records.storage import write_atomically
 
+with needs_extra("evaluation", "a page of figures"):
+    import plotly.graph_objects as go
+    from plotly.io import to_html
+
 COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8", "#2a5d95", "#7a5c3e")
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem;color:#1d2430;background:#fff}
@@ -30,9 +34,6 @@ def write_page(path: Path, title: str, markdown: str, figures: Sequence[tuple[st
     Raises:
         OSError: the file cannot be written.
     """
-    with needs_extra("evaluation", "a page of figures"):
-        from plotly.io import to_html
-
     parts = [_html(markdown)]
     for number, (caption, figure) in enumerate(figures):
         body = to_html(figure, full_html=False, include_plotlyjs=number == 0, config={"displaylogo": False})
@@ -44,9 +45,6 @@ def write_page(path: Path, title: str, markdown: str, figures: Sequence[tuple[st
 
 def figure(x_title: str, y_title: str, **axes: Mapping[str, Any]) -> Any:
     """Return an empty plotly figure in the style of the pages. ``axes`` holds layouts of ``xaxis`` and ``yaxis``."""
-    with needs_extra("evaluation", "a figure"):
-        import plotly.graph_objects as go
-
     empty = go.Figure(
         layout={"template": "simple_white", "height": 460, "margin": {"l": 60, "r": 20, "t": 20, "b": 50}}
     )

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from snip_megatron.errors import SnipError, needs_extra
+from snip_megatron.errors import SnipError
 from snip_megatron.precision import Gemm, option_id, split_option_id
 from snip_megatron.records.readers import step_files
 from snip_megatron.sensitivity.loss_divergence import FloatArray, first_order
@@ -21,9 +22,6 @@ from snip_megatron.sensitivity.policies import divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.scores import OptionScore, option_scores, truth
 from snip_megatron.statistics.table import StatisticsTable
-
-with needs_extra("evaluation", "a comparison of policies"):
-    from scipy import stats
 
 QUANTITIES = ("loss", "drift: all", *(f"drift: {gemm.value}" for gemm in Gemm))
 """Compared quantities. ``loss`` covers fprop options only, since dgrad and wgrad do not change the loss of the same

@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from snip_megatron.errors import needs_extra
 from snip_megatron.evaluation.planned import VALIDATIONS
-
-with needs_extra("evaluation", "a comparison of policies"):
-    from scipy import stats
 
 CONFIDENCE = 0.95
 ALPHA = 0.05
