@@ -1,7 +1,7 @@
-"""From every rank's sums to one table: a single float64 all-reduce for each stage of the probe.
+"""Reduces every rank's sums to one table, with a single float64 all-reduce for each stage of the probe.
 
-Each rank adds its own share to the rows of its linears. Exactly one rank reports a replicated tensor. So the sum over
-all ranks is the global sum on every parallel layout.
+Each rank adds its own share to the rows of its linears. Exactly one rank reports a replicated tensor. The sum over all
+ranks is therefore the global sum on every parallel layout.
 """
 
 from __future__ import annotations
