@@ -232,7 +232,7 @@ def _per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
 def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray:
     """Separate options of equal score *per FLOP* in one seeded order. Scores are rounded to 4 digits.
 
-    The order depends on the seed and the number of options alone, so it is the same for every policy (docs/method.md).
+    The order depends on the seed and the number of options alone, so it is the same for every policy (README.md, ties).
     """
     order = np.random.default_rng([seed % 2**64, 1]).permutation(len(scores))
     per_flop = scores / size
