@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the report.
 
     Returns:
-        Exit code 0 if training under SNIP can run here, 1 if something that it needs is missing or wrong.
+        Exit code 0 if training under SNIP can run here. 1 if something that it needs is missing or wrong, or with
+        ``--strict`` if there is a note.
 
     Raises:
         SnipError: If the port is out of range.
