@@ -1,4 +1,4 @@
-"""A linear's numbers against float64 on sampled rows: signal to noise of what training sees, errors of the GEMMs."""
+"""Accuracy of a linear against float64 on sampled rows: signal-to-noise ratios, and errors of its GEMMs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BOUNDS: dict[str, dict[str, float]] = {
 
 
 def relative_error(exact: Tensor, found: Tensor) -> float:
-    """‖found − exact‖ / ‖exact‖."""
+    """Return ‖found − exact‖ / ‖exact‖."""
     return float((found.double() - exact).norm() / exact.norm())
 
 
@@ -41,7 +41,10 @@ def sample(size: int) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a·b in float64, the large operand in slices: float64 copies of a whole weight do not fit beside it."""
+    """Return a·b in float64.
+
+    The large operand is multiplied in slices, because a float64 copy of a whole weight may not fit.
+    """
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
     for start in range(0, b.shape[0], 4096):
         total += a[:, start : start + 4096].double() @ b[start : start + 4096].double()
@@ -49,7 +52,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sqnr(problem: Problem, contender: Contender) -> dict[str, float]:
-    """Decibels of one microbatch's Y, ∂L/∂X and ∇W (through main_grad) over sampled rows."""
+    """Return the signal-to-noise ratio in dB of one microbatch's Y, ∂L/∂X and ∇W (from main_grad) over sampled rows."""
     x, w, g = problem.x.detach(), problem.weight.detach(), problem.g
     main_grad: Tensor = problem.weight.main_grad  # type: ignore[attr-defined]
     main_grad.zero_()
@@ -64,7 +67,7 @@ def sqnr(problem: Problem, contender: Contender) -> dict[str, float]:
 
 
 def gemm_errors(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[str, float]:
-    """What the GEMMs add to the quantised operands' exact product: FP32 results against float64."""
+    """Return the errors of the GEMMs alone: FP32 results against the float64 product of the quantised operands."""
     x, w, g = problem.x.detach(), problem.weight.detach(), problem.g
     keys = GradientKeys(1, 2, torch.arange(w.shape[0], device="cuda"))
     x_row, x_col = backend.quantize_input(x, fmt, fmt)
@@ -86,7 +89,7 @@ def _error(a: Operand, b: Operand, rows: Tensor, found: Tensor) -> float:
 
 
 def violations(row: dict[str, Any]) -> list[str]:
-    """What is out of bounds, in words; NaN is."""
+    """Return one line for each figure that is out of bounds. NaN is out of bounds."""
     found = []
     for contender, values in row["sqnr_db"].items():
         who, _, fmt = contender.partition(" ")

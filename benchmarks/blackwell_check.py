@@ -1,12 +1,13 @@
-"""What the formats do on this GPU: what works, how exact it is, how fast it is. One command, one page.
+"""Checks the formats on this GPU: which work, how exact they are and how fast they are, on one page.
 
     PYTHONPATH=. python benchmarks/blackwell_check.py --out blackwell_check.md
 
-Written for the first owner of a Blackwell GPU; it runs on any GPU since Ampere. Every backend that can run here runs
-its formats: the native one, and ``emulated`` on bf16 tensor cores. Its products are compared with the reference's, its
-signal to noise with float64, and one linear with bf16: forward, backward and all quantisation, four microbatches a
-weight quantisation. A format that fails is a row that says why. ``--dry-run`` runs the same on small matrices on any
-machine, without times. The page lies beside a JSON file with the same figures.
+The check was written for the first owner of a Blackwell GPU, and runs on any GPU since Ampere. Every backend that can
+run here runs its formats: the native one, and ``emulated`` on bf16 tensor cores. Its GEMMs are compared with the
+reference's, and their signal-to-noise ratio with float64. One linear is timed against bf16, with forward, backward and
+all quantisation, and four microbatches per quantisation of the weight. A format that fails gets a row with the reason.
+``--dry-run`` runs the same on small matrices on any machine, without times. A JSON file beside the page has the same
+figures.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from snip_megatron.quantization.exact import quantize_exact
 BACKENDS = ("blackwell", "hopper", "emulated")
 FORMATS = tuple(fmt for fmt in Format if fmt is not Format.BF16)
 OF = {"blackwell": OF_BLACKWELL, "hopper": OF_HOPPER}
-"""Formats of a backend that has not all."""
+"""Formats of the backends that do not have all formats."""
 SHAPES = ((8192, 4096, 4096), (8192, 8192, 8192), (8192, 14336, 4096))  # T, N, K
 SMALL = ((256, 128, 384),)
 GOAL = 0.80
-"""Speed of an emulated linear over bf16's that is wanted for weights of 4096² and larger."""
+"""Wanted speed of an emulated linear relative to bf16, for weights of 4096² and larger."""
 _CHECKED = (512, 1024, 768)
 _NOTHING = 1e-30
 _MICROBATCHES, _ROUNDS = 4, 8
 
 
 def draw(shape: tuple[int, int, int], device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """X, W and G with rows of different size."""
+    """Return X, W and G whose rows differ in size."""
     generator = torch.Generator(device=device).manual_seed(sum(shape))
     tokens, n, k = shape
     x, w, g = (torch.randn(s, device=device, generator=generator) for s in ((tokens, k), (n, k), (tokens, n)))
@@ -58,7 +59,7 @@ def draw(shape: tuple[int, int, int], device: str) -> tuple[Tensor, Tensor, Tens
 
 
 def products(backend: GemmBackend, fmt: Format, x: Tensor, w: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """The three GEMMs of a linear, FP32."""
+    """Return the three GEMMs of a linear in FP32."""
     x_row, x_col = backend.quantize_input(x, fmt, fmt)
     w_row, w_col = backend.quantize_weight(w, fmt, fmt)
     g_row, g_col = backend.quantize_gradient(g, fmt, fmt, _keys(w))
@@ -71,7 +72,7 @@ def products(backend: GemmBackend, fmt: Format, x: Tensor, w: Tensor, g: Tensor)
 
 
 def accuracy(backend: GemmBackend, fmt: Format, shape: tuple[int, int, int], device: str) -> dict[str, Any]:
-    """Largest relative difference from the reference's products, and signal to noise in dB of each GEMM."""
+    """Return the largest relative difference from the reference, and the signal-to-noise ratio in dB, of each GEMM."""
     x, w, g = draw(shape, device)
     found, expected = products(backend, fmt, x, w, g), products(REFERENCE, fmt, x, w, g)
     exact = {
@@ -86,12 +87,12 @@ def accuracy(backend: GemmBackend, fmt: Format, shape: tuple[int, int, int], dev
 
 
 def relative(exact: Tensor, found: Tensor) -> float:
-    """‖found − exact‖ / ‖exact‖, at least 1e-30, whose logarithm exists."""
+    """Return ‖found − exact‖ / ‖exact‖, but at least 1e-30 so that its logarithm exists."""
     return max(float((found.double() - exact).norm() / exact.norm()), _NOTHING)
 
 
 def step(backend: GemmBackend, fmt: Format, x: Tensor, w: Tensor, g: Tensor) -> Callable[[], None]:
-    """Four microbatches of a linear, forward and backward, with everything that is quantised for them."""
+    """Return a call of four microbatches of a linear, forward and backward, with all quantisation."""
     main_grad, keys = torch.zeros(w.shape, device=w.device), _keys(w)
 
     def run() -> None:
@@ -107,7 +108,7 @@ def step(backend: GemmBackend, fmt: Format, x: Tensor, w: Tensor, g: Tensor) -> 
 
 
 def speeds(backends: dict[str, GemmBackend], rows: list[dict[str, Any]], shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Time of a step of every contender that works, as milliseconds a microbatch, and its speed over bf16."""
+    """Time a step of every contender that works. Returns milliseconds per microbatch and the speed relative to bf16."""
     x, w, g = draw(shape, "cuda")
     plain = next(iter(backends.values()))
     calls = {"bf16": step(plain, Format.BF16, x, w, g)}
@@ -126,7 +127,7 @@ def speeds(backends: dict[str, GemmBackend], rows: list[dict[str, Any]], shape: 
 
 
 def check(*, dry: bool) -> dict[str, Any]:
-    """Everything that the page says."""
+    """Return everything that the page shows."""
     backends, refusals = available(dry=dry)
     device = "cuda" if torch.cuda.is_available() and not dry else "cpu"
     result: dict[str, Any] = {"dry_run": dry, "refused": refusals, "rows": [], "speeds": []}
@@ -144,7 +145,7 @@ def check(*, dry: bool) -> dict[str, Any]:
 
 
 def available(*, dry: bool) -> tuple[dict[str, GemmBackend], dict[str, str]]:
-    """Backends that run here, and why the others do not."""
+    """Return the backends that run here, and why the others do not."""
     found: dict[str, GemmBackend] = {}
     if dry:
         found = {"reference": REFERENCE, "emulated": EmulatedBackend(quantize_exact, ExactProducts())}
@@ -161,7 +162,7 @@ def available(*, dry: bool) -> tuple[dict[str, GemmBackend], dict[str, str]]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The figures of :func:`check` in Markdown."""
+    """Return the figures of :func:`check` as Markdown."""
     lines = [f"# Formats on {result['device']}", ""]
     if result["dry_run"]:
         lines += [

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing of interleaved contenders, and result files that say how they came about."""
+"""Common parts of the benchmarks: timing of interleaved contenders, and result files with their origin."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIME = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 
 
 def commit(given: str | None = None) -> str:
-    """The measured commit: ``given``, else $SNIP_COMMIT, else git's (a copy of the tree may have no .git)."""
+    """Return the measured commit: ``given``, else $SNIP_COMMIT, else git's. A copy of the tree may have no .git."""
     named = given or os.environ.get("SNIP_COMMIT")
     if named:
         return named
@@ -34,7 +34,7 @@ def commit(given: str | None = None) -> str:
 
 
 def header(given_commit: str | None) -> dict[str, Any]:
-    """Device, versions, commit, command and date."""
+    """Return device, versions, commit, command and date."""
     import triton
 
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__}
@@ -54,7 +54,7 @@ def header(given_commit: str | None) -> dict[str, Any]:
 
 
 def _program() -> list[str]:
-    """The program as it is called from the repository's root."""
+    """Return the program as it is called from the repository's root."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
         return ["-m", spec.name.removesuffix(".__main__")]
@@ -63,12 +63,12 @@ def _program() -> list[str]:
 
 
 def step_times(printed: str) -> list[float]:
-    """Milliseconds of every step that a training printed (``--log-interval 1``)."""
+    """Return the milliseconds of every step that a training printed (``--log-interval 1``)."""
     return [float(found) for found in _TIME.findall(printed)]
 
 
 def write(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Write ``result`` as JSON, whole or not at all."""
+    """Write ``result`` as JSON, by rename."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,12 +80,17 @@ def write(path: Path | None, result: Mapping[str, Any]) -> None:
 def interleaved(
     calls: Mapping[str, Callable[[], object]], rounds: int, *, warmup: int = 2, head_start: bool = False
 ) -> dict[str, float]:
-    """Median GPU milliseconds of each call; the calls take turns, in another order every round, so that clocks and heat
-    are the same for all: what runs after a call that heats the card would lose.
+    """Return the median GPU milliseconds of each call.
+
+    The calls take turns, in another order every round, so that clocks and temperature are the same for all. Otherwise a
+    call would lose if it ran after a call that heats the GPU.
 
     Args:
-        head_start: keep the GPU waiting at the start of a round until its launches are queued: for calls that are
-            shorter than their launch.
+        calls: name → call.
+        rounds: number of rounds.
+        warmup: number of calls of each before the first round.
+        head_start: keep the GPU waiting at the start of a round until its launches are queued. This is for calls that
+            are shorter than their launch.
     """
     for _ in range(warmup):
         for call in calls.values():
@@ -108,10 +113,10 @@ def interleaved(
 
 
 def cold_milliseconds(call: Callable[[], object], batches: int = 5) -> float:
-    """Median GPU milliseconds of a call that finds nothing of its own in the L2 cache, however long its launch takes.
+    """Return the median GPU milliseconds of a call whose data is not in the L2 cache, without the time of its launch.
 
-    The GPU sleeps until a batch of launches is queued; a batch that came too late does not count, and the next sleep is
-    longer. Raises RuntimeError where no sleep is long enough: ``call`` waits for the GPU.
+    The GPU sleeps until a batch of launches is queued. A batch that was queued too late does not count, and the next
+    sleep is longer. Raises RuntimeError if no sleep is long enough, because ``call`` waits for the GPU.
     """
     _queued(call, _WAIT_CYCLES)  # compiles, allocates
     cycles, times = _WAIT_CYCLES, []
@@ -126,7 +131,10 @@ def cold_milliseconds(call: Callable[[], object], batches: int = 5) -> float:
 
 
 def _queued(call: Callable[[], object], cycles: int) -> list[float]:
-    """Milliseconds of each call of a batch behind a sleep; none where the sleep ended before the last was queued."""
+    """Return the milliseconds of each call of a batch behind a sleep.
+
+    Returns an empty list if the sleep ended before all calls were queued.
+    """
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_LAUNCHES)]
     awake = torch.cuda.Event()
     torch.cuda.synchronize()
@@ -152,13 +160,13 @@ def geomean(values: Sequence[float]) -> float | None:
 
 
 def refuse_without_cuda() -> None:
-    """Exit with one line where there is no GPU."""
+    """Exit with one line if there is no GPU."""
     if not torch.cuda.is_available():
         sys.exit(f"{Path(sys.argv[0]).name}: needs a CUDA device")
 
 
 def host_milliseconds(call: Callable[[], object], count: int = 5) -> float:
-    """What a call costs the launching thread, at most as long as the launch queue is not full."""
+    """Return how long a call occupies the launching thread, provided that the launch queue does not fill up."""
     times = []
     for _ in range(count):
         torch.cuda.synchronize()

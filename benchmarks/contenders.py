@@ -1,7 +1,7 @@
-"""One linear, forward and backward, four microbatches a step: the product's layer, plain bf16, Transformer Engine.
+"""One linear, forward and backward, with four microbatches a step: SNIP's layer, plain bf16, Transformer Engine.
 
-All accumulate the weight gradient into FP32 ``main_grad``; none accumulates x.grad (it is dropped before every
-backward, so autograd hands the tensor over).
+All contenders accumulate the weight gradient into an FP32 ``main_grad``. None accumulates x.grad: it is dropped before
+every backward, so that autograd passes the tensor on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Problem:
 
 
 class Contender(Protocol):
-    """``step`` runs the microbatches of a step; ``once`` one of them and returns Y."""
+    """One way to run the linear. ``step`` runs the microbatches of a step; ``once`` runs one of them and returns Y."""
 
     def step(self) -> None: ...
 
@@ -78,7 +78,7 @@ class _Holder(torch.nn.Module):
 
 
 class Snip(_Linear):
-    """The product's autograd function, as a converted linear runs it."""
+    """SNIP's autograd function, as a converted linear runs it."""
 
     def __init__(self, problem: Problem, backend: GemmBackend, formats: tuple[Format, Format, Format]) -> None:
         super().__init__(problem)
@@ -102,7 +102,7 @@ class Snip(_Linear):
 
 
 class _Plain(torch.autograd.Function):
-    """A bf16 linear whose backward gives ∇W to ``accumulate(g, x, main_grad)``."""
+    """A bf16 linear whose backward passes ∇W to ``accumulate(g, x, main_grad)``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, accumulate: Callable[[Tensor, Tensor, Tensor], object]) -> Tensor:
@@ -119,7 +119,7 @@ class _Plain(torch.autograd.Function):
 
 
 class Bf16(_Linear):
-    """bf16 GEMMs of torch, the weight gradient by ``accumulate``."""
+    """torch's bf16 GEMMs, with the weight gradient added by ``accumulate``."""
 
     def __init__(self, problem: Problem, accumulate: Callable[[Tensor, Tensor, Tensor], object]) -> None:
         super().__init__(problem)
@@ -131,7 +131,7 @@ class Bf16(_Linear):
 
 
 class TransformerEngine(_Linear):
-    """te.Linear with fused accumulation; its quantised weight is kept over the microbatches of a step."""
+    """te.Linear with fused accumulation. Its quantised weight is kept over the microbatches of a step."""
 
     def __init__(self, problem: Problem, recipe: Any | None) -> None:
         import transformer_engine.pytorch as te
@@ -168,7 +168,7 @@ def _fused(g: Tensor, x: Tensor, out: Tensor) -> None:
 
 
 def bf16_contenders(problem: Problem) -> dict[str, Contender]:
-    """Every bf16 way to the same result; the fastest is the one to beat."""
+    """Return every way to compute the result in bf16. Speedups are relative to the fastest one."""
     found: dict[str, Contender] = {
         "bf16 matmul + add": Bf16(problem, lambda g, x, out: out.add_(g.t() @ x)),
         "bf16 matmul to FP32 + add": Bf16(
@@ -182,7 +182,7 @@ def bf16_contenders(problem: Problem) -> dict[str, Contender]:
 
 
 def transformer_engine_contenders(problem: Problem) -> dict[str, Contender]:
-    """``te <format>`` → Transformer Engine's recipe of the same scaling; empty without Transformer Engine."""
+    """Return ``te <format>`` → Transformer Engine's recipe of the same scaling; empty without Transformer Engine."""
     if not has_transformer_engine():
         return {}
     from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling

@@ -1,10 +1,11 @@
-"""Step time of the training entry with SNIP on and an all-bf16 map over the entry without it.
+"""Step time of the training entry with SNIP and an all-bf16 map, relative to the entry without SNIP.
 
     python benchmarks/entry.py --out benchmarks/entry_<model>_<hardware>_<date>.json [--commit SHA]
 
-Real runs of ``snip_megatron.pretrain_gpt``, one after the other in the order without, with, with, without: four blocks
-shaped like Llama-8B with embedding, output layer and AdamW, sequence 8192, mock data. A step's time is what Megatron
-prints; the first steps of a run, which compile and allocate, are left out. Arguments after ``--`` go to Megatron.
+Real runs of ``snip_megatron.pretrain_gpt`` follow one another in the order without, with, with, without. The model has
+four blocks shaped like Llama-8B with embedding, output layer and AdamW, sequence 8192 and mock data. The time of a step
+is what Megatron prints. The first steps of a run, which compile and allocate, are left out. Arguments after ``--`` are
+passed to Megatron.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ORDER = (False, True, True, False)
 
 
 def run(snip: bool, steps: int, megatron: list[str]) -> list[float]:
-    """Milliseconds of every step of one run."""
+    """Return the milliseconds of every step of one run."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
     with tempfile.TemporaryDirectory() as folder:
         directory = ["--snip-dir", folder] if snip else []

@@ -1,20 +1,20 @@
-"""How much faster a whole training gets: SNIP's maps, Megatron's own FP8 and bf16, with and without CUDA graphs.
+"""Speed of whole trainings: SNIP's maps, Megatron's own FP8 and bf16, with and without CUDA graphs.
 
     python -m benchmarks.job --model 1b --out benchmarks/job_1b_<hardware>_<date>.json [--commit SHA]
 
-Every contender is a real training through the entry on mock data, with the distributed optimizer; those that are not
-SNIP's run without ``--snip``, which makes them Megatron's own. A contender's time is the median of the step times that
-Megatron prints, over the second half of the steps. Trainings take turns: they start side by side, up to the point where
-they would touch the GPU, then train one after the other; with ``--rounds 2`` all over again in the reverse order, and
-the medians are over both. ``*_graphs`` take the fastest of the implementations of CUDA graphs that they are tried with.
+Every contender is a real training through the entry on mock data with the distributed optimizer. Contenders other than
+SNIP's run without ``--snip``, so they are Megatron's own. The time of a contender is the median of the step times that
+Megatron prints, over the second half of the steps. Trainings start side by side up to the point at which they would use
+the GPU, and then train one after the other. With ``--rounds 2`` all of them train a second time in the reverse order,
+and the medians are over both rounds. ``*_graphs`` is the fastest of the implementations of CUDA graphs that are tried.
 
-``snip_fp4_75_graphs`` runs two real updates: ``updates`` in the result holds what their steps took longer, and what the
-run's events say. The other contenders of SNIP keep one map, with the same format in every GEMM.
+``snip_fp4_75_graphs`` runs two real updates. ``updates`` in the result has the time by which their steps took longer,
+and the times in the run's events. SNIP's other contenders keep one map, with the same format in every GEMM.
 
-A training that fails is in ``failed`` with its last error line, one that this machine cannot run in ``skipped``. With
-``--out`` of an earlier call on the same machine and code the result is added to, so that a table can be made in parts:
-those named by ``--contenders``, or all that have no time yet, until ``--deadline``. Arguments after ``--`` go to
-every training.
+A training that fails is listed in ``failed`` with its last error line, one that this machine cannot run in ``skipped``.
+If ``--out`` is the result of an earlier call on the same machine and code, the new figures are added to it. A table can
+so be made in parts: the contenders named by ``--contenders``, or all that have no time yet, until ``--deadline``.
+Arguments after ``--`` are passed to every training.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Job:
 
     # -- who takes part ----------------------------------------------------------------------------------------
     def impossible(self, name: str) -> str | None:
-        """Why this machine cannot run a contender, where it can't."""
+        """Return why this machine cannot run a contender, or None if it can."""
         contender = CONTENDERS[name]
         if contender.graphs and not torch.cuda.is_available():
             return "needs a GPU: CUDA graphs"
@@ -83,7 +83,7 @@ class Job:
         return None
 
     def turns(self, names: Sequence[str]) -> list[Turn]:
-        """The trainings of the contenders, in their order."""
+        """Return the trainings of the contenders, in their order."""
         found = []
         for name in names:
             tried: Sequence[str | None] = CONTENDERS[name].graphs or (None,)
@@ -108,7 +108,10 @@ class Job:
         return [*given, *self._arguments.megatron]
 
     def _updates(self) -> str:
-        """Two updates: the first after steps in bf16 to compare with, the second with as many steps before as after."""
+        """Return the arguments of two updates.
+
+        The first update follows steps in bf16 to compare with. The second has as many steps before it as after it.
+        """
         steps = self._arguments.steps
         first = max(3, steps // 4)  # steps that compile or capture graphs must be fewer than the others before it
         every = max(LAG + 1, -(-(steps - first) // 2))
@@ -124,7 +127,7 @@ class Job:
 
     # -- training ----------------------------------------------------------------------------------------------
     def train(self, turns: Sequence[Turn]) -> Iterator[tuple[Turn, Outcome, Path]]:
-        """The trainings, as they end; as many start side by side as ``--beside`` says."""
+        """Yield the trainings as they end. As many start side by side as ``--beside`` says."""
         waiting = list(turns)
         while waiting:
             batch, waiting = waiting[: self._arguments.beside], waiting[self._arguments.beside :]
@@ -142,7 +145,7 @@ class Job:
 
 # -- the table -------------------------------------------------------------------------------------------------
 class Table:
-    """The result as it grows; written after every training."""
+    """The result, which is written after every training."""
 
     def __init__(self, head: dict[str, Any], out: Path | None) -> None:
         self._out = out
@@ -152,7 +155,7 @@ class Table:
             self._continue(json.loads(out.read_text(encoding="utf-8")))
 
     def _continue(self, earlier: dict[str, Any]) -> None:
-        """Add to an earlier command's result. Exits where it is of another machine, code or training."""
+        """Add to the result of an earlier command. Exits if it is of another machine, code or training."""
         now = self.result
         for name in ("device", "commit", "versions", "model", "gpus", "arguments"):
             if earlier.get(name) != now[name]:
@@ -161,23 +164,23 @@ class Table:
         self.result = now | earlier | {"command": " && ".join(dict.fromkeys(commands))}
 
     def skip(self, contender: str, reason: str) -> None:
-        """A contender that cannot run here."""
+        """Record a contender that cannot run here."""
         self.result["skipped"][contender] = reason
         self._write()
 
     def missing(self) -> list[str]:
-        """Contenders of the table that no command has timed."""
+        """Return the contenders of the table that no command has timed."""
         return [name for name in CONTENDERS if name != EXTRA and name not in self.result["ms"]]
 
     def start(self, contender: str) -> None:
-        """A contender is about to run: what an earlier command says of it goes."""
+        """Remove what an earlier command recorded about a contender that is about to run."""
         self.result["skipped"].pop(contender, None)
         for key in ("failed", "runs", "updates"):
             for name in [name for name in self.result[key] if name.partition(":")[0] == contender]:
                 del self.result[key][name]
 
     def add(self, turn: Turn, outcome: Outcome, run: Path) -> None:
-        """A training that ended. Its contender's time is that of its fastest implementation of graphs."""
+        """Record a training that has ended. The time of a contender is that of its fastest implementation of graphs."""
         ms = step_times(outcome.printed)
         if outcome.error is not None or len(ms) < 2:
             self.result["failed"][turn.name] = outcome.error or "printed no step times"
@@ -208,7 +211,7 @@ class Table:
         write(self._out, self.result)
 
     def show(self) -> None:
-        """The table for a terminal."""
+        """Print the table."""
         for name, ms in self.result["ms"].items():
             speedup = self.result["speedup"].get(name)
             print(f"{name:24s} {ms:9.2f} ms" + ("" if speedup is None else f"  {speedup:6.3f} x bf16"))
@@ -227,7 +230,7 @@ class Table:
 
 # -- the command -----------------------------------------------------------------------------------------------
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Step times of whole trainings, SNIP's beside Megatron's own")
     parser.add_argument("--model", choices=tuple(MODELS), required=True)
     parser.add_argument("--out", type=Path, help="result file (JSON)")
@@ -252,7 +255,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
-    """The command; exit code 1 when a contender has no time and no good reason."""
+    """Run the command. Returns exit code 1 if a contender has neither a time nor a reason for being skipped."""
     arguments = parse(argv)
     began = clock()
     head = header(arguments.commit) | {

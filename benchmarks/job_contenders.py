@@ -1,4 +1,4 @@
-"""Who takes part in :mod:`benchmarks.job`: models, and ways to train them."""
+"""The contenders of :mod:`benchmarks.job`: models, and ways to train them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from snip_megatron.precision import Format
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes as Megatron's arguments, and how many layers there are."""
+    """The sizes of a model as Megatron's arguments, and its number of layers."""
 
     layers: int
     arguments: list[str]
@@ -34,11 +34,11 @@ class Contender:
     """A way to train.
 
     Attributes:
-        arguments: besides the model's.
-        graphs: implementations of CUDA graphs to try, the fastest counts; empty: none.
+        arguments: arguments in addition to the model's.
+        graphs: implementations of CUDA graphs to try, of which the fastest counts; empty for none.
         transformer_engine: whether its formats are Transformer Engine's.
-        map: the format of all GEMMs of its map; None: no map.
-        updates: whether it solves for maps of its own.
+        map: the format of all GEMMs of its map; None without a map.
+        updates: whether it solves for its own maps.
     """
 
     arguments: tuple[str, ...] = ()
@@ -67,4 +67,4 @@ CONTENDERS = {
     "snip_bf16_graphs": Contender(graphs=_BOTH, map=Format.BF16),
 }
 EXTRA = "snip_fp4_75"
-"""Of these, the one that is not in a table unless asked for by name."""
+"""The contender that is in a table only if it is asked for by name."""

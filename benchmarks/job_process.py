@@ -1,8 +1,8 @@
 """One rank of a training that waits for its turn: ``python -m benchmarks.job_process FOLDER [arguments of the entry]``.
 
-What a start costs beyond the training itself is mostly imports. They happen here before the turn, side by side with
-those of other trainings; the GPU is not touched. ``FOLDER/ready.RANK`` says that the rank waits; a line on its standard
-input is the turn, the input's end is the end.
+Most of the time of a start goes to imports. They happen here before the turn, side by side with those of other
+trainings, and without using the GPU. The file ``FOLDER/ready.RANK`` says that the rank waits. A line on its standard
+input starts its turn, and the end of the input ends it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Import, wait, train; the exit code is the entry's."""
+    """Import, wait and train. Returns the exit code of the entry."""
     folder = Path(sys.argv.pop(1))
     from snip_megatron import pretrain_gpt
     from snip_megatron.errors import SnipError

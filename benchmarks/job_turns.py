@@ -26,8 +26,8 @@ class Outcome:
 
     Attributes:
         printed: standard output of all ranks.
-        error: the last line of error output of the rank that failed first in order; None where all ended well.
-        seconds: from the turn to the end of the last rank.
+        error: the last line of the error output of the first rank that failed; None if all succeeded.
+        seconds: from the start of the turn to the end of the last rank.
     """
 
     printed: str
@@ -36,12 +36,12 @@ class Outcome:
 
 
 class Training:
-    """The ranks of one training on this host; a context manager that leaves no process behind.
+    """The ranks of one training on this host. As a context manager it leaves no process behind.
 
     Args:
-        ranks: how many, each with the GPU of its number.
-        arguments: of the training entry.
-        folder: theirs: working directory, output; made if it is not there.
+        ranks: number of ranks. Each uses the GPU with its number.
+        arguments: arguments of the training entry.
+        folder: working directory and folder of the output. It is created if it does not exist.
     """
 
     def __init__(self, ranks: int, arguments: Sequence[str], folder: Path) -> None:
@@ -71,13 +71,13 @@ class Training:
         self._end()
 
     def wait_ready(self) -> None:
-        """Return when every rank waits for its turn, or has ended."""
+        """Return when every rank waits for its turn or has ended."""
         until = time.monotonic() + _ANSWERS
         while time.monotonic() < until and not all(map(self._is_ready, range(len(self._ranks)))):
             time.sleep(_POLL_S)
 
     def take_turn(self, limit: float) -> Outcome:
-        """Train; ranks that have not ended after ``limit`` seconds are ended."""
+        """Train. Ranks that have not ended after ``limit`` seconds are ended."""
         started = time.monotonic()
         for process in self._ranks:
             assert process.stdin is not None
@@ -91,7 +91,7 @@ class Training:
         return Outcome("".join(self._read(self._output(r)) for r in range(len(self._ranks))), error, seconds)
 
     def _ended(self, until: float) -> bool:
-        """Wait for all ranks, or for one that fails: its peers would wait for it."""
+        """Wait for all ranks, or until one fails, because its peers would wait for it."""
         while time.monotonic() < until:
             codes = [process.poll() for process in self._ranks]
             if all(code is not None for code in codes) or any(codes):
@@ -108,7 +108,7 @@ class Training:
         return None
 
     def _end(self) -> None:
-        """End the ranks and what they started."""
+        """End the ranks and the processes that they started."""
         for process in self._ranks:
             if process.stdin is not None and not process.stdin.closed:
                 process.stdin.close()
@@ -131,14 +131,14 @@ class Training:
 
 
 def last_error(text: str) -> str:
-    """The line of a failed process's error output that says most: the last of an exception, else the last of all."""
+    """Return the most informative line of a failed process's error output: the last exception, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if _is_error(line)]
     return (errors or lines or [""])[-1][:500]
 
 
 def _is_error(line: str) -> bool:
-    """``some.Error: what happened``, or a line of the entry's own."""
+    """Return whether a line has the form ``some.Error: what happened``, or is an error of the entry."""
     name, colon, _ = line.partition(":")
     return bool(colon) and (name == "pretrain_gpt" or (name.endswith(("Error", "Exception")) and " " not in name))
 

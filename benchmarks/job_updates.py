@@ -1,4 +1,4 @@
-"""What updates of the map cost a training: how much longer its steps took, against what the events say."""
+"""The cost of updates in a training: the time by which its steps took longer, compared with the times in its events."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 AFTER = 3
-"""Steps from an adoption on that may still compile or allocate."""
+"""Number of steps from an adoption on that may still compile or allocate."""
 
 
 def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[dict[str, Any]]:
-    """One account an adopted update, in order.
+    """Return the cost of every adopted update, in order.
 
-    The time of step s is ``ms[s]``. An update's steps are those from its probe to :data:`AFTER` steps from its adoption
-    on. They took longer than the median of the settled steps before it, from the adoption on than that of those after
-    it, by ``longer_s``; ``events_s`` adds up the seconds that its events say the training thread was held up.
-    ``at_update_s`` and ``from_adoption_s`` say where.
+    The time of step s is ``ms[s]``. The steps of an update are those from its probe to :data:`AFTER` steps after its
+    adoption. ``longer_s`` is the time by which they took longer than the median of the settled steps before the update,
+    or from the adoption on than the median of the settled steps after it. ``events_s`` is the sum of the seconds for
+    which its events blocked the training thread. ``at_update_s`` and ``from_adoption_s`` are the parts of ``longer_s``.
     """
     submits = [int(event["step"]) for event in events if event["event"] == "submit"]
     adopts = [int(event["step"]) for event in events if event["event"] == "adopt"]

@@ -1,12 +1,13 @@
-"""Four blocks shaped like Llama-8B through Megatron's forward and backward: tokens a second, memory of saved inputs.
+"""Four blocks shaped like Llama-8B through Megatron's forward and backward: tokens per second, memory of saved inputs.
 
     python benchmarks/layer.py --out benchmarks/layer_<hardware>_<date>.json [--commit SHA]
 
-Sequence 8192, one sequence a microbatch, four microbatches a step (weights are quantised once a step), gradients into
-Megatron's DDP buffer in FP32. Contenders take turns: Megatron's own Transformer Engine layers with fused accumulation
-(bf16), SNIP's layer spec as built (bf16), converted under an all-bf16 map, and under fp8, fp8_tensor and fp4 maps.
-``speedup`` is over the faster of the first two. No embedding, output layer or optimizer: blocks only. Without
-Transformer Engine the layers are Megatron's local ones, whose attention is not fused; the result says so.
+A sequence has 8192 tokens, a microbatch one sequence, a step four microbatches (weights are quantised once a step).
+Gradients go into Megatron's FP32 DDP buffer. Contenders take turns: Megatron's own Transformer Engine layers with fused
+accumulation (bf16), SNIP's layer spec as built (bf16), and converted layers under an all-bf16 map and under fp8,
+fp8_tensor and fp4 maps. ``speedup`` is relative to the faster of the first two. The model has no embedding, output
+layer or optimizer. Without Transformer Engine the layers are Megatron's local ones, whose attention is not fused; the
+result says so.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 
 
 def transformer_config(arguments: argparse.Namespace, *, fused_accumulation: bool) -> TransformerConfig:
-    """Llama-8B's block, with as many blocks as asked."""
+    """Return the configuration of Llama-8B's block, with the requested number of blocks."""
     return TransformerConfig(
         num_layers=arguments.blocks,
         hidden_size=arguments.hidden,
@@ -69,7 +70,7 @@ def transformer_config(arguments: argparse.Namespace, *, fused_accumulation: boo
 
 
 class Stack:
-    """The blocks under Megatron's DDP, and one step of them."""
+    """The blocks under Megatron's DDP, and a step of them."""
 
     def __init__(self, arguments: argparse.Namespace, *, ours: bool, convert: bool = False) -> None:
         config = transformer_config(arguments, fused_accumulation=not ours)
@@ -128,7 +129,7 @@ class Stack:
 
 # -- memory --------------------------------------------------------------------------------------------------------
 def saved_by_linears(stack: Stack) -> int:
-    """Bytes that the linears of the decoder keep for their backward in one microbatch, weights not counted."""
+    """Return the bytes that the decoder's linears keep for their backward in one microbatch, without weights."""
     parameters = {p.untyped_storage().data_ptr() for p in stack.model.parameters()}
     inside, held = [False], dict[int, int]()
 
@@ -159,7 +160,7 @@ def marking_linears(stack: Stack, inside: list[bool]) -> Iterator[None]:
 
 
 def peak_memory(step: Callable[[], object]) -> int:
-    """Bytes that a step allocates above what is there before it."""
+    """Return the bytes that a step allocates in addition to what is allocated before it."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -211,7 +212,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def all_bf16_map_over_unconverted(stacks: dict[str, tuple[Stack, Format | None]], rounds: int) -> float:
-    """These two alone, the map adopted once as in training: a difference of a percent is to be seen."""
+    """Return the time under an all-bf16 map relative to unconverted layers, measured with these two contenders alone.
+
+    The map is adopted once, as in training. A difference of one percent must be visible.
+    """
     names = ("snip bf16", "our spec bf16, not converted")
     (snip, fmt), (plain, _) = (stacks[name] for name in names)
     assert fmt is not None

@@ -1,14 +1,15 @@
-"""One linear, forward, backward and all quantisation, against bf16 and Transformer Engine: numbers and speed together.
+"""One linear with forward, backward and all quantisation, against bf16 and Transformer Engine: accuracy and speed.
 
     python benchmarks/linear.py --out benchmarks/linear_<hardware>_<date>.json [--small] [--profile 2] [--commit SHA]
 
-Weights K→N of Llama-like models at M tokens a microbatch, four microbatches for every quantisation of the weight. Every
-contender accumulates the weight gradient into FP32; bf16 is the fastest of several ways, named in each row. The result
-is written after every row, so a run that is cut short leaves what it has. Exit code 1 when a number is out of bounds.
+The weights K→N are those of Llama-like models, with M tokens per microbatch and four microbatches per quantisation of
+the weight. Every contender accumulates the weight gradient into FP32. bf16 is the fastest of several ways, which each
+row names. The result is written after every row, so that a run that is stopped keeps its rows. The exit code is 1 if a
+figure is out of bounds.
 
-``geomean``: format → speedup over bf16 over all rows; ``geomean_te``: the same for Transformer Engine's recipe of the
-same scaling (block for fp8, current for fp8_tensor). ``--small`` measures small weights too and writes
-``shapes.json`` beside the result, which belongs to ``snip_megatron/gemm/``.
+``geomean`` is format → speedup over bf16, over all rows. ``geomean_te`` is the same for Transformer Engine's recipe of
+the same scaling (block for fp8, current for fp8_tensor). ``--small`` also measures small weights, and writes
+``shapes.json`` beside the result, which belongs into ``snip_megatron/gemm/``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ SMALL = ((512, 512), (768, 768), (512, 2048), (1024, 1024), (768, 3072), (1024, 
 
 
 def working(problem: Problem, contenders: dict[str, Contender], row: dict[str, Any]) -> dict[str, Contender]:
-    """Those that run; their signal to noise goes into ``row``, the reason of the others too."""
+    """Return the contenders that run.
+
+    Their signal-to-noise ratios, and the reasons of the others, are added to ``row``.
+    """
     found = {}
     for name, contender in contenders.items():
         try:
@@ -61,7 +65,7 @@ def working(problem: Problem, contenders: dict[str, Contender], row: dict[str, A
 
 
 def measure(m: int, k: int, n: int, backend: GemmBackend, rounds: int) -> dict[str, Any]:
-    """One row: accuracy of every contender, then their times in turns, then the times of ours' parts."""
+    """Measure one row: accuracy of every contender, then their times in turns, then those of the parts of SNIP's."""
     problem = Problem.draw(m, n, k)
     row: dict[str, Any] = {"m": m, "k": k, "n": n, "sqnr_db": {}, "failed": {}}
     contenders = {f"snip {f.value}": Snip(problem, backend, (f, f, f)) for f in FORMATS}
@@ -92,7 +96,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def summarise(result: dict[str, Any]) -> None:
-    """Geometric means over the rows measured so far."""
+    """Compute the geometric means over the rows measured so far."""
     rows = result["rows"]
     for key, column in (("geomean", "speedup"), ("geomean_te", "speedup_te")):
         names = [f.value for f in FORMATS if all(f.value in row[column] for row in rows)]
@@ -120,7 +124,7 @@ def measure_all(result: dict[str, Any], backend: GemmBackend, arguments: argpars
 
 
 def measure_small(result: dict[str, Any], backend: GemmBackend, arguments: argparse.Namespace) -> None:
-    """Small weights at 8,192 tokens: where fp8 does not pay."""
+    """Measure small weights at 8,192 tokens, for which fp8 may be slower than bf16."""
     for k, n in SMALL:
         row = measure(8192, k, n, backend, arguments.rounds)
         result["small"].append(row)
@@ -133,7 +137,7 @@ def measure_small(result: dict[str, Any], backend: GemmBackend, arguments: argpa
 
 
 def profile(result: dict[str, Any], backend: GemmBackend, count: int) -> str:
-    """torch's profile of one step of the rows that gain least, ours and theirs."""
+    """Return torch's profile of one step of the rows that gain least, for SNIP and for the others."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 

@@ -1,24 +1,25 @@
-"""SNIP on two or four GPUs of one host: equal to one GPU, what an update costs, step time over our entry without it.
+"""SNIP on two or four GPUs of one host: results against one GPU, cost of an update, step time over the plain entry.
 
     python -m benchmarks.multi_gpu --gpus 4 --out benchmarks/multi_gpu_<hardware>_<date>.json [--layouts tp2,pp2]
 
-Two parts, each a row a layout (``--part`` for one of them); rows are written as they come, and a command that was cut
-off goes on after those in its file. Real runs of the training entry under torchrun, bf16, distributed optimizer.
+There are two parts, each with one row per layout (``--part`` selects one). Rows are written as they are made, and a
+command that was stopped continues after the rows in its file. All runs are real runs of the training entry under
+torchrun, in bf16 with the distributed optimizer.
 
-- *equivalence*: one GPU trains three steps and saves. Every layout loads that, probes, solves without stage constraint,
-  adopts and trains on; table, map and losses are held against one GPU's. bf16 rounds partial sums, so they agree within
-  its tolerance, not within fp32's (``tests/distributed/layout_matrix.py`` has that on a CPU). Nothing is timed, so
-  all these runs go side by side.
-- *time*: the entry without SNIP, with an all-bf16 map, and with an update whose 75 % map is then in force: medians of
-  Megatron's step times; the update's passes and Σ wait from the run's events. Layouts whose GPUs fit beside each other
-  run side by side, which their rows say; ``--alone`` for figures without a neighbour. A layout's own runs follow one
-  another.
+- *equivalence*: one GPU trains three steps and saves. Every layout loads the checkpoint, probes, solves without stage
+  constraint, adopts and continues. Table, map and losses are compared with those of one GPU. bf16 rounds partial sums,
+  so they agree within its tolerance, not within that of fp32 (``tests/distributed/layout_matrix.py`` tests the latter
+  on a CPU). Nothing is timed, so all these runs run side by side.
+- *time*: the entry without SNIP, with an all-bf16 map, and with an update whose 75 % map is then adopted. The figures
+  are medians of Megatron's step times, the update's passes, and Σ wait from the run's events. Layouts whose GPUs are
+  free at the same time run side by side, which their rows say. With ``--alone`` they run one after the other. The runs
+  of one layout always follow one another.
 
-``--share N`` admits to *equivalence* layouts of up to N ranks a GPU, each rank as a host of its own, over sockets
-(:mod:`benchmarks.one_gpu_hosts`): for layouts of more GPUs than there are.
+``--share N`` adds layouts of up to N ranks per GPU to *equivalence*. Each rank then acts as a separate host, over
+sockets (:mod:`benchmarks.one_gpu_hosts`). This allows layouts of more ranks than GPUs.
 
-Context parallelism runs with Transformer Engine's attention; without it the row says so. ``--device cpu`` runs tiny
-models over gloo: for a look at the output, not for figures.
+Context parallelism needs Transformer Engine's attention; without it the row says so. ``--device cpu`` runs tiny models
+over gloo, which shows the output but gives no meaningful figures.
 """
 
 from __future__ import annotations
@@ -51,19 +52,19 @@ _SNIP = shlex.split("--snip --snip-wait 240 --snip-budget fp4=0.75")
 
 
 class Bench:
-    """The parts. Both give (layout, row) as rows come; a row of a failed run says why.
+    """The two parts. Both yield (layout, row) as rows are made. The row of a failed run has the reason.
 
     Args:
-        gpus: names for CUDA_VISIBLE_DEVICES; None: no GPUs, the layouts of part *time* one after the other. Layouts of
-            more ranks share them in part *equivalence* and have no row of *time*.
-        alone: so with GPUs too.
+        gpus: names for CUDA_VISIBLE_DEVICES. None: no GPUs, and the layouts of part *time* run one after the other.
+            Layouts of more ranks share the GPUs in part *equivalence*, and have no row in *time*.
+        alone: whether layouts run one after the other on GPUs, too.
     """
 
     def __init__(self, runs: Runs, gpus: Sequence[str] | None, alone: bool = False) -> None:
         self._runs, self._size, self._gpus, self._alone = runs, runs.size, gpus, alone
 
     def _row(self, make: Callable[[], dict[str, Any]], runs: Sequence[str]) -> dict[str, Any]:
-        """The row, or why there is none; with the seconds of those ``runs`` that this command made."""
+        """Return the row, or why there is none, with the seconds of those ``runs`` that this command made."""
         try:
             row = make()
         except Exception as error:  # a failed run, or one without what it should have written
@@ -71,7 +72,7 @@ class Bench:
         return row | {"run_seconds": {name: self._runs.seconds[name] for name in runs if name in self._runs.seconds}}
 
     def impossible(self, part: str, layout: Layout) -> str | None:
-        """Why there can be no row, where there can't."""
+        """Return why a row is impossible, or None if it is possible."""
         if layout.needs_te and not has_transformer_engine():
             return "needs Transformer Engine's attention"
         if part == "time" and self._shared(layout):
@@ -79,14 +80,14 @@ class Bench:
         return None
 
     def _shared(self, layout: Layout | None) -> str | None:
-        """The GPUs that a layout of more ranks shares."""
+        """Return the GPUs that the ranks of a layout share."""
         return ",".join(self._gpus) if self._gpus and layout and layout.gpus > len(self._gpus) else None
 
     # -- equivalence -------------------------------------------------------------------------------------------
     def equivalence(self, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Statistics, map and losses of layouts against one GPU's.
+        """Compare statistics, map and losses of layouts with those of one GPU.
 
-        The checkpoint first, then all runs side by side, each on the first GPUs: nothing is timed.
+        The checkpoint is made first. Then all runs run side by side, each on the first GPUs, because nothing is timed.
         """
         with ThreadPoolExecutor(len(names) + 2) as pool:
             saved = pool.submit(self._saved)
@@ -98,7 +99,7 @@ class Bench:
                 yield name, where | self._row(lambda run=run: compared(one.result(), run.result(), AT), runs)
 
     def _saved(self) -> Path:
-        """The checkpoint of one GPU; made once."""
+        """Return the checkpoint of one GPU, which is made once."""
         saved = self._runs.folder / "saved"
         if not (saved / "latest_checkpointed_iteration.txt").is_file():
             saving = ("--save", str(saved), "--save-interval", str(AT), "--exit-interval", str(AT))
@@ -106,7 +107,7 @@ class Bench:
         return saved
 
     def _probed(self, name: str, layout: Layout | None, saved: Future[Path]) -> Path:
-        """The run directory of a run from the checkpoint; made once."""
+        """Return the run directory of a run from the checkpoint, which is made once."""
         load, run = ("--load", str(saved.result())), self._runs.folder / f"equal-{name}" / "run"
         if not (run / "report.html").is_file():
             data = layout.data if layout is not None else 1
@@ -120,7 +121,7 @@ class Bench:
 
     # -- time --------------------------------------------------------------------------------------------------
     def time(self, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What SNIP costs on each layout; those that fit run side by side, each on GPUs of its own."""
+        """Measure the cost of SNIP on each layout. Layouts that fit run side by side on separate GPUs."""
         if self._gpus is None:
             for name in names:
                 yield name, self._timed(name, None)
@@ -134,7 +135,7 @@ class Bench:
                     yield name, done.result() | where
 
     def _timed(self, name: str, gpus: str | None) -> dict[str, Any]:
-        """Median milliseconds of a step without SNIP, under an all-bf16 map, under a 75 % map; the update's cost."""
+        """Return the median milliseconds of a step without SNIP, under an all-bf16 and a 75 % map, and of an update."""
         layout, steps, model = LAYOUTS[name], self._size.timed_steps, self._size.timed
         run = self._runs.folder / f"time-{name}" / "run"
         update = [*_SNIP, "--snip-first-update", str(FIRST_UPDATE), "--snip-update-interval", str(EVERY)]
@@ -163,7 +164,7 @@ class Bench:
 
 # -- the command -----------------------------------------------------------------------------------------------
 def wanted(layouts: str | None, ranks: int) -> list[str]:
-    """Names of layouts that fit; those of ``layouts`` where given. Exits on one that is unknown or too large."""
+    """Return the names of layouts that fit, or those of ``layouts``. Exits if one is unknown or too large."""
     names = layouts.split(",") if layouts else [name for name, layout in LAYOUTS.items() if layout.gpus <= ranks]
     for name in names:
         if name not in LAYOUTS:
@@ -174,14 +175,14 @@ def wanted(layouts: str | None, ranks: int) -> list[str]:
 
 
 def has_transformer_engine() -> bool:
-    """Whether its attention can be used."""
+    """Return whether Transformer Engine's attention can be used."""
     import importlib.util
 
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def measure(bench: Bench, result: dict[str, Any], names: Sequence[str], parts: Sequence[str], out: Path | None) -> None:
-    """Fill ``result`` in; a row that cannot be made says why, and the others go on."""
+    """Add the rows to ``result``. A row that cannot be made has the reason, and the others continue."""
     for part in parts:
         rows = result.setdefault(part, {})
 
@@ -201,7 +202,7 @@ def measure(bench: Bench, result: dict[str, Any], names: Sequence[str], parts: S
 
 
 def _continued(result: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """An earlier command's result, to which this one adds rows. Exits where they are of other machines or code."""
+    """Return an earlier command's result, to which rows are added. Exits if it is of another machine or code."""
     for name in ("device", "commit", "versions", "gpus", "limits"):
         if result[name] != now[name]:
             sys.exit(
@@ -218,7 +219,7 @@ def _short(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, run: Run = torchrun) -> int:
-    """The command; exit code 1 when a row failed."""
+    """Run the command. Returns exit code 1 if a row failed."""
     parser = argparse.ArgumentParser(description="SNIP on the GPUs of one host")
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     parser.add_argument("--gpus", type=int, default=2)

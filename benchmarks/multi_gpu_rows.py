@@ -1,4 +1,4 @@
-"""What runs of :mod:`benchmarks.multi_gpu` say: how far a layout is from one GPU, what an update cost."""
+"""The rows of :mod:`benchmarks.multi_gpu`: differences between a layout and one GPU, and the cost of an update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMITS = {"statistics_median": 4e-3, "map_agreement": 0.9, "loss": 2e-2}
 
 
 def compared(expected: Path, actual: Path, at: int) -> dict[str, Any]:
-    """A layout's run against that of one GPU; the update is that of step ``at``."""
+    """Compare a layout's run with that of one GPU. ``at`` is the step of the update."""
     row = statistics_apart(*(StatisticsTable.load(r / "stats" / f"step_{at}.npz") for r in (expected, actual)))
     row |= maps_apart(expected, actual, at) | losses_apart(expected, actual)
     within = (
@@ -29,7 +29,10 @@ def compared(expected: Path, actual: Path, at: int) -> dict[str, Any]:
 
 
 def statistics_apart(expected: StatisticsTable, actual: StatisticsTable) -> dict[str, Any]:
-    """Relative differences over all columns (drift from ρ = 1e-2 on): median, 95th percentile, worst and its column."""
+    """Return relative differences over all columns (drift from ρ = 1e-2 on).
+
+    These are the median, the 95th percentile, and the worst one with its column.
+    """
     parts: dict[str, np.ndarray] = {}
     for name, array in expected.arrays().items():
         other = actual.arrays()[name]
@@ -50,7 +53,7 @@ def statistics_apart(expected: StatisticsTable, actual: StatisticsTable) -> dict
 
 
 def maps_apart(expected: Path, actual: Path, at: int) -> dict[str, Any]:
-    """Share of the GEMMs with the same format, and the fp4 share of each map."""
+    """Return the share of the GEMMs with the same format, and the fp4 share of each map."""
     (one,), (other,) = read_maps(expected).values(), read_maps(actual).values()
     names = [row.name for row in StatisticsTable.load(expected / "stats" / f"step_{at}.npz").linears]
     same = [one.format_of(name, gemm) is other.format_of(name, gemm) for name in names for gemm in Gemm]
@@ -62,14 +65,14 @@ def maps_apart(expected: Path, actual: Path, at: int) -> dict[str, Any]:
 
 
 def losses_apart(expected: Path, actual: Path) -> dict[str, Any]:
-    """Worst relative difference of a step's loss, and after the last step."""
+    """Return the worst relative difference of a step's loss, and that after the last step."""
     one, other = ({m["step"]: m["loss"] for m in read_metrics(run)} for run in (expected, actual))
     apart = [abs(other[step] - loss) / loss for step, loss in one.items()]
     return {"loss": max(apart), "last_loss": apart[-1], "losses": [list(one.values()), list(other.values())]}
 
 
 def update_cost(run: Path, step_ms: float) -> dict[str, Any]:
-    """Passes and blocked time of the run's last update, in milliseconds and in steps."""
+    """Return the passes and the blocked time of the run's last update, in milliseconds and in steps."""
     events = read_events(run)
     submit = [e for e in events if e["event"] == "submit"][-1]
     events = [e for e in events if e["step"] >= submit["step"]]

@@ -1,4 +1,4 @@
-"""The runs of :mod:`benchmarks.multi_gpu`: models, layouts, torchrun, and which GPUs a run gets."""
+"""The runs of :mod:`benchmarks.multi_gpu`: models, layouts, torchrun, and the GPUs of each run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.common import ROOT
 
 Run = Callable[[int, Sequence[str], Path, str | None], subprocess.CompletedProcess[str]]
-"""(ranks, arguments, folder, CUDA_VISIBLE_DEVICES or None: as it is) → the finished ranks."""
+"""(ranks, arguments, folder, CUDA_VISIBLE_DEVICES or None to keep it) → the finished ranks."""
 
 LLAMA = shlex.split("""
 --group-query-attention --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
@@ -37,7 +37,7 @@ def sizes(layers: int, hidden: int, ffn: int, heads: int, groups: int, seq: int,
 
 @dataclass(frozen=True)
 class Size:
-    """Models of the two parts, and steps after the checkpoint or of a timed run."""
+    """The models of the two parts, and the number of steps after the checkpoint or of a timed run."""
 
     equivalence: list[str]
     timed: list[str]
@@ -55,7 +55,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """GPUs, Megatron's arguments, data parallel size (with context parallel peers: of microbatches)."""
+    """GPUs, Megatron's arguments, and the data parallel size (with context parallel peers: of microbatches)."""
 
     gpus: int
     arguments: str
@@ -75,7 +75,7 @@ LAYOUTS = {
 
 
 def torchrun(ranks: int, arguments: Sequence[str], folder: Path, gpus: str | None) -> subprocess.CompletedProcess[str]:
-    """Ranks of the training entry on this host; more than there are ``gpus`` share those."""
+    """Run ranks of the training entry on this host. If there are fewer ``gpus`` than ranks, the ranks share them."""
     folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     shared = gpus is not None and len(gpus.split(",")) < ranks
@@ -93,10 +93,12 @@ def torchrun(ranks: int, arguments: Sequence[str], folder: Path, gpus: str | Non
 
 
 class Runs:
-    """Trainings in ``folder``, from any thread.
+    """Trainings in ``folder``. Its methods may be called from any thread.
 
     Args:
-        run: starts ranks. size: the models. megatron: more arguments for every run.
+        run: starts ranks.
+        size: the models.
+        megatron: additional arguments of every run.
     """
 
     def __init__(self, run: Run, folder: Path, size: Size, megatron: Sequence[str]) -> None:
@@ -107,7 +109,7 @@ class Runs:
         self._megatron = [*COMMON, "--vocab-size", str(size.vocab), *megatron]
 
     def train(self, name: str, layout: Layout | None, steps: int, *arguments: str, gpus: str | None = None) -> str:
-        """Standard output. Raises RuntimeError with the end of a failed run's error output."""
+        """Train and return the standard output. Raises RuntimeError with the end of a failed run's error output."""
         extra = layout.arguments.split() if layout is not None else []
         started = time.monotonic()
         done = self._run(
@@ -124,7 +126,10 @@ class Runs:
 
 
 def visible_gpus(count: int) -> list[str]:
-    """``count`` GPUs as CUDA_VISIBLE_DEVICES names them, its own first entries where it is set. Exits on fewer."""
+    """Return ``count`` GPUs by their names for CUDA_VISIBLE_DEVICES. Exits if there are fewer.
+
+    If CUDA_VISIBLE_DEVICES is set, its first entries are returned.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     named = ",".join(map(str, range(count))) if given is None else given
     entries = [entry.strip() for entry in named.split(",") if entry.strip()]
@@ -134,7 +139,7 @@ def visible_gpus(count: int) -> list[str]:
 
 
 def rounds(names: Sequence[str], gpus: Sequence[str], alone: bool) -> list[dict[str, list[str]]]:
-    """Layouts that run side by side, with their GPUs: each in the first round that has as many left."""
+    """Return the layouts that run side by side, with their GPUs. Each is in the first round with enough free GPUs."""
     found: list[dict[str, list[str]]] = []
     for name in names:
         count = LAYOUTS[name].gpus

@@ -1,9 +1,9 @@
-"""The training entry where every rank takes the part of a host with one GPU: more ranks than GPUs, on one machine.
+"""The training entry with every rank as a separate host with one GPU: more ranks than GPUs on one machine.
 
     torchrun --nproc-per-node 4 -m benchmarks.one_gpu_hosts 0,1 --tensor-model-parallel-size 2 ...
 
-NCCL refuses two ranks of one host on the same GPU. Under hosts' names of their own the ranks reach each other over
-sockets, as on hosts without anything better: what they compute is that of four GPUs, how fast is not.
+NCCL refuses two ranks of one host on the same GPU. With a separate host name for each rank, the ranks communicate over
+sockets, as hosts without a faster network do. They compute what four GPUs would, but not as fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 def as_host(local_rank: int, gpus: str) -> dict[str, str]:
-    """What the environment of rank ``local_rank`` says, so that it is the only rank of a host with one of ``gpus``."""
+    """Return the environment of rank ``local_rank`` as the only rank of a host with one of ``gpus``."""
     names = gpus.split(",")
     return {
         "CUDA_VISIBLE_DEVICES": names[local_rank % len(names)],

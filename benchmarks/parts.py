@@ -1,4 +1,4 @@
-"""What a linear's time is made of: each quantisation and each GEMM alone, with its speed against its floor."""
+"""The parts of a linear's time: each quantisation and each GEMM alone, with its speed relative to its limit."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ COPIED = 2 << 30  # bytes
 
 
 def copy_bandwidth(size: int = COPIED) -> float:
-    """Bytes per second, read and written, of a device-to-device copy that moves ``size`` bytes in all."""
+    """Return the bytes per second, read and written, of a device-to-device copy that moves ``size`` bytes in all."""
     call = _copy(size)
     return size / interleaved({"copy": call}, 20, head_start=True)["copy"] * 1e3
 
 
 def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[str, dict[str, float]]:
-    """name → ms a microbatch; of quantisations TB/s (bytes read once, written once) and their share of a copy's that
-    moves as much; of GEMMs TFLOP/s.
+    """Return name → milliseconds per microbatch and rate of each part.
 
-    Beside what the backend does: ``product`` and ``product + add`` are wgrad without accumulation and with an addition
-    after it; ``<gemm> #i`` is cuBLASLt's i-th proposal for the same GEMM (wgrad accumulated).
+    Quantisations have TB/s (bytes read once, written once) and their share of the bandwidth of a copy of as many bytes.
+    GEMMs have TFLOP/s. There are further rows beside the parts that the backend runs: ``product`` and ``product + add``
+    are wgrad without accumulation and with an addition after it. ``<gemm> #i`` is cuBLASLt's i-th proposal for the same
+    GEMM (wgrad accumulated).
     """
     x, w, g = problem.x.detach(), problem.weight.detach(), problem.g
     main_grad = problem.weight.main_grad  # type: ignore[attr-defined]
@@ -71,7 +72,7 @@ def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[s
 def _proposals(
     name: str, a: Operand, b: Operand, out: torch.Tensor | None, *, fast: bool
 ) -> dict[str, Callable[[], object]]:
-    """cuBLASLt's proposals for a·bᵀ that run, by number: in bf16, or added to ``out``."""
+    """Return cuBLASLt's proposals for a·bᵀ that run, by number: in bf16, or added to ``out``."""
     library = cublaslt()
     found: dict[str, Callable[[], object]] = {}
     for choice in range(PROPOSALS if library is not None else 0):

@@ -1,11 +1,12 @@
-"""Predictions of ``snip plan`` against measured steps and linears: relative errors.
+"""Compares predictions of ``snip plan`` with measured steps and linears: relative errors.
 
     python benchmarks/plan_check.py [--timings h200] [--layer FILE.json] [--linear FILE.json] [--out RESULT.json]
 
-``--layer``: a result of ``layer.py`` (blocks through Megatron's forward and backward), whose milliseconds a step, bytes
-saved by linears and peak memory are predicted. ``--linear``: a result of ``linear.py``, one linear with everything.
-Needs no GPU. A table is a check only where it was not made from the same measurements; the result says from what.
-With ``--out RESULT.json`` the tables also go to ``RESULT.md``.
+``--layer`` is a result of ``layer.py`` (blocks through Megatron's forward and backward), whose milliseconds a step,
+bytes saved by linears and peak memory are predicted. ``--linear`` is a result of ``linear.py``: one linear with all
+quantisation. No GPU is needed. The comparison is meaningful only if the table of times comes from other measurements
+than the results; the output names the origin of both. With ``--out RESULT.json`` the tables are also written to
+``RESULT.md``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Row = dict[str, Any]
 
 
 def layer_rows(result: dict[str, Any], timings: str) -> list[Row]:
-    """One row a format: milliseconds a step, and bytes of one microbatch."""
+    """Return one row for each format: milliseconds per step, and bytes of one microbatch."""
     shape, microbatches = result["shape"], int(result["microbatches"])
     hidden, heads = shape["hidden"], shape["heads"]
     sizes = (shape["blocks"], hidden, shape["ffn"], heads, shape["groups"], hidden // heads)
@@ -71,7 +72,7 @@ def layer_rows(result: dict[str, Any], timings: str) -> list[Row]:
 
 
 def linear_rows(result: dict[str, Any], timings: str) -> list[Row]:
-    """One row a shape and format: milliseconds a microbatch."""
+    """Return one row for each shape and format: milliseconds per microbatch."""
     model = load_cost_model(timings)
     rows = []
     for row in result["rows"]:
@@ -97,7 +98,7 @@ def _compare(name: str, predicted: float, measured: float) -> dict[str, dict[str
 
 
 def render(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     lines = [
         "# Predictions of `snip plan` against measurements",
         "",

@@ -1,9 +1,10 @@
-"""Predicted steps of ``snip plan`` against the trainings of :mod:`benchmarks.job`, with and without CUDA graphs.
+"""Compares predicted steps of ``snip plan`` with the trainings of :mod:`benchmarks.job`, with and without CUDA graphs.
 
     python -m benchmarks.plan_job --job benchmarks/job_1b_h200_2026-11-22.json [--timings mine.json] [--out F.json]
 
-Needs no GPU. The contenders with one format in every GEMM are compared: their step times, and their speedups over bf16
-without graphs. ``--timings`` is a table of ``snip calibrate``; one from the machine of the job has its host's seconds.
+No GPU is needed. The contenders with one format in every GEMM are compared: their step times, and their speedups over
+bf16 without graphs. ``--timings`` is a table of ``snip calibrate``. A table from the machine of the job includes its
+host seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HERE = Path(__file__).parent
 
 
 def layout_of(job: dict[str, Any], graphs: str) -> Layout:
-    """The layout of a job's trainings on one GPU."""
+    """Return the layout of a job's trainings on one GPU."""
     if job["gpus"] != 1:
         sys.exit(f"plan_job.py: the job ran on {job['gpus']} GPUs, and only one is supported")
     given = job["arguments"]
@@ -42,7 +43,7 @@ def layout_of(job: dict[str, Any], graphs: str) -> Layout:
 
 
 def rows_of(job: dict[str, Any], model: CostModel) -> list[dict[str, Any]]:
-    """One row per contender with one format in every GEMM: predicted and measured, and predicted / measured − 1."""
+    """Return one row for each contender with one format: predicted, measured, and predicted / measured − 1."""
     rows: list[dict[str, Any]] = []
     for name, measured in job["ms"].items():
         contender = CONTENDERS[name]

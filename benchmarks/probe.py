@@ -1,12 +1,13 @@
-"""What a probe costs beside training: the passes of one update on four blocks shaped like Llama-8B.
+"""The cost of a probe relative to training: the passes of one update on four blocks shaped like Llama-8B.
 
     python benchmarks/probe.py --out benchmarks/probe_<model>_<hardware>_<date>.json [--commit SHA]
 
-The product's layers and probes under Megatron's forward and backward, DDP and AdamW: sequence 8192, one sequence a
-microbatch, one microbatch a probe. A small vocabulary stands at both ends, so that the blocks are nearly all of a pass.
-Passes take turns with the plain bf16 pass they are compared with; each is timed from an idle device to an idle device.
-Parts of the statistics pass are timed by events in rounds of their own. ``--profile N`` adds its N longest kernels.
-On a machine without a GPU it runs on the CPU (local layers, unfused): for a look at the output, not for figures.
+SNIP's layers and probes run under Megatron's forward and backward, DDP and AdamW, with sequence 8192, one sequence per
+microbatch and one microbatch per probe. Embedding and output layer have a small vocabulary, so that the blocks take
+nearly all of a pass. Passes take turns with the plain bf16 pass with which they are compared. Each is timed from an
+idle device to an idle device. Parts of the statistics pass are timed by events in separate rounds. ``--profile N`` adds
+the N longest kernels. On a machine without a GPU it runs on the CPU (local layers, unfused), which shows the output but
+gives no meaningful figures.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Training:
         return losses, mean
 
     def bf16_pass(self) -> None:
-        """Forward and backward of one microbatch as training runs it under an all-bf16 map."""
+        """Run forward and backward of one microbatch as training does under an all-bf16 map."""
         self.registry.start_step(self.step)
         self.model[0].zero_grad_buffer()
         get_forward_backward_func()(
@@ -174,7 +175,7 @@ def synchronize() -> None:
 
 
 class Stopwatch:
-    """Milliseconds of named stretches: from idle to idle device, or by events (``idle`` False)."""
+    """Milliseconds of named stretches, from idle to idle device, or by events (``idle`` False)."""
 
     def __init__(self) -> None:
         self.idle = True
@@ -204,7 +205,7 @@ class Stopwatch:
         return call
 
     def collect(self) -> None:
-        """Add up the events of a round, name by name."""
+        """Add up the events of a round by name."""
         synchronize()
         sums: dict[str, float] = {}
         for name, start, end in self._events:
@@ -219,7 +220,7 @@ class Stopwatch:
 
 @contextmanager
 def timed_passes(training: Training, watch: Stopwatch) -> Iterator[None]:
-    """The runner's own stretches: its passes by name, the reduction, the drift."""
+    """Time the passes of the runner by name, the reduction and the drift inside this context."""
     runner = training.runner
     run_pass = runner._run_pass
 
@@ -237,7 +238,7 @@ def timed_passes(training: Training, watch: Stopwatch) -> Iterator[None]:
 
 @contextmanager
 def timed_parts(watch: Stopwatch) -> Iterator[None]:
-    """The recorder's work in the backwards of the statistics pass."""
+    """Time the recorder's work in the backwards of the statistics pass inside this context."""
     if ON_CPU:
         module: Any = errors
     else:
@@ -287,7 +288,7 @@ def measure(training: Training, rounds: int) -> dict[str, Any]:
 
 
 def longest_kernels(training: Training, count: int) -> list[dict[str, Any]]:
-    """Kernels of one update, without its noise passes, by total time."""
+    """Return the kernels of one update without its noise passes, by total time."""
     from torch.profiler import profile
 
     with mock.patch.object(training.runner, "_noise_passes", list), profile() as found:

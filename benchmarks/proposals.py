@@ -1,9 +1,10 @@
-"""cuBLASLt's proposals for products with one scale a tensor: the table behind ``snip_megatron/gemm/proposals.py``.
+"""Measures cuBLASLt's proposals for GEMMs with one scale per tensor, the table of ``snip_megatron/gemm/proposals.py``.
 
     python benchmarks/proposals.py --out snip_megatron/gemm/proposals.json [--seconds 120] [--commit SHA]
 
-Shapes are those of ``linear.py``, fprop and dgrad. A proposal other than the first enters the table where it was faster
-than the first by 2 % or more in two measurements, its result agrees with the first's to bf16, and its bits repeat.
+The shapes are those of ``linear.py``, for fprop and dgrad. A proposal other than the first enters the table if it was
+faster than the first by 2 % or more in two measurements, if its result agrees with the first's to bf16, and if it is
+bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def operand(rows: int, depth: int) -> Operand:
 
 
 def runnable(library: CublasLt, a: Operand, b: Operand) -> dict[int, Callable[[], object]]:
-    """Number → call of the proposals that run, repeat their bits and give the first one's numbers."""
+    """Return number → call of the proposals that run, are bitwise repeatable and agree with the first one."""
     found: dict[int, Callable[[], bool]] = {}
     reference: torch.Tensor | None = None
     for choice in range(PROPOSALS):
@@ -58,7 +59,7 @@ def runnable(library: CublasLt, a: Operand, b: Operand) -> dict[int, Callable[[]
 
 
 def measure(library: CublasLt, a_rows: int, b_rows: int, depth: int) -> dict[str, Any]:
-    """The fastest proposal of one product and what it gains, the lesser of two measurements; 0: the first stays."""
+    """Return the fastest proposal of one GEMM, and its gain, the smaller of two measurements; 0: the first proposal."""
     calls = runnable(library, operand(a_rows, depth), operand(b_rows, depth))
     first, second = (
         interleaved({str(choice): call for choice, call in calls.items()}, ROUNDS, head_start=True) for _ in range(2)

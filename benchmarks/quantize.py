@@ -1,11 +1,11 @@
-"""Quantisation kernels on a GPU: correct to the bit against the torch reference, and their bandwidth against a copy.
+"""Quantisation kernels on a GPU: bitwise comparison with the torch reference, and bandwidth relative to a copy.
 
     python benchmarks/quantize.py --out benchmarks/quantize_<hardware>_<date>.json [--sweep]
 
-Every row names a kernel and a shape; ``fraction`` is its bytes (read once, written once) over its time, divided by the
-same for a device-to-device copy of as many bytes in the same run. Both start with a cold L2 cache, neither waits for
-its launch: ``host_us`` is what that costs the host. ``tensor`` reads its matrix twice unless the amax is known: that is
-counted. Exit code 1 when a kernel differs from the reference.
+Every row names a kernel and a shape. ``fraction`` is its bytes (read once, written once) over its time, divided by the
+same for a device-to-device copy of as many bytes in the same run. Both start with a cold L2 cache, and neither includes
+its launch; ``host_us`` is the host time of the launch. ``tensor`` reads its matrix twice unless the amax is known, and
+both reads are counted. The exit code is 1 if a kernel differs from the reference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Call = Callable[[torch.Tensor], Operands]
 
 
 def cases(module: Any) -> dict[str, Call]:
-    """Kernel name → call, for the Triton module or the reference, whose functions have the same names."""
+    """Return kernel name → call, for the Triton module or the reference, whose functions have the same names."""
     tiles, blocks, tensor = module.quantize_tiles, module.quantize_blocks, module.quantize_tensor
     seeds = {"row_seed": 2**63 + 11, "col_seed": 12}
     return {
@@ -66,7 +66,7 @@ def cases(module: Any) -> dict[str, Call]:
 
 
 def kind(name: str) -> str:
-    """The entry of ``triton_quantize.LAUNCH`` that a case uses."""
+    """Return the entry of ``triton_quantize.LAUNCH`` that a case uses."""
     for word, found in (("errors", "sums"), ("stochastic", "stochastic"), ("blocks", "blocks"), ("tensor", "tensor")):
         if word in name:
             return found
@@ -75,7 +75,7 @@ def kind(name: str) -> str:
 
 @functools.cache
 def columns(count: int) -> torch.Tensor:
-    """Ids of one of two shards of a gated linear: not contiguous, as in training."""
+    """Return the ids of one of two shards of a gated linear, which are not contiguous, as in training."""
     halves = torch.arange(2 * count, device="cuda")[: count // 4 * 8].view(2, 2, -1)[:, 1].reshape(-1)
     return torch.cat([halves, torch.arange(2 * count, 2 * count + count - halves.numel(), device="cuda")])
 
@@ -86,7 +86,7 @@ def largest() -> torch.Tensor:
 
 
 def sample(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Normal numbers with rows of different size, a zero tile, tiny numbers and signed zeros."""
+    """Return normal numbers with rows of different size, a zero tile, tiny numbers and signed zeros."""
     x = torch.randn(rows, cols, device="cuda") * torch.randn(rows, 1, device="cuda").mul_(3).exp_()
     x[0] = 0.0
     x[rows // 2] *= 1e-36
@@ -95,7 +95,7 @@ def sample(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.T
 
 
 def all_quotients() -> torch.Tensor:
-    """bf16 [128, …]: each amax mantissa leading tiles of all mantissas from its own size down to 2^-21 of it."""
+    """Return bf16 [128, …]: every amax mantissa in tiles of all mantissas from its own size down to 2^-21 of it."""
     mantissas = 128.0 + torch.arange(128)
     smaller = torch.cat([mantissas * 2.0**-shift for shift in range(21)])
     smaller = torch.cat([smaller, smaller[: -len(smaller) % 127]]).view(1, -1, 127).expand(128, -1, -1)
@@ -108,10 +108,10 @@ def parts(operands: Operands) -> Iterable[tuple[str, Operand]]:
 
 
 def difference(found: Operands, expected: Operands) -> str | None:
-    """What differs, or None. Bytes of values and scales must agree.
+    """Return what differs, or None. Bytes of values and scales must be equal.
 
-    Sums of squares must within FP32 summation and the rounding of the product that the reference subtracts, δ ≤ 2^-24
-    of x: it enters as Σδ² and, by Cauchy and Schwarz, as at most 2·sqrt(Σe²·Σδ²).
+    Sums of squares must agree within FP32 summation and the rounding of the product that the reference subtracts, δ ≤
+    2^-24 of x: it enters as Σδ² and, by Cauchy and Schwarz, as at most 2·sqrt(Σe²·Σδ²).
     """
     for (name, side), (_, wanted) in zip(parts(found), parts(expected), strict=True):
         if not torch.equal(side.scale, wanted.scale):
@@ -129,7 +129,7 @@ def difference(found: Operands, expected: Operands) -> str | None:
 
 
 def bias(x: torch.Tensor, draws: int = 64) -> float:
-    """Mean error of stochastic fp4 over ``draws`` seeds, in standard errors."""
+    """Return the mean error of stochastic fp4 over ``draws`` seeds, in standard errors."""
     total, square = 0.0, 0.0
     for seed in range(draws):
         row = triton_quantize.quantize_tiles(x, "fp4", None, row_seed=seed).row
@@ -146,7 +146,7 @@ def moved_bytes(name: str, x: torch.Tensor, operands: Operands) -> int:
 
 
 def compiled() -> dict[int, Any]:
-    """Every kernel compiled so far."""
+    """Return every kernel that was compiled so far."""
     kernels = (getattr(triton_kernels, f"{name}_kernel") for name in ("tile", "block", "amax", "tensor"))
     return {id(k): k for kernel in kernels for caches in kernel.device_caches.values() for k in caches[0].values()}
 
@@ -155,7 +155,7 @@ RESOURCES: dict[tuple[str, str], dict[str, int]] = {}
 
 
 def resources(name: str, call: Callable[[], object]) -> dict[str, int]:
-    """Registers a thread and spilled ones of the kernel that a case launches first under the present options."""
+    """Return the registers per thread, and the spilled ones, of the kernel that a case launches first."""
     key = (name, str(triton_quantize.LAUNCH[kind(name)]))
     if key not in RESOURCES:
         before = compiled()
@@ -167,14 +167,14 @@ def resources(name: str, call: Callable[[], object]) -> dict[str, int]:
 
 @functools.cache
 def copy_bandwidth(size: int) -> float:
-    """Bytes per second, read and written, of a device-to-device copy that moves ``size`` bytes in all."""
+    """Return the bytes per second, read and written, of a device-to-device copy that moves ``size`` bytes in all."""
     source = torch.empty(size // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / cold_milliseconds(lambda: target.copy_(source)) * 1e3
 
 
 def host_microseconds(call: Callable[[], object], count: int = 50) -> float:
-    """What a call costs the launching thread."""
+    """Return how long a call occupies the launching thread."""
     torch.cuda.synchronize()
     times = []
     for _ in range(count):
@@ -220,7 +220,7 @@ def measure(shapes: Iterable[tuple[int, int]], names: Iterable[str]) -> list[dic
 
 
 def sweep() -> list[dict[str, Any]]:
-    """The same kernels under other launch options."""
+    """Measure the same kernels with other launch options."""
     rows: list[dict[str, Any]] = []
     for group, candidates in SWEEP.items():
         names = [name for name in cases(triton_quantize) if kind(name) == group and "given" not in name]

@@ -32,7 +32,7 @@ from snip_megatron.solver import solve  # noqa: E402
 
 
 def proven(model: Model, formats: int, seeds: int) -> dict[str, Any]:
-    """Wall and processor seconds of ``solve`` over seeds."""
+    """Return the wall-clock and processor seconds of ``solve`` over seeds."""
     wall, processor, optimal, gap = [], [], 0, 0.0
     for seed in range(seeds):
         problem = instance(model, formats, seed)
@@ -56,7 +56,7 @@ def proven(model: Model, formats: int, seeds: int) -> dict[str, Any]:
 
 
 def agreement(instances: int) -> dict[str, Any]:
-    """Objectives against HiGHS' on random problems of 10 to 120 items, 2 to 6 formats, 1 to 5 stages."""
+    """Compare objectives with HiGHS on random problems of 10 to 120 items, 2 to 6 formats, 1 to 5 stages."""
     worst, optimal, worse, infeasible = 0.0, 0, 0, 0
     for seed in range(instances):
         rng = np.random.default_rng([seed, 500])
@@ -81,7 +81,7 @@ def agreement(instances: int) -> dict[str, Any]:
 
 
 def million(items: int) -> dict[str, Any]:
-    """``snip solve --solver greedy`` as a command, on a file."""
+    """Run ``snip solve --solver greedy`` as a command on a file."""
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "problem.json", Path(folder) / "map.json"
         path.write_text(granular(items, 0).to_json())
@@ -129,7 +129,7 @@ def measure(seeds: int, instances: int, items: int) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables of a result."""
+    """Return the tables of a result."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     lines = [
         "# Solver: time to a proven optimum",

@@ -1,4 +1,4 @@
-"""Seeded problems the size of 70B and 405B Llamas, as a training run would pose them."""
+"""Seeded problems of the size of 70B and 405B Llamas, as a training run would build them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEEDUPS = {
     Format.NVFP4: 2.4,
     Format.MXFP4: 2.2,
 }
-"""Typical speed of a GEMM over BF16; every (linear kind, GEMM, format) has its own, 12 % around it."""
+"""Typical speed of a GEMM relative to BF16. Every (linear kind, GEMM, format) has its own, which varies by 12 %."""
 LOSSES = {
     Format.BF16: 0.0,
     Format.FP8: 0.02,
@@ -37,7 +37,7 @@ CANDIDATES = {
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a Llama and its pipeline."""
+    """The sizes of a Llama, and its pipeline."""
 
     name: str
     blocks: int
@@ -56,11 +56,11 @@ MODELS = (Model("70b", 80, 8, 8192, 28672, 1 / 8), Model("405b", 126, 16, 16384,
 
 
 def instance(model: Model, formats: int, seed: int) -> Problem:
-    """One problem at granularity ``gemm``.
+    """Return one problem at granularity ``gemm``.
 
-    Losses are heavy-tailed (log-normal over four decades), larger for fprop, fc2 and the first and last blocks, rounded
-    to four digits as in a run. With two formats costs are FLOPs and the target is 75 % in fp4; with more they are
-    seconds, and the target is three quarters of what the fastest formats would save.
+    Losses are heavy-tailed (log-normal over four decades), larger for fprop, fc2 and the first and last blocks, and
+    rounded to four digits as in a run. With two formats, costs are FLOPs and the target is 75 % in fp4. With more
+    formats, costs are seconds and the target is three quarters of what the fastest formats would save.
     """
     rng = np.random.default_rng(seed)
     candidates = CANDIDATES[formats]
@@ -96,7 +96,10 @@ def instance(model: Model, formats: int, seed: int) -> Problem:
 
 
 def granular(items: int, seed: int) -> Problem:
-    """A choice per block of a weight: many items of few costs, heavy-tailed losses, eight stages."""
+    """Return a problem with a choice for every block of a weight.
+
+    It has many items with few different costs, heavy-tailed losses and eight stages.
+    """
     rng = np.random.default_rng(seed)
     cost = rng.choice([5.0, 4.0, 28.0, 14.0], items) * 1e9
     loss = np.exp(rng.normal(0, 2, items))

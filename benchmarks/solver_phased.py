@@ -41,7 +41,7 @@ STRUCTURES = {
 
 
 def phased_instance(structure: str, seed: int) -> PhasedProblem:
-    """70B, 960 items, bf16, fp8 and fp4, 8 stages, four phases."""
+    """Return a problem of 70B: 960 items, bf16, fp8 and fp4, 8 stages, four phases."""
     static = instance(MODELS[0], 3, seed)
     begins = [sum(STEPS[:p]) for p in range(len(STEPS))]
     cosine = [1 + math.cos(math.pi * i / 100) for i in range(101)]
@@ -67,7 +67,7 @@ def phased_instance(structure: str, seed: int) -> PhasedProblem:
 
 
 def proven(structure: str, seeds: int, limit: float) -> dict[str, Any]:
-    """Wall and processor seconds of ``solve_phased`` over seeds."""
+    """Return the wall-clock and processor seconds of ``solve_phased`` over seeds."""
     wall, processor, optimal, gap = [], [], 0, 0.0
     for seed in range(seeds):
         problem = phased_instance(structure, seed)
@@ -93,9 +93,9 @@ def proven(structure: str, seeds: int, limit: float) -> dict[str, Any]:
 
 
 def agreement(instances: int, limit: float, seconds: float) -> dict[str, Any]:
-    """Objectives against HiGHS' on random problems of 10 to 39 items, 2 to 4 formats, 1 to 4 stages, 2 to 4 phases.
+    """Compare objectives with HiGHS on random problems of 10 to 39 items, 2 to 4 formats, 1 to 4 stages, 2 to 4 phases.
 
-    ``instances`` of the result counts those that were begun within ``seconds``.
+    ``instances`` of the result counts those that were started within ``seconds``.
     """
     deadline, done = time.perf_counter() + seconds, 0
     found = {"optimal": 0, "infeasible_for_both": 0, "equal": 0, "worse": 0, "better": 0, "highs_missed_a_need": 0}
@@ -158,7 +158,7 @@ def measure(seeds: int, instances: int, limit: float, seconds: float) -> dict[st
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables of a result."""
+    """Return the tables of a result."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     lines = [
         "# Solver over phases: time to a proven optimum",

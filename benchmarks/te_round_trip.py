@@ -2,14 +2,14 @@
 
     python -m benchmarks.te_round_trip --out benchmarks/te_round_trip_<hardware>_<date>.json [--commit SHA]
 
-Seven short runs of a small Llama in bf16 with ``--transformer-impl transformer_engine``, each a process of its own:
+Seven short runs train a small Llama in bf16 with ``--transformer-impl transformer_engine``, each in a separate process:
 stock training to step 4; from there SNIP under an all-bf16 map to step 8, and stock from its checkpoint to step 12; the
-same without SNIP (the control); and with a learning rate of 0 one step of SNIP, then one of stock, whose checkpoints
-must hold the very weights of step 4. These three pairs go side by side. Losses are compared step by step with the
-control's: SNIP's layer keeps norm and linear apart where Transformer Engine fuses them, so they agree up to bf16
-arithmetic.
+same without SNIP (the control); and, with a learning rate of 0, one step of SNIP and then one of stock, whose
+checkpoints must hold the same weights as step 4. These three pairs run side by side. Losses are compared with the
+control's step by step. SNIP's layer keeps norm and linear apart while Transformer Engine fuses them, so losses agree up
+to bf16 arithmetic.
 
-``--transformer-impl local`` runs the same on any machine, on a CPU without Transformer Engine.
+``--transformer-impl local`` runs the same on any machine, also on a CPU without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class RoundTrip:
     """The runs, in folders under ``folder``.
 
     Args:
-        folder: for checkpoints and logs.
+        folder: folder for checkpoints and logs.
         transformer_impl: Megatron's argument of that name.
-        timeout: seconds a run may take.
+        timeout: seconds that a run may take.
     """
 
     def __init__(self, folder: Path, transformer_impl: str, timeout: float) -> None:
@@ -65,7 +65,10 @@ class RoundTrip:
         self._timeout = timeout
 
     def train(self, name: str, until: int, *extra: str, load: str | None = None) -> dict[int, float]:
-        """Train to step ``until`` from the checkpoint of run ``load`` and save; step -> loss. Raises RuntimeError."""
+        """Train to step ``until`` from the checkpoint of run ``load``, and save.
+
+        Returns step → loss. Raises RuntimeError if the run fails.
+        """
         arguments = [*_LLAMA, "--lr", "1e-3", "--min-lr", "1e-4", "--transformer-impl", self._impl]
         arguments += ["--exit-interval", str(until), "--save", str(self._folder / name), *extra]
         if load is not None:
@@ -87,12 +90,15 @@ class RoundTrip:
         return losses
 
     def weights(self, name: str, step: int) -> dict[str, str]:
-        """Name -> SHA-256 of every weight, "" for what is no tensor; optimizer, random state and SNIP's own aside."""
+        """Return name → SHA-256 of every weight, "" for objects, without optimizer, random state and SNIP's state."""
         return weights(self._folder / name / f"iter_{step:07d}")
 
 
 def weights(checkpoint: Path) -> dict[str, str]:
-    """Entries of the model in a torch_dist checkpoint: name -> SHA-256 of dtype, shape and bytes, "" for objects."""
+    """Return the entries of the model in a torch_dist checkpoint.
+
+    They are name → SHA-256 of dtype, shape and bytes, or "" for objects.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -119,7 +125,7 @@ def _sha256(tensor: torch.Tensor) -> str:
 
 
 def round_trip(folder: Path, transformer_impl: str = "transformer_engine", timeout: float = 240.0) -> dict[str, Any]:
-    """All runs; what they say about weights and losses, JSON-ready. Raises RuntimeError when a run fails."""
+    """Run everything. Returns what the runs show about weights and losses. Raises RuntimeError if a run fails."""
     runs = RoundTrip(folder, transformer_impl, timeout)
     losses = {"stock": runs.train("stock", 4)}
 
@@ -156,9 +162,10 @@ def round_trip(folder: Path, transformer_impl: str = "transformer_engine", timeo
 def compare_weights(
     original: Mapping[str, str], copies: Mapping[str, Mapping[str, str]], trained: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Any]:
-    """``equal``: every copy has the original's entries with their bits, every trained one its entries with others.
+    """Compare the weights of checkpoints.
 
-    ``digest``: SHA-256 over the original's names and hashes, in order.
+    ``equal``: every copy has the original's entries bit for bit, and every trained checkpoint has the same entries with
+    other bits. ``digest``: SHA-256 over the original's names and hashes, in order.
     """
     digest = hashlib.sha256("".join(f"{name} {original[name]}\n" for name in sorted(original)).encode()).hexdigest()
     tensors = [name for name, value in original.items() if value]
@@ -182,7 +189,7 @@ def compare_weights(
 
 
 def compare_losses(losses: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
-    """``equal``: at every step within :data:`LOSS_TOLERANCE` of the control's, relative."""
+    """Compare losses. ``equal``: at every step within :data:`LOSS_TOLERANCE` of the control's, relative."""
     found = {**losses["snip"], **losses["stock_after_snip"]}
     expected = {**losses["control"], **losses["control_after_control"]}
     differences = {

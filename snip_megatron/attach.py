@@ -1,11 +1,11 @@
-"""SNIP in a Megatron training script of one's own: three lines.
+"""Adds SNIP to a Megatron training script with three lines.
 
     from snip_megatron.attach import attach, snip_arguments                               # 1
     args = parse_and_validate_args(extra_args_provider=snip_arguments(my_arguments))      # 2: adds --snip and --snip-*
     pretrain = attach(pretrain)                                                           # 3: before pretrain is called
 
-Without ``--snip`` the script trains as it did. Without a CUDA device a script runs through ``python -m
-snip_megatron.attach SCRIPT ARGUMENTS``, which answers CUDA's calls by the CPU (docs/own-script.md).
+Without ``--snip`` the script trains as before. Without a CUDA device, start the script with
+``python -m snip_megatron.attach SCRIPT ARGUMENTS``, which redirects CUDA calls to the CPU (docs/own-script.md).
 """
 
 from __future__ import annotations
@@ -84,13 +84,14 @@ def layer_spec(config: Any) -> Any:
     """Return the decoder layer for a model provider under ``--snip --transformer-impl transformer_engine``.
 
     SNIP cannot replace the GEMMs inside Transformer Engine's fused linears. Its layer keeps norm and linear apart, and
-    shares checkpoints with Transformer Engine's. A script that gives Megatron a model configuration needs none.
+    shares checkpoints with Transformer Engine's. A script that gives Megatron a model configuration does not need this
+    function.
 
     Args:
         config: Megatron's TransformerConfig.
 
     Returns:
-        The spec, or None where the script's own layers are right: without ``--snip``, and with
+        The spec. None if the script's own layers can be used: without ``--snip``, and with
         ``--transformer-impl local``.
     """
     if config.transformer_impl != "transformer_engine" or not parse_snip_arguments(sys.argv[1:]).enabled:

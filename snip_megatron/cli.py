@@ -13,19 +13,25 @@ from snip_megatron import __version__
 from snip_megatron.errors import SnipError, cut
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "doctor": ("snip_megatron.commands.doctor", "say what this machine can run, and what is missing for the rest"),
+    "doctor": ("snip_megatron.commands.doctor", "report what this machine can run, and what is missing for the rest"),
     "solve": ("snip_megatron.commands.solve", "choose a format for every item of a problem file"),
     "prepare-data": (
         "snip_megatron.megatron.data.prepare_data",
         "turn local text into Megatron's .bin/.idx and a tokenizer",
     ),
-    "plan": ("snip_megatron.commands.plan", "memory, time and speedup of a configuration before it is launched"),
+    "plan": (
+        "snip_megatron.commands.plan",
+        "predict memory, time and speedup of a configuration before it is launched",
+    ),
     "launch": ("snip_megatron.commands.launch", "train a known configuration with torchrun, on one node or several"),
     "calibrate": ("snip_megatron.commands.calibrate", "measure how long GEMMs take on this GPU, for time budgets"),
     "compare": ("snip_megatron.commands.compare", "train the policies of experiment files and compare their losses"),
-    "validate-proxy": ("snip_megatron.commands.validate_proxy", "estimators against measured truth; age of scores"),
+    "validate-proxy": (
+        "snip_megatron.commands.validate_proxy",
+        "compare estimators with measured sensitivities, or show how scores age",
+    ),
     "report": ("snip_megatron.commands.report", "write the HTML report of a run directory"),
-    "export": ("snip_megatron.commands.export", "write a map for other tools, such as Megatron's own precision file"),
+    "export": ("snip_megatron.commands.export", "write a map or a checkpoint in the format of another tool"),
 }
 
 
@@ -37,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _cut_words(message: str) -> str:
-    """argparse quotes arguments whole, however long."""
+    """Cut each word of an error of argparse, which quotes arguments however long they are."""
     return " ".join(map(cut, message.split(" ")))
 
 

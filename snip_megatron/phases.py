@@ -49,7 +49,7 @@ class SchedulePhase:
 
     @property
     def floor(self) -> tuple[str, float] | None:
-        """The kind (``fp4`` or ``speedup``) and the figure of ``budget``; None without. Raises SnipError if invalid."""
+        """The kind (``fp4`` or ``speedup``) and the value of ``budget``; None without one. Raises SnipError."""
         if self.budget is None:
             return None
         kind, _, text = self.budget.partition("=") if isinstance(self.budget, str) else ("", "", "")

@@ -30,16 +30,26 @@ _SHARES = {"gemms": 1.0, "activations": 0.6, "weights": 0.7, "attention": 0.75}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip calibrate``."""
     add = parser.add_argument
-    add("--out", type=Path, metavar="FILE.json", help="where to write the table (default: standard output)")
-    add("--shapes", default="grid", metavar="grid|MODEL", help="a grid (default), or a model's own linears")
-    add("--tp", type=int, default=1, metavar="N", help="with a model: tensor parallel size")
-    add("--tokens", default="8192", metavar="N,N", help="with a model: tokens of a microbatch; default: %(default)s")
-    add("--formats", default=",".join(_FORMATS), metavar="F,F", help="quantised formats; default: %(default)s")
+    add("--out", type=Path, metavar="FILE.json", help="file for the table (default: standard output)")
+    add(
+        "--shapes",
+        default="grid",
+        metavar="grid|MODEL",
+        help="what to measure: a grid of shapes that covers any model, or the linears of one model; default: grid",
+    )
+    add("--tp", type=int, default=1, metavar="N", help="tensor parallel size of the model; default: 1")
+    add("--tokens", default="8192", metavar="N,N", help="tokens of the model's microbatches; default: %(default)s")
+    add(
+        "--formats",
+        default=",".join(_FORMATS),
+        metavar="F,F",
+        help="quantised formats to measure; default: %(default)s",
+    )
     add("--time", type=float, default=110.0, metavar="S", help="start no measurement after S seconds; default: 110")
     add("--gemm", default="auto", help="GEMM backend, as --snip-gemm; default: auto")
-    add("--device", default=None, metavar="cuda|cpu", help="default: a GPU where there is one")
-    add("--no-host", dest="host", action="store_false", help="do not measure what launching a step takes the host")
-    add("--commit", default=None, help="what is measured, for the record")
+    add("--device", default=None, metavar="cuda|cpu", help="device to measure; default: a GPU if there is one")
+    add("--no-host", dest="host", action="store_false", help="do not measure how long the host takes to launch a step")
+    add("--commit", default=None, help="commit of the measured code, which the table records")
 
 
 def run(args: argparse.Namespace) -> int:

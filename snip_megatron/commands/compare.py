@@ -51,34 +51,46 @@ ENVIRONMENT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip compare``."""
     parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="experiments (.json, .toml); with --report results"
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="experiment files (.json, .toml); with --report, result files",
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of snip prepare-data")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder that snip prepare-data wrote")
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("runs/compare"),
         metavar="DIR",
-        help="results: NAME.json, NAME.md, NAME.html; default runs/compare",
+        help="folder for the results NAME.json, NAME.md and NAME.html; default runs/compare",
     )
-    parser.add_argument("--work", type=Path, metavar="DIR", help="checkpoints, run directories, logs; default OUT/work")
-    parser.add_argument("--gpus", default="auto", metavar="auto|N", help="GPUs to use, 0: the CPU; default auto: all")
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="folder for checkpoints, run directories and logs; default OUT/work"
+    )
+    parser.add_argument(
+        "--gpus", default="auto", metavar="auto|N", help="number of GPUs to use; 0: the CPU; default auto: all GPUs"
+    )
     parser.add_argument(
         "--per-gpu",
         type=int,
         default=None,
         metavar="K",
-        help="runs side by side on a GPU (or on the CPU); default 8 (1)",
+        help="runs at the same time on each GPU, or on the CPU; default 8 on a GPU, 1 on the CPU",
     )
     parser.add_argument(
-        "--time-limit", type=float, metavar="S", help="end within S seconds; start no run that would not"
+        "--time-limit", type=float, metavar="S", help="end within S seconds, and start no run that would take longer"
     )
     parser.add_argument(
-        "--mps", action="store_true", help="share GPUs by NVIDIA's Multi-Process Service if it works here"
+        "--mps",
+        action="store_true",
+        help="run several processes on a GPU by NVIDIA's Multi-Process Service, if it works here",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the results in OUT")
-    parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands, train nothing")
-    parser.add_argument("--report", action="store_true", help="tables and plots of result files, train nothing")
+    parser.add_argument("--resume", action="store_true", help="continue from the results in OUT")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands; train nothing")
+    parser.add_argument(
+        "--report", action="store_true", help="write the tables and plots of result files again; train nothing"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,16 +19,19 @@ _MARKS = {Status.OK: "ok  ", Status.NOTE: "note", Status.FAIL: "FAIL"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip doctor``."""
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
-    parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(), help="where runs will write (default: here)")
-    parser.add_argument("--port", metavar="N", type=int, default=29500, help="torchrun's port (default: 29500)")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 on notes too")
+    parser.add_argument(
+        "--dir", metavar="DIR", type=Path, default=Path(), help="folder that runs will write to (default: here)"
+    )
+    parser.add_argument("--port", metavar="N", type=int, default=29500, help="port of torchrun (default: 29500)")
+    parser.add_argument("--strict", action="store_true", help="exit with code 1 also if there are only notes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report.
 
     Returns:
-        Exit code 0 if training under SNIP can run here, 1 if something that it needs is missing or wrong.
+        Exit code 0 if training under SNIP can run here. 1 if something that it needs is missing or wrong, or with
+        ``--strict`` if there is a note.
 
     Raises:
         SnipError: If the port is out of range.

@@ -24,8 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that all formats share, and those of each format."""
     formats = "; ".join(f"{name}: {text}" for name, (_, text) in TARGETS.items())
     parser.add_argument("--format", choices=tuple(TARGETS), required=True, help=formats)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="what to export: a map, a checkpoint")
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write into; made if missing")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the map or the checkpoint to export")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", required=True, help="folder for the output; created if it does not exist"
+    )
     for name, (module, _) in TARGETS.items():
         importlib.import_module(module).add_arguments(parser.add_argument_group(f"--format {name}"))
 

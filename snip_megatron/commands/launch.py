@@ -19,43 +19,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip launch``. Those that Megatron has too have the same names."""
     add = parser.add_argument
     add("configuration", metavar="CONFIGURATION", help="1b, 3b, 7b, 70b (TP8 × PP4 × DP2) or 70b-pp8 (TP8 × PP8)")
-    add("--data", metavar="DIR", help="folder of snip prepare-data, or mock: random tokens")
-    add("--save", type=Path, metavar="DIR", help="checkpoints; the run goes on from the newest one there")
-    add("--no-resume", dest="resume", action="store_false", help="start anew even where --save holds a checkpoint")
-    add("--model", metavar="NAME|config.json", help="another Llama: 1b, 3b, 7b, 8b, 70b, 405b, or its config.json")
+    add("--data", metavar="DIR", help="folder that snip prepare-data wrote; or mock, for random tokens")
+    add("--save", type=Path, metavar="DIR", help="folder for checkpoints; a run resumes from the newest one there")
+    add("--no-resume", dest="resume", action="store_false", help="start anew even if --save holds a checkpoint")
+    add(
+        "--model",
+        metavar="NAME|config.json",
+        help="another Llama: 1b, 3b, 7b, 8b, 70b, 405b, or a config.json; default: the configuration's",
+    )
     for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline stages"), ("nodes", "nodes of the job")):
         add(f"--{name}", type=int, metavar="N", help=f"{text}; default: the configuration's")
     add("--gpus-per-node", type=int, metavar="N", help="ranks on each node; default: 8")
-    add("--seq-length", type=int, metavar="N", help="default: the configuration's")
-    add("--micro-batch-size", type=int, metavar="N", help="default: the configuration's")
-    add("--global-batch-size", type=int, metavar="N", help="default: the configuration's")
-    add("--recompute", choices=("none", "selective", "full"), help="default: the configuration's")
-    add("--no-snip", dest="snip", action="store_false", help="plain Megatron, for comparison")
-    add("--smoke", action="store_true", help="the same arguments with a tiny model of 20 steps: does it start?")
-    add("--cpu", action="store_true", help="ranks on the CPU with gloo, to try --smoke anywhere")
-    add("--rendezvous", metavar="HOST:PORT", help="of several nodes: a free port of one of them, the same on all")
-    add("--rendezvous-id", default="snip", metavar="ID", help="of this job, the same on all nodes; default: snip")
+    for name, text in (("seq-length", "tokens of a sequence"), ("micro-batch-size", "sequences of a microbatch")):
+        add(f"--{name}", type=int, metavar="N", help=f"{text}; default: the configuration's")
+    add("--global-batch-size", type=int, metavar="N", help="sequences of a step; default: the configuration's")
+    add(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        help="activations to recompute in the backward; default: the configuration's",
+    )
+    add("--no-snip", dest="snip", action="store_false", help="train with plain Megatron, for comparison")
+    add("--smoke", action="store_true", help="train a tiny model for 20 steps with the same arguments, as a test")
+    add("--cpu", action="store_true", help="run the ranks on the CPU over gloo, to try --smoke without a GPU")
+    add(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="for several nodes: a free port of one of them; the same on all nodes",
+    )
+    add(
+        "--rendezvous-id",
+        default="snip",
+        metavar="ID",
+        help="identifies this job; the same on all nodes; default: snip",
+    )
     add(
         "--local-address",
         metavar="ADDR|route",
-        help="of this node, where its host name does not resolve; route: the"
-        " address from which it reaches the rendezvous",
+        help="address of this node, if its host name does not resolve; route: the address from which this node reaches"
+        " the rendezvous",
     )
     add(
         "--check",
         action="store_true",
         help="let Megatron and SNIP check all arguments of the job; start nothing",
     )
-    add("--dry-run", action="store_true", help="print what is expected and the exact command; start nothing")
-    add("--hardware", action="store_true", help="print NODES GPUS_PER_NODE and leave: for schedulers' scripts")
-    add("--progress", action="store_true", help="print SAVED STEPS, the newest checkpoint and the end, and leave")
+    add("--dry-run", action="store_true", help="print the forecast and the exact command; start nothing")
+    add("--hardware", action="store_true", help="print NODES GPUS_PER_NODE and exit; for scripts of schedulers")
+    add("--progress", action="store_true", help="print SAVED STEPS (newest checkpoint, end of training) and exit")
     add(
         "--megatron",
         dest="extra",
         nargs=argparse.REMAINDER,
         default=[],
         metavar="...",
-        help="all that follows goes to Megatron, last",
+        help="all arguments that follow are passed to Megatron, and override the configuration",
     )
 
 

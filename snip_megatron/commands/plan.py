@@ -28,58 +28,97 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip plan``. Those that Megatron has too have the same names."""
     add = parser.add_argument
     add(
-        "--model", required=True, metavar="NAME|config.json", help="1b, 3b, 7b, 8b, 70b, 405b, or a Llama's config.json"
+        "--model",
+        required=True,
+        metavar="NAME|config.json",
+        help="the model: 1b, 3b, 7b, 8b, 70b, 405b, or the config.json of a Llama",
     )
-    for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline stages"), ("vpp", "chunks a stage")):
+    for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline stages"), ("vpp", "model chunks per stage")):
         add(f"--{name}", type=_count, default=1, metavar="N", help=f"{text}; default: 1")
     add("--dp", type=_count, default=1, metavar="N", help="data parallel size; default: 1")
-    add("--seq-length", type=_count, metavar="N", help="default: the model's context")
-    add("--micro-batch-size", type=_count, default=1, metavar="N", help="default: 1")
-    add("--global-batch-size", type=_count, metavar="N", help="default: 8 microbatches a pipeline stage")
-    add("--recompute", choices=_RECOMPUTE, default="none", help="default: none")
-    add("--cuda-graph-impl", choices=_GRAPHS, default="none", help="as Megatron's; default: none")
-    add("--vocab-size", type=_count, metavar="N", help="default: the model's")
+    add("--seq-length", type=_count, metavar="N", help="tokens of a sequence; default: the model's context length")
+    add("--micro-batch-size", type=_count, default=1, metavar="N", help="sequences of a microbatch; default: 1")
+    add(
+        "--global-batch-size",
+        type=_count,
+        metavar="N",
+        help="sequences of a step; default: 8 microbatches per pipeline stage",
+    )
+    add(
+        "--recompute",
+        choices=_RECOMPUTE,
+        default="none",
+        help="activations to recompute in the backward; default: none",
+    )
+    add("--cuda-graph-impl", choices=_GRAPHS, default="none", help="as Megatron's argument; default: none")
+    add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
     for flag, text in _FLAGS.items():
         add(f"--{flag}", action="store_true", help=text)
     add(
         "--budget",
         default="fp4=0.75",
         metavar="KIND=X",
-        help="fp4=, speedup=, loss= as --snip-budget; step=: whole step",
+        help="fp4=, speedup= or loss= as --snip-budget, or step=: speedup of the whole step; default: fp4=0.75",
     )
-    add("--formats", metavar="F,F", help="candidates; default: fp8,fp4 for fp4=, else bf16,fp8,fp8_tensor")
-    add("--granularity", choices=("gemm", "layer"), default="gemm", help="default: gemm")
+    add(
+        "--formats",
+        metavar="F,F",
+        help="candidate formats; default: fp8,fp4 with a budget of fp4=, otherwise bf16,fp8,fp8_tensor",
+    )
+    add("--granularity", choices=("gemm", "layer"), default="gemm", help="as --snip-granularity; default: gemm")
     add("--stage-tolerance", default="0.02", metavar="X", help="as --snip-stage-tolerance; default: 0.02")
-    add("--statistics", type=Path, metavar="FILE.npz", help="losses of a run (stats/step_N.npz); default: synthetic")
-    add("--seed", type=int, default=1, metavar="N", help="of synthetic losses")
+    add(
+        "--statistics",
+        type=Path,
+        metavar="FILE.npz",
+        help="statistics of a run (stats/step_N.npz) to compute losses from; default: synthetic losses",
+    )
+    add("--seed", type=int, default=1, metavar="N", help="seed of synthetic losses; default: 1")
     add(
         "--timings",
         default="h200",
         metavar="NAME|FILE",
-        help="h200, flops, or a table of snip calibrate; default: h200",
+        help="times of GEMMs: h200, flops, or a file of snip calibrate; default: h200",
     )
-    add("--probe-microbatches", type=_count, default=1, metavar="B", help="as --snip-probe-microbatches")
-    add("--probe-tokens", type=_count, default=512, metavar="N", help="as --snip-probe-tokens")
-    add("--policy", default="snip", metavar="NAME", help="as --snip-policy: what an update measures; default: snip")
-    add("--estimator", choices=("noise", "fisher", "measured"), default="noise", help="as --snip-estimator")
+    add("--probe-microbatches", type=_count, default=1, metavar="B", help="as --snip-probe-microbatches; default: 1")
+    add("--probe-tokens", type=_count, default=512, metavar="N", help="as --snip-probe-tokens; default: 512")
+    add("--policy", default="snip", metavar="NAME", help="as --snip-policy; default: snip")
+    add(
+        "--estimator",
+        choices=("noise", "fisher", "measured"),
+        default="noise",
+        help="as --snip-estimator; default: noise",
+    )
     add("--backward-noise", action="store_true", help="as --snip-backward-noise")
     add("--measured-share", type=_SHARE, default=0.25, metavar="X", help="as --snip-measured-share; default: 0.25")
     add("--measured-twice", action="store_true", help="as --snip-measured-twice")
     add("--hessian-probes", type=_count, default=8, metavar="N", help="as --snip-hessian-probes; default: 8")
-    add("--update-interval", type=_count, default=1000, metavar="N", help="as --snip-update-interval")
-    add("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
-    add("--node-bandwidth", type=_BANDWIDTH, default=350.0, metavar="GB/s", help="a GPU to its node's; default: 350")
-    add("--network-bandwidth", type=_BANDWIDTH, default=40.0, metavar="GB/s", help="a GPU to other nodes; default: 40")
-    add("--json", type=Path, metavar="OUT.json", help="also write the plan as snip.plan/1")
+    add("--update-interval", type=_count, default=1000, metavar="N", help="as --snip-update-interval; default: 1000")
+    add("--gpus-per-node", type=_count, default=8, metavar="N", help="GPUs of a node; default: 8")
+    add(
+        "--node-bandwidth",
+        type=_BANDWIDTH,
+        default=350.0,
+        metavar="GB/s",
+        help="bandwidth of one GPU to the others of its node; default: 350",
+    )
+    add(
+        "--network-bandwidth",
+        type=_BANDWIDTH,
+        default=40.0,
+        metavar="GB/s",
+        help="bandwidth of one GPU to other nodes; default: 40",
+    )
+    add("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
 
 
 _FLAGS = {
-    "sequence-parallel": "as Megatron's",
-    "no-distributed-optimizer": "every data parallel rank holds the optimizer's whole state",
-    "overlap-grad-reduce": "as Megatron's",
-    "overlap-param-gather": "as Megatron's",
-    "account-for-embedding-in-pipeline-split": "as Megatron's",
-    "account-for-loss-in-pipeline-split": "as Megatron's",
+    "sequence-parallel": "as Megatron's argument",
+    "no-distributed-optimizer": "every data parallel rank holds the whole state of the optimizer",
+    "overlap-grad-reduce": "as Megatron's argument",
+    "overlap-param-gather": "as Megatron's argument",
+    "account-for-embedding-in-pipeline-split": "as Megatron's argument",
+    "account-for-loss-in-pipeline-split": "as Megatron's argument",
 }
 
 

@@ -17,32 +17,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         type=Path,
         nargs="+",
-        help="run directory (--snip-dir of a training run); several are compared on one page",
+        help="run directory (--snip-dir of a training); several are compared on one page",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
         type=Path,
-        help="where to write the page (default: RUN/report.html; of several RUN/comparison.html in the first)",
+        help="file for the page (default: RUN/report.html; for several runs comparison.html in the first RUN)",
     )
     parser.add_argument(
         "--cost",
         metavar="MODEL",
         help="cost model of the predicted time saved: flops, a table such as h200, or a file of snip calibrate"
-        " (default: the times that the run solved with, else flops)",
+        " (default: the times that the run used; flops if it used none)",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--json",
         action="store_true",
-        help="instead of a page, print whether the run was worth it: steps' times, time saved, costs, loss, memory",
+        help="instead of a page, print whether the run was worth it: times of steps, time saved, costs, loss, memory",
     )
     instead.add_argument(
         "--live",
         action="store_true",
-        help="serve the page of a running job on this machine, renewed as the run goes on, until Ctrl-C",
+        help="serve the page of a running job on this machine and keep it up to date, until Ctrl-C",
     )
-    parser.add_argument("--port", metavar="N", type=int, help="port of --live on 127.0.0.1 (default: 8765; 0: any)")
+    parser.add_argument(
+        "--port", metavar="N", type=int, help="port of --live on 127.0.0.1 (default: 8765; 0: any free port)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

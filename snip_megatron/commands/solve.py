@@ -29,35 +29,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "problem",
         type=Path,
         metavar="PROBLEM.json",
-        help="a snip.problem/1 or /2 file; or a run directory (its latest update), or a step's file of its stats/",
+        help="a problem file (snip.problem/1 or /2); a run directory, for its latest update; or a file of its stats/",
     )
     add(
         "--out",
         type=Path,
         metavar="MAP.json",
-        help="where to write the map, or the plan of a snip.problem/2 file (default: standard output)",
+        help="file for the map, or for the plan of a snip.problem/2 file (default: standard output)",
     )
     add("--solver", choices=("cpsat", "greedy"), default="cpsat", help="default: %(default)s")
     add(
         "--time-limit",
         type=positive("a number of seconds above 0"),
         metavar="S",
-        help="wall seconds of a solve (default: 60)",
+        help="wall-clock seconds that a solve may take (default: 60)",
     )
-    add("--budget", metavar="KIND=X", help="instead of the problem's: fp4=SHARE, speedup=FACTOR or loss=BOUND")
-    add("--previous", type=Path, metavar="MAP.json", help="a map to start from")
-    add("--change-penalty", type=float, default=0.0, metavar="X", help="loss added for a choice unlike --previous")
-    stored = parser.add_argument_group("another question over a run's statistics")
+    add(
+        "--budget",
+        metavar="KIND=X",
+        help="fp4=SHARE, speedup=FACTOR or loss=BOUND (default: the budget of the problem)",
+    )
+    add("--previous", type=Path, metavar="MAP.json", help="a map to start the search from")
+    add(
+        "--change-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="loss that is added for every choice that differs from --previous",
+    )
+    stored = parser.add_argument_group("solve a run's statistics with other settings")
     add_stored = stored.add_argument
-    add_stored("--step", type=int, metavar="N", help="an earlier update of the run")
+    add_stored("--step", type=int, metavar="N", help="step of an earlier update (default: the latest update)")
     for name in ("policy", "estimator", "q", "granularity"):
-        add_stored(f"--{name}", metavar="NAME", help=f"instead of the run's --snip-{name}")
-    add_stored("--formats", metavar="A,B", help="instead of the run's; among those measured, and bf16")
-    add_stored("--stage-tolerance", metavar="X", help="instead of the run's; none: no constraint")
-    add_stored("--pin", action="append", metavar="GLOB=FORMAT", help="instead of the run's pins; repeatable")
-    add_stored("--group", action="append", metavar="GLOB", help="instead of the run's groups; repeatable")
-    add_stored("--cost", metavar="NAME", help="times of a device, such as h200, of a file, or flops")
-    add("--sweep", type=int, nargs="?", const=41, metavar="POINTS", help="solve all budgets: writes snip.sweep/1")
+        add_stored(f"--{name}", metavar="NAME", help=f"replaces the run's --snip-{name}")
+    add_stored("--formats", metavar="A,B", help="replaces the run's candidate formats; only measured ones and bf16")
+    add_stored("--stage-tolerance", metavar="X", help="replaces the run's tolerance; none: no constraint")
+    add_stored("--pin", action="append", metavar="GLOB=FORMAT", help="replaces the run's pins; repeatable")
+    add_stored("--group", action="append", metavar="GLOB", help="replaces the run's groups; repeatable")
+    add_stored("--cost", metavar="NAME", help="costs: times of a device, such as h200, or of a file; or flops")
+    add(
+        "--sweep",
+        type=int,
+        nargs="?",
+        const=41,
+        metavar="POINTS",
+        help="solve for budgets from nothing to the highest reachable one, and write snip.sweep/1 (default: 41 points)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

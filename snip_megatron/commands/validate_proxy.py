@@ -34,21 +34,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="SOURCE",
-        help="run directory or stats file recorded with --snip-estimator measured; or an experiment (.json, .toml),"
-        " whose warm checkpoints are measured first",
+        help="run directory or statistics file recorded with --snip-estimator measured; or an experiment file (.json,"
+        " .toml), whose warm checkpoints are measured first",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/proxy"), metavar="DIR", help="default runs/proxy")
-    parser.add_argument("--format", default="fp4", metavar="NAME", help="format that is compared; default fp4")
-    parser.add_argument("--stale", action="store_true", help="compare the updates of each run with each other instead")
     parser.add_argument(
-        "--budget", type=float, default=0.75, metavar="SHARE", help="fp4 share of stale maps; default .75"
+        "--out", type=Path, default=Path("runs/proxy"), metavar="DIR", help="folder for the results; default runs/proxy"
+    )
+    parser.add_argument("--format", default="fp4", metavar="NAME", help="format to compare; default fp4")
+    parser.add_argument(
+        "--stale", action="store_true", help="show how scores age: compare the updates of each run with each other"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=0.75,
+        metavar="SHARE",
+        help="fp4 share of the maps that --stale compares; default .75",
     )
     recording = parser.add_argument_group("measuring an experiment's checkpoints")
-    recording.add_argument("--data", type=Path, metavar="DIR", help="folder of snip prepare-data")
-    recording.add_argument("--work", type=Path, metavar="DIR", help="that of snip compare; default OUT/work")
-    recording.add_argument("--steps", metavar="N,N", help="which checkpoints; default: all that the warm run keeps")
-    recording.add_argument("--probe-microbatches", type=int, default=2, metavar="B", help="of each batch; default 2")
-    recording.add_argument("--gpus", default="auto", metavar="auto|N", help="default auto; 0: the CPU")
+    recording.add_argument("--data", type=Path, metavar="DIR", help="folder that snip prepare-data wrote")
+    recording.add_argument("--work", type=Path, metavar="DIR", help="as --work of snip compare; default OUT/work")
+    recording.add_argument(
+        "--steps", metavar="N,N", help="steps of the checkpoints to measure; default: all that the warm run keeps"
+    )
+    recording.add_argument(
+        "--probe-microbatches", type=int, default=2, metavar="B", help="microbatches of each measured batch; default 2"
+    )
+    recording.add_argument(
+        "--gpus", default="auto", metavar="auto|N", help="number of GPUs to use; 0: the CPU; default auto: all GPUs"
+    )
     recording.add_argument("--time-limit", type=float, metavar="S", help="end within S seconds")
 
 

@@ -43,101 +43,161 @@ class SnipConfig:
     enabled: bool = False
     budget: str = _option(
         "fp4=0.75",
-        "what is wanted: fp4=SHARE of the decoder linears' FLOPs in fp4, speedup=FACTOR of the decoder linears'"
-        " predicted time over bf16, or loss=NATS, the fastest map whose predicted loss stays within it",
+        "fp4=SHARE: share of the decoder linears' FLOPs that run in fp4; speedup=FACTOR: predicted speedup of the"
+        " decoder linears over bf16; loss=NATS: the fastest map whose predicted loss stays within this bound",
     )
     schedule: str = _option(
         "static",
-        "whether the map may change with time: static, auto (four phases), or a snip.schedule/1 file; with phases the"
-        " budget is the average over the run",
+        "phases of the run, each with a map of its own: static (no phases), auto (four phases) or a snip.schedule/1"
+        " file. With phases, the budget is the average over the run",
         metavar="static|auto|FILE",
     )
     deploy: str | None = _option(
         None,
-        "formats in which the trained model is deployed, whose loss a plan with phases minimises; without it bf16 under"
-        " --snip-eval bf16, else map",
+        "formats in which the trained model will be deployed. A schedule with phases minimises the loss of the deployed"
+        " model. Without this argument: bf16 with --snip-eval bf16, otherwise map",
         choices=DEPLOYED,
     )
     standing_share: float | None = _option(
-        None, "share of an fprop's loss that is gone once it is precise; without it a measured one", type=float
+        None,
+        "with phases: share of an fprop's loss that disappears once the fprop runs in a precise format again. Without"
+        " this argument: a measured value",
+        type=float,
     )
     forgetting: float | None = _option(
-        None, "rate at which later training repairs what an imprecise phase left; without it a measured one", type=float
+        None,
+        "with phases: rate at which later training repairs the loss that an imprecise phase leaves behind. Without this"
+        " argument: a measured value",
+        type=float,
     )
     formats: tuple[str, ...] = _option(
-        ("fp8", "fp4"), "candidate formats, comma separated; bf16 only under speedup= and loss="
+        ("fp8", "fp4"), "candidate formats, comma separated; bf16 can be a candidate only with speedup= and loss="
     )
     cost: str = _option(
-        "auto", "what a choice saves: auto is flops under fp4=, time under speedup= and loss=", choices=COSTS
+        "auto",
+        "what a choice saves: flops or time. auto is flops with a budget of fp4=, and time with speedup= and loss=",
+        choices=COSTS,
     )
     timings: str | None = _option(
-        None, "measured times for --snip-cost time, instead of the table of this GPU", metavar="FILE"
+        None,
+        "measured times of GEMMs for --snip-cost time, a file of snip calibrate. Without this argument: the table of"
+        " this GPU",
+        metavar="FILE",
     )
-    granularity: str = _option("gemm", "one choice per GEMM, or per linear (the paper's)", choices=GRANULARITIES)
+    granularity: str = _option(
+        "gemm", "gemm: one format per GEMM; layer: one format per linear, as in the paper", choices=GRANULARITIES
+    )
     update_interval: int = _option(1000, "steps between two updates of the map; 0: no updates", type=int, metavar="N")
     trigger: float = _option(
         0.0,
-        "an update also starts when the linears' gradient norms move this much against each other; 0: off",
+        "start an update early if the coefficient of variation, over linears, of the change of their gradient norms"
+        " exceeds this value; 0: off",
         type=float,
     )
     first_update: int = _option(100, "step of the first update", type=int, metavar="N")
-    lag: int = _option(10, "steps from submitting an update to adopting it", type=int, metavar="N")
-    wait: float = _option(0.0, "seconds a due decision may wait for the solver: repeatable schedules", type=float)
-    policy: str = _option("snip", "how options are scored")
-    estimator: str = _option("noise", "sensitivity estimator behind the snip policy")
-    q: str = _option("split", "how loss and weight divergence combine to one score")
-    backward_share: float = _option(
-        0.08, "of --snip-q split: what dgrad and wgrad all in fp4 cost together, in fprops all in fp4", type=float
+    lag: int = _option(
+        10, "steps between the submission of an update to the solver and its adoption", type=int, metavar="N"
     )
-    backward_noise: bool = _option(False, "also run the paper's backward-noise probe")
-    probe_microbatches: int = _option(1, "microbatches a probe runs on each data parallel rank", type=int, metavar="B")
-    probe_tokens: int = _option(
-        512, "tokens a microbatch of which noise probes compare activations", type=int, metavar="N"
-    )
-    probe_noise: float = _option(0.03, "relative size of the probes' noise", type=float)
-    measured_share: float = _option(
-        0.25,
-        "share of the options that estimator measured renews at an update; the others keep their score",
+    wait: float = _option(
+        0.0,
+        "seconds that training waits for the solver when its map is due, so that the steps of adoptions are repeatable",
         type=float,
     )
-    measured_twice: bool = _option(False, "estimator measured also measures on microbatches of its own: its ceiling")
-    hessian_probes: int = _option(8, "probe vectors of policy hawq, two passes each", type=int, metavar="N")
+    policy: str = _option("snip", "rule that scores the options (snip, fisher, hawq, ...; see sensitivity/README.md)")
+    estimator: str = _option("noise", "sensitivity estimator of the policy snip (noise, fisher, measured)")
+    q: str = _option("split", "rule that combines loss and weight divergence into one score (split, noise, paper)")
+    backward_share: float = _option(
+        0.08,
+        "with --snip-q split: the loss of all dgrads and wgrads in fp4, relative to the loss of all fprops in fp4",
+        type=float,
+    )
+    backward_noise: bool = _option(False, "also run the paper's backward-noise probe")
+    probe_microbatches: int = _option(
+        1, "microbatches that a probe runs on each data parallel rank", type=int, metavar="B"
+    )
+    probe_tokens: int = _option(
+        512, "tokens of each microbatch at which noise probes compare activations", type=int, metavar="N"
+    )
+    probe_noise: float = _option(0.03, "relative size of the noise that noise probes add", type=float)
+    measured_share: float = _option(
+        0.25,
+        "with --snip-estimator measured: share of the options that an update measures; the others keep their scores",
+        type=float,
+    )
+    measured_twice: bool = _option(
+        False,
+        "with --snip-estimator measured: measure a second time on other microbatches, which shows the repeatability",
+    )
+    hessian_probes: int = _option(
+        8, "with --snip-policy hawq: number of probe vectors, which take two passes each", type=int, metavar="N"
+    )
     protect: tuple[str, ...] = _option(
-        ("fc2", "proj"), "kinds of linears that policy layer-type protects, comma separated, the most protected first"
+        ("fc2", "proj"),
+        "with --snip-policy layer-type: kinds of linears to protect, comma separated, the most protected first",
     )
-    stage_tolerance: str = _option("0.02", "how far a pipeline stage may stay under fp4=; none: no constraint")
+    stage_tolerance: str = _option(
+        "0.02",
+        "with a budget of fp4=: how far the share of a pipeline stage may be below the budget; none: no constraint",
+    )
     change_penalty: float = _option(
-        0.0, "loss that a choice unlike the map in force costs, in mean losses of an option's worst format", type=float
+        0.0,
+        "loss that is added for every option whose format changes, relative to the mean loss of an option's worst"
+        " format",
+        type=float,
     )
-    pin: tuple[str, ...] = _option((), "GLOB=FORMAT: a fixed choice for the linears that match; repeatable")
+    pin: tuple[str, ...] = _option((), "GLOB=FORMAT: fixed format of all linears or GEMMs that match; repeatable")
     group: tuple[str, ...] = _option(
-        (), "GLOB (or block:GLOB, in each block): linears that share a format per GEMM; repeatable", metavar="GLOB"
+        (),
+        "all linears that match GLOB get the same format, separately for fprop, dgrad and wgrad; block:GLOB: within"
+        " each block; repeatable",
+        metavar="GLOB",
     )
-    map: str | None = _option(None, "a snip.map/1 file to run under, without updates", metavar="MAP.json")
-    replay: str | None = _option(None, "repeat the recorded adoptions of another run's directory", metavar="RUN")
+    map: str | None = _option(None, "train under this snip.map/1 file, without updates", metavar="MAP.json")
+    replay: str | None = _option(
+        None, "run directory of another run, whose adoptions are repeated at their steps", metavar="RUN"
+    )
     gemm: str = _option("auto", "GEMM backend", choices=BACKENDS)
     gemm_library: str = _option(
         "auto",
-        "what multiplies fp8 and fp4 on Hopper: auto takes DeepGEMM for fprop and dgrad where it is installed, deepgemm"
-        " for wgrad too (other last bits than cuBLAS's)",
+        "library for fp8 and fp4 GEMMs on Hopper: auto uses DeepGEMM for fprop and dgrad if it is installed; deepgemm"
+        " uses it for wgrad too, whose last bits then differ from those of cuBLAS",
         choices=LIBRARIES,
     )
-    eval: str = _option("map", "formats of validation: the map's, bf16, or both", choices=EVAL_MODES)
-    solver_time: float = _option(10.0, "deterministic seconds CP-SAT may take for an update", type=float)
-    deadline: float = _option(600.0, "seconds after which a silent sidecar is killed", type=float)
-    guard_steps: int = _option(
-        100, "steps after an adoption during which a loss spike takes the map back; 0: no guard", type=int, metavar="N"
+    eval: str = _option("map", "formats of validation: those of the map, bf16, or both", choices=EVAL_MODES)
+    solver_time: float = _option(
+        10.0, "time limit of the solver for an update, in deterministic seconds of CP-SAT", type=float
     )
-    guard_sigma: float = _option(6.0, "standard deviations above the mean that make a loss a spike", type=float)
-    guard_patience: int = _option(3, "spikes in a row that take a map back", type=int, metavar="N")
-    guard_window: int = _option(50, "losses before the adoption that a spike is held against", type=int, metavar="N")
+    deadline: float = _option(
+        600.0, "seconds after which a solver process that does not answer is killed and replaced", type=float
+    )
+    guard_steps: int = _option(
+        100,
+        "steps after an adoption during which the guard watches for loss spikes; 0: no guard",
+        type=int,
+        metavar="N",
+    )
+    guard_sigma: float = _option(
+        6.0, "a loss is a spike if it is this many standard deviations above the mean before the adoption", type=float
+    )
+    guard_patience: int = _option(
+        3, "number of spikes in a row after which the guard restores the last good map", type=int, metavar="N"
+    )
+    guard_window: int = _option(
+        50,
+        "number of losses before the adoption from which mean and standard deviation are computed",
+        type=int,
+        metavar="N",
+    )
     guard_bar: float = _option(
-        0.9, "after that, the share of the failed map's predicted loss that the next may have", type=float
+        0.9,
+        "limit of the next map's predicted loss after the guard has restored a map, relative to the predicted loss of"
+        " the map that it replaced",
+        type=float,
     )
     seed: int = _option(1234, "seed of stochastic rounding, probes and tie-breaking", type=int)
-    dir: str | None = _option(None, "run directory: events, statistics, maps, report", metavar="DIR")
-    overwrite: bool = _option(False, "write into a run directory of another configuration")
-    no_compat: tuple[str, ...] = _option((), "switch one compatibility patch off by name; repeatable", metavar="NAME")
+    dir: str | None = _option(None, "run directory for events, statistics, maps and the report", metavar="DIR")
+    overwrite: bool = _option(False, "write into a run directory that belongs to another configuration")
+    no_compat: tuple[str, ...] = _option((), "name of a compatibility set to switch off; repeatable", metavar="NAME")
 
     def __post_init__(self) -> None:
         if self.enabled:
@@ -392,8 +452,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     Choices are checked by SnipConfig instead of argparse, so that an error is one line.
     """
-    group = parser.add_argument_group("SNIP", "precision chosen during training")
-    group.add_argument("--snip", action="store_true", help="choose precision while training")
+    group = parser.add_argument_group("SNIP", "choice of number formats during training")
+    group.add_argument("--snip", action="store_true", help="choose the format of every GEMM while training")
     for f in _option_fields():
         kwargs: dict[str, Any] = {"help": f.metadata["help"], "dest": f"snip_{f.name}", "default": None}
         argument = dict(f.metadata["argument"])
@@ -407,6 +467,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             kwargs |= {"action": "append", "metavar": argument.get("metavar", "GLOB=FORMAT")}
         else:
             kwargs |= {"type": argument.get("type", str), "metavar": argument.get("metavar", "X")}
-            kwargs["help"] += f"; default {','.join(f.default) if isinstance(f.default, tuple) else f.default}"
+            if f.default is not None:
+                kwargs["help"] += f"; default {','.join(f.default) if isinstance(f.default, tuple) else f.default}"
         group.add_argument(_flag(f.name), **kwargs)
     return parser

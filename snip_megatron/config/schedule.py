@@ -14,7 +14,7 @@ DEPLOYED = ("map", "bf16")
 
 
 def load_schedule(schedule: str, budget: str) -> Schedule | None:
-    """Return the phases that ``--snip-schedule`` asks for.
+    """Return the phases that ``--snip-schedule`` selects.
 
     Args:
         schedule: ``static``, ``auto`` or the name of a ``snip.schedule/1`` file.

@@ -119,7 +119,10 @@ def _port(port: int) -> Check:
 
 
 def _disk(directory: Path) -> Check:
-    """A folder is made and removed again: permissions alone do not say whether a file system takes one (/proc)."""
+    """Check the disk by creating and removing a folder.
+
+    Permissions alone do not show whether a file system allows this (/proc).
+    """
     wanted = directory.absolute()
     existing = next(path for path in (wanted, *wanted.parents) if os.path.exists(path))
     try:

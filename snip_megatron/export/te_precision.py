@@ -157,12 +157,14 @@ def recipe_yaml(formats: Mapping[str, Format], comment: Sequence[str] = ()) -> s
 def add_arguments(group: Any) -> None:
     """Add the arguments of ``snip export --format megatron``."""
     group.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline parallel size (default 1)")
-    group.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks a stage (default 1)")
+    group.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks per stage (default 1)")
     group.add_argument(
         "--layers", metavar="A,B,…", help="layers of every chunk in the model's order (default: an even split)"
     )
     group.add_argument(
-        "--collapse", action="store_true", help="for maps of single GEMMs: a linear takes the widest of its formats"
+        "--collapse",
+        action="store_true",
+        help="if the GEMMs of a linear have different formats, use the widest of them",
     )
 
 

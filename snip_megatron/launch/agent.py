@@ -112,9 +112,9 @@ def check_devices(job: Job) -> None:
 
 
 def failure_file(save: Path) -> Path | None:
-    """Return the file in which a node says that it failed, or None if no scheduler ends the other nodes.
+    """Return the file in which a node records its failure, or None if no scheduler ends the other nodes.
 
-    Its name has the job, its start and its step under SLURM, so that no other start reads it.
+    Under SLURM its name has the job, its start and its step, so that no other start reads it.
     """
     if "SLURM_STEP_ID" not in os.environ:
         return None
@@ -178,7 +178,10 @@ def _wait(process: subprocess.Popen[bytes], asked: Sequence[str], failed: Path |
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun and all that it started, without a word: torchrun first, or it would report its ranks as failed."""
+    """End torchrun and all processes that it started.
+
+    torchrun is ended first, because it would otherwise report its ranks as failed.
+    """
     try:
         children = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -198,7 +201,7 @@ def _read_code(file: Path) -> int | None:
 
 
 def _say_failed(failed: Path | None, code: int) -> None:
-    """Tell the other nodes. The first node that fails says so."""
+    """Record the failure for the other nodes. Only the first node that fails writes the file."""
     if failed is None or failed.exists():
         return
     with contextlib.suppress(OSError):  # the others are then killed by srun

@@ -1,4 +1,4 @@
-"""Puts SNIP around a call of Megatron's ``pretrain``: the path of SNIP's own entry and of a script of one's own."""
+"""Puts SNIP around a call of Megatron's ``pretrain``, in SNIP's own entry and in other training scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 prints before the first step about the host seconds behind a budget of time."""
+"""Notices of rank 0 before the first step: whether the host is fast enough for a budget of time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from snip_megatron.timing.cost_model import FlopsModel
 
 
 def say_what_the_host_allows(request: SolveRequest, linears: Sequence[LinearRow]) -> None:
-    """Report a budget of time that the host will not let the GPU keep, or that the host is not modelled."""
+    """Report if the host is too slow for a budget of time, or if its time is not modelled."""
     times = request.times
     if times is None or not times.rest or not is_rank_zero():
         return

@@ -1,4 +1,4 @@
-"""Measures for how long launching a training step occupies the host: Megatron's own decoder layers under SNIP.
+"""Measures how long the host takes to launch a training step of Megatron's own decoder layers under SNIP.
 
 The layers are so small that a GPU waits for its host. The time from the first to the last launch is then host time.
 """

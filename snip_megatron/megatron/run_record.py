@@ -76,7 +76,10 @@ def open_run_directory(
 def _predicted_times(
     config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow], backend: str
 ) -> Mapping[str, Any] | None:
-    """Return the times by which measured speedups are judged; None if the run's request has them, or none are known."""
+    """Return the predicted times with which the report compares measured speedups.
+
+    Returns None if the run's request already has them, or if there is no table for this GPU.
+    """
     if config.timed or backend in EMULATIONS:
         return None
     try:

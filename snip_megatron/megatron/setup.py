@@ -95,7 +95,7 @@ class SnipRun:
         self.undo.callback(self._graphs.close)
 
     def prepare_model(self, model_config: Any) -> None:
-        """Register the conversion hook in Megatron's model configuration, and our layer spec for Transformer Engine."""
+        """Register the conversion hook and, for Transformer Engine, SNIP's layer spec in Megatron's configuration."""
         if self._args.transformer_impl == "transformer_engine":
             if model_config.transformer_layer_spec is not None:
                 raise SnipError(

@@ -217,7 +217,7 @@ def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
 
 
 def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
-    """What CUDA graphs need, or do not work with."""
+    """Raise SnipError if CUDA graphs lack what they need, or are combined with what does not work."""
     implementation = compat.graph_implementation(args)
     if implementation is None:
         return

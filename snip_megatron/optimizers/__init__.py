@@ -1,1 +1,1 @@
-"""How far an optimizer moves the weights in answer to a gradient and to an error of it."""
+"""The update that an optimizer makes from a gradient, and its change by an error of the gradient."""

@@ -1,4 +1,4 @@
-"""Evaluates AdamW's drift on tensors of its own before training, so that its kernels are compiled by then."""
+"""Evaluates AdamW's drift on dummy tensors before training, so that its kernels are compiled by then."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class PlainProbe:
         table.finish()
 
     def _sigma(self, phase: Pass, table: PartialTable, tokens: int) -> float:
-        """Standard deviation of a pass's noise: ``probe_noise`` times the root mean square of what it is added to."""
+        """Standard deviation of a pass's noise: ``probe_noise`` times the root mean square of the noised tensor."""
         name, row = ("boundary.h2", 0) if phase is Pass.FORWARD_NOISE else ("boundary.r2", -1)
         power = float(table.arrays[name][row]) / (tokens * self._structure.hidden)
         return float(self._config.probe_noise * power**0.5)

@@ -1,4 +1,4 @@
-"""The host's part of a step: for how long launching occupies the thread of a rank, and what capturing graphs takes."""
+"""Host time of a step: how long the CPU thread of a rank takes to launch kernels, and to capture CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _GEMMS_A_LAYER = 3 * len(LINEAR_KINDS)
 
 
 class Host:
-    """Predicts host seconds of one layout.
+    """Predicts how long the host takes to launch the work of one layout.
 
-    A stage's microbatch takes the longer of the GPU's work and of its launching. A layer that CUDA graphs hold is
-    launched in no time. A layer with a mixed map lies between the measured ones: every GEMM adds its twelfth of what
-    its format adds to a layer.
+    A microbatch of a stage takes the longer of the GPU's work and of its launching. Layers in CUDA graphs are launched
+    in no time. Under a mixed map, each of the twelve GEMMs of a layer adds a twelfth of what its format adds to a layer
+    of that format alone.
 
     Args:
         layout: the sizes.
-        model: the cost model. Host seconds are known if it has a table that holds them, or if a graph holds the layers.
+        model: the cost model. Host seconds are known if its table holds them, or if the layers are in CUDA graphs.
     """
 
     def __init__(self, layout: Layout, model: CostModel) -> None:
@@ -45,25 +45,25 @@ class Host:
 
     @property
     def graphs(self) -> bool:
-        """Whether CUDA graphs hold the layers."""
+        """Whether the layers are in CUDA graphs."""
         return self._layout.cuda_graph_impl != "none"
 
     @property
     def known(self) -> bool:
-        """Whether the host is part of the prediction."""
+        """Whether host seconds are known, so that they are part of the prediction."""
         return self._measured is not None or self.graphs
 
     @property
     def step(self) -> float:
-        """Seconds of launching what follows the pipeline: the optimizer and other fixed parts."""
+        """Seconds of launching the part of a step after the pipeline: the optimizer and other fixed parts."""
         return 0.0 if self._measured is None else self._measured.step
 
     def gemm(self, fmt: Format) -> float:
-        """Return the seconds that a GEMM in ``fmt`` adds to those in bf16, in all microbatches of a step."""
+        """Return how many seconds longer a GEMM in ``fmt`` takes to launch than in bf16, over all microbatches."""
         if self._measured is None or self.graphs:
             return 0.0
         layer = self._measured.layer
-        # A format that was not measured launches as much as the slowest that was.
+        # A format that was not measured is assumed to take as long as the slowest measured one.
         added = layer.get(fmt, max(layer.values())) - layer[Format.BF16]
         return self._runs * self._layout.microbatches * added / _GEMMS_A_LAYER
 
@@ -86,12 +86,12 @@ class Host:
 
     @property
     def _runs(self) -> float:
-        """Launches of a layer over those without recomputation, whose forward is about a third."""
+        """Launches of a layer relative to those without recomputation. The forward is about a third of these."""
         return 4 / 3 if self._layout.recompute == "full" else 1.0
 
     @property
     def recapture(self) -> float:
-        """Seconds of capturing the graphs anew after an adoption, on the stage with most layers."""
+        """Seconds of capturing the CUDA graphs anew after an adoption, on the stage with most layers."""
         if not self.graphs:
             return 0.0
         rate = STATED_RECAPTURE if self._recapture is None else self._recapture
@@ -118,6 +118,6 @@ class Host:
 def host_seconds(
     host: Host, stages: int, after: float, formats: Iterable[Format]
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """Return the figures of a run: stage → seconds in bf16 plus ``after``, and format → seconds that a GEMM adds."""
+    """Return the launching seconds of a step: stage → seconds in bf16 plus ``after``; format → seconds a GEMM adds."""
     by_stage: Mapping[int, float] = {stage: host.bf16(stage) + after for stage in range(stages)}
     return dict(by_stage), {fmt.value: host.gemm(fmt) for fmt in formats}

@@ -1,4 +1,4 @@
-"""Whether the host allows the step speedup that a ``speedup=`` budget promises, said before training."""
+"""Checks before training whether the host can launch steps as fast as a ``speedup=`` budget promises."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _WORTH_SAYING = 0.02  # of the step speedup
 
 
 def host_limit(times: OptionTimes, stages: Mapping[str, int], speedup: float, formats: Sequence[str]) -> str | None:
-    """Return one line if the host keeps a ``speedup=`` budget from making steps as fast as its GPU times promise.
+    """Return one line if the host cannot launch steps as fast as the GPU times of a ``speedup=`` budget promise.
 
-    No map that meets the budget launches less than assumed here: the fewest GEMMs that can save the wanted time run in
-    the format that adds least to the launches.
+    The launching time is a lower bound over all maps that meet the budget. It assumes that only the fewest GEMMs that
+    can save the wanted time are quantised, and that their format is the one that adds least to the launching time.
 
     Args:
         times: predicted times of the run.
@@ -24,7 +24,7 @@ def host_limit(times: OptionTimes, stages: Mapping[str, int], speedup: float, fo
         formats: the candidate formats.
 
     Returns:
-        The line; or None if the host allows what the budget promises, if it is not modelled, or if the rest of the step
+        The line. None if the host is fast enough, if its time is not modelled, or if the time of the rest of the step
         is not known.
     """
     linears = times.linears(stages)

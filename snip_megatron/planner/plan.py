@@ -81,7 +81,7 @@ def _variants(step: StepModel, solution: Solution) -> dict[str, FormatsOf]:
 
 
 def _check_host(question: Question, bf16: StepTime, found: StepTime) -> None:
-    """Raise SnipError if the solved map keeps a ``step=`` budget on the GPU, but its launching takes too long."""
+    """Raise SnipError if the map meets a ``step=`` budget by GPU time, but takes too long to launch."""
     if question.kind != "step" or bf16.total / found.total >= question.wanted * (1.0 - _SLACK):
         return
     if any(stage.host_known and stage.host_bound for stage in (*bf16.stages, *found.stages)):

@@ -95,7 +95,7 @@ def calls(layout: Layout, probes: Probes, formats: Sequence[str]) -> tuple[Call,
 
 
 def microbatches_by_kind(made: Sequence[Call]) -> Mapping[str, int]:
-    """Return kind of ``probe`` event → its field ``passes``."""
+    """Return, for each kind of ``probe`` event, the number of microbatches in its field ``passes``."""
     counts: Counter[str] = Counter()
     for call in made:
         counts[call.kind] += call.microbatches
@@ -109,7 +109,7 @@ def measurements(probes: Probes) -> int:
 
 
 def trials(layout: Layout, probes: Probes, formats: Sequence[str]) -> tuple[Trial, ...]:
-    """Return the trials of one measurement. Their number is the same at every update, their options are not."""
+    """Return the trials of one measurement. Every update has as many trials, but of other options."""
     names = [str(LinearId(layer, kind)) for layer in range(layout.model.blocks) for kind in LINEAR_KINDS]
     never = dict.fromkeys(all_units(names), -1.0)
     return plan_trials(names, formats, choose_units(never, probes.measured_share, seed=0))

@@ -25,7 +25,7 @@ _TIMED = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
 
 @dataclass(frozen=True)
 class Question:
-    """A budget and what it is solved with.
+    """A budget, and the settings with which it is solved.
 
     Attributes:
         kind: ``fp4`` (share of FLOPs), ``speedup`` (of the linears on the slowest stage), ``loss``, or ``step``

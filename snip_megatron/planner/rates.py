@@ -1,4 +1,4 @@
-"""Rates of what does not depend on formats: attention, memory, links. They are measured, or assumed by default."""
+"""Rates of attention, memory and links, which do not depend on formats. They are measured, or assumed by default."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ class StageTime:
         ends: embedding, output layer and loss.
         tensor_parallel: exposed tensor parallel communication.
         pipeline: exposed pipeline communication.
-        host: seconds for which launching occupies the launching thread. They overlap with the others.
-        host_known: whether ``host`` is that of a whole training, which the stage cannot be faster than. Otherwise it
-            is that of the linears alone.
+        host: seconds in which the host launches the work. They overlap with the seconds of the GPU.
+        host_known: whether ``host`` covers all launches of a training, so that the stage cannot be faster. Otherwise it
+            covers the linears alone.
     """
 
     linears: float
@@ -71,7 +71,7 @@ class StageTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the stage: of the GPU's work or of its launching, whichever takes longer."""
+        """Seconds of the stage: the longer of the GPU's work and, if it is known, of its launching."""
         return max(self.work, self.host) if self.host_known else self.work
 
     @property
@@ -148,7 +148,7 @@ class StepModel:
         return {stage: time.other + after for stage, time in enumerate(bf16.stages)}
 
     def host_seconds(self) -> tuple[dict[int, float], dict[str, float]] | None:
-        """Return the launching of a step for the predictions of a run; None if the host is not modelled.
+        """Return the launching seconds of a step, which a run stores for its predictions. None if they are not known.
 
         The first dictionary is stage → seconds in bf16, with the same time after the pipeline as in
         :meth:`fixed_seconds`. The second one is format → seconds that a GEMM in this format adds.
@@ -226,7 +226,7 @@ class StepModel:
 
     # -- communication -------------------------------------------------------------------------------------------
     def _tensor_parallel(self) -> float:
-        """Return the exposed seconds of one block in one microbatch.
+        """Return the exposed seconds of tensor parallel communication of one block in one microbatch.
 
         The forward reduces the residual stream twice (with sequence parallelism: reduce-scatter and all-gather).
         """

@@ -1,4 +1,4 @@
-"""What a run directory already holds when a run opens it: whether the run may go on there, and what has changed."""
+"""Checks the content of an existing run directory: whether the run may continue there, and what has changed."""
 
 from __future__ import annotations
 

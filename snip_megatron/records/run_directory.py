@@ -1,18 +1,18 @@
-"""The run directory, which rank 0 writes (docs/method.md, "Run directory").
+"""The run directory, which rank 0 writes (docs/file-formats.md, Run directory).
 
     config.json             {"schema": "snip.run/1", "config": {...}, "facts": {...}}
-    events.jsonl            one object a line: time (Unix seconds), step, event, step_s, wait_s and the event's fields
-    metrics.jsonl           one object a line: time, step, loss, grad_norm, fp4_fraction, ...
+    events.jsonl            one object per event: time (Unix seconds), step, event, step_s, wait_s and more fields
+    metrics.jsonl           one object per step: time, step, loss, grad_norm, fp4_fraction, ...
     stats/step_<N>.npz      StatisticsTable.save
     problems/step_<N>.json  snip.problem/1, or snip.problem/2 in a run with phases
     maps/step_<N>.json      snip.map/1
-    plans/step_<N>.json     snip.phases/1, only in runs whose map changes with time by plan
+    plans/step_<N>.json     snip.phases/1, only in runs with plans
     scores/step_<N>.json    snip.scores/1: version, scores[option][format] = {delta_loss, delta_weight, q}
     report.html             written by `snip report`
 
 ``step`` is the 0-based training step. Records that are made before or during ``train_step(N)`` have step N. A run that
-resumes from a checkpoint of N completed steps continues with step N, so ``resume_step=N`` keeps the records with
-step < N.
+resumes from a checkpoint of N completed steps continues with step N, so ``resume_step=N`` keeps the records with step <
+N.
 
     run = RunDirectory(path, config, overwrite=False, resume_step=None, facts={...})   # rank 0; may raise SnipError
     run.step_s = 0.41                                       # once a step: duration of the last step

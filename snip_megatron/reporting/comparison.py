@@ -33,7 +33,10 @@ TAIL = 0.1
 
 @dataclass(frozen=True)
 class Row:
-    """One run's row of the table. Losses are in nats a token, times in seconds. None: the run did not record it."""
+    """One run's row of the table, with losses in nats per token and times in seconds.
+
+    A figure that the run did not record is None.
+    """
 
     name: str
     policy: str

@@ -1,9 +1,9 @@
-"""``snip report RUN --live``: the page about a running job, served on this machine and drawn again as the run goes on.
+"""``snip report RUN --live``: serves the page about a running job, and draws it again as the run continues.
 
-The server reads the run directory, so that it may run on any machine that shares the file system with the job. It
-listens on the loopback address only; ``ssh -L`` brings the page to another machine. Other users of this machine could
-connect too, so the address holds a secret. The browser asks again by itself (the header ``Refresh``); the page's
-security policy, which forbids network access to its scripts, stays as it is.
+The server reads the run directory, so it can run on any machine that shares the file system with the job. It listens on
+the loopback address only; ``ssh -L`` forwards the page to another machine. The address contains a secret, because other
+users of this machine could connect, too. The browser reloads the page by itself (the header ``Refresh``). The page's
+security policy, which forbids network access to its scripts, is not changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REFRESH_S = 15
 
 
 class LivePage:
-    """The page about a run. It is drawn only when it is asked for and the run has recorded something since.
+    """The page about a run. It is drawn only if it is requested and the run has recorded something since the last time.
 
     Args:
         run: the run directory.
@@ -62,7 +62,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class LiveServer:
-    """A server that listens. ``serve`` answers requests until it is interrupted or ``close`` is called."""
+    """A server for the page. :meth:`serve` answers requests until it is interrupted or :meth:`close` is called."""
 
     http: ThreadingHTTPServer
     secret: str
@@ -95,10 +95,10 @@ def start(run: Path | str, cost: str | None = None, port: int = PORT) -> LiveSer
     Args:
         run: the run directory.
         cost: see :func:`snip_megatron.reporting.report.write_report`.
-        port: the port; 0 for any that is free.
+        port: the port; 0 for any free port.
 
     Raises:
-        SnipError: ``run`` is not a run directory, ``cost`` is not a cost model, or the port cannot be had.
+        SnipError: ``run`` is not a run directory, ``cost`` is not a cost model, or the port cannot be opened.
     """
     page = LivePage(Path(run), lambda path: render(load_run(path), cost, live=True))
     page.compressed()  # an error is one of the command, not of the first request

@@ -27,7 +27,7 @@ EVENTS = ("plan", "phase", "plan_moved", "out_of_reach")
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """A phase, where training stands in it (``over``, ``in force``, ``to come``), and what it changes."""
+    """One phase: its state (``over``, ``in force`` or ``to come``), and what it changes."""
 
     phase: RunPhase
     when: str
@@ -41,13 +41,13 @@ class PhaseView:
     Attributes:
         rows: the last MAX_ROWS phases in the order of time.
         timed: whether the average over the run is one of predicted speedups instead of the fp4 share.
-        budget: the budget as it was asked for.
-        target: the average that was asked for; None for a bound of the loss.
-        steps: steps on record that count to the average.
+        budget: the run's budget as text.
+        target: the wanted average; None for a bound of the loss.
+        steps: number of recorded steps that count towards the average.
         average: the average over these steps; None without any.
         expected: the average over the run if the plan is followed; None without a plan for the rest of the run.
         last: the step before which training ends, by the latest plan.
-        points: (steps, average up to and with each of them), recorded and then planned.
+        points: (steps, average up to and including each of them), recorded and then planned.
     """
 
     rows: Sequence[PhaseRow]

@@ -1,7 +1,7 @@
-"""Was it worth it? What a run's maps saved and cost, from its records: time, predicted loss, memory.
+"""Judges whether a run was worth it: what its maps saved and cost in time, predicted loss and memory, from its records.
 
-:func:`judge` is the one place that computes these figures. The end of a run, the report and ``snip report --json`` show
-them. The running job has the same times (:mod:`snip_megatron.runtime.account`).
+Only :func:`judge` computes these figures. The end of a run, the report and ``snip report --json`` show them. The
+running job has the same times (:mod:`snip_megatron.runtime.account`).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class MapTime:
 
 @dataclass(frozen=True)
 class LossCost:
-    """What the map in force costs in loss, as predicted from the statistics of its update.
+    """The loss that the current map costs, as predicted from the statistics of its update.
 
     Attributes:
         version: the map.
         nats: predicted rise of the loss over bf16 at equal weights.
-        low, high: the range in which the true rise was on small models.
+        low, high: range of the true rise, from the ratios that were measured on small models.
         backward: whether the formats of dgrad and wgrad are included.
-        measured: validation loss in the map's formats less that in bf16, where the run validated in both.
-        steps: training steps by which the loss falls by ``nats`` at present; None if its fall is lost in its noise.
+        measured: validation loss in the map's formats minus that in bf16, if the run validated in both.
+        steps: training steps by which the loss falls by ``nats`` at present; None if noise hides its fall.
     """
 
     version: int | None
@@ -63,7 +63,13 @@ class LossCost:
 
 @dataclass(frozen=True)
 class Memory:
-    """The most bytes that rank 0 had allocated, at the end and before the first update. ``resident``: of the host."""
+    """Peak memory of rank 0 in bytes.
+
+    Attributes:
+        peak: the peak so far.
+        before: the peak before the first update; None if it is not known.
+        resident: whether these are bytes of host memory instead of GPU memory.
+    """
 
     peak: int
     before: int | None
@@ -72,23 +78,23 @@ class Memory:
 
 @dataclass(frozen=True)
 class Worth:
-    """The answer. Times are rank 0's, in seconds; None where they are not known.
+    """The judgement of a run. Times are rank 0's, in seconds; None if they are not known.
 
     Attributes:
         verdict: ``yes``, ``no``, ``too early``, ``not judged`` or ``no map``.
         why: why speed is not judged, or not yet; empty otherwise.
         warnings: what to change, if it was not worth it.
         steps, total_steps: training steps so far, and of the whole run.
-        bf16_s, bf16_steps: median time of a step in bf16, and the number of steps behind it.
+        bf16_s, bf16_steps: median time of a step in bf16, and the number of steps of this median.
         maps: steps under each map.
-        saved_s: time saved so far, less all costs.
+        saved_s: time saved so far, minus all costs.
         saved_run_s: the same at the end of the run, under the assumption that ``assumes`` names.
         updates: number of updates.
         costs: seconds by kind of event.
         loss: predicted cost in loss; None if it cannot be predicted.
         memory: None if it was not recorded.
-        assumes: what ``saved_run_s`` assumes, as half a sentence: that the map in force stays, or that the plan of a
-            run with phases is followed. Empty without ``saved_run_s``.
+        assumes: what ``saved_run_s`` assumes, as half a sentence: that the current map stays, or that the plan of a run
+            with phases is followed. Empty without ``saved_run_s``.
     """
 
     verdict: str

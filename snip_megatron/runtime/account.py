@@ -1,10 +1,11 @@
 """The account of a run: how long steps take in bf16 and under each map, what SNIP itself costs, and the time saved.
 
-It takes what rank 0 records, in the order of time: from a running training (:mod:`snip_megatron.runtime.progress`), or
-from a run directory (:func:`snip_megatron.reporting.worth.judge`). Both therefore give the same figures.
+It takes the records of rank 0 in the order of time, either from a running training
+(:mod:`snip_megatron.runtime.progress`) or from a run directory (:func:`snip_megatron.reporting.worth.judge`). Both
+therefore give the same figures.
 
-Times are those of Megatron's own step on rank 0. A probe, a solve that was waited for and an adoption lie between steps
-and are costs. The steps right after a start, an update or an adoption do not count as usual steps.
+Times are those of Megatron's own step on rank 0. Probes, waiting for the solver and adoptions lie between steps and
+count as costs. The steps right after a start, an update or an adoption do not count as usual steps.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from snip_megatron.precision import PrecisionMap
 from snip_megatron.runtime.pace import SETTLING, STEPS, is_quantised
 
 KEPT = 256
-"""A median is that of the last so many usual steps."""
+"""Number of the last usual steps over which a median is taken."""
 COSTS = ("compile", "probe", "collect", "submit", "dropped", "postpone", "adopt", "settled", "recapture")
-"""Events whose ``wait_s`` training without SNIP would not have. That of ``guard`` is part of ``adopt``."""
+"""Events whose ``wait_s`` a training without SNIP would not have. That of ``guard`` is part of ``adopt``."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Stretch:
 
     @property
     def speedup(self) -> float | None:
-        """bf16's time of a step divided by that under the map."""
+        """Time of a step in bf16 divided by that under the map."""
         return self.bf16_s / self.step_s if self.step_s and self.bf16_s else None
 
     @property
@@ -77,7 +78,7 @@ class _Open:
 
 
 class Account:
-    """Steps and costs so far. Feed it in the order of time."""
+    """Steps and costs so far. Its methods must be called in the order of time."""
 
     def __init__(self) -> None:
         self.costs: dict[str, float] = dict.fromkeys(COSTS, 0.0)
@@ -91,7 +92,7 @@ class Account:
         self._next = 0
 
     def adopted(self, step: int, version: int | None, quantised: bool) -> None:
-        """A map is in force from ``step`` on."""
+        """Note that a map is in force from ``step`` on."""
         if self._open:
             last = self._open[-1]
             last.step_s = last.median()
@@ -168,7 +169,7 @@ class Account:
 
     @property
     def bf16_steps(self) -> int:
-        """The number of steps behind ``bf16_s``."""
+        """The number of steps of which ``bf16_s`` is the median."""
         return len(self._bf16)
 
     @property
@@ -191,7 +192,7 @@ class Account:
         return sum(known) - self.cost_s if known else None
 
     def figures(self, *, emulated: bool) -> dict[str, float] | None:
-        """Return what loggers show: ``step_s``, ``speedup`` and ``saved_h``, those that are known; None without any."""
+        """Return the logged figures ``step_s``, ``speedup`` and ``saved_h`` that are known; None if none is known."""
         now = self.now()
         if now is None or now.step_s is None:
             return None

@@ -1,4 +1,4 @@
-"""What a run has spent so far: the average over the run that a budget with phases asks for starts from it."""
+"""The ledger of a run: what its past steps count towards the average over the run in a budget with phases."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from snip_megatron.runtime.checks import count
 
 @dataclass
 class Ledger:
-    """The account of one run, equal on all ranks.
+    """The ledger of one run, equal on all ranks.
 
     Attributes:
         origin: the first step of the run under SNIP. Earlier steps, of a checkpoint without SNIP, do not count.
         steps: number of steps since then.
         shares: sum over these steps of the fp4 share of the map in force.
         times: sum over these steps of the predicted time of the decoder's linears, relative to bf16: 1 / speedup.
-        last: the step before which the run ends, as far as it was known; None if not.
+        last: the step before which the run ends; None if it was not known.
     """
 
     origin: int
@@ -36,7 +36,7 @@ class Ledger:
 
     @property
     def next_step(self) -> int:
-        """The step that follows the last one of the account."""
+        """The step that follows the last one in the ledger."""
         return self.origin + self.steps
 
     def average(self, *, timed: bool) -> float:
@@ -48,7 +48,7 @@ class Ledger:
         return self.steps / self.times if self.times > 0.0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the account as JSON types."""
+        """Return the ledger as JSON types."""
         return asdict(self)
 
     @classmethod
@@ -70,5 +70,5 @@ class Ledger:
 
 
 def relative_time(precision_map: PrecisionMap) -> float:
-    """Return the predicted time of a step's linears under a map, relative to bf16. 1 where nothing is predicted."""
+    """Return the predicted time of a step's linears under a map, relative to bf16; 1 if nothing was predicted."""
     return 1.0 if precision_map.speedup is None or precision_map.speedup <= 0.0 else 1.0 / precision_map.speedup

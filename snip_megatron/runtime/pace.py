@@ -15,7 +15,7 @@ from snip_megatron.precision import Format, PrecisionMap
 SETTLING = 3
 """Steps ignored after a start and after an adoption, because they compile and allocate."""
 STEPS = 16
-"""Steps behind a median, at least."""
+"""Minimum number of steps for a median."""
 TOLERANCE = 1.03
 """Factor within which two medians count as equal. On an idle machine they are repeatable within 2 %."""
 

@@ -1,7 +1,7 @@
-"""The plan of a run with phases: which map is due, what has been spent, and what an update must plan from.
+"""Keeps the plan of a run with phases: the map that is due, the ledger, and the request of the next update.
 
-Every rank has one, with the same content: it depends on the step number, the configuration, the maps that all ranks
-agreed on and the state of the checkpoint.
+Every rank has one with the same content. It depends on the step number, the configuration, the maps on which all ranks
+agreed, and the state of the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from snip_megatron.sensitivity.phased import PhasedRequest
 
 @dataclass(frozen=True)
 class Moved:
-    """The phases after a resumed run was given another end.
+    """The phases before and after a resumed run was given another end.
 
     Attributes:
         last_before, last: the end of the run before, and now.
         begins_before, begins: the first steps of the phases before, and now.
-        average_before, average: the average over the run that the plan leads to; None without a plan.
+        average_before, average: the average over the run if the plan is followed; None without a plan.
     """
 
     last_before: int
@@ -78,7 +78,7 @@ class PlanKeeper:
 
     @property
     def ledger(self) -> Ledger:
-        """What has been spent. Set by :meth:`begin`."""
+        """The ledger of past steps. Set by :meth:`begin`."""
         assert self._state.ledger is not None
         return self._state.ledger
 
@@ -86,7 +86,7 @@ class PlanKeeper:
     def begin(self, step: int) -> Moved | None:
         """Prepare the first step of this process, and move the phases if a resumed run has another end.
 
-        The account starts anew where the checkpoint holds none, or one that does not lead to this step.
+        The ledger starts anew if the checkpoint has none, or one that does not lead to this step.
         """
         state, timeline = self._state, self._timeline
         if state.ledger is None or state.ledger.next_step != step:
@@ -101,7 +101,7 @@ class PlanKeeper:
         return self._move(step, before, timeline.last)
 
     def ends_after(self, step: int) -> bool:
-        """Return whether the run has a step ``step``."""
+        """Return whether ``step`` is a step of the run."""
         return self._timeline is not None and step < self._timeline.last
 
     def _move(self, step: int, before: int, last: int) -> Moved | None:
@@ -168,7 +168,7 @@ class PlanKeeper:
 
     # -- what has been spent -----------------------------------------------------------------------------------
     def ran(self, in_force: PrecisionMap, share: float) -> None:
-        """Add a step that ran under ``in_force``, whose fp4 share the caller has, so that no step computes it again."""
+        """Add a step that ran under ``in_force`` to the ledger. ``share`` is the map's fp4 share."""
         if self._state.ledger is not None:
             self._state.ledger.add(share, relative_time(in_force))
 
@@ -178,7 +178,7 @@ class PlanKeeper:
         return account.average(timed=self._timeline is not None and self._timeline.timed)
 
     def _ahead(self, plan: PrecisionPlan | None, current: PrecisionMap | None, step: int, until: int) -> Ledger:
-        """Return the account at ``until``, if the steps from ``step`` on follow the plan, or the map in force."""
+        """Return the ledger at ``until``, if the steps from ``step`` on follow the plan, or else the map in force."""
         account = replace(self.ledger)
         if plan is None:
             assert current is not None
@@ -192,12 +192,12 @@ class PlanKeeper:
         return account
 
     def request(self, step: int, due: int, current: PrecisionMap) -> PhasedRequest | None:
-        """Return what an update plans from: the phases that remain at ``due``, and what will be spent by then.
+        """Return the phases that an update must plan: those that remain at ``due``, and the ledger at that step.
 
         Args:
             step: the step before which the update is submitted.
-            due: the step before which its plan comes into force. Until then the maps stay as they are.
-            current: the map in force, which counts where there is no plan.
+            due: the step before which its plan is adopted. Until then the maps do not change.
+            current: the map in force, which is used if there is no plan.
 
         Returns:
             The request; None if maps do not depend on time, or if no step is left at ``due``.
@@ -225,7 +225,7 @@ class PlanKeeper:
 
     # -- events ------------------------------------------------------------------------------------------------
     def figures(self, step: int) -> dict[str, Any]:
-        """Return what events say about the plan in force."""
+        """Return the fields of events about the plan in force."""
         plan = self._state.plan
         assert plan is not None
         average = self.average(plan, step)

@@ -66,7 +66,7 @@ class Progress:
         return news
 
     def take(self, step: int) -> dict[str, float]:
-        """Return what the metrics of ``step`` have: ``step_s``, and ``peak_bytes`` at some steps."""
+        """Return the fields of ``step`` in the metrics: ``step_s``, and at some steps ``peak_bytes``."""
         return self._figures.pop(step, {})
 
     def _of(self, step: int) -> dict[str, float]:
@@ -83,7 +83,7 @@ def _account_of(run: Path | None) -> Account:
 
 
 def peak_bytes() -> int:
-    """Return the most bytes that this process had allocated: of the GPU's memory, or resident where it uses no GPU."""
+    """Return the peak of the bytes that this process had allocated: GPU memory, or resident memory without a GPU."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

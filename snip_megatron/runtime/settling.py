@@ -1,7 +1,7 @@
-"""How much longer steps take right after an update or an adoption: the part of its cost that no wait shows.
+"""Measures how much longer steps take right after an update or an adoption, which is a part of its cost.
 
-The times are rank 0's, around Megatron's own step. An update's steps are compared with those before it, an adoption's
-with those that follow: the map is another one.
+The times are those of Megatron's own step on rank 0. The steps after an update are compared with the steps before it.
+The steps after an adoption are compared with later steps, because the map is another one.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections import deque
 from dataclasses import dataclass, field
 
 AFTER = 3
-"""Steps that may allocate, compile or load something."""
+"""Number of steps that may still allocate, compile or load something."""
 _COMPARED = 5
 _KEPT = 16
 
 
 @dataclass(frozen=True)
 class Settled:
-    """Steps are back to normal.
+    """The cost of an update or an adoption in the steps after it.
 
     Attributes:
         of: ``update`` or ``adopt``.
-        of_step: The step before which that was.
-        version: Of the map.
-        steps: How many steps took longer, or were looked at.
-        wait_s: Seconds by which they took longer, all together; 0 where they did not.
+        of_step: the step before which it happened.
+        version: the version of the map.
+        steps: number of steps that took longer, or that were examined.
+        wait_s: seconds by which these steps took longer in all; 0 if they did not.
     """
 
     of: str
@@ -44,21 +44,24 @@ class _Open:
 
 
 class Settling:
-    """Looks at the times of steps, one after the other."""
+    """Observes the times of steps, one after the other."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=_KEPT)
         self._open: _Open | None = None
 
     def begin(self, of: str, step: int, version: int) -> Settled | None:
-        """An update or an adoption precedes ``step``. Returns what is known of the one before."""
+        """Note that an update or an adoption precedes ``step``.
+
+        Returns the cost of the one before, as far as it is known.
+        """
         before = self._close()
         if self._usual:  # else nothing has run yet: the first steps of a process are slow by themselves
             self._open = _Open(of, step, version)
         return before
 
     def step(self, seconds: float) -> Settled | None:
-        """Note the time of a step. Returns the account of the last update or adoption once, when it is complete."""
+        """Note the time of a step. Returns the cost of the last update or adoption once, when it is complete."""
         if self._open is None:
             self._usual.append(seconds)
             return None

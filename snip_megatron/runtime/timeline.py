@@ -1,4 +1,4 @@
-"""What a run knows about its own time before it begins: where it ends, its phases, what is left of an error."""
+"""The timeline of a run, which is known before it begins: its end, its phases, and the weights of their errors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ def even_weights(origin: int, begins: Sequence[int], last: int) -> tuple[float, 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The time of a run, equal on all ranks.
+    """The timeline of a run, equal on all ranks.
 
     Attributes:
         last: the step before which training ends.
         schedule: the phases in which updates may choose different maps; None for maps that do not depend on time.
-        fixed: returns the plan of a policy that needs no statistics, for a run over [origin, last). None for others.
-        carried: returns the weight of the carried loss in every phase, given the first step of the run, those of its
-            remaining phases, and ``last`` (``sensitivity.persistence``).
-        standing: whether the formats of the last phase are those in which the model is deployed.
+        fixed: returns the plan of a policy that needs no statistics, for a run over [origin, last). None for other
+            policies.
+        carried: returns the weight of the carried loss in every phase (``sensitivity.persistence``). Its arguments are
+            the first step of the run, the first steps of its remaining phases, and ``last``.
+        standing: whether the model is deployed in the formats of the last phase.
         timed: whether the average over the run is one of predicted time instead of the fp4 share.
     """
 

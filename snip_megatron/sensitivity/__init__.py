@@ -1,4 +1,4 @@
-"""Sensitivity: from the statistics of one update to a score of every option, and to the Problem that a solver takes.
+"""Sensitivity: computes a score of every option from the statistics of one update, and builds the solver's Problem.
 
 NumPy only: the sidecar process imports this room without torch and without Megatron.
 """

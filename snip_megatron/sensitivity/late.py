@@ -1,7 +1,8 @@
 """The policies ``late-forward`` and ``late-all``: everything in four bits, and better formats for the last steps.
 
-They are baselines for plans that a program solves. ``late-all`` follows NVIDIA's NVFP4 training of a 12 B model, which
-ends in a higher precision; its report's appendix prefers to switch the forward GEMMs only, as ``late-forward`` does.
+They are baselines for the plans that the solver makes. ``late-all`` follows NVIDIA's NVFP4 training of a 12 B model,
+which ends in a higher precision. The appendix of its report prefers to switch only the forward GEMMs, as
+``late-forward`` does.
 """
 
 from __future__ import annotations

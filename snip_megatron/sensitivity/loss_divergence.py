@@ -81,6 +81,6 @@ def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
 
 
 def from_norms(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
-    """Return (T/2)·ΔL₁², an estimate of :func:`second_order` without c2 (docs/method.md: median ratio 1.01)."""
+    """Return (T/2)·ΔL₁², an estimate of :func:`second_order` without c2 (median ratio 1.01)."""
     estimate: FloatArray = 0.5 * table.tokens * first_order(table, formats) ** 2
     return estimate

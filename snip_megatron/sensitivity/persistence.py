@@ -1,8 +1,8 @@
-"""How much of a GEMM's error stays in the loss at the end of training: a standing part and a carried part.
+"""The part of a GEMM's error that stays in the loss at the end of training: a standing part and a carried part.
 
-The standing part is the rounding of the forward that is in force. It is gone as soon as the fprop is precise, and
-counts only if the model is deployed in the formats of the last phase. The carried part is what imprecise steps leave in
-the weights. A step leaves more the higher its learning rate, and later steps may repair some of it.
+The standing part is the rounding error of the current forward. It disappears as soon as the fprop runs in a precise
+format, and counts only if the model is deployed in the formats of the last phase. The carried part is what imprecise
+steps leave in the weights. A step leaves more the higher its learning rate is, and later steps may repair some of it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import numpy as np
 from snip_megatron.errors import SnipError, cut
 
 STANDING_SHARE = 0.8
-"""Share of an fprop's loss that is gone as soon as the fprop is precise, the default of ``--snip-standing-share``.
+"""Share of an fprop's loss that disappears once the fprop is precise, the default of ``--snip-standing-share``.
 
-Runs of a 26 M model whose fprops turn precise late fit .82 best (``tests/unit/sensitivity/test_persistence.py``). What
-all-fp4 loses by its own formats alone, (.01077 − .00293), over the loss of its fprops, .0097, is .81.
+It was fitted to runs of a 26 M model whose fprops become precise late; .82 fits best
+(``tests/unit/sensitivity/test_persistence.py``). Another estimate is .81: what all-fp4 loses by its own formats alone,
+(.01077 − .00293), divided by the loss of its fprops, .0097.
 """
 
 FORGETTING = 0.0
 """Rate at which later training repairs the carried part, the default of ``--snip-forgetting``.
 
-The same runs do not determine it: up to about 5 it fits as well, with a smaller standing share.
+The same runs do not determine this rate. Values up to about 5 fit as well, with a smaller standing share.
 """
 
 _GRID = 4096  # points of the integral over a run

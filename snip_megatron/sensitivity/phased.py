@@ -1,4 +1,4 @@
-"""What an update asks for when the map may change with time: the phases of the run that are still to come."""
+"""The part of a solve request for runs with phases: the remaining phases of the run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from snip_megatron.errors import SnipError, cut
 class PhasedRequest:
     """The remaining phases of a run, as plain data: it is sent to the sidecar process with its SolveRequest.
 
-    All tuples have one entry a phase, in the order of time. Phases that are over are not among them.
+    All tuples have one entry per phase, in the order of time. Past phases are not included.
 
     Attributes:
-        begins: first training step of each phase; the first one may have begun earlier and counts from here on.
+        begins: first training step of each phase. The first phase may have begun earlier and counts from this step on.
         steps: number of training steps of each phase, 1 or more.
-        budgets: the least fp4 share that a phase must reach on its own, in addition to the average over the run that
-            ``SolveRequest.target`` asks for; the least speedup if ``SolveRequest.speedup`` is set. None: no such need.
+        budgets: the smallest fp4 share that a phase must reach on its own, in addition to the average over the run
+            (``SolveRequest.target``); or the smallest speedup if ``SolveRequest.speedup`` is set. None: no requirement.
         change: globs over ``<linear>`` and ``<linear>:<gemm>`` of the options whose format may differ from the
             preceding phase's. None: all of them. The first entry is not used.
-        standing: weight of the standing loss: 1.0 for the last phase of a run whose model is deployed in the formats
-            of its map, otherwise 0.0.
+        standing: weight of the standing loss: 1.0 for the last phase of a run whose model is deployed in the formats of
+            its map, otherwise 0.0.
         carried: weight of the carried loss (``persistence.carried_weights``): the loss of an option that is imprecise
             throughout the phase, relative to one that is imprecise throughout the run.
-        spent_steps: steps of the run that are over. They count towards the average.
+        spent_steps: number of past steps of the run. They count towards the average.
         spent: mean fp4 share of these steps; for a budget of time their speedup, the harmonic mean over the steps.
     """
 

@@ -1,4 +1,4 @@
-"""From statistics and a request with phases to the problem over the phases of a run."""
+"""Builds the problem over the phases of a run from statistics and a request with phases."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, 
 
 
 def _spent(request: SolveRequest, phases: PhasedRequest) -> Spent | None:
-    """What is over. A bound on the loss asks nothing of the average, and shares may pass 1 by a rounding."""
+    """Return the past steps and their average, or None.
+
+    A bound on the loss has no average. Shares are limited to 1, which rounding may exceed.
+    """
     if not phases.spent_steps or request.budget.kind == "loss":
         return None
     achieved = min(phases.spent, 1.0) if request.budget.kind == "target" else phases.spent

@@ -1,8 +1,8 @@
 """Policies: the functions that score options. ``snip`` is the method, the others are baselines (docs/method.md).
 
-Each gives one score per option to the same solver at the same granularity. What a policy protects gets a high score;
-nothing is a hard rule. A policy that does not know the size of an option scores it in proportion to its FLOPs. The
-solver weighs score against FLOPs saved, so it then follows the policy's order for all shapes.
+Each policy computes one score per option for the same solver at the same granularity. An option that a policy protects
+gets a high score; no choice is excluded. A policy that does not know the size of an option scores it in proportion to
+its FLOPs. The solver weighs score against FLOPs saved, so it then follows the policy's order for all shapes.
 """
 
 from __future__ import annotations
@@ -241,11 +241,10 @@ def pinned_gemms(linears: Iterable[str], request: SolveRequest) -> set[tuple[str
 def fixed_map(
     policy: str, linears: Iterable[str], pins: tuple[tuple[str, str], ...] = (), groups: tuple[str, ...] = ()
 ) -> PrecisionMap | None:
-    """Return the map of ``uniform-fp8``, ``uniform-fp4`` or ``bf16`` with pins applied, or None for a policy that
-    solves.
+    """Return the map of ``uniform-fp8``, ``uniform-fp4`` or ``bf16`` with pins applied, or None for other policies.
 
-    A pin holds for every option of its group (``--snip-group``). Raises SnipError if a pin or group matches nothing, or
-    if pins contradict each other in a group.
+    A pin applies to every option of its group (``--snip-group``). Raises SnipError if a pin or group matches nothing,
+    or if pins contradict each other in a group.
     """
     if policy not in FIXED:
         return None

@@ -1,4 +1,4 @@
-"""From statistics and a request to the Problem that a solver takes: options, costs, scores, pins, ties."""
+"""Builds the Problem that the solver takes from statistics and a request: options, costs, scores, pins, ties."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def _reachable_limit(options: Sequence[Option], request: SolveRequest) -> tuple[
 
 
 def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> None:
-    """Raise SnipError, naming the highest reachable budget, if ``request`` asks for more.
+    """Raise SnipError, naming the highest reachable budget, if the budget of ``request`` cannot be reached.
 
-    Also refuses groups that no solve could try all formats of. A bound on the loss is never refused here, because what
-    is reachable depends on scores.
+    Also refuses groups with too many combinations of formats to try. A bound on the loss is never refused here, because
+    the reachable loss depends on scores.
     """
     check_groups(linears, request)
     if request.timed:
@@ -175,7 +175,7 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
 
 
 def score_options(table: StatisticsTable, request: SolveRequest) -> tuple[list[Option], Scores, FloatArray]:
-    """Return the options, their scores, and the part of each option's score that its fprop has, [options, formats].
+    """Return the options, their scores, and the part of each score that belongs to the fprop, [options, formats].
 
     Raises SnipError as :func:`build_problem`.
     """
@@ -232,7 +232,7 @@ def _per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
 def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray:
     """Separate options of equal score *per FLOP* in one seeded order. Scores are rounded to 4 digits.
 
-    The order depends on the seed and the number of options alone, so it is the same for every policy (docs/method.md).
+    The order depends on the seed and the number of options alone, so it is the same for every policy (README.md, ties).
     """
     order = np.random.default_rng([seed % 2**64, 1]).permutation(len(scores))
     per_flop = scores / size

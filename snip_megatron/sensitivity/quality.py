@@ -58,7 +58,8 @@ def _normalised(values: FloatArray, lowest: int) -> FloatArray:
 def monotone(scores: FloatArray, formats: tuple[str, ...]) -> FloatArray:
     """Raise scores [..., formats] so that fewer bits never score better than all formats of more bits.
 
-    Measured or sampled scores may violate this (docs/method.md, the recipe). Formats of equal bits keep their order.
+    Measured or sampled scores may violate this (docs/method.md, Q: one score per option). Formats of equal bits keep
+    their order.
     """
     projected = scores.copy()
     floor = np.full(scores.shape[:-1], -np.inf)

@@ -1,4 +1,4 @@
-"""What one update asks of the solver: policy, candidate formats, budget, pins."""
+"""The request of one update to the solver: policy, candidate formats, budget, pins."""
 
 from __future__ import annotations
 

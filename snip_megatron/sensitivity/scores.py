@@ -53,7 +53,7 @@ def option_scores(table: StatisticsTable, request: SolveRequest, fmt: str | None
 
 
 def truth(table: StatisticsTable, fmt: str, *, again: bool = False) -> dict[str, OptionScore]:
-    """Return option id → what was measured in ``fmt``. Options that were never measured are left out.
+    """Return option id → measured values in ``fmt``. Options that were never measured are left out.
 
     With ``again`` returns the measurement on the second, disjoint batch, which is the ceiling of every estimator.
     Raises SnipError if the table has no such columns.

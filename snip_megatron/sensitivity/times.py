@@ -17,12 +17,12 @@ Seconds = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 @dataclass(frozen=True)
 class HostSeconds:
-    """Predicted seconds of a step for which launching occupies the thread of a rank.
+    """Predicted seconds that the host takes to launch a training step.
 
     Attributes:
-        stages: pipeline stage → seconds with every GEMM in bf16, plus the time after the pipeline, which is in
-            ``rest`` as well.
-        gemm: format → seconds that one GEMM of one linear adds in this format.
+        stages: pipeline stage → seconds with every GEMM in bf16, plus the time after the pipeline, which is in ``rest``
+            as well.
+        gemm: format → seconds that one GEMM of one linear takes longer to launch in this format than in bf16.
     """
 
     stages: Mapping[int, float]
@@ -98,7 +98,7 @@ class OptionTimes:
         Args:
             stages: name of a linear → pipeline stage.
             saved: pipeline stage → share of the bf16 seconds of its linears that a map saves.
-            precision_map: the map, whose formats decide what is launched. None: as much as in bf16.
+            precision_map: the map, whose formats determine the time of launching. None: the time in bf16.
         """
         linears = self.linears(stages)
         if not linears or not set(linears) <= set(self.rest):

@@ -1,4 +1,4 @@
-"""Integer programming: which format each item takes, with proof (README.md beside this file)."""
+"""The integer program: chooses a format for every item, with a proof of optimality (README.md beside this file)."""
 
 from snip_megatron.solver.api import solve
 from snip_megatron.solver.items import Budget, Choice, Item

@@ -1,4 +1,4 @@
-"""``solve``: a problem in, a solution out."""
+"""The solver's entry point, :func:`solve`, which takes a problem and returns a solution."""
 
 from __future__ import annotations
 
@@ -37,18 +37,25 @@ def solve(
     change_penalty: float = 0.0,
     solver: str = "cpsat",
 ) -> Solution:
-    """Choose one format an item, as the budget asks.
+    """Choose one format for every item of a problem, within its budget.
 
     Args:
-        time_limit_s: wall seconds; 60 when neither limit is given. A solve that reaches it may end differently on
-            another machine.
-        deterministic_time: CP-SAT's deterministic seconds in all, the limit to use where results must repeat.
-        seed: of CP-SAT; equal values give equal results.
-        hint: formats by item id, such as the previous map's choices; unknown ids and formats are ignored.
-        change_penalty: added to the loss for every item whose format differs from its hint's.
-        solver: ``cpsat`` (proves its optimum) or ``greedy`` (one pass, with a bound).
+        problem: the problem.
+        time_limit_s: limit in wall-clock seconds. If neither limit is given, it is 60. A solve that reaches this limit
+            may end differently on another machine.
+        deterministic_time: limit of the whole solve in CP-SAT's deterministic seconds. Use it if results must be
+            repeatable.
+        seed: CP-SAT's seed. Equal seeds give equal results.
+        hint: item id → format, for example the choices of the previous map. Unknown ids and formats are ignored.
+        change_penalty: loss that is added for every item whose format differs from the hint.
+        solver: ``cpsat``, which proves that its solution is optimal, or ``greedy``, which makes one pass and gives a
+            bound.
 
-    Returns a Solution, of status ``infeasible`` where nothing meets the budget. Raises SnipError on a bad argument.
+    Returns:
+        The solution. Its status is ``infeasible`` if no choice of formats meets the budget.
+
+    Raises:
+        SnipError: an argument is invalid.
     """
     started = time.perf_counter()
     limits = make_limits(time_limit_s, deterministic_time, seed)
@@ -99,7 +106,7 @@ def solve(
 
 
 def make_limits(time_limit_s: float | None, deterministic_time: float | None, seed: int) -> Limits:
-    """The limits of one solve. Raises SnipError on one that is not above 0."""
+    """Return the limits of one solve. Raises SnipError if a limit is not above 0."""
     for name, value in (("time_limit_s", time_limit_s), ("deterministic_time", deterministic_time)):
         if value is not None and not value > 0:
             raise SnipError(f"{name} must be above 0, got {value}")
@@ -111,23 +118,23 @@ def make_limits(time_limit_s: float | None, deterministic_time: float | None, se
 
 
 def _run(table: ChoiceTable, start: Ints | None, solver: str, limits: Limits) -> Outcome:
-    """One solve of a feasible problem."""
+    """Solve a feasible problem once."""
     if solver == "greedy":
         return solve_greedy(table, start)
-    from snip_megatron.solver.exact import solve_exact  # OR-Tools: loaded where it is used, not in training ranks
+    from snip_megatron.solver.exact import solve_exact  # imports OR-Tools, which training ranks do not need
 
     return solve_exact(table, start, limits)
 
 
 def _better(table: ChoiceTable, start: Ints | None, pick: Ints) -> Ints:
-    """The hint where it is feasible and better than other picks."""
+    """Return the hint if it is feasible and better than ``pick``, otherwise ``pick``."""
     if start is None or not table.feasible(start):
         return pick
     return start if table.difference(start, pick) < 0 else pick
 
 
 def _hinted(table: ChoiceTable, hint: Mapping[str, Format] | None) -> Ints | None:
-    """The hint as picks; a row without a usable hint takes what saves most."""
+    """Return the hint as picks. A row without a usable hint gets the format that saves most."""
     if not hint:
         return None
     pick = table.most_saving()
@@ -140,7 +147,7 @@ def _hinted(table: ChoiceTable, hint: Mapping[str, Format] | None) -> Ints | Non
 
 
 def _solution(table: ChoiceTable, problem: Problem, outcome: Outcome, *, penalised: bool) -> Solution:
-    """The outcome in the problem's own terms; every figure but the bound is computed from its choices."""
+    """Return the outcome as a Solution. Every figure except the bound is computed from the choices."""
     budget, pick = problem.budget, outcome.pick
     formats = [table.formats[j] for j in pick.tolist()]
     if len(formats) == len(problem.items):

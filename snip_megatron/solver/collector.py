@@ -1,4 +1,4 @@
-"""Making millions of objects without Python's cycle collector looking at all of them again and again."""
+"""A pause of Python's garbage collector, which would scan millions of new objects again and again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """No collection inside; for code that makes many objects and no cycles, whose time collection would double."""
+    """Disable cyclic garbage collection inside the context.
+
+    This is for code that makes many objects and no reference cycles. Collection would double its time.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""CP-SAT on the choices that the relaxation left open."""
+"""Runs CP-SAT on a *core*: the choices that the relaxation leaves open."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from snip_megatron.solver.limits import Limits
 from snip_megatron.solver.table import ChoiceTable, Ints
 
 REPAIRS = 4
-"""How many picks that miss a need by rounding are forbidden one by one before needs are rounded finer."""
+"""Number of infeasible picks that are forbidden one by one before the needs are rounded more finely."""
 
 
 @dataclass(frozen=True)
 class CoreResult:
-    """Of one CP-SAT solve.
+    """The result of one core.
 
     Attributes:
-        pick: [n], meets every need; None when nothing was found.
-        bound: no picks among the open choices have a smaller Σ loss (as given).
-        optimal: whether CP-SAT proved the picks optimal for its integers.
-        resolution: how far rounding the losses to integers may have moved the optimum; 0 when all are exact.
+        pick: [n], columns that meet every need; None if none were found.
+        bound: lower bound of Σ loss (as given) over all picks among the open choices.
+        optimal: whether CP-SAT proved that the picks are optimal for its integers.
+        resolution: by how much rounding the losses to integers may have moved the optimum; 0 if all of them are exact.
     """
 
     pick: Ints | None
@@ -38,12 +38,19 @@ class CoreResult:
 def solve_core(
     table: ChoiceTable, open_: NDArray[np.bool_], hint: Ints, limits: Limits, *, by_lp: bool = False
 ) -> CoreResult:
-    """Minimise Σ loss over the open choices [n, F], starting from ``hint`` (feasible, its columns open).
+    """Minimise Σ loss over the open choices [n, F], starting from ``hint``.
 
-    Needs are rounded so that no feasible picks are lost: CP-SAT may return picks that miss a need by a hair. Those are
-    forbidden, then the needs are rounded finer; at last they are rounded to the other side, and the bound stays that
-    of the roundings that lost nothing. All of these solves share ``limits``. ``by_lp``: branch as the LP relaxation
-    says instead of by conflicts.
+    Needs are rounded so that no feasible picks are lost. CP-SAT may therefore return picks that slightly miss a need.
+    Such picks are forbidden and CP-SAT runs again; after some attempts the needs are rounded more finely. Finally the
+    needs are rounded to the other side, so that all picks are feasible. The bound is always taken from roundings that
+    lose no feasible picks.
+
+    Args:
+        table: the problem.
+        open_: bool [n, F], the open choices.
+        hint: feasible picks [n] among the open choices.
+        limits: shared by all of these runs of CP-SAT.
+        by_lp: branch on the LP relaxation instead of on conflicts.
     """
     bound = -math.inf
     for bits in (QUICK_BITS, BITS):
@@ -60,7 +67,7 @@ def solve_core(
 
 
 class _Model:
-    """A Boolean for every open choice of an item with more than one; the other items are constants."""
+    """The CP-SAT model: one Boolean for every open choice of items with several. The other items are constants."""
 
     def __init__(self, table: ChoiceTable, open_: NDArray[np.bool_], hint: Ints, *, bits: int, strict: bool) -> None:
         count = open_.sum(axis=1)
@@ -86,7 +93,7 @@ class _Model:
         self.model.minimize(cp_model.LinearExpr.weighted_sum(self.variables, integers))
 
     def _add_needs(self, bits: int, strict: bool) -> None:
-        """The saving of everything and of every stage."""
+        """Add the constraints on the saving of the whole model and of every stage."""
         table = self.table
         saving = table.saving[self.rows, self.columns]
         decided = table.pick_saving(self.pick)[self.fixed]
@@ -101,12 +108,12 @@ class _Model:
             self.model.add(terms >= integers.need)
 
     def forbid(self, pick: Ints) -> None:
-        """No longer allow exactly these picks."""
+        """Forbid exactly these picks."""
         chosen = pick[self.rows] == self.columns
         self.model.add_bool_or([v.negated() for v, on in zip(self.variables, chosen, strict=True) if on])
 
     def solve(self, limits: Limits, *, by_lp: bool) -> CoreResult:
-        """Picks are not checked against the needs here."""
+        """Run CP-SAT. The picks of the result are not checked against the needs."""
         answered = answer(self.model, self.hinted, limits, by_lp=by_lp)
         if answered is None:
             return CoreResult(None, -math.inf, False)
@@ -123,10 +130,17 @@ class _Model:
 def answer(
     model: cp_model.CpModel, hinted: float, limits: Limits, *, by_lp: bool
 ) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus] | None:
-    """Run CP-SAT; None when nothing is left to spend or its answers contradict the hint.
+    """Run CP-SAT, and check its answer against a known feasible solution.
 
-    ``hinted`` is the objective of the hint, which is feasible: an answer that rules it out is wrong, and is asked again
-    without presolve; inf without a hint. An answer needs a limit that is not spent yet.
+    Args:
+        model: the model.
+        hinted: objective of the hint, which is feasible; inf without a hint. An answer that rules the hint out is
+            wrong, and CP-SAT is run again without presolve.
+        limits: what CP-SAT may still spend.
+        by_lp: branch on the LP relaxation instead of on conflicts.
+
+    Returns:
+        The solver and its status. None if the limits are spent, or if both answers contradict the hint.
     """
     for presolve in (True, False):
         if limits.over:
@@ -146,14 +160,14 @@ def _configure(solver: cp_model.CpSolver, limits: Limits, *, presolve: bool, by_
     parameters = solver.parameters
     parameters.cp_model_presolve = presolve
     parameters.random_seed = limits.seed
-    # One search keeps to its deterministic limit. Several interleaved ones look at it after each batch, in which every
-    # one of them may take a second: seen to take 12.8 of 4.2.
+    # A single search keeps its deterministic limit. Several interleaved searches check it only after each batch, in
+    # which each may take a second; they were seen to take 12.8 s with a limit of 4.2 s.
     parameters.num_workers = 1
     if by_lp:
         parameters.search_branching = cp_model.LP_SEARCH
-    parameters.linearization_level = 2  # all of the model in the LP: seen 3–10 times faster than the default here
-    # In OR-Tools 9.15 this presolve step (at-most-one and linear constraints that overlap: exactly our models) proves
-    # wrong optima: google/or-tools#5293. tests/unit/solver/test_solve.py has an instance.
+    parameters.linearization_level = 2  # the whole model in the LP: seen 3–10 times faster than the default here
+    # In OR-Tools 9.15 this presolve step proves wrong optima if at-most-one and linear constraints overlap, as they do
+    # in these models (google/or-tools#5293). tests/unit/solver/test_solve.py has an instance.
     parameters.presolve_inclusion_work_limit = 0
     if math.isfinite(limits.seconds):
         parameters.max_time_in_seconds = max(limits.seconds, 0.01)

@@ -1,8 +1,9 @@
-"""The exact solver: relax, fix what cannot be in a better solution, let CP-SAT settle the rest.
+"""The exact solver: relax, remove choices that no better solution has, and solve the rest with CP-SAT.
 
-A plain CP-SAT model of a 70B problem with six formats takes 10 s and more on 2 cores; nearly all of its choices are
-settled by their reduced costs once a good solution is known. So CP-SAT first solves small cores (the open choices of
-smallest reduced cost), which only has to improve the solution, and then the whole of what is left, which is the proof.
+A plain CP-SAT model of a 70B problem with six formats takes 10 s and more on 2 cores. Once a good solution is known,
+the reduced costs settle nearly all of its choices. CP-SAT therefore first solves small cores, which hold the open
+choices of smallest reduced cost and only have to improve the solution. Then it solves everything that is still open,
+which is the proof.
 """
 
 from __future__ import annotations
@@ -21,15 +22,21 @@ from snip_megatron.solver.stages import lift_stages
 from snip_megatron.solver.table import ChoiceTable, Ints
 
 LIFT_ABOVE = 240
-"""Where more than this is open after a round, binding stages are solved on their own."""
+"""If more choices than this are open after a round, binding stages are solved separately."""
 STAGE_EFFORT = 0.5
-"""Deterministic seconds for one stage on its own."""
+"""Limit of the separate solve of one stage, in deterministic seconds."""
 
 
 def solve_exact(table: ChoiceTable, start: Ints | None, limits: Limits) -> Outcome:
-    """Optimal picks of a feasible problem; the best found with a bound where ``limits`` end the search first.
+    """Solve a feasible problem.
 
-    ``start``: feasible picks, such as the previous map's; used where better than the relaxation's.
+    Args:
+        table: the problem.
+        start: picks of the hint, which are used if they are feasible and better than the rounded relaxation; or None.
+        limits: what the search may spend.
+
+    Returns:
+        Optimal picks. If ``limits`` end the search first, the best picks found, with a bound.
     """
     if table.need == -math.inf and len(table.stages) > 1:
         return _solve_stages(table, start, limits)
@@ -45,7 +52,7 @@ def solve_exact(table: ChoiceTable, start: Ints | None, limits: Limits) -> Outco
 
 
 def _solve_stages(table: ChoiceTable, start: Ints | None, limits: Limits) -> Outcome:
-    """Without a need of the total the stages are problems of their own."""
+    """Solve every stage separately, if there is no need of the whole model that couples them."""
     pick = np.zeros(len(table.ids), dtype=np.int64)
     outcomes = []
     for k, need in enumerate(table.stage_need.tolist()):
@@ -59,7 +66,7 @@ def _solve_stages(table: ChoiceTable, start: Ints | None, limits: Limits) -> Out
 
 
 class _Search(Search):
-    """The search of a static problem."""
+    """The search for a problem without phases."""
 
     def __init__(self, table: ChoiceTable, limits: Limits) -> None:
         self.table, self.relaxation = table, relax(table)
@@ -72,7 +79,7 @@ class _Search(Search):
         return solve_core(self.table, open_, self.pick, limits, by_lp=by_lp)
 
     def lift_stages(self) -> None:
-        """Solve binding stages on their own."""
+        """Solve binding stages separately, which raises the bound."""
 
         def solve(part: ChoiceTable, start: Ints) -> Outcome:
             return solve_exact(part, start, self.limits.within(STAGE_EFFORT))

@@ -1,8 +1,8 @@
-"""The budget ``loss``: the smallest time of the slowest stage whose Σ loss stays within the bound.
+"""Budgets of kind ``loss``: minimises the time of the slowest stage while Σ loss stays within a bound.
 
-Least loss within a time is the problem that the other solvers take (every stage on its own), and it does not rise with
-the time allowed: so the time is bisected. The relaxation's bound or its rounded picks settle most times; only where
-they disagree is a time solved exactly.
+The other solvers minimise the loss within a given time, separately on every stage. This minimum does not increase with
+the time, so the time is found by bisection. The relaxation's bound or its rounded picks decide most times. Only if
+neither decides is a time solved exactly.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from snip_megatron.solver.rounding import round_picks
 from snip_megatron.solver.table import ChoiceTable, Ints
 
 RESOLUTION = 1e-9
-"""Times closer than this share of the reference (nothing saved) count as equal."""
+"""Two times count as equal if they differ by less than this share of the reference time."""
 _ROUNDING = 1e-12
 
 
 def solve_fastest(table: ChoiceTable, budget: Budget, solve: Callable[[ChoiceTable, Ints], Outcome]) -> Outcome | None:
-    """Picks with the smallest time; the outcome's bound is one of that time, ``optimal`` up to the resolution.
+    """Return the picks with the smallest time, or None if no picks keep Σ loss within the budget.
 
-    ``solve`` takes (table, feasible picks) and minimises Σ loss. None when no picks stay within the loss.
+    The bound of the outcome is a lower bound of the time. ``optimal`` holds up to :data:`RESOLUTION`.
+
+    Args:
+        table: the choices.
+        budget: a budget of kind ``loss``.
+        solve: takes (table, feasible picks) and minimises Σ loss.
     """
     assert budget.loss is not None
     search = _Bisection(table, budget, solve, budget.loss)
@@ -46,8 +51,11 @@ def solve_fastest(table: ChoiceTable, budget: Budget, solve: Callable[[ChoiceTab
 
 
 class _Bisection:
-    """``pick`` keeps within the loss and takes at most ``high``; no picks within the loss take ``low`` or less, as far
-    as ``bound`` is proven."""
+    """The interval of times that contains the smallest one.
+
+    ``pick`` keeps Σ loss within the budget in a time of at most ``high``. No picks within the budget take ``low`` or
+    less; this is proven up to ``bound``.
+    """
 
     def __init__(
         self, table: ChoiceTable, budget: Budget, solve: Callable[[ChoiceTable, Ints], Outcome], most: float
@@ -63,11 +71,11 @@ class _Bisection:
             self.pick, self.high = fastest, self.low
 
     def within(self, time: float) -> ChoiceTable:
-        """The problem of the least loss within ``time``."""
+        """Return the problem of the least loss within ``time``."""
         return replace(self.table, stage_need=self.table.costs(self.budget) - time)
 
     def settle(self, time: float) -> bool:
-        """Move ``low`` or ``high`` to ``time`` or beyond it; False when that was not proven."""
+        """Move ``low`` up to ``time``, or ``high`` down to it. Returns False if this was not proven."""
         table = self.within(time)
         if not table.feasible(table.most_saving()):
             return self._too_fast(time, proven=True)

@@ -1,4 +1,4 @@
-"""The solver for very large problems: the relaxation's picks, rounded, and its bound, which says how good they are."""
+"""The solver for very large problems: rounds the relaxation, and reports its bound."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from snip_megatron.solver.table import ChoiceTable, Ints
 
 
 def solve_greedy(table: ChoiceTable, start: Ints | None) -> Outcome:
-    """Feasible picks of a feasible problem, with a lower bound. O(items · formats), no search.
+    """Return feasible picks of a feasible problem, with a lower bound. Takes O(items · formats) and does not search.
 
-    ``start``: feasible picks, such as the previous map's; used where better.
+    Args:
+        table: the problem.
+        start: picks of the hint, which are used if they are feasible and better; or None.
     """
     relaxation = relax(table)
     pick = round_picks(table, relaxation)

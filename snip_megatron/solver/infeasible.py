@@ -1,4 +1,4 @@
-"""Why nothing meets a budget, in words a user can act on: the stage at fault and what can be reached."""
+"""Explains why a budget cannot be met: which stage limits it, and what can be reached."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from snip_megatron.solver.items import Budget
 from snip_megatron.solver.solution import Infeasibility
 from snip_megatron.solver.table import ChoiceTable
 
-_DIGITS = 1e9  # figures are rounded to the side where asking for them succeeds
+_DIGITS = 1e9  # reachable values are rounded so that a budget of the printed value can be met
 
 
 def why_infeasible(table: ChoiceTable, budget: Budget) -> Infeasibility:
-    """For an infeasible budget. Saving the most, or losing the least, on every item is what can be reached."""
+    """Return the explanation for an infeasible budget.
+
+    The limit follows from the choices that save most on every item, or for a budget of kind ``loss`` from those with
+    the least loss.
+    """
     return {"target": _target, "speedup": _speedup, "loss": _loss}[budget.kind](table, budget)
 
 
@@ -52,7 +56,7 @@ def _speedup(table: ChoiceTable, budget: Budget) -> Infeasibility:
         return Infeasibility(f"{why}, more than the reference; no speedup is reachable", slowest, None)
     if not table.asking(replace(budget, speedup=limit)).feasible(fastest):
         limit = max(1.0, limit - 1 / _DIGITS)
-    # All digits: nine significant ones of a number above 1 could round up, past what is reachable.
+    # With only nine significant digits, a number above 1 could be rounded up to a speedup that is not reachable.
     return Infeasibility(f"{why}; the highest reachable speedup is {limit:.12g}", slowest, limit)
 
 

@@ -1,4 +1,4 @@
-"""What a problem consists of: a budget, and items with a choice of formats each."""
+"""The parts of a problem: a budget, and items with a choice of formats."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ KINDS = ("target", "speedup", "loss")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One format an item may run in.
+    """One format that an item may run in.
 
     Attributes:
         format: the number format.
-        loss: what it costs in quality, any unit, may be negative.
-        saving: what it saves, in the unit of the item's cost; negative where the format is slower than the reference.
+        loss: the loss of quality in any unit. It may be negative.
+        saving: the part of the item's cost that the format saves. It is negative if the format is slower than the
+            reference.
     """
 
     format: Format
@@ -27,15 +28,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One decision: a GEMM (granularity ``gemm``) or a whole linear (``layer``).
+    """One decision: the format of a GEMM (granularity ``gemm``) or of a whole linear (``layer``).
 
     Attributes:
-        id: unique, any non-empty text; a training run uses the names of docs/method.md.
-        stage: pipeline stage, all chunks of a virtual pipeline together.
+        id: unique non-empty text. A training run uses names such as ``decoder.layers.0.mlp.linear_fc1:fprop``.
+        stage: pipeline stage. All chunks of a virtual pipeline have the same stage.
         cost: FLOPs or seconds in the reference format, at most 1e18.
-        choices: at least one, each format once.
-        group: items of one group take the same format, on whichever stages they lie. None: on its own.
-        pin: the format it must take, one of its choices. None: free.
+        choices: at least one; each format at most once.
+        group: name of a group. All items of a group take the same format, also if they lie on different stages. None:
+            the item belongs to no group.
+        pin: the format that the item must take, one of its choices. None: any choice.
     """
 
     id: str
@@ -48,17 +50,19 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What is wanted: exactly one of ``target``, ``speedup`` and ``loss``.
+    """The budget of a problem. Exactly one of ``target``, ``speedup`` and ``loss`` is set.
 
-    Under ``speedup`` and ``loss`` costs are times. A step takes as long as its slowest stage: what the stage's items
-    still cost plus ``fixed_cost``; the reference is the same with no saving at all.
+    With ``speedup`` and ``loss``, costs are times. A stage takes the cost of its items less their savings, plus its
+    ``fixed_cost``. A step takes as long as its slowest stage. The reference time is that of a step without any saving.
 
     Attributes:
-        target: least Σ loss with Σ saving ≥ target · Σ cost over everything; in [0, 1].
-        stage_tolerance: on every stage Σ saving ≥ (target − tolerance) · that stage's cost; None: no such constraint.
-        speedup: least Σ loss with reference time / time ≥ speedup; 1 or more.
-        loss: least time with Σ loss ≤ loss.
-        fixed_cost: (stage, cost) of what no choice changes, such as attention; 0 where not named.
+        target: minimise Σ loss so that Σ saving ≥ target · Σ cost over all items; in [0, 1].
+        stage_tolerance: with ``target``, on every stage Σ saving ≥ (target − tolerance) · cost of the stage. None: no
+            constraint on stages.
+        speedup: minimise Σ loss so that reference time / time ≥ speedup; 1 or more.
+        loss: minimise the time so that Σ loss ≤ loss.
+        fixed_cost: (stage, cost) pairs of the time that no choice changes, such as attention. Stages that are not named
+            have 0.
     """
 
     target: float | None = None
@@ -74,10 +78,10 @@ class Budget:
 
     @property
     def wanted(self) -> float:
-        """The figure of that kind."""
+        """The value of the budget."""
         return float(getattr(self, self.kind))
 
     def with_wanted(self, wanted: float) -> Budget:
-        """The same budget with another figure of its kind."""
+        """Return a budget of the same kind with another value."""
         figures = {kind: wanted if kind == self.kind else None for kind in KINDS}
         return Budget(stage_tolerance=self.stage_tolerance, fixed_cost=self.fixed_cost, **figures)

@@ -1,4 +1,4 @@
-"""The whole front in one call: what every budget costs (``snip solve --sweep``)."""
+"""Solves a problem for a range of budgets (``snip solve --sweep``)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,25 @@ DEFAULT_POINTS = 41
 
 
 def sweep(problem: Problem, points: int = DEFAULT_POINTS, **options: Any) -> list[Solution]:
-    """Solutions at ``points`` budgets of the problem's kind, evenly over all that is reachable, ascending.
+    """Solve a problem at evenly spaced budgets of its kind, from the lowest useful to the highest reachable one.
 
-    ``options`` are those of :func:`solve`, for each point; every solution is the hint of the next. Raises SnipError
-    where nothing is reachable.
+    Args:
+        problem: the problem. The value of its budget is ignored.
+        points: number of budgets, 2 or more.
+        options: arguments of :func:`solve` for every point. Each solution is the hint of the next solve.
+
+    Returns:
+        The solutions in ascending order of the budget.
+
+    Raises:
+        SnipError: ``points`` is below 2, or nothing can be reached.
     """
     if points < 2:
         raise SnipError(f"a sweep needs 2 points or more, got {points}")
     low, high = reachable(problem)
     found: list[Solution] = []
     hint = options.pop("hint", None)
-    # From the most demanding budget down: each solution is feasible for the next one.
+    # The most demanding budget comes first, so that each solution is feasible for the next budget.
     for wanted in np.linspace(low, high, points)[::-1].tolist():
         if problem.budget.kind == "loss":
             wanted = high - (wanted - low)
@@ -43,12 +51,12 @@ def sweep(problem: Problem, points: int = DEFAULT_POINTS, **options: Any) -> lis
 
 
 def asking(problem: Problem, wanted: float) -> Problem:
-    """The same problem with another figure of the same kind."""
+    """Return the problem with another value of its budget."""
     return replace(problem, budget=problem.budget.with_wanted(wanted))
 
 
 def reachable(problem: Problem) -> tuple[float, float]:
-    """The range of budgets worth asking for: beyond its upper end nothing is feasible, or nothing is gained."""
+    """Return the lowest and the highest useful budget. Beyond the latter nothing is feasible, or nothing is gained."""
     table, budget = ChoiceTable.build(problem), problem.budget
     if budget.kind == "loss":
         least = float(table.true_loss.min(axis=1).sum())
@@ -64,7 +72,7 @@ def reachable(problem: Problem) -> tuple[float, float]:
 
 
 def sweep_json(problem: Problem, solutions: Sequence[Solution]) -> str:
-    """The text of a ``snip.sweep/1`` file: figures of every point, and the share of the cost in every format."""
+    """Return the text of a ``snip.sweep/1`` file: the figures of every point, and the share of the cost by format."""
     cost = {item.id: item.cost for item in problem.items}
     body = {
         "schema": SWEEP_SCHEMA,

@@ -1,4 +1,4 @@
-"""Reading ``snip.problem/1``: every refusal names the file, the JSON path and what is wrong."""
+"""Reads ``snip.problem/1``. Every error names the file, the JSON path and what is wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _parse(body: dict[str, Any], where: str, schema: str) -> tuple[Budget, tuple
 
 
 def load_object(text: str | bytes, where: str) -> dict[str, Any]:
-    """The top-level object. Text that does not start with ``{`` is refused before it is read."""
+    """Return the top-level object. Text that does not start with ``{`` is refused before it is parsed."""
     start = text[:4096].lstrip()
     if text and start[:1] not in ("{", b"{"):
         raise SnipError(f"{where}: not a JSON object (it must start with '{{')")
@@ -57,7 +57,7 @@ def load_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Any:
-    """An object as a dict, a complete choice as a 3-tuple: a million items would not fit in memory as dicts."""
+    """Return an object as a dict, and a complete choice as a tuple, because a million dicts would not fit in memory."""
     if len(pairs) == 3 and pairs[0][0] == "format" and pairs[1][0] == "loss" and pairs[2][0] == "saving":
         return (pairs[0][1], pairs[1][1], pairs[2][1])
     body = dict(pairs)
@@ -69,7 +69,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> Any:
 
 
 def parse_budget(raw: dict[str, Any]) -> Budget:
-    """The budget of a problem."""
+    """Return the budget of a problem."""
     known = (*KINDS, "stage_tolerance", "fixed_cost")
     for key in raw:
         if key not in known:
@@ -107,7 +107,7 @@ def _parse_item(raw: Any, path: str) -> Item:
 
 
 def parse_identity(raw: dict[str, Any], path: str) -> tuple[str, int, float, str | None, Format | None]:
-    """The id, stage, cost, group and pin of an item."""
+    """Return the id, stage, cost, group and pin of an item."""
     prefix = path + "."
     id_, stage = field_of(raw, "id", prefix), field_of(raw, "stage", prefix)
     if not isinstance(id_, str):
@@ -136,7 +136,7 @@ def _parse_choice(raw: Any, path: str) -> Choice:
 
 
 def parse_format(name: Any, path: str) -> Format:
-    """The format of that name."""
+    """Return the format with this name."""
     fmt = _FORMATS.get(name) if isinstance(name, str) else None
     if fmt is None:
         raise SnipError(f"{path}: unknown format {quoted(name)} (known: {', '.join(_FORMATS)})")
@@ -144,7 +144,7 @@ def parse_format(name: Any, path: str) -> Format:
 
 
 def field_of(body: dict[str, Any], key: str, prefix: str) -> Any:
-    """The value of a key that must be there."""
+    """Return the value of a required key."""
     value = body.get(key, _MISSING)
     if value is _MISSING:
         raise SnipError(f"{prefix}{key}: missing")
@@ -152,7 +152,7 @@ def field_of(body: dict[str, Any], key: str, prefix: str) -> Any:
 
 
 def object_of(body: dict[str, Any], key: str, prefix: str) -> dict[str, Any]:
-    """The object under a key that must be there."""
+    """Return the object under a required key."""
     value = field_of(body, key, prefix)
     if not isinstance(value, dict):
         raise SnipError(f"{prefix}{key}: must be an object")
@@ -160,7 +160,7 @@ def object_of(body: dict[str, Any], key: str, prefix: str) -> dict[str, Any]:
 
 
 def parse_number(value: Any, path: str) -> float:
-    """A number as float64."""
+    """Return a number as float64."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SnipError(f"{path}: must be a number, got {quoted(value)}")
     try:

@@ -1,6 +1,6 @@
-"""The problem that the solver gets: one choice an item, a share to save, pipeline stages to keep in balance.
+"""The problem that the solver takes: a choice of format for every item, and a budget.
 
-JSON form: ``snip.problem/1`` (docs/file-formats.md); :mod:`snip_megatron.solver.parse` reads it.
+Its JSON form is ``snip.problem/1`` (docs/file-formats.md), which :mod:`snip_megatron.solver.parse` reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ PROBLEM_SCHEMA = "snip.problem/1"
 
 @dataclass(frozen=True)
 class Problem:
-    """Minimise Σ loss, one choice per item, within the budget. Raises SnipError naming the JSON path at fault."""
+    """Minimise Σ loss within the budget, with one choice for every item.
+
+    Attributes:
+        budget: the budget.
+        items: the items.
+
+    Raises:
+        SnipError: a field is invalid. The message names its JSON path.
+    """
 
     budget: Budget
     items: tuple[Item, ...]
@@ -30,7 +38,7 @@ class Problem:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "problem") -> Problem:
-        """Parse and validate a ``snip.problem/1`` text; ``where`` names the file in errors. Raises SnipError."""
+        """Parse the text of a ``snip.problem/1`` file. ``where`` names the file in errors. Raises SnipError."""
         budget, items = parse_problem(text, where, PROBLEM_SCHEMA)
         try:
             return cls(budget, items)
@@ -38,7 +46,7 @@ class Problem:
             raise SnipError(f"{where}: {error}") from None
 
     def to_json(self) -> str:
-        """The text of a ``snip.problem/1`` file; floats round-trip exactly, what is not used is left out."""
+        """Return the text of a ``snip.problem/1`` file. Floats round-trip exactly; unused fields are left out."""
         body = {
             "schema": PROBLEM_SCHEMA,
             "budget": budget_body(self.budget),
@@ -48,7 +56,7 @@ class Problem:
 
 
 def budget_body(budget: Budget) -> dict[str, Any]:
-    """The object ``budget`` of a problem's file."""
+    """Return the object ``budget`` of a problem file."""
     body: dict[str, Any] = {budget.kind: budget.wanted}
     if budget.kind == "target":
         body["stage_tolerance"] = budget.stage_tolerance

@@ -1,13 +1,14 @@
-"""Lagrangian relaxation: the price of saving on every stage, a lower bound, and how much each choice costs above it.
+"""Lagrangian relaxation: prices of saving, a lower bound of the loss, and the reduced cost of every choice.
 
-With prices p_k = λ + μ_k ≥ 0 (λ for the total, μ_k for stage k) every item decides alone, by loss − p·saving. For any
-such prices and any feasible picks with objective z (Everett 1963; Fisher 1981)
+Saving has the price p_k = λ + μ_k ≥ 0 on stage k, where λ belongs to the need of the whole model and μ_k to that of the
+stage. With these prices every item decides alone: it takes the choice with the smallest loss − p·saving. For any such
+prices and any feasible picks with objective z (Everett 1963; Fisher 1981)
 
     z = bound + Σ reduced cost of the picks + λ·(total − need) + Σ_k μ_k·(saving_k − need_k),
 
-all terms ≥ 0. So ``gap``, the sum of the last three, bounds the distance to the optimum, and a choice whose reduced
-cost exceeds it is in no better solution. Every term is computed without subtracting large sums, so that small losses
-keep their order beside large ones.
+where all terms after the bound are ≥ 0. Their sum is the *gap*, which bounds the distance to the optimum. A choice
+whose reduced cost exceeds the gap is in no better solution. No term is computed as a difference of large sums, so that
+small losses keep their order beside large ones.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ _EPS = 4.0 * np.finfo(np.float64).eps
 
 @dataclass(frozen=True)
 class Relaxation:
-    """Prices and what follows from them.
+    """The result of :func:`relax`.
 
     Attributes:
-        total_price: λ, loss per unit of saving. stage_price: [K] p_k = λ + μ_k.
-        pick: [n] columns with the smallest priced loss at just sufficient prices; meets every need.
-        cheap: [n] the same just below those prices.
-        reduced: [n, F] reduced costs ≥ 0; inf where the format is no choice.
-        error: [n, F] bound on the rounding error of ``reduced``.
+        total_price: λ, loss per unit of saving.
+        stage_price: p_k = λ + μ_k, [K].
+        pick: [n], columns with the smallest priced loss at the lowest prices that suffice. They meet every need.
+        cheap: [n], the same just below these prices.
+        reduced: [n, F], reduced costs ≥ 0; inf if the format is not a choice.
+        error: [n, F], bound of the rounding error of ``reduced``.
     """
 
     total_price: float
@@ -49,12 +51,12 @@ class Relaxation:
 
 
 def relax(table: ChoiceTable) -> Relaxation:
-    """Prices that maximise the bound, by bisection over float64 itself; needs a feasible problem.
+    """Find the prices that maximise the bound of a feasible problem, by bisection over all float64 numbers.
 
-    At a given λ the stages are independent, and a stage's saving does not fall with its price. So bisecting each
-    stage's own price first and then λ, with p_k = max(own price, λ), finds the best prices.
+    At a given λ the stages are independent, and the saving of a stage does not fall with its price. The best prices are
+    therefore p_k = max(own price, λ), where the own price of each stage is bisected first and λ second.
     """
-    # Powers of two, so that nothing is rounded; near 1, so that no product overflows.
+    # Units are powers of two, so that nothing is rounded, and bring values near 1, so that no product overflows.
     loss_unit, saving_unit = _power_of_two(table.loss), _power_of_two(table.saving)
     loss, saving = table.loss / loss_unit, table.saving / saving_unit
     need, stage_need = table.need / saving_unit, table.stage_need / saving_unit
@@ -65,7 +67,8 @@ def relax(table: ChoiceTable) -> Relaxation:
     demand = _Demand(loss, saving, table.stage, len(table.stages))
 
     def total_saved(price: Floats) -> float:
-        # Just above its breakpoint a stage may save far more than it needs (ties): it counts with its need there.
+        # Because of ties, a stage may save far more than its need just above its own price. There it counts with its
+        # need.
         saved = np.where((own > 0) & (own >= price), stage_need, demand.at(np.maximum(own, price)))
         return float(saved.sum())
 
@@ -76,7 +79,7 @@ def relax(table: ChoiceTable) -> Relaxation:
     )
     prices = np.maximum(own, total)
     pick = _cheapest(loss, saving, prices[table.stage])
-    # Any prices ≥ 0 bound: where float64 ends, smaller ones do.
+    # Any prices ≥ 0 give a valid bound, so prices that would overflow are replaced by smaller ones.
     stage_price, total_price = (_MOST * np.minimum(p * (loss_unit / _MOST) / saving_unit, 1.0) for p in (prices, total))
     reduced, error = _reduced_costs(table, stage_price)
     return Relaxation(
@@ -90,9 +93,9 @@ def relax(table: ChoiceTable) -> Relaxation:
 
 
 def gap(table: ChoiceTable, relaxation: Relaxation, pick: Ints) -> float:
-    """At least objective(pick) − optimum, for feasible picks."""
+    """Return an upper bound of objective(pick) − optimum, for feasible picks."""
     rows = np.arange(len(pick))
-    # A rounded reduced cost may be zero where the true one is not: its error counts for every item.
+    # A rounded reduced cost may be zero although the true one is not, so its error is added for every item.
     above = relaxation.reduced[rows, pick] + relaxation.error[rows, pick]
     saved = table.pick_saving(pick)
     terms = [math.fsum(above)]
@@ -106,7 +109,10 @@ def gap(table: ChoiceTable, relaxation: Relaxation, pick: Ints) -> float:
 
 
 def _reduced_costs(table: ChoiceTable, prices: Floats) -> tuple[Floats, Floats]:
-    """[n, F] loss − p·saving less the item's smallest, and a bound on its rounding error."""
+    """Return (reduced costs, bounds of their rounding errors), [n, F] each.
+
+    A reduced cost is loss − p·saving minus the smallest such value of the item.
+    """
     paid = prices[table.stage][:, None] * table.saving
     priced = table.loss - paid
     size = _EPS * (np.abs(np.where(table.allowed, table.loss, 0.0)) + np.abs(paid))
@@ -116,18 +122,18 @@ def _reduced_costs(table: ChoiceTable, prices: Floats) -> tuple[Floats, Floats]:
 
 
 class _Demand:
-    """What every stage saves when each item picks its cheapest column at given prices."""
+    """The saving of every stage if each item takes its cheapest choice at given prices."""
 
     def __init__(self, loss: Floats, saving: Floats, stage: Ints, stages: int) -> None:
         self.loss, self.saving, self.stage = loss, saving, stage
         self.settled = np.zeros(stages)
 
     def at(self, prices: Floats) -> Floats:
-        """[K] savings at prices [K]."""
+        """Return the savings [K] at prices [K]."""
         return self.settled + self._saved(_cheapest(self.loss, self.saving, prices[self.stage]), slice(None))
 
     def settle(self, low: Floats, high: Floats) -> None:
-        """From here on prices stay between these: items that pick the same at both ends are decided."""
+        """Restrict prices to [low, high] from now on. Items that pick the same at both ends are decided."""
         low_pick = _cheapest(self.loss, self.saving, low[self.stage])
         moving = low_pick != _cheapest(self.loss, self.saving, high[self.stage])
         self.settled += self._saved(low_pick, ~moving)
@@ -139,17 +145,17 @@ class _Demand:
 
 
 def _cheapest(loss: Floats, saving: Floats, price: Floats) -> Ints:
-    """[n] the columns with the smallest loss − price·saving, of equal ones the first."""
+    """Return the columns [n] with the smallest loss − price·saving, the first one among equals."""
     return (loss - price[:, None] * saving).argmin(axis=1)
 
 
 def _bisect(
     enough: Callable[[Floats], NDArray[np.bool_]], count: int, settle: Callable[[Floats, Floats], None]
 ) -> Floats:
-    """The smallest ``count`` independent prices ≥ 0 that are enough.
+    """Return the smallest ``count`` independent prices ≥ 0 for which ``enough`` is true.
 
-    Positive floats are ordered as their bits are: 63 halvings reach adjacent numbers over the whole range. Now and
-    then ``settle`` is told the bounds, [count] each.
+    The order of positive floats is that of their bits, so 63 halvings find adjacent numbers over the whole range. After
+    every few halvings ``settle`` is called with the bounds, [count] each.
     """
     low = np.zeros(count, dtype=np.int64)
     high = np.where(enough(np.zeros(count)), 0, _TOP)
@@ -165,6 +171,6 @@ def _bisect(
 
 
 def _power_of_two(values: Floats) -> float:
-    """The power of two at or above the largest finite magnitude; 1 for all zero."""
+    """Return the power of two at or above the largest finite magnitude; 1 if all values are zero."""
     largest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
     return 2.0 ** math.frexp(largest)[1] if largest > 0 else 1.0

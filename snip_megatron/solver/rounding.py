@@ -1,4 +1,4 @@
-"""Good feasible picks from a relaxation: fill the ties at the breakpoints, then improve one item at a time."""
+"""Rounds a relaxation to good feasible picks: resolves ties at the prices, then improves one item at a time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MOVES = 300
 
 
 def round_picks(table: ChoiceTable, relaxation: Relaxation) -> Ints:
-    """Feasible picks [n] close to the relaxation's optimum."""
+    """Return feasible picks [n] close to the optimum of the relaxation."""
     filled = _fill(table, relaxation)
     start = filled if table.feasible(filled) else relaxation.pick
     return improve(table, start)
 
 
 def improve(table: ChoiceTable, pick: Ints, moves: int = MOVES) -> Ints:
-    """Change one item at a time, the largest fall of the loss first, while every need stays met."""
+    """Change one item at a time, the one that lowers the loss most, while every need stays met."""
     rows = np.arange(len(pick))
     pick = pick.copy()
     for _ in range(moves):
@@ -39,10 +39,10 @@ def improve(table: ChoiceTable, pick: Ints, moves: int = MOVES) -> Ints:
 
 
 def _fill(table: ChoiceTable, relaxation: Relaxation) -> Ints:
-    """From just below the breakpoints upwards, item by item, only as far as the needs go.
+    """Change items from their choice just below the prices to that just above, one by one, until the needs are met.
 
-    Items that change at a breakpoint all have the price's ratio of loss to saving: which of them change is free, and
-    changing all of them (equal scores are common) may save far more than is needed.
+    All items that change at a price have the same ratio of loss to saving, so any of them may change. Changing all of
+    them may save far more than is needed, since equal scores are common.
     """
     cheap, dear = relaxation.cheap, relaxation.pick
     pick = cheap.copy()
@@ -57,7 +57,7 @@ def _fill(table: ChoiceTable, relaxation: Relaxation) -> Ints:
 
 
 def _take(pick: Ints, dear: Ints, rows: Ints, step: np.ndarray, missing: float) -> None:
-    """Change the first of ``rows`` that together save ``missing``."""
+    """Change as many of ``rows``, in their order, as are needed to save ``missing``."""
     if missing > 0 and len(rows):
         count = int(np.searchsorted(np.cumsum(step[rows]), missing)) + 1
         pick[rows[:count]] = dear[rows[:count]]

@@ -1,4 +1,4 @@
-"""The search that both kinds of problems share: fix what cannot be in a better solution, let CP-SAT settle the rest."""
+"""The search that problems with and without phases share: remove choices, improve on small cores, prove with CP-SAT."""
 
 from __future__ import annotations
 
@@ -16,34 +16,43 @@ from snip_megatron.solver.limits import Limits, Outcome
 from snip_megatron.solver.table import Floats, Ints
 
 CORES = ((60, 0.05), (120, 0.1), (240, 0.2), (480, 0.4))
-"""Open choices, beyond one a decision, of the improving rounds, and the deterministic seconds that each may take."""
+"""Cores of the improving rounds: number of open choices beyond one per decision, limit in deterministic seconds."""
 CONFLICT_EFFORT = 5.0
-"""Deterministic seconds of the proof that branches by conflicts, at most half of what is left; one that branches by the
-LP relaxation takes the rest. Each proves instances that the other does not."""
+"""Limit, in deterministic seconds, of the proof that branches on conflicts. It takes at most half of what is left.
+
+A proof that branches on the LP relaxation takes the rest. Each of the two proves instances that the other does not.
+"""
 
 
 class Picked(Protocol):
-    """The arrays of a problem, as far as a search needs them; picks are columns [n]."""
+    """The arrays of a problem that a search needs. Picks are the column of every decision, [n]."""
 
     @property
     def loss(self) -> Floats:
-        """[n, F] losses, the smallest of a decision 0."""
+        """Losses [n, F]. The smallest loss of every decision is 0."""
 
     def objective(self, pick: Ints) -> float:
-        """Σ loss."""
+        """Return Σ loss as given."""
 
     def difference(self, pick: Ints, other: Ints) -> float:
-        """objective(pick) − objective(other)."""
+        """Return objective(pick) − objective(other)."""
 
     def feasible(self, pick: Ints) -> bool:
-        """Whether the picks meet every need."""
+        """Return whether the picks meet every need."""
 
 
 class Search(ABC):
-    """The best picks so far, what they leave open, and what may still be spent."""
+    """A search: the best picks so far, the choices that are still open, and the limits."""
 
     def __init__(self, table: Picked, reduced: Floats, pick: Ints, limits: Limits) -> None:
-        """``reduced``: reduced costs [n, F], less their rounding errors; ``pick``: feasible."""
+        """Start a search.
+
+        Args:
+            table: the problem.
+            reduced: reduced costs [n, F] minus bounds of their rounding errors.
+            pick: feasible picks.
+            limits: what the search may spend.
+        """
         self.picked, self.reduced, self.limits = table, reduced, limits
         self.bound = -np.inf
         self.pick = pick
@@ -53,32 +62,34 @@ class Search(ABC):
 
     @abstractmethod
     def gap_of(self, pick: Ints) -> float:
-        """At least objective(pick) − optimum."""
+        """Return an upper bound of objective(pick) − optimum."""
 
     @abstractmethod
     def solve_core(self, open_: NDArray[np.bool_], limits: Limits, *, by_lp: bool) -> CoreResult:
         """Minimise Σ loss over the open choices [n, F], starting from the best picks."""
 
     def offer(self, pick: Ints) -> None:
-        """Keep feasible picks if they are better."""
+        """Take ``pick`` as the best picks if they are feasible and better."""
         if self.picked.feasible(pick) and self.picked.difference(pick, self.pick) < 0:
             self.pick = pick
             self.gap = min(self.gap, self.gap_of(pick))
 
     @property
     def distance(self) -> float:
-        """At least objective − optimum."""
+        """Upper bound of the distance of the best picks from the optimum."""
         return max(0.0, self.gap - math.fsum(self.lift))
 
     def left_open(self) -> int:
-        """Open choices beyond one a decision."""
+        """Return the number of open choices beyond one per decision."""
         return int(self.open_choices().sum()) - len(self.pick)
 
     def open_choices(self, most: int | None = None) -> NDArray[np.bool_]:
-        """[n, F] every choice that may be in a better solution, or only the ``most`` likeliest beyond one a
-        decision."""
-        # A solution that holds a choice is above the bound by its reduced cost and by the other stages' lifts, so by
-        # this much above the bound that counts all lifts.
+        """Return which choices are open, bool [n, F]: those that a better solution may have.
+
+        With ``most`` only the likeliest ones: as many choices beyond one per decision.
+        """
+        # A solution with this choice exceeds the relaxation's bound by its reduced cost and by the lifts of the other
+        # stages. It exceeds the bound that includes all lifts by the following difference.
         above = self.reduced - self.lift[self.lift_of][:, None]
         open_: NDArray[np.bool_] = above <= self.distance
         if most is not None:
@@ -90,7 +101,7 @@ class Search(ABC):
         return open_
 
     def run(self, open_: NDArray[np.bool_], limits: Limits, *, by_lp: bool = False) -> CoreResult | None:
-        """One core; None when nothing is left to spend."""
+        """Solve one core. Returns None if the limits are spent."""
         if limits.over:
             return None
         result = self.solve_core(open_, limits, by_lp=by_lp)
@@ -99,17 +110,18 @@ class Search(ABC):
         return result
 
     def improve(self, cores: Sequence[tuple[int, float]] = CORES) -> None:
-        """Solve growing cores; done when the next would hold everything that is open."""
+        """Solve growing cores, until the next one would hold everything that is open."""
         for most, effort in cores:
             if self.left_open() <= most:
                 return
             self.run(self.open_choices(most), self.limits.within(effort))
 
     def prove(self) -> bool:
-        """Solve everything that is open; True when that was proven.
+        """Solve everything that is open. Returns whether the best picks were proven optimal.
 
-        Losses are integers at 2^-60 of the open choices' sum. Where that is coarse beside the objective and the proof
-        itself closed choices by finding better picks, it is repeated: on fewer choices the integers are finer.
+        Losses are integers in units of 2^-60 of the sum of the open choices. If this unit is coarse relative to the
+        objective, and if the proof has closed choices by finding better picks, the proof is repeated: with fewer open
+        choices the unit is finer.
         """
         for by_lp in (False, True):
             limits = self.limits if by_lp else self.limits.within(min(CONFLICT_EFFORT, self.limits.left / 2))
@@ -125,7 +137,7 @@ class Search(ABC):
         return False
 
     def outcome(self, *, optimal: bool) -> Outcome:
-        """The best picks with what is known of them."""
+        """Return the best picks with their bound."""
         objective = self.picked.objective(self.pick)
         bound = min(objective, max(self.bound, objective - self.distance))
         return Outcome(self.pick, bound, optimal)

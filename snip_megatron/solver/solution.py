@@ -1,4 +1,4 @@
-"""What the solver hands back: the choices, how good they are, and how that is known."""
+"""The result of a solve: the choices, the objective with its bound, and what was proven."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from snip_megatron.precision import Format, PrecisionMap
 
 @dataclass(frozen=True)
 class Infeasibility:
-    """Why nothing meets the budget.
+    """The reason why a budget cannot be met.
 
     Attributes:
-        why: one line. stage: the stage at fault, or that can save the least; None for a budget of kind ``loss``.
-        reachable: the highest feasible target or speedup, the smallest feasible loss; None when there is none.
+        why: one line.
+        stage: the stage that limits the budget, or the one that can save the least; None for a budget of kind ``loss``.
+        reachable: the highest feasible target or speedup, or the smallest feasible loss; None if there is none.
     """
 
     why: str
@@ -28,22 +29,24 @@ class Infeasibility:
 
 @dataclass(frozen=True)
 class Solution:
-    """The outcome of one solve.
+    """The result of one solve.
 
     Attributes:
-        choices: format by item id, in the order of the problem's items; empty when infeasible.
-        status: ``optimal`` (proven), ``feasible`` (meets the budget, ``bound`` says how good) or ``infeasible``.
-        target: the figure that the budget asks for: a share, a speedup or a loss.
-        kind: the budget's kind: ``target``, ``speedup`` or ``loss``.
-        objective: what was minimised, in float64 of the problem's own numbers: Σ loss (with the penalties of changed
-            choices, if any), or the slowest stage's time for a budget of kind ``loss``. None when infeasible.
-        bound: no feasible choices have a smaller objective; equals it when optimal, up to rounding.
-        achieved: Σ saving / Σ cost; 0 when everything costs nothing. achieved_per_stage: the same by stage number.
+        choices: item id → format, in the order of the problem's items; empty if infeasible.
+        status: ``optimal`` (proven), ``feasible`` (meets the budget; ``bound`` says how good it is) or ``infeasible``.
+        target: the value of the budget: a share, a speedup or a loss.
+        kind: the kind of the budget: ``target``, ``speedup`` or ``loss``.
+        objective: what was minimised, computed in float64 from the numbers of the problem: Σ loss with the penalties of
+            changed choices, or for a budget of kind ``loss`` the time of the slowest stage. None if infeasible.
+        bound: lower bound of the objective over all feasible choices. If optimal, it equals the objective up to
+            rounding.
+        achieved: Σ saving / Σ cost; 0 if all costs are 0.
+        achieved_per_stage: the same for each stage number.
         loss: Σ loss of the choices as given, without penalties.
         speedup: reference time / time of the slowest stage; None for a budget of kind ``target``.
-        solve_seconds: wall time of the solve.
-        deterministic_seconds: CP-SAT's own measure of its work, the same on every machine.
-        fault: why it is infeasible; None otherwise.
+        solve_seconds: wall-clock time of the solve.
+        deterministic_seconds: CP-SAT's own measure of its work, which is the same on every machine.
+        fault: the reason of an infeasible budget, otherwise None.
     """
 
     choices: Mapping[str, Format]
@@ -62,7 +65,7 @@ class Solution:
 
     @property
     def gap(self) -> float | None:
-        """(objective − bound) relative to the objective's magnitude; 0 when both are equal, None when infeasible."""
+        """(objective − bound) / max(|objective|, |bound|); 0 if both are equal, None if infeasible."""
         if self.objective is None or self.bound is None:
             return None
         distance = max(0.0, self.objective - self.bound)
@@ -70,11 +73,11 @@ class Solution:
 
     @property
     def finite_speedup(self) -> float | None:
-        """``speedup`` for a JSON file: None also where no time is left at all."""
+        """``speedup`` for a JSON file: None also if it is infinite."""
         return None if self.speedup is None or not math.isfinite(self.speedup) else self.speedup
 
     def to_precision_map(self, version: int = 0) -> PrecisionMap:
-        """The choices as a map with these figures; names are checked where the map is loaded, not here."""
+        """Return the choices as a map with these figures. Names are not checked here, but when the map is loaded."""
         timed = self.kind != "target"
         return PrecisionMap(
             choices=self.choices,
@@ -92,17 +95,17 @@ class Solution:
         )
 
     def to_map_json(self, version: int = 0) -> str:
-        """The text of a ``snip.map/1`` file; with ``budget``, ``loss`` and ``speedup`` where it was not a target."""
+        """Return the text of a ``snip.map/1`` file. ``budget``, ``loss`` and ``speedup`` are left out for a target."""
         return self.to_precision_map(version).to_json()
 
 
 def saved_share(saved: float, cost: float) -> float:
-    """Return the share of ``cost`` that is saved; 0 where everything costs nothing."""
+    """Return the share of ``cost`` that is saved; 0 if the cost is 0."""
     return saved / cost if cost > 0 else 0.0
 
 
 def speedup_of(reference: float, time: float) -> float:
-    """Return reference over time; 1 where both are nothing."""
+    """Return reference / time; 1 if both are 0."""
     if time > 0:
         return reference / time
     return 1.0 if reference == 0 else math.inf

@@ -1,8 +1,8 @@
-"""Groups that span pipeline stages: their formats are tried one by one, everything else is solved around them.
+"""Groups that span pipeline stages: every format of these groups is tried, and the rest is solved for each.
 
-A decision of the solver lies on one stage: that is what lets it price every stage's saving on its own. A group on
-several stages is therefore cut at the stages and its parts pinned to one format, for every format it may take; the best
-of these solves is the best of all. Lower bounds, cheap ones first, leave most of them out.
+A decision of the solver lies on one stage, so that the saving of every stage has its own price. A group on several
+stages is therefore split by stage, and its parts are pinned to one format, for every format that it may take. The best
+of these solves is the best of all. Lower bounds, the cheap ones first, leave most of the solves out.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
 
 MOST_COMBINATIONS = 512
-"""Formats of all spanning groups together that a solve tries at most: nine groups of two formats."""
+"""Maximum number of combinations of formats of all spanning groups, for example nine groups of two formats."""
 
 
 def spanning_groups(problem: Problem) -> dict[str, tuple[Format, ...]]:
-    """Group → the formats it may take, of every group with items on more than one stage.
+    """Return group → the formats that it may take, for every group with items on more than one stage.
 
-    Raises SnipError where there are too many combinations of these to try.
+    Raises SnipError if there are too many combinations of these formats to try.
     """
     stages: dict[str, set[int]] = {}
     formats: dict[str, set[Format]] = {}
@@ -51,7 +51,10 @@ Solve = Callable[[Problem, str], Solution]
 
 
 def solve_spanning(problem: Problem, spanning: Mapping[str, tuple[Format, ...]], solver: str, solve: Solve) -> Solution:
-    """The best solution over all formats of the spanning groups; the least infeasible where there is none."""
+    """Return the best solution over all formats of the spanning groups.
+
+    If none is feasible, return the infeasible solution that comes closest to the budget.
+    """
     quick = [(solve(part, "greedy"), part) for part in _cut(problem, spanning)]
     feasible = [pair for pair in quick if pair[0].status != "infeasible"]
     if not feasible:
@@ -77,7 +80,7 @@ def solve_spanning(problem: Problem, spanning: Mapping[str, tuple[Format, ...]],
 
 
 def _cut(problem: Problem, spanning: Mapping[str, tuple[Format, ...]]) -> Iterator[Problem]:
-    """The problem with each spanning group in one part a stage, pinned, for every combination of their formats."""
+    """Yield the problem for every combination of formats, with each spanning group split by stage and pinned."""
     for combination in itertools.product(*spanning.values()):
         chosen = dict(zip(spanning, combination, strict=True))
 
@@ -94,13 +97,13 @@ def _bound(solution: Solution) -> float:
 
 
 def _key(solution: Solution) -> tuple[float, float]:
-    """What is minimised: the objective, and the loss among equally fast maps."""
+    """Return what is minimised: the objective, and the loss among equally fast maps."""
     objective, loss = solution.objective, solution.loss
     return (math.inf if objective is None else objective, math.inf if loss is None else loss)
 
 
 def _reach(solution: Solution) -> float:
-    """How much of the budget an infeasible combination could meet: more is better."""
+    """Return how much of the budget an infeasible combination could reach. More is better."""
     reachable = None if solution.fault is None else solution.fault.reachable
     if reachable is None:
         return -math.inf

@@ -1,9 +1,10 @@
-"""A sharper bound where several pipeline stages bind: each of them solved to its integer optimum.
+"""A better lower bound if the needs of several stages bind: each of these stages is solved to its integer optimum.
 
-The Lagrangian bound pays, on every binding stage, for the fraction of an item that the relaxation takes there; over 16
-stages that adds up, and leaves much open. With only the total's constraint priced (λ), a stage is a small problem of
-its own: minimise Σ loss − λ·saving over the stage's need. How far its optimum lies above the relaxation's value, its
-*lift*, raises the bound, and narrows what other stages may leave open (Lagrangian decomposition, Guignard & Kim 1987).
+On every binding stage, the Lagrangian bound loses the value of the fractional item of the relaxation. Over 16 stages
+these losses add up and leave many choices open. If only the need of the whole model is priced (λ), a stage is a small
+problem of its own: minimise Σ loss − λ·saving within the need of the stage. The *lift* is the distance of its optimum
+from the value of the relaxation. It raises the bound, and closes choices on other stages (Lagrangian decomposition,
+Guignard & Kim 1987).
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ _ROUNDING = 1e-9  # share of a lift given up for rounding
 
 @dataclass(frozen=True)
 class Lifts:
-    """[K] lifts ≥ 0 (0 where the stage's own need does not bind), and the stages' optimal picks [n] (the given ones
-    elsewhere)."""
+    """The lifts of all stages.
+
+    Attributes:
+        lift: lifts ≥ 0, [K]; 0 if the stage's own need does not bind.
+        pick: optimal picks of the binding stages, and the given picks on the others, [n].
+    """
 
     lift: Floats
     pick: Ints
@@ -33,7 +38,14 @@ class Lifts:
 def lift_stages(
     table: ChoiceTable, relaxation: Relaxation, pick: Ints, solve: Callable[[ChoiceTable, Ints], Outcome]
 ) -> Lifts:
-    """Solve every binding stage by ``solve(its table, starting picks)``; ``pick`` is feasible."""
+    """Solve every binding stage separately.
+
+    Args:
+        table: the problem.
+        relaxation: its relaxation.
+        pick: feasible picks [n].
+        solve: takes (problem of a stage, its starting picks) and returns the outcome.
+    """
     price = relaxation.total_price
     lift = np.zeros(len(table.stages))
     pick = pick.copy()
@@ -51,7 +63,7 @@ def lift_stages(
 
 
 def _above(table: ChoiceTable, relaxation: Relaxation, rows: Ints, pick: Ints, extra: float, need: float) -> float:
-    """The picks' value on one stage above the relaxation's, less what rounding may have added."""
+    """Return by how much the value of the picks on one stage exceeds the relaxation's, minus possible rounding."""
     chosen = pick[rows]
     saved = table.saving[rows, chosen]
     above = math.fsum(relaxation.reduced[rows, chosen]) + extra * math.fsum([*saved, -need])

@@ -1,6 +1,7 @@
-"""A problem as arrays: one row a decision (an item, or a group of items), one column a format.
+"""A problem as arrays. A row is a decision (an item, or a group of items), a column is a format.
 
-Rows are sorted by id and columns by the order of ``Format``: the solution does not depend on the order of a file.
+Rows are sorted by id, and columns by the order of ``Format``, so that the solution does not depend on the order of
+items in a file.
 """
 
 from __future__ import annotations
@@ -21,23 +22,25 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 SLACK = 1e-9
-"""Relative slack of every saving constraint: Σ saving ≥ need, need = target·Σ cost·(1 − 1e-9), in float64."""
+"""Relative slack of every saving constraint: Σ saving ≥ need, with need = target·Σ cost·(1 − 1e-9) in float64."""
 
 
 @dataclass(frozen=True)
 class ChoiceTable:
-    """Arrays of one problem; n decisions, F formats, K stages.
+    """The arrays of one problem with n decisions, F formats and K stages.
 
     Attributes:
         ids: item ids, sorted.
         formats: the columns.
-        loss: [n, F] float64, shifted so that an item's smallest loss is 0; inf where the format is no choice.
-        true_loss: [n, F] float64 as given; inf where the format is no choice.
-        saving: [n, F] float64; 0 where the format is no choice.
+        loss: [n, F] float64, shifted so that the smallest loss of a decision is 0; inf if the format is not a choice.
+        true_loss: [n, F] float64 as given; inf if the format is not a choice.
+        saving: [n, F] float64; 0 if the format is not a choice.
         stage: [n] int64, index into ``stages``.
         stages: the stage numbers, ascending.
-        cost: Σ cost. stage_cost: [K].
-        need: the least Σ saving over everything. stage_need: [K], -inf without a stage constraint.
+        cost: Σ cost.
+        stage_cost: [K], Σ cost of each stage.
+        need: the smallest Σ saving of the whole model that meets the budget.
+        stage_need: [K], the same for each stage; -inf without a constraint.
     """
 
     ids: tuple[str, ...]
@@ -54,9 +57,10 @@ class ChoiceTable:
 
     @classmethod
     def build(cls, problem: Problem, previous: Mapping[str, Format] | None = None, penalty: float = 0.0) -> ChoiceTable:
-        """Arrays of ``problem``; a row a group, or an item that has none, each under the id of its first item.
+        """Build the arrays of ``problem``.
 
-        ``penalty`` is added to the loss of a choice for every item that takes another format than ``previous`` names.
+        Each group, and each item without a group, is a row with the id of its first item. ``penalty`` is added to the
+        loss of a choice for every item whose format differs from ``previous``.
         """
         units = decision_units(problem.items)
         formats = tuple(sorted({f for unit in units for f in unit.formats}, key=lambda f: f.code))
@@ -88,12 +92,12 @@ class ChoiceTable:
         return table.asking(problem.budget)
 
     def asking(self, budget: Budget) -> ChoiceTable:
-        """The same choices under another budget; one of kind ``loss`` asks for no saving."""
+        """Return the same choices with another budget. A budget of kind ``loss`` has no need of saving."""
         if budget.target is not None:
             need, stage_need = _share_needs(budget.target, budget.stage_tolerance, self)
         elif budget.speedup is not None:
             time = self.reference(budget) / budget.speedup
-            # A stage without items that takes longer cannot be helped by any saving.
+            # No saving can speed up a stage without items.
             need = np.inf if self.elsewhere(budget) > time * (1 + SLACK) else -np.inf
             stage_need = self.costs(budget) - time
             stage_need -= SLACK * np.abs(stage_need)
@@ -103,33 +107,33 @@ class ChoiceTable:
 
     @property
     def allowed(self) -> NDArray[np.bool_]:
-        """[n, F] whether the format is a choice."""
+        """Whether each format is a choice, bool [n, F]."""
         return np.isfinite(self.loss)
 
     # -- time --------------------------------------------------------------------------------------------------
     def fixed(self, budget: Budget) -> Floats:
-        """[K] cost of a stage that no choice changes."""
+        """Return the fixed cost of each stage, [K]."""
         fixed = dict(budget.fixed_cost)
         return np.array([fixed.get(stage, 0.0) for stage in self.stages])
 
     def costs(self, budget: Budget) -> Floats:
-        """[K] what a stage costs when nothing is saved."""
+        """Return the cost of each stage if nothing is saved, [K]."""
         return self.fixed(budget) + self.stage_cost
 
     def elsewhere(self, budget: Budget) -> float:
-        """The largest fixed cost of a stage without items."""
+        """Return the largest fixed cost of a stage that has no items."""
         return max([cost for stage, cost in budget.fixed_cost if stage not in self.stages], default=0.0)
 
     def reference(self, budget: Budget) -> float:
-        """Cost of the slowest stage when nothing is saved."""
+        """Return the cost of the slowest stage if nothing is saved."""
         return max(float(self.costs(budget).max()), self.elsewhere(budget))
 
     def slowest(self, pick: Ints, budget: Budget) -> float:
-        """Cost of the slowest stage under these picks."""
+        """Return the cost of the slowest stage with these picks."""
         return max(float((self.costs(budget) - self.savings(pick)[1]).max()), self.elsewhere(budget))
 
     def part(self, rows: Ints, loss: Floats, need: float) -> ChoiceTable:
-        """The problem of some items with losses of their own [rows, F] and one need."""
+        """Return the problem of some rows, with other losses [rows, F] and a single need."""
         return ChoiceTable(
             ids=tuple(self.ids[i] for i in rows),
             formats=self.formats,
@@ -145,15 +149,15 @@ class ChoiceTable:
         )
 
     def pick_saving(self, pick: Ints) -> Floats:
-        """[n] saving of the picked columns."""
+        """Return the saving of the picked columns, [n]."""
         return np.take_along_axis(self.saving, pick[:, None], axis=1)[:, 0]
 
     def objective(self, pick: Ints) -> float:
-        """Σ loss as given, correctly rounded."""
+        """Return Σ loss as given, correctly rounded."""
         return math.fsum(np.take_along_axis(self.true_loss, pick[:, None], axis=1)[:, 0])
 
     def difference(self, pick: Ints, other: Ints) -> float:
-        """objective(pick) − objective(other), exact in sign also where both sums are large."""
+        """Return objective(pick) − objective(other). The sign is exact even if both sums are large."""
         return math.fsum(
             [
                 *np.take_along_axis(self.loss, pick[:, None], 1)[:, 0],
@@ -162,22 +166,22 @@ class ChoiceTable:
         )
 
     def savings(self, pick: Ints) -> tuple[float, Floats]:
-        """Σ saving over everything and [K] per stage, each correctly rounded."""
+        """Return Σ saving over all rows, and Σ saving of each stage [K], all correctly rounded."""
         saved = self.pick_saving(pick)
         return math.fsum(saved), np.array([math.fsum(saved[self.stage == k]) for k in range(len(self.stages))])
 
     def feasible(self, pick: Ints) -> bool:
-        """Whether the picks meet every need."""
+        """Return whether the picks meet every need."""
         total, per_stage = self.savings(pick)
         return total >= self.need and bool((per_stage >= self.stage_need).all())
 
     def most_saving(self) -> Ints:
-        """[n] the columns that save most: if these are infeasible, so is everything."""
+        """Return the columns [n] that save most. If these picks are infeasible, so are all others."""
         return np.where(self.allowed, self.saving, -np.inf).argmax(axis=1).astype(np.int64)
 
 
 def _share_needs(target: float, tolerance: float | None, table: ChoiceTable) -> tuple[float, Floats]:
-    """Least Σ saving over everything and per stage."""
+    """Return the smallest Σ saving of the whole model and of each stage."""
     need = target * table.cost
     stage_need = np.full(len(table.stages), -np.inf)
     if tolerance is not None:
@@ -187,6 +191,9 @@ def _share_needs(target: float, tolerance: float | None, table: ChoiceTable) -> 
 
 
 def _changes(units: Sequence[Unit], formats: Sequence[Format], previous: Mapping[str, Format]) -> Floats:
-    """[n, F] how many items of a unit would change their format; items without a previous one do not count."""
+    """Return how many items of each unit would change their format, [n, F].
+
+    Items without a previous format do not count.
+    """
     before = [[previous[i] for i in unit.ids if i in previous] for unit in units]
     return np.array([[sum(old is not f for old in known) for f in formats] for known in before], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""What is decided at once: an item, or the items of a group; with pins applied."""
+"""Units of decision: an item, or the items of a group, with pins applied."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from snip_megatron.solver.items import Item
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One decision. ``losses`` and ``savings`` belong to ``formats``; all are sums over the items ``ids``."""
+    """One decision. ``losses`` and ``savings`` belong to ``formats``. All figures are sums over the items ``ids``."""
 
     ids: tuple[str, ...]
     stage: int
@@ -23,9 +23,9 @@ class Unit:
 
 
 def decision_units(items: Sequence[Item]) -> list[Unit]:
-    """Units in the order of their first ids, ids sorted within a unit.
+    """Return the units in the order of their first ids. Ids are sorted within a unit.
 
-    A unit lies on one stage: a group on several stages is a unit on each, which relaxes it (see ``spanning``).
+    A unit lies on one stage. A group on several stages has a unit on each, which is a relaxation (see ``spanning``).
     """
     members: dict[str, list[Item]] = {}
     units = []
@@ -53,7 +53,7 @@ def _alone(item: Item) -> Unit:
 
 
 def _together(items: list[Item]) -> list[Unit]:
-    """Only formats that every item may take, only the pinned one if an item is pinned; a unit a stage."""
+    """Return the units of a group, one for each stage, with the formats that all its items may take and pins allow."""
     shared = [c.format for c in items[0].choices]
     pins = {item.pin for item in items if item.pin is not None}
     for item in items:

@@ -1,4 +1,4 @@
-"""What makes a problem wrong, by JSON path."""
+"""Validation of a problem. Faults are named by their JSON path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums roun
 
 
 def faults(budget: Budget, items: Sequence[Item]) -> Iterator[tuple[str, str]]:
-    """(JSON path, what is wrong), first fault first."""
+    """Yield (JSON path, what is wrong) for each fault, in order."""
     yield from _budget_faults(budget)
     if not items:
         yield "items", "must hold at least one item"
@@ -82,7 +82,7 @@ def _choice_faults(item: Item, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _unity_faults(name: str, members: list[Item]) -> Iterator[tuple[str, str]]:
-    """A group needs a format that all its members may take."""
+    """Yield a fault if no format is allowed for all members of a group."""
     shared = set(_formats(members[0])).intersection(*(_formats(item) for item in members))
     pins = {item.pin for item in members if item.pin is not None}
     if not shared:

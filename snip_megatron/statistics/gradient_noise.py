@@ -5,7 +5,7 @@ The probe's gradient G is the sum of B equally distributed microbatch gradients 
 
     Var(G) = B·v = (B·Σ_b‖g_b‖² − ‖G‖²) / (B − 1) = Σ_{a<b} ‖g_a − g_b‖² / (B − 1) ≥ 0.
 
-Source: docs/method.md, "Putting ΔL and ΔW together".
+Source: docs/method.md, Q: one score per option.
 """
 
 from __future__ import annotations

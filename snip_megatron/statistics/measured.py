@@ -1,4 +1,4 @@
-"""Columns of the table with what was measured by forcing each option alone (docs/method.md, estimator ``measured``).
+"""Columns of the table with the results of forcing each option alone (docs/method.md, estimator ``measured``).
 
 NumPy only: the sidecar and ``snip validate-proxy`` read the table without torch.
 """

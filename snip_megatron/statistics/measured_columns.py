@@ -1,4 +1,4 @@
-"""From the readings of a measurement to the measured columns of the statistics table. NumPy only."""
+"""Computes the measured columns of the statistics table from the readings of a measurement. NumPy only."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Readings:
 def step_share(readings: Readings, variance: float) -> FloatArray:
     """Return E‖δ of a step‖² / ‖δ of the probe‖², [trials, owners].
 
-    The share is ``variance`` if nothing of δ repeats in other microbatches, because then it averages out, and 1 if all
-    of it repeats (docs/method.md). With one microbatch in all, nothing is taken to repeat.
+    The share is ``variance`` if no part of δ repeats in other microbatches, because δ then averages out. It is 1 if all
+    of δ repeats (docs/method.md). With a single microbatch, δ is assumed not to repeat.
 
     Args:
         readings: of one measurement.

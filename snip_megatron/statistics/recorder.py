@@ -23,8 +23,9 @@ from snip_megatron.statistics.squares import sample_rows
 from snip_megatron.statistics.sums import has_kernels, sum_squares
 
 OUTPUT_TOKENS = 512
-"""Number of evenly spread tokens of a microbatch that Y and E are formed of; all tokens of a smaller one
-(``README.md``).
+"""Number of evenly spread tokens of a microbatch for which Y and E are computed (``README.md``).
+
+A microbatch with fewer tokens is used whole.
 """
 
 

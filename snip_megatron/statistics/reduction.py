@@ -1,7 +1,7 @@
-"""From every rank's sums to one table: a single float64 all-reduce for each stage of the probe.
+"""Reduces every rank's sums to one table, with a single float64 all-reduce for each stage of the probe.
 
-Each rank adds its own share to the rows of its linears. Exactly one rank reports a replicated tensor. So the sum over
-all ranks is the global sum on every parallel layout.
+Each rank adds its own share to the rows of its linears. Exactly one rank reports a replicated tensor. The sum over all
+ranks is therefore the global sum on every parallel layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from snip_megatron.statistics.table import (
 )
 
 # Columns that hold the square of a gradient. G is recorded as autograd gives it, and the table holds ∂L/∂Y of the mean
-# token loss, so these columns are multiplied by the square of one factor (docs/method.md, "Statistics' scale").
+# token loss, so these columns are multiplied by the square of one factor (docs/method.md, definitions).
 _GRADIENT_COLUMNS = frozenset(
     ("g2", "d2", "s2", "gs2", "fg2", "bg2", "c2", "dg_row2", "dg_col2", "r2", "branch_r2", "cn2", "fr2", "br2")
 )

@@ -1,4 +1,4 @@
-"""Records backwards of a linear on tensors of its own before training, so that the kernels are compiled by then."""
+"""Records backwards of a linear on dummy tensors before training, so that the kernels are compiled by then."""
 
 from __future__ import annotations
 

@@ -194,8 +194,9 @@ class StatisticsTable:
         return named
 
     def non_finite(self) -> list[str]:
-        """Return the names of columns with a NaN, an Inf or a value that must not be negative. Such a table drops the
-        update.
+        """Return the names of columns with a NaN, an Inf or a value that must not be negative.
+
+        An update with such a table is dropped.
         """
         bad = []
         of_linears = ("linear", "by_format", "drift2", *_MEASURED_GROUPS)

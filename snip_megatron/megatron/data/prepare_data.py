@@ -36,24 +36,37 @@ SMALLEST_VOCABULARY = text_tokenizer.BYTES + 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip prepare-data``."""
     parser.add_argument(
-        "inputs", nargs="*", type=Path, metavar="PATH", help="text files or folders; default: Python's standard library"
+        "inputs",
+        nargs="*",
+        type=Path,
+        metavar="PATH",
+        help="text files or folders; default: the sources of Python's standard library",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to write, made by this command"
+        "--output", type=Path, required=True, metavar="DIR", help="folder for the output; created by this command"
     )
     parser.add_argument(
         "--glob",
         action="append",
         metavar="PATTERN",
-        help="names (or paths inside a folder) to take from folders; repeatable; default: all, or *.py without PATH",
+        help="take only files whose name or path in a folder matches; repeatable; default: all, or *.py without PATH",
     )
     parser.add_argument(
-        "--tokenizer", choices=("bpe", "bytes"), default="bpe", help="default: bpe, trained on the text"
+        "--tokenizer",
+        choices=("bpe", "bytes"),
+        default="bpe",
+        help="a BPE trained on the text, or one token per byte; default: bpe",
     )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help=f"tokens of the BPE; default {VOCABULARY}")
-    parser.add_argument("--holdout", type=float, default=0.05, metavar="SHARE", help="share of files; default 0.05")
-    parser.add_argument("--overwrite", action="store_true", help="replace DIR if an earlier run made it")
-    parser.add_argument("--reuse", action="store_true", help="do nothing if DIR holds this very result")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help=f"size of the BPE vocabulary; default {VOCABULARY}")
+    parser.add_argument(
+        "--holdout",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="share of files that is held out for validation; default 0.05",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR if this command wrote it")
+    parser.add_argument("--reuse", action="store_true", help="do nothing if DIR already holds the same result")
 
 
 def run(args: argparse.Namespace) -> int:

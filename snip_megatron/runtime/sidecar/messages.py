@@ -56,12 +56,12 @@ class SidecarFailure:
 
 @dataclass(frozen=True)
 class OutOfReach:
-    """A budget over the run that cannot be met any more after what has been spent.
+    """A budget over the run that past steps have made impossible.
 
     Attributes:
         kind: the kind of the budget: ``target``, ``speedup`` or ``loss``.
-        wanted: what was asked for.
-        reachable: what the plan was solved for instead.
+        wanted: the value of the budget.
+        reachable: the value for which the plan was solved instead.
         why: the solver's reason.
     """
 

@@ -1,4 +1,4 @@
-"""From a job to its result inside the sidecar: build the problem, solve it, and turn solutions into maps and plans."""
+"""Solves a job inside the sidecar: builds the problem, solves it, and turns solutions into maps and plans."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def _solve_map(job: SolveJob, build_path: str) -> SidecarResult:
 
 
 def _solve_plan(job: SolveJob) -> SidecarResult:
-    """Solve the remaining phases. A budget that is out of reach after what was spent is replaced by what is reachable.
+    """Solve the remaining phases.
 
-    That happens once: an infeasible budget that was reachable by the solver's own account is a failure.
+    A budget that past steps have made impossible is replaced by the reachable value. This happens once: if the solver
+    finds that value infeasible as well, the job fails.
     """
     from snip_megatron.sensitivity.phased_problem import build_phased_problem
     from snip_megatron.solver.phased.api import solve_phased
