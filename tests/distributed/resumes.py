@@ -66,7 +66,7 @@ class Interrupted:
 
 # Updates begin before steps 3, 8 and 13 and are adopted before 6, 11 and 16.
 SAME_LAYOUT: dict[str, Interrupted] = {
-    "world-1": Interrupted(1, f"{_NOISE} {_DROPOUT}", 18, fast=(6,)),
+    "world-1": Interrupted(1, f"{_NOISE} {_DROPOUT}", 18),
     "tp2-sp-bf16": Interrupted(2, f"{_NOISE} {_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel --bf16", 18),
     "pp2-virtual": Interrupted(
         2, f"{_NOISE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 12

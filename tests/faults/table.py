@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,4 +38,5 @@ def write_table(path: Path, body: dict[str, Any], source: Path) -> None:
     text = path.read_text() if path.exists() else f"{BEGIN}\n{END}\n"
     head, _, rest = text.partition(BEGIN)
     tail = rest.partition(END)[2]
-    path.write_text(f"{head}{BEGIN}\n\n{table(body)}\n\nEvery fault: `{source.name}`.\n\n{END}{tail}")
+    link = f"[{source.name}]({os.path.relpath(source, path.parent)})"
+    path.write_text(f"{head}{BEGIN}\n\n{table(body)}\n\nEvery fault: {link}.\n\n{END}{tail}")
