@@ -26,10 +26,10 @@ echo "== pytest"
 if ((${#failed[@]})); then
     echo "FAILED before the tests: ${failed[*]} (see above); this run will exit non-zero"
 fi
-# Two workers on two cores. Tests that start ranks stay on one, those that run commands on another (tests/conftest.py),
-# and each rank keeps to one thread.
+# Tests that start ranks stay on one worker, those that run commands on another, those on SLURM on a third
+# (tests/conftest.py). SLURM's tests mostly wait, so three workers keep two cores busy. Each rank keeps to one thread.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-python -m pytest --numprocesses 2 --dist loadgroup --durations 20 "$@"
+python -m pytest --numprocesses 3 --dist loadgroup --durations 20 "$@"
 status=$?
 ((status == 0 && ${#failed[@]})) && status=1
 exit "$status"

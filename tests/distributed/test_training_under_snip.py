@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from launch import finish, start_ranks, tiny_llama_args
-from warm_ranks import WarmRanks
+from warm_ranks import WarmRanks, free_port
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
@@ -92,7 +92,16 @@ def test_every_layout_adopts_optimal_maps(
 def test_two_agents_with_c10d_rendezvous(tmp_path: Path) -> None:
     """Two torchrun agents, as on two nodes; each holds one pipeline stage."""
     run = tmp_path / "run"
-    launcher = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29717", "--rdzv-id", "snip")
+    launcher = (
+        "--nnodes",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{free_port()}",
+        "--rdzv-id",
+        "snip",
+    )
     layout = ("--pipeline-model-parallel-size", "2")
     agents = [start_ranks(1, arguments(run, *layout), tmp=tmp_path, launcher=launcher) for _ in range(2)]
     for agent in agents:

@@ -113,7 +113,7 @@ def _read_help_of_options_once() -> None:
     add_megatron_arguments(argparse.ArgumentParser())
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below the range from which the system takes ports for connections: one found free there stays free."""
     while True:
         port = random.randrange(20000, 32000)
@@ -123,7 +123,7 @@ def _free_port() -> int:
 
 
 def _run(job: dict[str, Any]) -> list[int]:
-    port = _free_port()
+    port = free_port()
     pids = []
     for rank in range(job["nproc"]):
         pid = os.fork()
