@@ -1,8 +1,8 @@
 """The three GEMMs of a linear with quantised operands, in plain torch. All other backends are compared with these.
 
 X and G are quantised in tiles along the GEMM's reduction dimension (1×128 in fp8 and fp4), W in blocks (128×128). Only
-G in the 4-bit formats is rounded stochastically (docs/method.md, Formats). Operands are dequantised to FP32 and
-multiplied in FP32, so that the only error beside quantisation is that of FP32 summation.
+G is rounded stochastically, in the formats of ``STOCHASTIC`` (docs/method.md, Formats). Operands are dequantised to
+FP32 and multiplied in FP32, so that the only error beside quantisation is that of FP32 summation.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import FOUR_BIT, Format
+from snip_megatron.precision import Format
 from snip_megatron.quantization import fake_quantize
-from snip_megatron.quantization.formats import resolve
+from snip_megatron.quantization.formats import STOCHASTIC, resolve
 from snip_megatron.quantization.rounding import Key
 
 Amaxes = tuple[Tensor | None, Tensor | None]
@@ -65,7 +65,7 @@ def dgrad(
         g: G [T, N].
         w: W [N, K].
         fmt: as in :func:`fprop`.
-        seed: key of stochastic rounding. Only the 4-bit formats read it, and they require it.
+        seed: key of stochastic rounding. The formats that use it require it.
         offset, rows, cols: global positions of G's elements. See :func:`snip_megatron.quantization.fake_quantize`.
         amax: see :data:`Amaxes`, for (g, w).
         out_dtype: dtype of the result; default that of ``g``.
@@ -113,7 +113,7 @@ def wgrad(
 def _gradient_rounding(
     fmt: Format | str, seed: Key | None, offset: tuple[int, int], rows: Tensor | None, cols: Tensor | None
 ) -> dict[str, Any]:
-    """Return the arguments of ``fake_quantize`` for G: stochastic rounding in 4-bit formats, else to nearest."""
-    if resolve(fmt) not in FOUR_BIT:
+    """Return the arguments of ``fake_quantize`` for G: stochastic rounding in formats that want it, else to nearest."""
+    if resolve(fmt) not in STOCHASTIC:
         return {}
     return {"rounding": "stochastic", "seed": seed, "offset": offset, "rows": rows, "cols": cols}

@@ -18,8 +18,9 @@ from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.operands import GradientKeys, Plain, Side, disassemble
 from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHandle
 from snip_megatron.layers.forcing import nudged, output_error, report_error
-from snip_megatron.precision import FOUR_BIT, Format, Gemm
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import derive_seeds
+from snip_megatron.quantization.formats import STOCHASTIC
 
 _GRADIENT_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
 
@@ -151,9 +152,9 @@ def _weight(
 
 
 def _keys(call: LinearCall, *formats: Format) -> GradientKeys:
-    """Return the keys of stochastic rounding of G. They are None unless G has a 4-bit format in dgrad or wgrad."""
+    """Return the keys of stochastic rounding of G. They are None unless dgrad or wgrad uses it."""
     handle = call.handle
-    if FOUR_BIT.isdisjoint(formats):
+    if STOCHASTIC.isdisjoint(formats):
         return GradientKeys(None, None, handle.out_features)
     if handle.device_keys is not None and call.trains:
         return GradientKeys(*handle.device_keys(), handle.out_features)

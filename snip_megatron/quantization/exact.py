@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import FOUR_BIT, Format
-from snip_megatron.quantization.formats import SPECS, Scaling, resolve
-from snip_megatron.quantization.reference import Quantized, nvfp4_factors, quantize, tile_amax
+from snip_megatron.precision import Format
+from snip_megatron.quantization.formats import SPECS, STOCHASTIC, Scaling, resolve
+from snip_megatron.quantization.reference import Quantized, nvfp4_factors, quantize
 from snip_megatron.quantization.rounding import Key
 
 
@@ -78,8 +78,9 @@ def quantize_exact(
     Args:
         x: fp32, bf16 or fp16 [M, K]. In fp32, values of mxfp8 below 2^-133 are rounded to bf16's smallest numbers.
         row_format, col_format: a quantised format each, or None to leave that operand out.
-        square: whether formats that have square blocks use them (for weights). Equal formats then share one operand.
-        row_seed, col_seed: keys of stochastic rounding, which four-bit formats use; None rounds to nearest.
+        square: whether formats that have square blocks use them (for weights). Formats with equal blocks then share
+            one operand.
+        row_seed, col_seed: keys of stochastic rounding, for formats that round gradients so; None rounds to nearest.
         cols: integer [K], global ids of the columns for stochastic rounding; default: 0, 1, …
         amax: max|x| of the unsharded tensor (0-dim), for formats with a scale for the whole tensor.
         held: operands to write the result to, which are returned. Default: new ones.
@@ -107,10 +108,15 @@ def quantize_exact(
 
 
 def shared(row: Format | None, col: Format | None, *, square: bool) -> bool:
-    """Return whether both operands of a matrix are the same numbers: one format, and no tiles along one dimension."""
-    if row is None or row is not col:
+    """Return whether both operands of a matrix are the same numbers: equal scales, and no tiles along one dimension.
+
+    ``square`` is for weights, on which formats that differ in the rounding of gradients agree.
+    """
+    if row is None or col is None:
         return False
     spec = SPECS[row]
+    if row is not col and not (square and spec.of_weight == SPECS[col].of_weight):
+        return False
     return spec.scaling is Scaling.FP32_TENSOR or (square and spec.square_blocks)
 
 
@@ -118,7 +124,7 @@ def _operand(
     x: Tensor, fmt: Format, axis: int, square: bool, seed: Key | None, cols: Tensor | None, amax: Tensor | None
 ) -> ExactOperand:
     rounding: dict[str, Any] = {}
-    if seed is not None and fmt in FOUR_BIT:
+    if seed is not None and fmt in STOCHASTIC:
         rounding = {"rounding": "stochastic", "seed": seed, "cols": cols}
     q = quantize(x, fmt, axis=axis, block=square, tensor_amax=amax, **rounding)
     spec = SPECS[fmt]
@@ -131,6 +137,6 @@ def _operand(
         return ExactOperand(q.dequantize().bfloat16(), None, None)
     if x.numel() == 0:
         return ExactOperand(q.values.bfloat16(), torch.ones(1, device=x.device), None)
-    tile_scale, tensor_scale = nvfp4_factors(tile_amax(x, q.tile), spec.element.maximum, amax)
+    tile_scale, tensor_scale = nvfp4_factors(x, q.tile, spec, amax)
     values = Quantized(q.values, tile_scale, q.tile).dequantize()
     return ExactOperand(values.bfloat16(), tensor_scale.view(1), None)

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import FOUR_BIT
+from snip_megatron.precision import Gemm
 from snip_megatron.quantization import fake_quantize, quantize
-from snip_megatron.quantization.formats import SPECS, resolve
+from snip_megatron.quantization.formats import SPECS, STOCHASTIC, resolve
 from snip_megatron.quantization.rounding import spacing
 from snip_megatron.statistics.squares import squares
 
@@ -50,8 +50,8 @@ def tensor_sums(
 
     Args:
         x: fp32, bf16 or fp16 [R, C], tokens by features.
-        formats: names of candidate formats.
-        stochastic: whether x is a gradient, which four-bit formats round stochastically.
+        formats: names of candidate formats. A variant gets zeros for a GEMM that cannot run in it.
+        stochastic: whether x is a gradient, which some formats round stochastically.
         amax: max|·| (0-dim) of the tensor that x is a shard of, for formats with one scale per tensor. Default: that of
             x.
         d: any floating dtype [R, C]. If given, the inner products of its rows with x and with errors of x, rounded to
@@ -61,23 +61,37 @@ def tensor_sums(
         SnipError: a format, the dtype or the number of dimensions is not supported.
     """
     of = partial(squared_errors, x, stochastic=stochastic, amax=amax)
-    rows = [of(fmt).sum(dtype=torch.float64) for fmt in formats]
-    cols = [of(fmt, axis=0).sum(0, dtype=torch.float64) for fmt in formats]
-    dots = None if d is None else torch.stack([_dots(d, x.float()), *(_dots(d, _error(x, f, amax)) for f in formats)])
-    return TensorSums(squares(x, 1), squares(x, 0), torch.stack(rows), torch.stack(cols), dots)
+    first = Gemm.DGRAD if stochastic else Gemm.FPROP
+    nothing = torch.zeros(x.shape, device=x.device)
+    rows = [of(fmt) if _takes(fmt, first) else nothing for fmt in formats]
+    cols = [of(fmt, axis=0) if _takes(fmt, Gemm.WGRAD) else nothing for fmt in formats]
+    dots = None
+    if d is not None:
+        errors = [_error(x, fmt, amax) if _takes(fmt, first) else nothing for fmt in formats]
+        dots = torch.stack([(d * one).sum(1, dtype=torch.float64) for one in (x.float(), *errors)])
+    row_errors = torch.stack([each.sum(dtype=torch.float64) for each in rows])
+    col_errors = torch.stack([each.sum(0, dtype=torch.float64) for each in cols])
+    return TensorSums(squares(x, 1), squares(x, 0), row_errors, col_errors, dots)
+
+
+def _takes(fmt: str, *gemms: Gemm) -> bool:
+    """Whether one of ``gemms`` may run in a format."""
+    return not set(gemms).isdisjoint(resolve(fmt).gemms)
 
 
 def _error(x: Tensor, fmt: str, amax: Tensor | None) -> Tensor:
     return fake_quantize(x, fmt, tensor_amax=amax) - x.float()
 
 
-def _dots(d: Tensor, x: Tensor) -> Tensor:
-    return (d * x).sum(1, dtype=torch.float64)
-
-
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
     """Return ‖W‖² and ‖Q(W) − W‖² of each format in blocks, float64 [1 + F]. Arguments as of :func:`tensor_sums`."""
-    errors = [squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64) for fmt in formats]
+    nothing = torch.zeros((), dtype=torch.float64, device=w.device)
+    errors = [
+        squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64)
+        if _takes(fmt, Gemm.FPROP, Gemm.DGRAD)
+        else nothing
+        for fmt in formats
+    ]
     return torch.stack([squares(w), *errors])
 
 
@@ -106,7 +120,7 @@ def squared_errors(
     ``axis`` and ``block`` are those of :func:`snip_megatron.quantization.fake_quantize`, ``amax`` is its
     ``tensor_amax``.
     """
-    if not (stochastic and fmt in FOUR_BIT):
+    if not (stochastic and resolve(fmt) in STOCHASTIC):
         return (fake_quantize(x, fmt, axis=axis, block=block, tensor_amax=amax) - x.float()).square()
     q = quantize(x, fmt, axis=axis, block=block, tensor_amax=amax)
     scale = q.scale.repeat_interleave(q.tile[0], 0)[: x.shape[0]].repeat_interleave(q.tile[1], 1)[:, : x.shape[1]]

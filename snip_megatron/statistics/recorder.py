@@ -17,6 +17,7 @@ import torch
 
 from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
+from snip_megatron.precision import Gemm
 from snip_megatron.quantization.formats import resolve
 from snip_megatron.statistics import errors
 from snip_megatron.statistics.squares import sample_rows
@@ -253,8 +254,12 @@ class LinearRecorder:
         column = self.handle.parallel == "column"  # Y of a row-parallel linear is a partial sum; see reduction.py
         if column:
             self._add("y2", sum_squares(y) * weight)
+        nothing = g.new_zeros(len(rows), dtype=torch.float64)
         found = []
         for fmt in map(resolve, self.formats):
+            if Gemm.FPROP not in fmt.gemms:
+                found.append((nothing, nothing.sum()))
+                continue
             x_side, _ = backend.quantize_input(xs, fmt, None, amax=amax["x"])
             w_side, _ = backend.quantize_weight(w, fmt, None, amax=amax["w"])
             quantised = backend.fprop(x_side, w_side, dtype=torch.float32)

@@ -13,9 +13,9 @@ import triton
 from torch import Tensor
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import FOUR_BIT, Format
+from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair, shared
-from snip_megatron.quantization.formats import E2M1, SPECS, Scaling, resolve
+from snip_megatron.quantization.formats import E2M1, SPECS, STOCHASTIC, Scaling, resolve
 from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel, exact_kernel
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.rounding import Key, key_words
@@ -88,7 +88,7 @@ def _side(
         elif spec.scaling in _WHOLE:
             scale = torch.ones(1, device=x.device) if x.numel() == 0 else torch.empty(1, device=x.device)
         kept = ExactOperand(values, scale, tile)
-    return _Side(fmt, kept, seed if fmt in FOUR_BIT else None, blocks)
+    return _Side(fmt, kept, seed if fmt in STOCHASTIC else None, blocks)
 
 
 def _quantize(
@@ -121,14 +121,17 @@ def _quantize(
 
 
 def _constants(name: str, side: _Side | None) -> dict[str, object]:
-    """The kernel's constants of a side: bits of an element, scaling, tile, rounding, and whether keys are loaded."""
+    """The kernel's constants of a side: bits of an element, scaling, tile, rounding, whether keys are loaded, and
+    whether the amax of a tile may become 4.
+    """
     if side is None:
-        values: tuple[object, ...] = (0, "", 1, False, False)
+        values: tuple[object, ...] = (0, "", 1, False, False, False)
     else:
         spec = SPECS[side.format]
-        bits = 4 if spec.element is E2M1 else 8
-        values = (bits, spec.scaling.value, spec.tile or 1, side.seed is not None, isinstance(side.seed, Tensor))
-    return dict(zip((name + end for end in ("", "_SCALING", "_TILE", "_RANDOM", "_LOADED")), values, strict=True))
+        bits, tile, loaded = 4 if spec.element is E2M1 else 8, spec.tile or 1, isinstance(side.seed, Tensor)
+        values = (bits, spec.scaling.value, tile, side.seed is not None, loaded, spec.four_over_six)
+    names = ("", "_SCALING", "_TILE", "_RANDOM", "_LOADED", "_FOUR")
+    return dict(zip((name + end for end in names), values, strict=True))
 
 
 def _rows(side: _Side, row: _Side | None) -> int:

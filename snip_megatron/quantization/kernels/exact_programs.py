@@ -75,14 +75,26 @@ def _constant(value: tl.constexpr, x):
 
 
 @triton.jit
-def tensor_scale(amax, SCALING: tl.constexpr):
-    """Return the FP32 scale of a tensor, amax / 448 or amax / (6·448) as IEEE division; 1 if that is zero."""
-    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else 2688.0
+def tensor_scale(amax, SCALING: tl.constexpr, FOUR: tl.constexpr):
+    """Return the FP32 scale of a tensor, amax / 448, amax / (6·448) or, with ``FOUR``, amax / (6·256), as IEEE
+    division; 1 if that is zero.
+    """
+    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else 1536.0 if FOUR else 2688.0
     scale = tl.div_rn(amax, _constant(maximum, amax))
     scale = tl.where(scale == 0.0, 1.0, scale)
     if SCALING == "fp32_tensor":
         scale = tl.where(_magnitude(amax) >= _INFINITY_BITS, float("nan"), scale)
     return scale
+
+
+@triton.jit
+def _e4m3_scale(amax_bits, whole, MAXIMUM: tl.constexpr):
+    """Return (divisor of x, E4M3 scale) of tiles whose amax becomes ``MAXIMUM``."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    of_tile = _rounded(tl.div_rn(tl.div_rn(amax, _constant(MAXIMUM, amax)), tl.zeros_like(amax) + whole), amax, 8)
+    of_tile = tl.where(amax_bits < _INFINITY_BITS, of_tile, float("nan"))
+    scale = of_tile * whole
+    return tl.where(scale == 0.0, float("inf"), scale), of_tile
 
 
 @triton.jit
@@ -102,10 +114,7 @@ def _scales(amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr):
         scale = tl.where(finite, tl.where(amax_bits == 0, 1.0, scale), float("nan"))
         return scale, scale
     elif SCALING == "e4m3_fp32":
-        of_tile = _rounded(tl.div_rn(tl.div_rn(amax, _constant(6.0, amax)), tl.zeros_like(amax) + whole), amax, 8)
-        of_tile = tl.where(finite, of_tile, float("nan"))
-        scale = of_tile * whole
-        return tl.where(scale == 0.0, float("inf"), scale), of_tile
+        return _e4m3_scale(amax_bits, whole, 6.0)
     else:
         scale = tl.div_rn(amax, _constant(6.0 if ELEMENT == 4 else 448.0, amax))
         scale = tl.where(finite, tl.where(scale == 0.0, 1.0, scale), float("nan"))
@@ -141,6 +150,30 @@ def _quotient(x, divisor, SCALING: tl.constexpr, GPU: tl.constexpr):
         lifted, inverse = lifted + tl.zeros_like(x), inverse + tl.zeros_like(x)
         quotient = x * inverse
         return _fma(_fma(-1.0 * quotient, lifted, x, GPU), inverse, quotient, GPU)
+
+
+@triton.jit
+def _candidate(tiles, amax_bits, whole, MAXIMUM: tl.constexpr, GPU: tl.constexpr):
+    """Return E2M1 values, E4M3 scales and squared errors of tiles whose amax becomes ``MAXIMUM``.
+
+    The sum is one of integers, as in ``reference.py``: no order of additions changes it.
+    """
+    divisor, factor = _e4m3_scale(amax_bits, whole, MAXIMUM)
+    y = _quotient(tiles, divisor, "e4m3_fp32", GPU)
+    values = _rounded(y, tiles, 4)
+    error = values - y
+    steps = (error * error * 1048576.0).to(tl.int32)
+    total = tl.sum(tl.sum(steps, axis=3, keep_dims=True), axis=1, keep_dims=True)
+    return values, factor, total.to(tl.float32) * factor * factor
+
+
+@triton.jit
+def _four_over_six(tiles, amax_bits, whole, GPU: tl.constexpr):
+    """Return E2M1 values and E4M3 scales, where the amax of a tile becomes 6 or 4, by the smaller squared error."""
+    values, factor, error = _candidate(tiles, amax_bits, whole, 6.0, GPU)
+    others, of_other, error_of_other = _candidate(tiles, amax_bits, whole, 4.0, GPU)
+    smaller = (error_of_other < error) | (factor == 0.0)
+    return tl.where(smaller, others, values), tl.where(smaller, of_other, factor)
 
 
 @triton.jit
@@ -184,7 +217,8 @@ def _draws(rows, cols, word_0, word_1):
 def _side(
     x, whole, draws, out_ptr, scale_ptr, M, K, m, k,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
-    RANDOM: tl.constexpr, GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    RANDOM: tl.constexpr, FOUR: tl.constexpr, GPU: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise a part in tiles of ``TILE_ROWS`` × ``TILE_COLS`` and store it, with scales that stay apart."""
     if SCALING == "fp32_tensor":
@@ -200,11 +234,14 @@ def _side(
         amax = tl.zeros((1, 1, 1, 1), tl.int32)
     else:
         amax = _largest(_magnitude(tiles))
-    divisor, factor = _scales(amax, whole, ELEMENT, SCALING)
-    if RANDOM:
-        values = _stochastic(tiles, divisor, tl.reshape(draws, shape), GPU)
+    if FOUR:
+        values, factor = _four_over_six(tiles, amax, whole, GPU)
     else:
-        values = _rounded(_quotient(tiles, divisor, SCALING, GPU), tiles, ELEMENT)
+        divisor, factor = _scales(amax, whole, ELEMENT, SCALING)
+        if RANDOM:
+            values = _stochastic(tiles, divisor, tl.reshape(draws, shape), GPU)
+        else:
+            values = _rounded(_quotient(tiles, divisor, SCALING, GPU), tiles, ELEMENT)
     if (SCALING == "e4m3_fp32") or (SCALING == "e8m0"):
         values = values * factor
     _store(out_ptr, tl.reshape(values, (R, C)), M, K, m, k, R, C, WIDE)
@@ -225,11 +262,11 @@ def _words(key_ptr, word_0, word_1, LOADED: tl.constexpr):
 
 
 @triton.jit
-def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr):
+def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr, FOUR: tl.constexpr):
     """Return the scale of the tensor, which the first program stores."""
     if (SCALING == "e4m3_fp32") or (SCALING == "fp32_tensor"):
         one = tl.zeros((1, 1, 1, 1), tl.int32)
-        whole = tensor_scale(tl.load(amax_ptr + one).to(tl.float32, bitcast=True), SCALING)
+        whole = tensor_scale(tl.load(amax_ptr + one).to(tl.float32, bitcast=True), SCALING, FOUR)
         tl.store(scale_ptr + one, whole, mask=one + first == 0)
         return whole
     else:
@@ -242,9 +279,9 @@ def exact_kernel(
     row_key_ptr, col_key_ptr, current_ptr,
     M, K, x_stride, row_word_0, row_word_1, col_word_0, col_word_1,
     ROW: tl.constexpr, ROW_SCALING: tl.constexpr, ROW_TILE: tl.constexpr, ROW_RANDOM: tl.constexpr,
-    ROW_LOADED: tl.constexpr,
+    ROW_LOADED: tl.constexpr, ROW_FOUR: tl.constexpr,
     COL: tl.constexpr, COL_SCALING: tl.constexpr, COL_TILE: tl.constexpr, COL_RANDOM: tl.constexpr,
-    COL_LOADED: tl.constexpr,
+    COL_LOADED: tl.constexpr, COL_FOUR: tl.constexpr,
     SQUARE_ROW: tl.constexpr, SQUARE_COL: tl.constexpr, GIVEN_COLS: tl.constexpr, GUARDED: tl.constexpr,
     GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -265,19 +302,21 @@ def exact_kernel(
         if ROW_RANDOM:
             word_0, word_1 = _words(row_key_ptr, row_word_0, row_word_1, ROW_LOADED)
             draws = _draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-        whole = _whole(row_amax_ptr, row_scale_ptr, k + m, ROW_SCALING)
+        whole = _whole(row_amax_ptr, row_scale_ptr, k + m, ROW_SCALING, ROW_FOUR)
         _side(
             x, whole, draws, row_ptr, row_scale_ptr, M, K, m, k,
-            ROW, ROW_SCALING, ROW_TILE if SQUARE_ROW else 1, ROW_TILE, ROW_RANDOM, GPU, R, C, WIDE,
+            ROW, ROW_SCALING, ROW_TILE if SQUARE_ROW else 1, ROW_TILE, ROW_RANDOM, ROW_FOUR, GPU,
+            R, C, WIDE,
         )  # fmt: skip
     if COL:
         if COL_RANDOM:
             word_0, word_1 = _words(col_key_ptr, col_word_0, col_word_1, COL_LOADED)
             draws = _draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-        whole = _whole(col_amax_ptr, col_scale_ptr, k + m, COL_SCALING)
+        whole = _whole(col_amax_ptr, col_scale_ptr, k + m, COL_SCALING, COL_FOUR)
         _side(
             x, whole, draws, col_ptr, col_scale_ptr, M, K, m, k,
-            COL, COL_SCALING, COL_TILE, COL_TILE if SQUARE_COL else 1, COL_RANDOM, GPU, R, C, WIDE,
+            COL, COL_SCALING, COL_TILE, COL_TILE if SQUARE_COL else 1, COL_RANDOM, COL_FOUR, GPU,
+            R, C, WIDE,
         )  # fmt: skip
 
 

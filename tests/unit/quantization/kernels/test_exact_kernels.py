@@ -19,7 +19,7 @@ from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel,
 
 from .interpreter import Quantizers
 
-FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor")
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor", "nvfp4_46", "nvfp4_1d")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_tails_and_what_is_not_finite(kernels: Quantizers, fmt: str, square: boo
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8", "nvfp4_46"])
 def test_other_dtypes(kernels: Quantizers, fmt: str, dtype: torch.dtype) -> None:
     check(kernels, matrix(40, 70, dtype), fmt, "mxfp4")
 
@@ -115,6 +115,12 @@ def test_kept_weights(kernels: Quantizers, fmt: str, current: int) -> None:
     assert_same(found, old if current else exact.quantize_exact(new, fmt, fmt, square=True))
 
 
+def test_gradients_rounded_to_nearest_need_no_draws(kernels: Quantizers) -> None:
+    x = matrix(40, 70)
+    for fmt in ("nvfp4_nearest", "mxfp4_nearest"):
+        check(kernels, x, fmt, fmt, row_seed=1, col_seed=2)
+
+
 def test_bad_input(kernels: Quantizers) -> None:
     with pytest.raises(SnipError, match="2-D tensor"):
         kernels.call("quantize_exact", torch.zeros(3), "nvfp4", None)
@@ -150,9 +156,11 @@ POINTERS = {
 }  # fmt: skip
 
 
-def constants(bits: int, scaling: str, tile: int, part: tuple[int, int, int], *, random: bool) -> dict[str, object]:
+def constants(
+    bits: int, scaling: str, tile: int, part: tuple[int, int, int], *, random: bool, four: bool = False
+) -> dict[str, object]:
     sides = {f"{side}{name}": value for side in ("ROW", "COL") for name, value in (
-        ("", bits), ("_SCALING", scaling), ("_TILE", tile), ("_RANDOM", random), ("_LOADED", random),
+        ("", bits), ("_SCALING", scaling), ("_TILE", tile), ("_RANDOM", random), ("_LOADED", random), ("_FOUR", four),
     )}  # fmt: skip
     fixed = {"SQUARE_ROW": False, "SQUARE_COL": False, "GIVEN_COLS": random, "GUARDED": False, "GPU": True}
     return sides | fixed | dict(zip(("R", "C", "WIDE"), part, strict=True))
@@ -161,6 +169,7 @@ def constants(bits: int, scaling: str, tile: int, part: tuple[int, int, int], *,
 KERNELS = [
     (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 512, 4), random=False), 4, 90),
     (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 512, 4), random=True), 4, 80),
+    (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 512, 4), random=False, four=True), 4, 80),
     (exact_kernel, constants(8, "e8m0", 32, (32, 256, 2), random=False), 4, 90),
     (exact_kernel, constants(8, "fp32", 128, (128, 128, 8), random=False), 8, 80),
     (exact_amax_kernel, {"TILE": 16, "SQUARE": False, "GUARDED": True, "R": 16, "C": 512, "WIDE": 4}, 4, 90),
