@@ -24,6 +24,7 @@ from snip_megatron.gemm.blackwell_engine import (
 from snip_megatron.gemm.operands import HeldSides, Plain, Side
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
+from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.rounding import Key
 
 EDGE = 32
@@ -63,6 +64,7 @@ class BlackwellBackend(GemmBackend):
         weight: bool = False,
         keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Sides:
         """See the base class. Both orientations of one format are made in one call, which draws with the first key."""
         row, col = formats
@@ -70,7 +72,7 @@ class BlackwellBackend(GemmBackend):
         if row is not None and row is col and row in NATIVE:
             both = self._native(x, row, (ROW, COLUMN), amax, weight, seeds[0])
             return both[0], both[1]
-        sides = list(super()._quantize(x, formats, amax, keys=seeds, cols=cols))
+        sides = list(super()._quantize(x, formats, amax, keys=seeds, cols=cols, rotation=rotation))
         for place, usage in enumerate((ROW, COLUMN)):
             fmt = formats[place]
             if fmt is not None and fmt in NATIVE:

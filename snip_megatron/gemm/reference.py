@@ -15,10 +15,13 @@ from torch import Tensor
 from snip_megatron.precision import Format
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.formats import STOCHASTIC, resolve
+from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
 from snip_megatron.quantization.rounding import Key
 
 Amaxes = tuple[Tensor | None, Tensor | None]
 """The 0-dim amaxes of the unsharded operands (fp8_tensor, nvfp4). None: the amax of the operand that is passed."""
+Rotations = tuple[Rotation | None, Rotation | None]
+"""How formats with a Hadamard transform transform the operands. None: without sign changes."""
 
 
 def fprop(
@@ -88,6 +91,7 @@ def wgrad(
     rows: Tensor | None = None,
     cols: Tensor | None = None,
     amax: Amaxes = (None, None),
+    rotation: Rotations = (None, None),
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute ∇W = Q(G)ᵀ·Q(X), FP32 [N, K], with both operands in tiles along T.
@@ -98,6 +102,7 @@ def wgrad(
         fmt: as in :func:`fprop`, but bf16 multiplies in FP32.
         seed, offset, rows, cols: as in :func:`dgrad`.
         amax: see :data:`Amaxes`, for (g, x).
+        rotation: see :data:`Rotations`, for (g, x).
         out: FP32 [N, K] (``main_grad``) to accumulate into, which is then returned.
     """
     if fmt == Format.BF16:
@@ -105,8 +110,10 @@ def wgrad(
         left, right = g.to(torch.float32), x.to(torch.float32)
     else:
         draws = _gradient_rounding(fmt, seed, offset, rows, cols)
-        left = fake_quantize(g, fmt, axis=0, tensor_amax=amax[0], **draws)
-        right = fake_quantize(x, fmt, axis=0, tensor_amax=amax[1])
+        g, of_g = wgrad_operand(g, fmt, rotation[0], amax[0])
+        x, of_x = wgrad_operand(x, fmt, rotation[1], amax[1])
+        left = fake_quantize(g, fmt, axis=0, tensor_amax=of_g, **draws)
+        right = fake_quantize(x, fmt, axis=0, tensor_amax=of_x)
     return left.t() @ right if out is None else out.addmm_(left.t(), right)
 
 

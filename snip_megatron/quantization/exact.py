@@ -17,6 +17,7 @@ from torch import Tensor
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import SPECS, STOCHASTIC, Scaling, resolve
+from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
 from snip_megatron.quantization.reference import Quantized, nvfp4_factors, quantize
 from snip_megatron.quantization.rounding import Key
 
@@ -71,6 +72,7 @@ def quantize_exact(
     col_seed: Key | None = None,
     cols: Tensor | None = None,
     amax: Tensor | None = None,
+    rotation: Rotation | None = None,
     held: HeldPair | None = None,
 ) -> ExactPair:
     """Quantise ``x`` [M, K] for the GEMM that reduces over K and for the one that reduces over M.
@@ -83,6 +85,8 @@ def quantize_exact(
         row_seed, col_seed: keys of stochastic rounding, for formats that round gradients so; None rounds to nearest.
         cols: integer [K], global ids of the columns for stochastic rounding; default: 0, 1, …
         amax: max|x| of the unsharded tensor (0-dim), for formats with a scale for the whole tensor.
+        rotation: of the second operand, if ``col_format`` has a Hadamard transform and x is no weight. None: without
+            sign changes. That operand has ⌈M/16⌉·16 rows.
         held: operands to write the result to, which are returned. Default: new ones.
 
     Returns:
@@ -93,8 +97,14 @@ def quantize_exact(
     """
     formats = tuple(None if f is None else resolve(f) for f in (row_format, col_format))
     sides = [
-        None if f is None else _operand(x, f, axis, square, seed, cols, amax)
-        for f, axis, seed in zip(formats, (1, 0), (row_seed, col_seed), strict=True)
+        None if f is None else _operand(operand, f, axis, square, seed, cols, whole)
+        for f, axis, seed, (operand, whole) in zip(
+            formats,
+            (1, 0),
+            (row_seed, col_seed),
+            ((x, amax), _of_col(x, None if square else formats[1], rotation, amax)),
+            strict=True,
+        )
     ]
     made = (sides[0], sides[0] if shared(*formats, square=square) else sides[1])
     if held is None:
@@ -105,6 +115,12 @@ def quantize_exact(
                 if kept is not None and fresh is not None:
                     kept.copy_(torch.where(held.current != 0, kept, fresh))
     return held.operands
+
+
+def _of_col(
+    x: Tensor, fmt: Format | None, rotation: Rotation | None, amax: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    return (x, amax) if fmt is None else wgrad_operand(x, fmt, rotation, amax)
 
 
 def shared(row: Format | None, col: Format | None, *, square: bool) -> bool:

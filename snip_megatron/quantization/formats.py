@@ -58,6 +58,8 @@ class FormatSpec:
         stochastic: whether gradients are rounded stochastically.
         four_over_six: whether the amax of each tile becomes 6 or 4, whichever gives the smaller squared error (arXiv
             2512.02010).
+        hadamard: whether the operands of wgrad are transformed along the tokens first (``hadamard.py``).
+        random_signs: whether that transform has signs drawn anew in every step.
     """
 
     element: Element
@@ -66,6 +68,8 @@ class FormatSpec:
     square_blocks: bool
     stochastic: bool = False
     four_over_six: bool = False
+    hadamard: bool = False
+    random_signs: bool = False
 
     def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
         """Return the (rows, columns) that share a scale: a square block, or a tile along ``axis`` (0, or 1 for the
@@ -85,7 +89,7 @@ class FormatSpec:
     @property
     def of_weight(self) -> FormatSpec:
         """What the numbers of a quantised W depend on."""
-        return replace(self, stochastic=False)
+        return replace(self, stochastic=False, hadamard=False, random_signs=False)
 
 
 _NVFP4 = FormatSpec(E2M1, Scaling.E4M3_FP32, 16, True, stochastic=True)
@@ -102,6 +106,11 @@ SPECS: dict[Format, FormatSpec] = {
     Format.NVFP4_1D: replace(_NVFP4, square_blocks=False),
     Format.NVFP4_NEAREST: replace(_NVFP4, stochastic=False),
     Format.MXFP4_NEAREST: replace(_MXFP4, stochastic=False),
+    Format.NVFP4_HADAMARD: replace(_NVFP4, hadamard=True, random_signs=True),
+    Format.NVFP4_HADAMARD_FIXED: replace(_NVFP4, hadamard=True),
+    Format.MXFP4_HADAMARD: replace(_MXFP4, hadamard=True, random_signs=True),
+    Format.MXFP4_HADAMARD_FIXED: replace(_MXFP4, hadamard=True),
+    Format.MXFP4_HADAMARD_NEAREST: replace(_MXFP4, hadamard=True, stochastic=False),
 }
 
 STOCHASTIC = frozenset(fmt for fmt, spec in SPECS.items() if spec.stochastic)

@@ -29,6 +29,11 @@ FORMAT_COLOURS = {
     Format.NVFP4_1D: "#d98a5f",
     Format.NVFP4_NEAREST: "#a8653f",
     Format.MXFP4_NEAREST: "#d9a441",
+    Format.NVFP4_HADAMARD: "#b5443c",
+    Format.NVFP4_HADAMARD_FIXED: "#d6756e",
+    Format.MXFP4_HADAMARD: "#c9a227",
+    Format.MXFP4_HADAMARD_FIXED: "#e3c766",
+    Format.MXFP4_HADAMARD_NEAREST: "#8c7324",
 }
 """8-bit formats are blue and 4-bit formats orange or brown. Colour-blind readers can distinguish them in light and dark
 mode.

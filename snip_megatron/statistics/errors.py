@@ -6,7 +6,7 @@ error is its expectation over the draws. It depends on the values alone, so all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from snip_megatron.precision import Gemm
 from snip_megatron.quantization import fake_quantize, quantize
 from snip_megatron.quantization.formats import SPECS, STOCHASTIC, resolve
+from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
 from snip_megatron.quantization.rounding import spacing
 from snip_megatron.statistics.squares import squares
 
@@ -27,7 +28,7 @@ class TensorSums:
     Attributes:
         rows, cols: Σ_c x² [R] and Σ_r x² [C].
         row_errors: Σ (Q(x) − x)² with tiles along C, [F].
-        col_errors: Σ_r (Q(x) − x)² with tiles along R, [F, C].
+        col_errors: Σ_r (Q(x) − x)² with tiles along R, [F, C]; of the transformed x where the format transforms it.
         dots: Σ_c d·x, then Σ_c d·(Q(x) − x) of each format with tiles along C, [1 + F, R]. None without d.
     """
 
@@ -44,6 +45,7 @@ def tensor_sums(
     *,
     stochastic: bool = False,
     amax: Tensor | None = None,
+    rotations: Mapping[str, Rotation] | None = None,
     d: Tensor | None = None,
 ) -> TensorSums:
     """Sum over an activation or a gradient.
@@ -54,6 +56,8 @@ def tensor_sums(
         stochastic: whether x is a gradient, which some formats round stochastically.
         amax: max|·| (0-dim) of the tensor that x is a shard of, for formats with one scale per tensor. Default: that of
             x.
+        rotations: how formats with a Hadamard transform transform wgrad's operand; None: without sign changes. Their
+            errors are those of the transformed tensor, whose column norms are the same.
         d: any floating dtype [R, C]. If given, the inner products of its rows with x and with errors of x, rounded to
             nearest, are summed as well.
 
@@ -64,7 +68,10 @@ def tensor_sums(
     first = Gemm.DGRAD if stochastic else Gemm.FPROP
     nothing = torch.zeros(x.shape, device=x.device)
     rows = [of(fmt) if _takes(fmt, first) else nothing for fmt in formats]
-    cols = [of(fmt, axis=0) if _takes(fmt, Gemm.WGRAD) else nothing for fmt in formats]
+    cols = [
+        _wgrad_errors(x, fmt, stochastic, amax, (rotations or {}).get(fmt)) if _takes(fmt, Gemm.WGRAD) else nothing
+        for fmt in formats
+    ]
     dots = None
     if d is not None:
         errors = [_error(x, fmt, amax) if _takes(fmt, first) else nothing for fmt in formats]
@@ -72,6 +79,11 @@ def tensor_sums(
     row_errors = torch.stack([each.sum(dtype=torch.float64) for each in rows])
     col_errors = torch.stack([each.sum(0, dtype=torch.float64) for each in cols])
     return TensorSums(squares(x, 1), squares(x, 0), row_errors, col_errors, dots)
+
+
+def _wgrad_errors(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None, rotation: Rotation | None) -> Tensor:
+    operand, whole = wgrad_operand(x, fmt, rotation, amax)
+    return squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=whole)
 
 
 def _takes(fmt: str, *gemms: Gemm) -> bool:

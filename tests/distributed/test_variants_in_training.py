@@ -16,9 +16,11 @@ from snip_megatron.records.readers import read_events, read_maps, read_metrics
 from snip_megatron.statistics.table import StatisticsTable
 
 STEPS = 6
-CANDIDATES = "mxfp8,nvfp4,nvfp4_46,nvfp4_1d,nvfp4_nearest"
+CANDIDATES = "mxfp8,nvfp4,nvfp4_46,nvfp4_1d,nvfp4_nearest,nvfp4_hadamard"
+PINNED = "decoder.layers.1.mlp.linear_fc2:wgrad"
 SNIP = shlex.split(
-    f"--snip --snip-formats {CANDIDATES} --snip-first-update 1 --snip-update-interval 100 --snip-lag 1 --snip-wait 240"
+    f"--snip --snip-pin {PINNED}=nvfp4_hadamard"
+    f" --snip-formats {CANDIDATES} --snip-first-update 1 --snip-update-interval 100 --snip-lag 1 --snip-wait 240"
     " --snip-probe-tokens 32"
 )
 PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -46,6 +48,7 @@ def test_the_program_takes_variants_and_training_runs_under_them(run: Path) -> N
     count = Counter((key.rpartition(":")[2], fmt) for key, fmt in chosen.choices.items())
     assert all(Gemm(gemm) in fmt.gemms for gemm, fmt in count)
     assert count["fprop", Format.NVFP4_46] > 0
+    assert chosen.choices[PINNED] is Format.NVFP4_HADAMARD  # by whose errors alone no wgrad must choose it
     losses = [figure["loss"] for figure in read_metrics(run)]
     assert len(losses) == STEPS
     assert np.isfinite(losses).all()

@@ -15,7 +15,7 @@ from snip_megatron.quantization.kernels.elements import lift_of
 from snip_megatron.quantization.kernels.stochastic import mix32, truncated_product
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-_RANDOM_ARGUMENTS = [f"{side}_word_{i}" for side in ("row", "col") for i in range(2)]
+_RANDOM_ARGUMENTS = [*(f"{side}_word_{i}" for side in ("row", "col") for i in range(2)), "signs"]
 
 
 @triton.jit
@@ -39,6 +39,27 @@ def _store(out_ptr, values, M, K, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: 
     # The numbers are exact in bf16, so that their upper half is all of them; a NaN stays one.
     halves = (values.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
     tl.store(pointers, halves, mask=(m * R + i < M)[:, None] & (j < K)[None, :])
+
+
+@triton.jit
+def _sums(x, APART: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Replace each pair (a, b) of rows ``APART`` apart by (a + b, a − b)."""
+    pairs = tl.permute(tl.reshape(x, (R // (2 * APART), 2, APART, C)), (0, 2, 3, 1))
+    first, second = tl.split(pairs)
+    pairs = tl.permute(tl.join(first + second, first - second), (0, 3, 1, 2))
+    return tl.reshape(pairs, (R, C))
+
+
+@triton.jit
+def _transformed(x, signs_ptr, signs, LOADED: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Return the Hadamard transform of groups of 16 rows: the sums of ``hadamard.py`` in the same order."""
+    if LOADED:
+        signs = tl.load(signs_ptr)
+    flips = (signs >> (tl.arange(0, R) & 15)) & 1
+    x = x * (1 - 2 * flips).to(tl.float32)[:, None]
+    for i in tl.static_range(4):
+        x = _sums(x, 8 >> i, R, C)
+    return x * 0.25
 
 
 @triton.jit
@@ -276,18 +297,20 @@ def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr, FOUR: tl.constexpr
 @triton.jit(do_not_specialize=_RANDOM_ARGUMENTS)
 def exact_kernel(
     x_ptr, row_ptr, row_scale_ptr, row_amax_ptr, col_ptr, col_scale_ptr, col_amax_ptr, cols_ptr,
-    row_key_ptr, col_key_ptr, current_ptr,
-    M, K, x_stride, row_word_0, row_word_1, col_word_0, col_word_1,
+    row_key_ptr, col_key_ptr, current_ptr, signs_ptr,
+    M, K, x_stride, row_word_0, row_word_1, col_word_0, col_word_1, signs,
     ROW: tl.constexpr, ROW_SCALING: tl.constexpr, ROW_TILE: tl.constexpr, ROW_RANDOM: tl.constexpr,
     ROW_LOADED: tl.constexpr, ROW_FOUR: tl.constexpr,
     COL: tl.constexpr, COL_SCALING: tl.constexpr, COL_TILE: tl.constexpr, COL_RANDOM: tl.constexpr,
     COL_LOADED: tl.constexpr, COL_FOUR: tl.constexpr,
-    SQUARE_ROW: tl.constexpr, SQUARE_COL: tl.constexpr, GIVEN_COLS: tl.constexpr, GUARDED: tl.constexpr,
+    SQUARE_ROW: tl.constexpr, SQUARE_COL: tl.constexpr, TURNED: tl.constexpr, TURNED_LOADED: tl.constexpr,
+    GIVEN_COLS: tl.constexpr, GUARDED: tl.constexpr,
     GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise a matrix [M, K] in tiles along its columns (row side) and along its rows (col side).
 
-    ``ROW`` and ``COL`` are the bits of an element, 0 for no side. ``current_ptr``: see ``programs.py``.
+    ``ROW`` and ``COL`` are the bits of an element, 0 for no side. ``TURNED``: the col side is that of the transformed
+    matrix, filled up to a multiple of 16 rows. ``current_ptr``: see ``programs.py``.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
@@ -309,6 +332,9 @@ def exact_kernel(
             R, C, WIDE,
         )  # fmt: skip
     if COL:
+        if TURNED:
+            x = _transformed(x, signs_ptr, signs, TURNED_LOADED, R, C)
+            M = (M + 15) // 16 * 16
         if COL_RANDOM:
             word_0, word_1 = _words(col_key_ptr, col_word_0, col_word_1, COL_LOADED)
             draws = _draws(m * R + tl.arange(0, R), ids, word_0, word_1)
@@ -328,30 +354,34 @@ def _finite(tiles):
     return tl.max(tl.reshape(largest, (largest.shape[0] * largest.shape[2],)), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["signs"])
 def exact_amax_kernel(
-    x_ptr, amax_ptr, current_ptr, M, K, x_stride,
-    TILE: tl.constexpr, SQUARE: tl.constexpr, GUARDED: tl.constexpr,
+    x_ptr, amax_ptr, current_ptr, signs_ptr, M, K, x_stride, signs,
+    TILE: tl.constexpr, SQUARE: tl.constexpr, TURNED: tl.constexpr, TURNED_LOADED: tl.constexpr, GUARDED: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Update ``amax_ptr`` (int32, zero before) with the bits of max|x| over the tiles of either side.
 
     With ``TILE`` 0 a NaN or Inf is the maximum. Otherwise only finite tiles of ``TILE`` numbers count, along the
-    columns at 0 and along the rows at 4; with ``SQUARE`` blocks for both.
+    columns at 0 and along the rows at 4; with ``SQUARE`` blocks for both. ``TURNED``: see :func:`exact_kernel`.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
-    bits = _magnitude(_load(x_ptr, x_stride, M, K, tl.program_id(1), tl.program_id(0), R, C, WIDE))
+    x = _load(x_ptr, x_stride, M, K, tl.program_id(1), tl.program_id(0), R, C, WIDE)
+    bits = _magnitude(x)
     row = tl.max(tl.max(bits, axis=0), axis=0)
-    col = row
+    col_bits, col = bits, row
+    if TURNED:
+        col_bits = _magnitude(_transformed(x, signs_ptr, signs, TURNED_LOADED, R, C))
+        col = tl.max(tl.max(col_bits, axis=0), axis=0)
     if TILE > 0:  # noqa: SIM102 - decided when compiled, and when run
-        if row >= _INFINITY_BITS:
+        if max(row, col) >= _INFINITY_BITS:
             if SQUARE:
                 row = _finite(tl.reshape(bits, (R // TILE, TILE, C // TILE, TILE)))
                 col = row
             else:
                 row = _finite(tl.reshape(bits, (R, 1, C // TILE, TILE)))
-                col = _finite(tl.reshape(bits, (R // TILE, TILE, C, 1)))
+                col = _finite(tl.reshape(col_bits, (R // TILE, TILE, C, 1)))
     tl.atomic_max(amax_ptr, row)
     tl.atomic_max(amax_ptr + 4, col)

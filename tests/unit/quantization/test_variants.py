@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.linalg import hadamard
 
 from snip_megatron.gemm import reference
 from snip_megatron.precision import VARIANTS, Format, Gemm
-from snip_megatron.quantization import fake_quantize
+from snip_megatron.quantization import fake_quantize, quantize
 from snip_megatron.quantization.formats import SPECS, STOCHASTIC
+from snip_megatron.quantization.hadamard import Rotation, rotate
 
 from . import oracle, variants_oracle
 
@@ -83,6 +85,58 @@ def test_weights_of_1d_have_tiles_along_the_reduction(axis: int) -> None:
     turned = w.numpy() if axis == 1 else np.ascontiguousarray(w.numpy().T)
     expected = oracle.quantize_dequantize(turned, "nvfp4", "tile")
     np.testing.assert_array_equal(found, expected if axis == 1 else expected.T)
+
+
+# -- Hadamard ------------------------------------------------------------------------------------------------------
+@given(st.integers(1, 70), st.integers(1, 9), st.integers(0, 2**16 - 1))
+@settings(max_examples=25, deadline=None)
+def test_the_transform_is_hadamards_matrix_for_each_group(rows: int, cols: int, signs: int) -> None:
+    """Whole numbers are added exactly, so that SciPy's matrix in float64 gives the same numbers."""
+    x = torch.randint(-50, 50, (rows, cols), generator=torch.Generator().manual_seed(rows)).float()
+    flips = np.array([-1.0 if signs >> i & 1 else 1.0 for i in range(16)])
+    padded = np.zeros((-(-rows // 16) * 16, cols))
+    padded[:rows] = x.numpy()
+    groups = padded.reshape(-1, 16, cols) * flips[:, None]
+    expected = np.einsum("ij,gjc->gic", hadamard(16) / 4, groups).reshape(-1, cols)
+    found = rotate(x, signs)
+    np.testing.assert_array_equal(found.numpy(), expected)
+    assert torch.equal(rotate(x, torch.tensor([signs], dtype=torch.int32)), found)
+    np.testing.assert_allclose(found.double().square().sum(0), x.double().square().sum(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [64, 37])
+def test_wgrad_of_transformed_operands(tokens: int) -> None:
+    """Both operands quantised along the tokens after the transform, by the independent quantiser."""
+    x, g = (torch.randint(-99, 99, (tokens, n), generator=torch.Generator().manual_seed(n)).float() for n in (24, 40))
+    turned = [oracle.quantize_dequantize(np.ascontiguousarray(rotate(t, 9).numpy().T), "mxfp4") for t in (g, x)]
+    expected = turned[0].astype(np.float64) @ turned[1].T.astype(np.float64)
+    rotation = (Rotation(9), Rotation(9))
+    found = reference.wgrad(g, x, "mxfp4_hadamard_nearest", rotation=rotation)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-2)
+    plain = [oracle.quantize_dequantize(np.ascontiguousarray(t.numpy().T), "mxfp4") for t in (g, x)]
+    assert not np.allclose(plain[0].astype(np.float64) @ plain[1].T, expected, rtol=1e-3)
+
+
+def test_signs_of_one_operand_alone_give_another_product() -> None:
+    x, g = matrix(64, 24, 1), matrix(64, 40, 2)
+    exact = g.double().t() @ x.double()
+    for signs, close in (((5, 5), True), ((5, 6), False)):
+        rotation = (Rotation(signs[0]), Rotation(signs[1]))
+        found = reference.wgrad(g, x, "nvfp4_hadamard", seed=1, rotation=rotation)
+        assert bool((found - exact).norm() < 0.5 * exact.norm()) is close
+
+
+def test_stochastic_rounding_stays_unbiased_under_the_transform() -> None:
+    """The mean over draws is the transformed G as far as its tiles reach: scales that round down saturate a little."""
+    x, g = matrix(64, 24, 1), matrix(64, 40, 2)
+    rotation = (Rotation(3), Rotation(3))
+    draws = torch.stack([reference.wgrad(g, x, "nvfp4_hadamard", seed=i, rotation=rotation) for i in range(300)])
+    of_g, of_x = quantize(rotate(g, 3), "nvfp4", axis=0), fake_quantize(rotate(x, 3), "nvfp4", axis=0)
+    largest = 6.0 * of_g.scale.repeat_interleave(16, 0)
+    expected = rotate(g, 3).clamp(-largest, largest).t() @ of_x
+    spread = draws.std(0) / 300**0.5
+    assert float(((draws.mean(0) - expected) / spread).abs().max()) < 5.5
+    assert float((draws[0] - expected).norm()) > 5 * float((draws.mean(0) - expected).norm())
 
 
 @pytest.mark.parametrize("base", ["nvfp4", "mxfp4"])
