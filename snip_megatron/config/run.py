@@ -360,7 +360,7 @@ class SnipConfig:
         known = (*FORMATS, Format.BF16.value)
         if set(self.formats) - set(known) or not self.formats or len(set(self.formats)) != len(self.formats):
             raise SnipError(f"--snip-formats {names}: expected distinct names of {', '.join(known)}")
-        if (why := candidates_fault(self.measured_formats, granularity=self.granularity)) is not None:
+        if (why := candidates_fault(self.formats, granularity=self.granularity)) is not None:
             raise SnipError(f"--snip-formats {names}: {why}")
         if Format.BF16.value in self.formats and kind == "fp4":
             raise SnipError(

@@ -99,8 +99,7 @@ def parse_question(
             known = ", ".join(fmt.value for fmt in Format)
             raise SnipError(f"--formats {cut(formats)}: give distinct names among {known}")
         chosen = tuple(Format(name) for name in names)
-        quantised = [name for name in names if name != Format.BF16.value]
-        if (why := candidates_fault(quantised, granularity=granularity)) is not None:
+        if (why := candidates_fault(names, granularity=granularity)) is not None:
             raise SnipError(f"--formats {cut(formats)}: {why}")
     missing = [fmt.value for fmt in chosen if fmt not in measured and fmt.base not in measured]
     if missing:

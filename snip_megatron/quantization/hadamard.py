@@ -58,7 +58,7 @@ def rotate(x: Tensor, signs: Signs = 0) -> Tensor:
     x = functional.pad(x.detach().to(torch.float32), (0, 0, 0, -x.shape[0] % POINTS))
     groups, cols = x.shape[0] // POINTS, x.shape[1]
     bits = torch.arange(POINTS, device=x.device)
-    flips = (torch.as_tensor(signs, device=x.device).long() >> bits) & 1
+    flips = torch.bitwise_right_shift(signs.long() if isinstance(signs, Tensor) else signs, bits) & 1
     x = x.view(groups, POINTS, cols) * (1 - 2 * flips).to(torch.float32)[:, None]
     for apart in (8, 4, 2, 1):
         first, second = x.view(groups, POINTS // (2 * apart), 2, apart, cols).unbind(2)

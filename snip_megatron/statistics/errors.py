@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,26 +63,12 @@ def tensor_sums(
     Raises:
         SnipError: a format, the dtype or the number of dimensions is not supported.
     """
-    of = partial(squared_errors, x, stochastic=stochastic, amax=amax)
-    first = Gemm.DGRAD if stochastic else Gemm.FPROP
-    nothing = torch.zeros(x.shape, device=x.device)
-    rows = [of(fmt) if _takes(fmt, first) else nothing for fmt in formats]
-    cols = [
-        _wgrad_errors(x, fmt, stochastic, amax, (rotations or {}).get(fmt)) if _takes(fmt, Gemm.WGRAD) else nothing
-        for fmt in formats
-    ]
+    of_rows = torch.stack([_row_error(x, fmt, stochastic, amax) for fmt in formats])
+    of_cols = torch.stack([_col_errors(x, fmt, stochastic, amax, (rotations or {}).get(fmt)) for fmt in formats])
     dots = None
     if d is not None:
-        errors = [_error(x, fmt, amax) if _takes(fmt, first) else nothing for fmt in formats]
-        dots = torch.stack([(d * one).sum(1, dtype=torch.float64) for one in (x.float(), *errors)])
-    row_errors = torch.stack([each.sum(dtype=torch.float64) for each in rows])
-    col_errors = torch.stack([each.sum(0, dtype=torch.float64) for each in cols])
-    return TensorSums(squares(x, 1), squares(x, 0), row_errors, col_errors, dots)
-
-
-def _wgrad_errors(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None, rotation: Rotation | None) -> Tensor:
-    operand, whole = wgrad_operand(x, fmt, rotation, amax)
-    return squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=whole)
+        dots = torch.stack([_dots(d, x.float()), *(_error_dots(d, x, fmt, stochastic, amax) for fmt in formats)])
+    return TensorSums(squares(x, 1), squares(x, 0), of_rows, of_cols, dots)
 
 
 def _takes(fmt: str, *gemms: Gemm) -> bool:
@@ -91,8 +76,31 @@ def _takes(fmt: str, *gemms: Gemm) -> bool:
     return not set(gemms).isdisjoint(resolve(fmt).gemms)
 
 
-def _error(x: Tensor, fmt: str, amax: Tensor | None) -> Tensor:
-    return fake_quantize(x, fmt, tensor_amax=amax) - x.float()
+def _takes_rows(fmt: str, gradient: bool) -> bool:
+    return _takes(fmt, Gemm.DGRAD if gradient else Gemm.FPROP)
+
+
+def _row_error(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None) -> Tensor:
+    if not _takes_rows(fmt, stochastic):
+        return torch.zeros((), dtype=torch.float64, device=x.device)
+    return squared_errors(x, fmt, stochastic=stochastic, amax=amax).sum(dtype=torch.float64)
+
+
+def _col_errors(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None, rotation: Rotation | None) -> Tensor:
+    if not _takes(fmt, Gemm.WGRAD):
+        return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    operand, whole = wgrad_operand(x, fmt, rotation, amax)
+    return squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=whole).sum(0, dtype=torch.float64)
+
+
+def _error_dots(d: Tensor, x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None) -> Tensor:
+    if not _takes_rows(fmt, stochastic):
+        return torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+    return _dots(d, fake_quantize(x, fmt, tensor_amax=amax) - x.float())
+
+
+def _dots(d: Tensor, x: Tensor) -> Tensor:
+    return (d * x).sum(1, dtype=torch.float64)
 
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
