@@ -15,7 +15,7 @@ from snip_megatron.precision import Format, Gemm
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
 from snip_megatron.statistics.table import StatisticsTable
 
-STEPS = 6
+STEPS, SAVED = 6, 4
 CANDIDATES = "mxfp8,nvfp4,nvfp4_46,nvfp4_1d,nvfp4_nearest,nvfp4_hadamard"
 PINNED = "decoder.layers.1.mlp.linear_fc2:wgrad"
 SNIP = shlex.split(
@@ -36,7 +36,8 @@ def train(warm: WarmRanks, tmp: Path, name: str, *extra: str) -> Path:
 
 @pytest.fixture(scope="module")
 def run(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(warm, tmp_path_factory.mktemp("variants"), "run", *SNIP)
+    tmp = tmp_path_factory.mktemp("variants")
+    return train(warm, tmp, "run", *SNIP, "--save", str(tmp / "saved"), "--save-interval", str(SAVED))
 
 
 def test_the_program_takes_variants_and_training_runs_under_them(run: Path) -> None:
@@ -82,6 +83,15 @@ def test_statistics_hold_a_variants_errors_on_its_own_gemms(run: Path) -> None:
 def test_a_replay_repeats_the_losses(run: Path, warm: WarmRanks, tmp_path: Path) -> None:
     again = train(warm, tmp_path, "again", "--snip", "--snip-replay", str(run))
     assert [f["loss"] for f in read_metrics(again)] == [f["loss"] for f in read_metrics(run)]
+
+
+def test_a_resume_draws_the_same_signs_and_numbers(run: Path, warm: WarmRanks, tmp_path: Path) -> None:
+    """The checkpoint lies under the map, so that the signs of the steps after it are those of the uninterrupted run."""
+    load = ("--load", str(run.parent / "saved"), "--ckpt-step", str(SAVED))
+    resumed = train(warm, tmp_path, "resumed", *SNIP, *load)
+    expected = [figure["loss"] for figure in read_metrics(run) if figure["step"] >= SAVED]
+    assert len(expected) == STEPS - SAVED
+    assert [figure["loss"] for figure in read_metrics(resumed)] == expected
 
 
 @pytest.mark.parametrize(
