@@ -13,11 +13,11 @@ from snip_megatron.config.schedule import DEPLOYED, check_schedule, load_schedul
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.gemm import BACKENDS, LIBRARIES
 from snip_megatron.phases import Schedule
-from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format
+from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, candidates_fault
 
 GRANULARITIES = ("gemm", "layer")
 EVAL_MODES = ("map", "bf16", "both")
-FORMATS = ("fp8", "fp4", "nvfp4", "mxfp4", "mxfp8", "fp8_tensor")
+FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 BUDGETS = ("fp4", "speedup", "loss")
 COSTS = ("auto", "time", "flops")
 LATE = ("late-forward", "late-all")
@@ -360,6 +360,8 @@ class SnipConfig:
         known = (*FORMATS, Format.BF16.value)
         if set(self.formats) - set(known) or not self.formats or len(set(self.formats)) != len(self.formats):
             raise SnipError(f"--snip-formats {names}: expected distinct names of {', '.join(known)}")
+        if (why := candidates_fault(self.formats, granularity=self.granularity)) is not None:
+            raise SnipError(f"--snip-formats {names}: {why}")
         if Format.BF16.value in self.formats and kind == "fp4":
             raise SnipError(
                 f"--snip-formats {names}: bf16 is no candidate under --snip-budget {cut(self.budget)}, where it costs"

@@ -12,7 +12,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.evaluation.runs import Run
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import FOUR_BIT, Gemm
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
 from snip_megatron.records.storage import dump_json, write_atomically
 
@@ -128,8 +128,7 @@ def _share_by_gemm(directory: Path) -> dict[str, float]:
         return {}
     final = maps[max(maps)]
     names = [str(linear) for linear in final.linears()]
-    four_bit = (Format.FP4, Format.NVFP4, Format.MXFP4)
-    return {g.value: sum(final.format_of(name, g) in four_bit for name in names) / len(names) for g in Gemm}
+    return {g.value: sum(final.format_of(name, g) in FOUR_BIT for name in names) / len(names) for g in Gemm}
 
 
 def _median_step(metrics: list[dict[str, Any]]) -> float | None:

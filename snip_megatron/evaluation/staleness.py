@@ -11,8 +11,10 @@ import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.proxy import spearman
+from snip_megatron.precision import Gemm, split_option_id
 from snip_megatron.sensitivity.policies import divergences
 from snip_megatron.sensitivity.problem import build_problem
+from snip_megatron.sensitivity.quality import in_lowest
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver import Problem, solve
 from snip_megatron.statistics.table import StatisticsTable
@@ -116,13 +118,15 @@ def _median(values: Iterable[float | None]) -> float | None:
 def _snapshot(table: StatisticsTable, request: SolveRequest) -> _Snapshot:
     loss, drift = divergences(table, request)
     problem, scores = build_problem(table, request)
-    lowest = request.formats[request.lowest]
     solution = solve(problem, deterministic_time=DETERMINISTIC_S, seed=request.seed % 2**31)
     return _Snapshot(
         step=table.step,
-        loss=loss[:, 0, request.lowest].tolist(),
-        drift=drift[:, :, request.lowest].ravel().tolist(),
-        score=[by_format[lowest]["q"] for by_format in scores.values()],
+        loss=loss[:, 0, request.lowest(Gemm.FPROP)].tolist(),
+        drift=in_lowest(request, drift).ravel().tolist(),
+        score=[
+            by_format[request.formats[request.lowest(split_option_id(key)[1])]]["q"]
+            for key, by_format in scores.items()
+        ],
         problem=problem,
         choices={key: fmt.value for key, fmt in solution.choices.items()},
     )

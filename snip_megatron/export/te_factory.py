@@ -21,7 +21,15 @@ from snip_megatron.records.storage import write_atomically
 MODULE = "snip_te_map"
 """Name of the written module."""
 
-QUANTIZERS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.MXFP8, Format.NVFP4)
+QUANTIZERS = (
+    Format.BF16,
+    Format.FP8,
+    Format.FP8_TENSOR,
+    Format.MXFP8,
+    Format.NVFP4,
+    Format.NVFP4_1D,
+    Format.NVFP4_NEAREST,
+)
 """Formats that a quantizer of Transformer Engine has."""
 
 Formats = tuple[Format, Format, Format]
@@ -117,10 +125,11 @@ def _quantizer(name, tensor):
             te.DType.kFloat8E4M3, rowwise=True, columnwise=True, force_pow_2_scales=blackwell,
             block_scaling_dim=2 if weight else 1,
         )
-    if name == "nvfp4":  # the statistics of the map know no Hadamard transform
+    if name in ("nvfp4", "nvfp4_1d", "nvfp4_nearest"):  # without a Hadamard transform, whose signs are not the map's
         return te.NVFP4Quantizer(
-            te.DType.kFloat4E2M1, with_rht=False, with_post_rht_amax=False, with_2d_quantization=weight,
-            stochastic_rounding=tensor == "grad_output",
+            te.DType.kFloat4E2M1, with_rht=False, with_post_rht_amax=False,
+            with_2d_quantization=weight and name != "nvfp4_1d",
+            stochastic_rounding=tensor == "grad_output" and name != "nvfp4_nearest",
         )
     raise ValueError(f"@MODULE@ has no quantizer for {name}")
 '''

@@ -65,12 +65,15 @@ class Collapsed:
 
 
 def collapse(precision_map: PrecisionMap) -> Collapsed:
-    """Take the widest of the three formats of every linear, so that no GEMM runs in fewer bits than the map says."""
+    """Take the widest of the three formats of every linear, so that no GEMM runs in fewer bits than the map says.
+
+    Variants become the formats that they are variants of: a recipe knows no others.
+    """
     formats: dict[LinearId, Format] = {}
     changed: dict[LinearId, tuple[Format, ...]] = {}
     for linear in precision_map.linears():
         three = tuple(precision_map.format_of(str(linear), gemm) for gemm in Gemm)
-        formats[linear] = min(three, key=WIDTH.index)
+        formats[linear] = min((fmt.base for fmt in three), key=WIDTH.index)
         if len(set(three)) > 1:
             changed[linear] = three
     return Collapsed(formats, changed)

@@ -18,6 +18,7 @@ from torch import Tensor
 from snip_megatron.gemm import reference
 from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
 from snip_megatron.precision import Format
+from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.rounding import Key
 
 Sides = tuple[Any, Any]
@@ -42,10 +43,20 @@ class GemmBackend:
 
     # -- quantisation --------------------------------------------------------------------------------------------
     def quantize_input(
-        self, x: Tensor, fprop: Format | None, wgrad: Format | None, *, amax: Tensor | None = None
+        self,
+        x: Tensor,
+        fprop: Format | None,
+        wgrad: Format | None,
+        *,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Sides:
-        """Return X [T, K] as fprop (tiles along K) and wgrad (tiles along T) take it."""
-        return self._quantize(x, (fprop, wgrad), amax)
+        """Return X [T, K] as fprop (tiles along K) and wgrad (tiles along T) take it.
+
+        Args:
+            rotation: of wgrad's operand, if ``wgrad`` has a Hadamard transform. None: without sign changes.
+        """
+        return self._quantize(x, (fprop, wgrad), amax, rotation=rotation)
 
     def quantize_weight(
         self,
@@ -74,13 +85,15 @@ class GemmBackend:
         keys: GradientKeys,
         *,
         amax: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Sides:
         """Return G [T, N] as dgrad (tiles along N) and wgrad (tiles along T) take it.
 
         Args:
-            keys: of stochastic rounding, which the four-bit formats use.
+            keys: of stochastic rounding, for the formats that use it.
+            rotation: as in :meth:`quantize_input`, with the same signs.
         """
-        return self._quantize(g, (dgrad, wgrad), amax, keys=(keys.dgrad, keys.wgrad), cols=keys.cols)
+        return self._quantize(g, (dgrad, wgrad), amax, keys=(keys.dgrad, keys.wgrad), cols=keys.cols, rotation=rotation)
 
     def _quantize(
         self,
@@ -91,15 +104,20 @@ class GemmBackend:
         weight: bool = False,
         keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Sides:
         """Return x as the GEMM that reduces over its columns and the one that reduces over its rows take it.
 
         Args:
             weight: quantise in blocks instead of tiles.
             keys, cols: of stochastic rounding; the keys of both GEMMs, and the global indices of x's columns.
+            rotation: of the second operand, if its format has a Hadamard transform.
         """
-        first, second = (None if f is None else Plain(x, f, k, cols, amax) for f, k in zip(formats, keys, strict=True))
-        return first, second
+        first, second = formats
+        return (
+            None if first is None else Plain(x, first, keys[0], cols, amax),
+            None if second is None else Plain(x, second, keys[1], cols, amax, rotation),
+        )
 
     def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
         """Quantise W into the operands of ``held``. Plain operands are the weight itself, so nothing is to be done."""
@@ -120,7 +138,16 @@ class GemmBackend:
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
         """Return ∇W = Q(G)ᵀ·Q(X) [N, K] in FP32. If ``out`` is given, ∇W is added to it and ``out`` is returned."""
         g, x = _plain(g), _plain(x)
-        return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, x.amax), out=out)
+        return reference.wgrad(
+            g.tensor,
+            x.tensor,
+            g.format,
+            seed=g.seed,
+            cols=g.cols,
+            amax=(g.amax, x.amax),
+            rotation=(g.rotation, x.rotation),
+            out=out,
+        )
 
 
 def _plain(side: Side) -> Plain:

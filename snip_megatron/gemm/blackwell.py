@@ -14,8 +14,8 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import Formats, GemmBackend, Sides
 from snip_megatron.gemm.blackwell_engine import (
     COLUMN,
-    NATIVE,
     ROW,
+    RUNNABLE,
     NativeOperand,
     QuantizerKey,
     TransformerEngine,
@@ -24,6 +24,8 @@ from snip_megatron.gemm.blackwell_engine import (
 from snip_megatron.gemm.operands import HeldSides, Plain, Side
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
+from snip_megatron.quantization.formats import SPECS
+from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.rounding import Key
 
 EDGE = 32
@@ -63,17 +65,18 @@ class BlackwellBackend(GemmBackend):
         weight: bool = False,
         keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Sides:
         """See the base class. Both orientations of one format are made in one call, which draws with the first key."""
         row, col = formats
         seeds = (self._number(keys[0]), self._number(keys[1]))
-        if row is not None and row is col and row in NATIVE:
+        if row is not None and row is col and row in RUNNABLE:
             both = self._native(x, row, (ROW, COLUMN), amax, weight, seeds[0])
             return both[0], both[1]
-        sides = list(super()._quantize(x, formats, amax, keys=seeds, cols=cols))
+        sides = list(super()._quantize(x, formats, amax, keys=seeds, cols=cols, rotation=rotation))
         for place, usage in enumerate((ROW, COLUMN)):
             fmt = formats[place]
-            if fmt is not None and fmt in NATIVE:
+            if fmt is not None and fmt in RUNNABLE:
                 (sides[place],) = self._native(x, fmt, (usage,), amax, weight, seeds[place])
         return sides[0], sides[1]
 
@@ -95,8 +98,9 @@ class BlackwellBackend(GemmBackend):
         rows, cols = x.shape
         if x.numel() == 0:
             return tuple(NativeOperand(fmt, (rows, cols), usage, None, {}, ("",), (x,)) for usage in usages)
-        nvfp4 = fmt is Format.NVFP4
-        key = QuantizerKey(fmt, ROW in usages, COLUMN in usages, square and nvfp4, seed is not None and nvfp4)
+        spec = SPECS[fmt]
+        square, stochastic = square and spec.square_blocks, seed is not None and spec.stochastic
+        key = QuantizerKey(fmt.base, ROW in usages, COLUMN in usages, square, stochastic)
         quantized = self._engine.quantize(padded(x), key, seed=seed, amax=amax)
         return tuple(one_usage(quantized, usage, fmt, (rows, cols)) for usage in usages)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.blackwell_engine import NATIVE, transformer_engine
+from snip_megatron.gemm.blackwell_engine import NATIVE, RUNNABLE, transformer_engine
 from snip_megatron.gemm.operands import GradientKeys
 from snip_megatron.precision import Format
 
@@ -70,10 +70,11 @@ def _no_transformer_engine() -> str | None:
 
 
 def _no_format(formats: Collection[Format] | None, sharded: bool) -> str | None:
-    others = sorted(fmt.value for fmt in formats or () if fmt not in (*NATIVE, Format.BF16))
+    others = sorted(fmt.value for fmt in formats or () if fmt not in (*RUNNABLE, Format.BF16))
     if others:
-        return f"runs nvfp4, mxfp8 and bf16, not {', '.join(others)} (see --snip-formats, --snip-pin, --snip-map)"
-    wants_nvfp4 = formats is None or Format.NVFP4 in formats
+        own = ", ".join(fmt.value for fmt in RUNNABLE)
+        return f"runs {own} and bf16, not {', '.join(others)} (see --snip-formats, --snip-pin, --snip-map)"
+    wants_nvfp4 = formats is None or any(fmt.base is Format.NVFP4 for fmt in formats)
     if sharded and wants_nvfp4 and not transformer_engine().takes_amax:
         return "nvfp4 under tensor parallelism needs Transformer Engine 2.17 or later: one amax for all shards"
     return None

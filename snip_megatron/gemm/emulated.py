@@ -17,6 +17,7 @@ from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.operands import HeldSides, Plain, Side
 from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair
+from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.rounding import Key
 
 
@@ -44,14 +45,23 @@ class EmulatedBackend(GemmBackend):
         weight: bool = False,
         keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Sides:
         """See the base class. Both orientations are made in one read."""
         row, col = _quantised(formats)
-        plain = super()._quantize(x, formats, amax, keys=keys, cols=cols)
+        plain = super()._quantize(x, formats, amax, keys=keys, cols=cols, rotation=rotation)
         if row is None and col is None:
             return plain
         made = self._quantize_exact(
-            x, row, col, square=weight, row_seed=keys[0], col_seed=keys[1], cols=cols, amax=amax
+            x,
+            row,
+            col,
+            square=weight,
+            row_seed=keys[0],
+            col_seed=keys[1],
+            cols=cols,
+            amax=amax,
+            rotation=rotation,
         )
         return made[0] or plain[0], made[1] or plain[1]
 

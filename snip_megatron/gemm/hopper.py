@@ -17,6 +17,7 @@ from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend, Sides
 from snip_megatron.gemm.operands import HeldSides, Plain, Side
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
+from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.packed import STORED, Held, Operand, Operands
 from snip_megatron.quantization.rounding import Key
 
@@ -59,6 +60,7 @@ class HopperBackend(GemmBackend):
         weight: bool = False,
         keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Sides:
         """See the base class. Both orientations are made in one read if both have tiles, blocks, or a tensor scale."""
         stored = [fmt if fmt in STORED else None for fmt in formats]
@@ -70,7 +72,9 @@ class HopperBackend(GemmBackend):
             tiled = self._quantizers.quantize_tiles(x, *stored, row_seed=keys[0], col_seed=keys[1], cols=cols)
         if any(scaled):
             whole = self._quantizers.quantize_tensor(x, row=scaled[0], col=scaled[1], amax=amax)
-        rest = self._others._quantize(x, _of_others(formats), amax, weight=weight, keys=keys, cols=cols)
+        rest = self._others._quantize(
+            x, _of_others(formats), amax, weight=weight, keys=keys, cols=cols, rotation=rotation
+        )
         return tiled.row or whole.row or rest[0], tiled.col or whole.col or rest[1]
 
     def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from snip_megatron.gemm.blackwell_engine import NativeOperand
 from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand
+from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.packed import Operand
 from snip_megatron.quantization.rounding import Key
 
@@ -39,6 +40,7 @@ class Plain:
         format: of the GEMM.
         seed, cols: key of stochastic rounding, for G only.
         amax: max|x| of the whole matrix where ``tensor`` is a shard of it (0-dim FP32); None: that of ``tensor``.
+        rotation: how a wgrad in a format with a Hadamard transform transforms it.
     """
 
     tensor: Tensor
@@ -46,6 +48,7 @@ class Plain:
     seed: Key | None = None
     cols: Tensor | None = None
     amax: Tensor | None = None
+    rotation: Rotation | None = None
 
 
 Side = Plain | Operand | ExactOperand | NativeOperand
@@ -76,13 +79,13 @@ def disassemble(side: Side) -> tuple[tuple[Tensor, ...], Callable[..., Side]]:
     if isinstance(side, NativeOperand):
         return side.tensors, partial(_native, replace(side, tensors=()))
     if side.amax is None:
-        return (side.tensor,), partial(Plain, format=side.format)
-    return (side.tensor, side.amax), partial(_plain_shard, side.format)
+        return (side.tensor,), partial(Plain, format=side.format, rotation=side.rotation)
+    return (side.tensor, side.amax), partial(_plain_shard, side.format, side.rotation)
 
 
 def _native(side: NativeOperand, *tensors: Tensor) -> NativeOperand:
     return replace(side, tensors=tensors)
 
 
-def _plain_shard(format: Format, tensor: Tensor, amax: Tensor) -> Plain:
-    return Plain(tensor, format, amax=amax)
+def _plain_shard(format: Format, rotation: Rotation | None, tensor: Tensor, amax: Tensor) -> Plain:
+    return Plain(tensor, format, amax=amax, rotation=rotation)

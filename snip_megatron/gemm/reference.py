@@ -1,8 +1,8 @@
 """The three GEMMs of a linear with quantised operands, in plain torch. All other backends are compared with these.
 
 X and G are quantised in tiles along the GEMM's reduction dimension (1×128 in fp8 and fp4), W in blocks (128×128). Only
-G in the 4-bit formats is rounded stochastically (docs/method.md, Formats). Operands are dequantised to FP32 and
-multiplied in FP32, so that the only error beside quantisation is that of FP32 summation.
+G is rounded stochastically, in the formats of ``STOCHASTIC`` (docs/method.md, Formats). Operands are dequantised to
+FP32 and multiplied in FP32, so that the only error beside quantisation is that of FP32 summation.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import FOUR_BIT, Format
+from snip_megatron.precision import Format
 from snip_megatron.quantization import fake_quantize
-from snip_megatron.quantization.formats import resolve
+from snip_megatron.quantization.formats import STOCHASTIC, resolve
+from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
 from snip_megatron.quantization.rounding import Key
 
 Amaxes = tuple[Tensor | None, Tensor | None]
 """The 0-dim amaxes of the unsharded operands (fp8_tensor, nvfp4). None: the amax of the operand that is passed."""
+Rotations = tuple[Rotation | None, Rotation | None]
+"""How formats with a Hadamard transform transform the operands. None: without sign changes."""
 
 
 def fprop(
@@ -65,7 +68,7 @@ def dgrad(
         g: G [T, N].
         w: W [N, K].
         fmt: as in :func:`fprop`.
-        seed: key of stochastic rounding. Only the 4-bit formats read it, and they require it.
+        seed: key of stochastic rounding. The formats that use it require it.
         offset, rows, cols: global positions of G's elements. See :func:`snip_megatron.quantization.fake_quantize`.
         amax: see :data:`Amaxes`, for (g, w).
         out_dtype: dtype of the result; default that of ``g``.
@@ -88,6 +91,7 @@ def wgrad(
     rows: Tensor | None = None,
     cols: Tensor | None = None,
     amax: Amaxes = (None, None),
+    rotation: Rotations = (None, None),
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute ∇W = Q(G)ᵀ·Q(X), FP32 [N, K], with both operands in tiles along T.
@@ -98,6 +102,7 @@ def wgrad(
         fmt: as in :func:`fprop`, but bf16 multiplies in FP32.
         seed, offset, rows, cols: as in :func:`dgrad`.
         amax: see :data:`Amaxes`, for (g, x).
+        rotation: see :data:`Rotations`, for (g, x).
         out: FP32 [N, K] (``main_grad``) to accumulate into, which is then returned.
     """
     if fmt == Format.BF16:
@@ -105,15 +110,17 @@ def wgrad(
         left, right = g.to(torch.float32), x.to(torch.float32)
     else:
         draws = _gradient_rounding(fmt, seed, offset, rows, cols)
-        left = fake_quantize(g, fmt, axis=0, tensor_amax=amax[0], **draws)
-        right = fake_quantize(x, fmt, axis=0, tensor_amax=amax[1])
+        g, of_g = wgrad_operand(g, fmt, rotation[0], amax[0])
+        x, of_x = wgrad_operand(x, fmt, rotation[1], amax[1])
+        left = fake_quantize(g, fmt, axis=0, tensor_amax=of_g, **draws)
+        right = fake_quantize(x, fmt, axis=0, tensor_amax=of_x)
     return left.t() @ right if out is None else out.addmm_(left.t(), right)
 
 
 def _gradient_rounding(
     fmt: Format | str, seed: Key | None, offset: tuple[int, int], rows: Tensor | None, cols: Tensor | None
 ) -> dict[str, Any]:
-    """Return the arguments of ``fake_quantize`` for G: stochastic rounding in 4-bit formats, else to nearest."""
-    if resolve(fmt) not in FOUR_BIT:
+    """Return the arguments of ``fake_quantize`` for G: stochastic rounding in formats that want it, else to nearest."""
+    if resolve(fmt) not in STOCHASTIC:
         return {}
     return {"rounding": "stochastic", "seed": seed, "offset": offset, "rows": rows, "cols": cols}

@@ -16,9 +16,15 @@ import torch.distributed as dist
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import SPECS, Scaling
+from snip_megatron.quantization.hadamard import ROTATED, Rotation, Signs, rotate
 
-WHOLE_TENSOR = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
-"""Formats that have one scale for the whole tensor."""
+_SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
+
+WHOLE_TENSOR = _SCALED - ROTATED
+"""Formats that have one scale for the whole tensor, from the amax of the tensor itself."""
+
+ROTATED_TENSOR = _SCALED & ROTATED
+"""Formats that have one scale for the whole tensor, from the amax of its Hadamard transform."""
 
 _SHARDED = {"column": ("w", "g"), "row": ("x", "w")}
 _MAGNITUDE = 0x7FFFFFFF
@@ -47,6 +53,28 @@ def shared_amax(
     """
     if group is None or not any(fmt in WHOLE_TENSOR for fmt in formats):
         return None
+    return _largest(x, group)
+
+
+def shared_rotation(x: torch.Tensor, fmt: Format, signs: Signs, group: dist.ProcessGroup | None) -> Rotation:
+    """Return how wgrad transforms x, a shard of a matrix on each rank of ``group``.
+
+    It is a collective of ``group`` if the format has a scale for the whole tensor.
+
+    Args:
+        x: [T, features], all tokens of the GEMM.
+        fmt: format of the wgrad, which has a Hadamard transform.
+        signs: see :class:`snip_megatron.quantization.hadamard.Rotation`. Formats without random signs ignore them.
+        group: None if this rank holds the whole matrix.
+    """
+    if not SPECS[fmt].random_signs:
+        signs = 0
+    if group is None or fmt not in ROTATED_TENSOR:
+        return Rotation(signs)
+    return Rotation(signs, _largest(rotate(x, signs), group))
+
+
+def _largest(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.detach()
     amax = torch.linalg.vector_norm(x, float("inf")) if x.numel() else x.new_zeros(())
     # The maximum is taken over the bits as integers. FP32 magnitudes have the order of their bits, with NaN above all

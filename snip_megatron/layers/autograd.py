@@ -18,8 +18,10 @@ from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.operands import GradientKeys, Plain, Side, disassemble
 from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHandle
 from snip_megatron.layers.forcing import nudged, output_error, report_error
-from snip_megatron.precision import FOUR_BIT, Format, Gemm
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import derive_seeds
+from snip_megatron.quantization.formats import STOCHASTIC
+from snip_megatron.quantization.hadamard import Rotation
 
 _GRADIENT_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
 
@@ -84,7 +86,8 @@ class QuantizedLinear(torch.autograd.Function):
         total = _gather(x, call.tp_group) if call.sequence_parallel else x
         kept_format = wgrad if call.has_backward and not call.sequence_parallel else None
         amax = handle.shared_amax("x", x, (fprop, kept_format))
-        x_side, kept = backend.quantize_input(_matrix(total), fprop, kept_format, amax=amax)
+        rotation = _rotation(call, "x", _matrix(total), kept_format)
+        x_side, kept = backend.quantize_input(_matrix(total), fprop, kept_format, amax=amax, rotation=rotation)
         w_side, _ = _weight(call, weight, fprop, dgrad, refresh=True)
         tensors, ctx.assemble = disassemble(Plain(x, wgrad) if kept is None else kept)
         ctx.save_for_backward(*tensors)
@@ -104,12 +107,14 @@ class QuantizedLinear(torch.autograd.Function):
         fprop, dgrad, wgrad = ctx.formats
         kept, gather = ctx.assemble(*ctx.saved_tensors), None
         g = _matrix(grad_outputs[0]).contiguous()
-        # This collective comes before the gather: those of one group run in order, so that quantising G would otherwise
-        # wait for the whole gather.
+        # These collectives come before the gather: those of one group run in order, so that quantising G would
+        # otherwise wait for the whole gather.
         amax = handle.shared_amax("g", g, (dgrad, wgrad))
+        rotation = _rotation(call, "g", g, wgrad)
         if call.sequence_parallel:
             gathered, gather = _gather_async(kept.tensor, call.tp_group)
-        g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, _keys(call, dgrad, wgrad), amax=amax)
+        keys = _keys(call, dgrad, wgrad)
+        g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, keys, amax=amax, rotation=rotation)
         handle.backwards += 1
         _, w_side = _weight(call, weight, fprop, dgrad, refresh=False)
         d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
@@ -123,7 +128,8 @@ class QuantizedLinear(torch.autograd.Function):
         copied = ctx.recorder is not None and call.allreduce_dgrad
         d, reduction = _reduce_async(d_local.clone() if copied else d_local, ctx.x_shape, call)
         if call.sequence_parallel:
-            _, kept = backend.quantize_input(_matrix(gathered), None, wgrad)
+            of_x = _rotation(call, "x", _matrix(gathered), wgrad)
+            _, kept = backend.quantize_input(_matrix(gathered), None, wgrad, rotation=of_x)
         grad_weight = _accumulate(backend, weight, g_col, kept)
         grad_bias = g.sum(dim=0) if ctx.has_bias else None
         if reduction is not None:
@@ -151,9 +157,9 @@ def _weight(
 
 
 def _keys(call: LinearCall, *formats: Format) -> GradientKeys:
-    """Return the keys of stochastic rounding of G. They are None unless G has a 4-bit format in dgrad or wgrad."""
+    """Return the keys of stochastic rounding of G. They are None unless dgrad or wgrad uses it."""
     handle = call.handle
-    if FOUR_BIT.isdisjoint(formats):
+    if STOCHASTIC.isdisjoint(formats):
         return GradientKeys(None, None, handle.out_features)
     if handle.device_keys is not None and call.trains:
         return GradientKeys(*handle.device_keys(), handle.out_features)
@@ -161,6 +167,10 @@ def _keys(call: LinearCall, *formats: Format) -> GradientKeys:
     global_microbatch = handle.global_microbatch(handle.backwards if call.forced is None else call.forced.microbatch)
     dgrad, wgrad = derive_seeds((context.seed, context.step, global_microbatch, handle.index), _GRADIENT_GEMMS)
     return GradientKeys(dgrad, wgrad, handle.out_features)
+
+
+def _rotation(call: LinearCall, operand: str, x: torch.Tensor, wgrad: Format | None) -> Rotation | None:
+    return call.handle.rotation(operand, x, wgrad, on_device=call.trains)
 
 
 def _expert_gradient(handle: LinearHandle, d: torch.Tensor) -> torch.Tensor:

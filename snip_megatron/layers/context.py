@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.layers.amax import is_shared, shared_amax
+from snip_megatron.layers.amax import is_shared, shared_amax, shared_rotation
 from snip_megatron.layers.weights import HeldWeight, WeightCache
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
+from snip_megatron.quantization.hadamard import POINTS, ROTATED, Rotation
+from snip_megatron.quantization.rounding import derive_seeds
 
 ALL_BF16 = (Format.BF16, Format.BF16, Format.BF16)
 _EXPERTS, _EXPERTS_A_LINEAR = 2**48, 2**20  # the indices of experts' linears start above all others
+_SIGNS = 0x486164616D617264  # a stream of its own for the signs of Hadamard transforms
 GEMM_INDEX = {gemm: index for index, gemm in enumerate(Gemm)}
 
 
@@ -107,6 +110,7 @@ class LinearHandle:
         held: the quantised weight that CUDA graphs read; None without graphs. Probes and measuring passes use
             ``weights`` also with graphs.
         device_keys: returns the keys of stochastic rounding of the next backward on the device; None without graphs.
+        device_signs: the signs of this step's Hadamard transforms on the device, int32 [1]; None without graphs.
         expert: global index of the expert that the linear belongs to; None if it belongs to none. The same linear of
             all experts of a layer has one name.
     """
@@ -128,6 +132,7 @@ class LinearHandle:
     weights: WeightCache = field(default_factory=WeightCache, repr=False)
     held: HeldWeight | None = field(default=None, repr=False)
     device_keys: Callable[[], Words] | None = field(default=None, repr=False)
+    device_signs: torch.Tensor | None = field(default=None, repr=False)
     expert: int | None = None
     backwards: int = field(default=0)
     """Number of backwards in this step so far. Every pipeline schedule runs backwards in microbatch order, with and
@@ -152,6 +157,26 @@ class LinearHandle:
             formats: formats that the operand will be quantised to.
         """
         return shared_amax(x, formats, self.tp_group if is_shared(self.parallel, operand) else None)
+
+    def rotation(
+        self, operand: str, x: torch.Tensor, wgrad: Format | None, *, on_device: bool = False
+    ) -> Rotation | None:
+        """Return how wgrad transforms an operand; None if its format has no Hadamard transform.
+
+        See :func:`snip_megatron.layers.amax.shared_rotation`. It may be a collective of the tensor parallel group.
+
+        Args:
+            operand: "x" or "g".
+            x: this rank's shard of the operand, with all tokens.
+            wgrad: the format of wgrad; None if wgrad does not run.
+            on_device: take the signs from ``device_signs`` if the linear has them.
+        """
+        if wgrad not in ROTATED:
+            return None
+        context = self.context
+        captured = self.device_signs if on_device else None
+        signs = signs_of([self], context.seed, context.step)[0] if captured is None else captured
+        return shared_rotation(x, wgrad, signs, self.tp_group if is_shared(self.parallel, operand) else None)
 
     @property
     def name(self) -> str:
@@ -189,3 +214,13 @@ class LinearHandle:
         if self.context.bf16_eval and not torch.is_grad_enabled():
             return True
         return self.formats == ALL_BF16
+
+
+def signs_of(linears: Sequence[LinearHandle], seed: int, step: int) -> list[int]:
+    """Return the signs of each linear's Hadamard transforms in a step.
+
+    They depend on the seed, the step and the linear, and so are the same on every layout and after a resume. All
+    microbatches of a step have the same, because X is transformed in a forward and G in a later backward.
+    """
+    words = derive_seeds((seed, step, _SIGNS), [handle.index for handle in linears])
+    return [word >> (64 - POINTS) for word in words]

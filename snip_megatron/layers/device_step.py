@@ -1,8 +1,8 @@
 """The state of a step that linears in CUDA graphs read from device memory.
 
-It consists of the keys of stochastic rounding and, for each model chunk, a flag that says whether its weights are
-quantised already. A CUDA graph repeats kernels and runs no Python, so that the step hooks write this state to fixed
-addresses, where captured kernels read it.
+It consists of the keys of stochastic rounding, the signs of Hadamard transforms and, for each model chunk, a flag that
+says whether its weights are quantised already. A CUDA graph repeats kernels and runs no Python, so that the step hooks
+write this state to fixed addresses, where captured kernels read it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
+from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, signs_of
 from snip_megatron.layers.weights import HeldWeight
 from snip_megatron.precision import Gemm
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity
@@ -25,7 +25,7 @@ class DeviceStep:
     """The device state of the linears of a rank. It must be made before the first graph is captured.
 
     Args:
-        handles: the linears. Their ``device_keys`` and ``held`` are set.
+        handles: the linears. Their ``device_keys``, ``device_signs`` and ``held`` are set.
         chunks: index of the model chunk of each linear.
         device: the device of the weights.
     """
@@ -34,14 +34,18 @@ class DeviceStep:
         identities = [_identity(handle) for handle in handles]
         self._keys = DeviceKeys(identities, _GEMMS, device)
         self._current = torch.zeros(max(chunks, default=0) + 1, _APART, dtype=torch.int32, device=device)
+        self._signs = torch.zeros(len(handles), _APART, dtype=torch.int32, device=device)
         self._handles = list(handles)
         for place, (handle, chunk) in enumerate(zip(handles, chunks, strict=True)):
             handle.device_keys = partial(self._keys.next, place)
+            handle.device_signs = self._signs[place, :1]
             handle.held = HeldWeight(self._current[chunk, :1])
 
     def start_step(self, seed: int, step: int) -> None:
         """Prepare for the first microbatch of a step. This does not wait for the device."""
         self._keys.start_step(seed, step)
+        signs = signs_of(self._handles, seed, step)
+        self._signs[:, 0].copy_(torch.tensor(signs, dtype=torch.int32), non_blocking=True)
         self.weights_changed()
 
     def weights_changed(self) -> None:

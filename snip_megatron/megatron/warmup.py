@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers.context import LinearHandle
+from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.rehearsal import Formats, covering, rehearse_gemms, stand_in
 from snip_megatron.megatron.startup import is_rank_zero
@@ -160,13 +160,16 @@ class WarmUp:
         if not self._config.updates and self._config.replay is None and not self._config.late:
             return
         candidates = [Format(name) for name in self._config.formats]
-        fprop, dgrad, wgrad = (self._pinned.get(option_id(handle.name, gemm), candidates) for gemm in Gemm)
+        fprop, dgrad, wgrad = (
+            self._pinned.get(option_id(handle.name, gemm), [fmt for fmt in candidates if gemm in fmt.gemms])
+            for gemm in Gemm
+        )
         yield from covering((fprop, dgrad, wgrad), alike=self._request.granularity == "layer")
         if self._asked.measured:
             for fmt in candidates:
-                for place in range(3):
+                for gemm in fmt.gemms:
                     one = [Format.BF16] * 3
-                    one[place] = fmt
+                    one[GEMM_INDEX[gemm]] = fmt
                     yield (one[0], one[1], one[2])
 
     @functools.cached_property

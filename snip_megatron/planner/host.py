@@ -63,8 +63,8 @@ class Host:
         if self._measured is None or self.graphs:
             return 0.0
         layer = self._measured.layer
-        # A format that was not measured is assumed to take as long as the slowest measured one.
-        added = layer.get(fmt, max(layer.values())) - layer[Format.BF16]
+        # A format that was not measured, nor its base, is assumed to take as long as the slowest measured one.
+        added = layer.get(fmt, layer.get(fmt.base, max(layer.values()))) - layer[Format.BF16]
         return self._runs * self._layout.microbatches * added / _GEMMS_A_LAYER
 
     def bf16(self, stage: int) -> float:

@@ -54,11 +54,13 @@ def _least_added(times: OptionTimes, names: Sequence[str], wanted: float, format
     quantised = [fmt for fmt in formats if fmt != Format.BF16.value]
     if wanted <= 0 or not quantised:
         return 0.0
+    of_gemm = {gemm: [fmt for fmt in quantised if gemm in Format(fmt).gemms] for gemm in Gemm}
     savings = sorted(
         (
-            times.of(name, gemm, Format.BF16.value) - min(times.of(name, gemm, fmt) for fmt in quantised)
+            times.of(name, gemm, Format.BF16.value) - min(times.of(name, gemm, fmt) for fmt in of_gemm[gemm])
             for name in names
             for gemm in Gemm
+            if of_gemm[gemm]
         ),
         reverse=True,
     )

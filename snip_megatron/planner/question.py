@@ -11,7 +11,7 @@ from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
-from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, LinearId, split_option_id
+from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, LinearId, candidates_fault, split_option_id
 from snip_megatron.solver.items import Budget, Choice, Item
 from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
@@ -99,7 +99,9 @@ def parse_question(
             known = ", ".join(fmt.value for fmt in Format)
             raise SnipError(f"--formats {cut(formats)}: give distinct names among {known}")
         chosen = tuple(Format(name) for name in names)
-    missing = [fmt.value for fmt in chosen if fmt not in measured]
+        if (why := candidates_fault(names, granularity=granularity)) is not None:
+            raise SnipError(f"--formats {cut(formats)}: {why}")
+    missing = [fmt.value for fmt in chosen if fmt not in measured and fmt.base not in measured]
     if missing:
         raise SnipError(f"--formats: the timings have no {missing[0]} (they have {', '.join(measured)})")
     return Question(kind, wanted, chosen, granularity, tolerance, statistics, seed)

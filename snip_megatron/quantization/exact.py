@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import FOUR_BIT, Format
-from snip_megatron.quantization.formats import SPECS, Scaling, resolve
-from snip_megatron.quantization.reference import Quantized, nvfp4_factors, quantize, tile_amax
+from snip_megatron.precision import Format
+from snip_megatron.quantization.formats import SPECS, STOCHASTIC, Scaling, resolve
+from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
+from snip_megatron.quantization.reference import Quantized, nvfp4_factors, quantize
 from snip_megatron.quantization.rounding import Key
 
 
@@ -71,6 +72,7 @@ def quantize_exact(
     col_seed: Key | None = None,
     cols: Tensor | None = None,
     amax: Tensor | None = None,
+    rotation: Rotation | None = None,
     held: HeldPair | None = None,
 ) -> ExactPair:
     """Quantise ``x`` [M, K] for the GEMM that reduces over K and for the one that reduces over M.
@@ -78,10 +80,13 @@ def quantize_exact(
     Args:
         x: fp32, bf16 or fp16 [M, K]. In fp32, values of mxfp8 below 2^-133 are rounded to bf16's smallest numbers.
         row_format, col_format: a quantised format each, or None to leave that operand out.
-        square: whether formats that have square blocks use them (for weights). Equal formats then share one operand.
-        row_seed, col_seed: keys of stochastic rounding, which four-bit formats use; None rounds to nearest.
+        square: whether formats that have square blocks use them (for weights). Formats with equal blocks then share
+            one operand.
+        row_seed, col_seed: keys of stochastic rounding, for formats that round gradients so; None rounds to nearest.
         cols: integer [K], global ids of the columns for stochastic rounding; default: 0, 1, …
         amax: max|x| of the unsharded tensor (0-dim), for formats with a scale for the whole tensor.
+        rotation: of the second operand, if ``col_format`` has a Hadamard transform and x is no weight. None: without
+            sign changes. That operand has ⌈M/16⌉·16 rows.
         held: operands to write the result to, which are returned. Default: new ones.
 
     Returns:
@@ -92,8 +97,14 @@ def quantize_exact(
     """
     formats = tuple(None if f is None else resolve(f) for f in (row_format, col_format))
     sides = [
-        None if f is None else _operand(x, f, axis, square, seed, cols, amax)
-        for f, axis, seed in zip(formats, (1, 0), (row_seed, col_seed), strict=True)
+        None if f is None else _operand(operand, f, axis, square, seed, cols, whole)
+        for f, axis, seed, (operand, whole) in zip(
+            formats,
+            (1, 0),
+            (row_seed, col_seed),
+            ((x, amax), _of_col(x, None if square else formats[1], rotation, amax)),
+            strict=True,
+        )
     ]
     made = (sides[0], sides[0] if shared(*formats, square=square) else sides[1])
     if held is None:
@@ -106,11 +117,22 @@ def quantize_exact(
     return held.operands
 
 
+def _of_col(
+    x: Tensor, fmt: Format | None, rotation: Rotation | None, amax: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    return (x, amax) if fmt is None else wgrad_operand(x, fmt, rotation, amax)
+
+
 def shared(row: Format | None, col: Format | None, *, square: bool) -> bool:
-    """Return whether both operands of a matrix are the same numbers: one format, and no tiles along one dimension."""
-    if row is None or row is not col:
+    """Return whether both operands of a matrix are the same numbers: equal scales, and no tiles along one dimension.
+
+    ``square`` is for weights, on which formats that differ in the rounding of gradients agree.
+    """
+    if row is None or col is None:
         return False
     spec = SPECS[row]
+    if row is not col and not (square and spec.of_weight == SPECS[col].of_weight):
+        return False
     return spec.scaling is Scaling.FP32_TENSOR or (square and spec.square_blocks)
 
 
@@ -118,7 +140,7 @@ def _operand(
     x: Tensor, fmt: Format, axis: int, square: bool, seed: Key | None, cols: Tensor | None, amax: Tensor | None
 ) -> ExactOperand:
     rounding: dict[str, Any] = {}
-    if seed is not None and fmt in FOUR_BIT:
+    if seed is not None and fmt in STOCHASTIC:
         rounding = {"rounding": "stochastic", "seed": seed, "cols": cols}
     q = quantize(x, fmt, axis=axis, block=square, tensor_amax=amax, **rounding)
     spec = SPECS[fmt]
@@ -131,6 +153,6 @@ def _operand(
         return ExactOperand(q.dequantize().bfloat16(), None, None)
     if x.numel() == 0:
         return ExactOperand(q.values.bfloat16(), torch.ones(1, device=x.device), None)
-    tile_scale, tensor_scale = nvfp4_factors(tile_amax(x, q.tile), spec.element.maximum, amax)
+    tile_scale, tensor_scale = nvfp4_factors(x, q.tile, spec, amax)
     values = Quantized(q.values, tile_scale, q.tile).dequantize()
     return ExactOperand(values.bfloat16(), tensor_scale.view(1), None)

@@ -1,11 +1,12 @@
 """The table of number formats: element type, scaling and tile shape of each.
 
-Sources: docs/method.md (fp8, fp4, fp8_tensor); OCP Microscaling Formats 1.0 (mxfp4, mxfp8); NVIDIA's NVFP4 (nvfp4).
+Sources: docs/method.md (fp8, fp4, fp8_tensor); OCP Microscaling Formats 1.0 (mxfp4, mxfp8); NVIDIA's NVFP4 (nvfp4);
+the variants' are named where they are defined.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from snip_megatron.errors import SnipError, quoted
@@ -54,12 +55,21 @@ class FormatSpec:
         scaling: how scales are stored.
         tile: edge of a tile; 0 if the whole tensor has one scale.
         square_blocks: whether granularity "block" means tile×tile. The other formats ignore the granularity.
+        stochastic: whether gradients are rounded stochastically.
+        four_over_six: whether the amax of each tile becomes 6 or 4, whichever gives the smaller squared error (arXiv
+            2512.02010).
+        hadamard: whether the operands of wgrad are transformed along the tokens first (``hadamard.py``).
+        random_signs: whether that transform has signs drawn anew in every step.
     """
 
     element: Element
     scaling: Scaling
     tile: int
-    square_blocks: bool  # whether granularity "block" means tile×tile; otherwise it is ignored
+    square_blocks: bool
+    stochastic: bool = False
+    four_over_six: bool = False
+    hadamard: bool = False
+    random_signs: bool = False
 
     def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
         """Return the (rows, columns) that share a scale: a square block, or a tile along ``axis`` (0, or 1 for the
@@ -69,15 +79,42 @@ class FormatSpec:
             return self.tile, self.tile
         return (self.tile, 1) if axis == 0 else (1, self.tile)
 
+    @property
+    def largest_scale(self) -> float:
+        """The E4M3 scale of the tile that has the tensor's amax: the largest number, or under four-over-six the largest
+        whose 1.5-fold is one as well.
+        """
+        return 256.0 if self.four_over_six else E4M3.maximum
+
+    @property
+    def of_weight(self) -> FormatSpec:
+        """What the numbers of a quantised W depend on."""
+        return replace(self, stochastic=False, hadamard=False, random_signs=False)
+
+
+_NVFP4 = FormatSpec(E2M1, Scaling.E4M3_FP32, 16, True, stochastic=True)
+_MXFP4 = FormatSpec(E2M1, Scaling.E8M0, 32, False, stochastic=True)
 
 SPECS: dict[Format, FormatSpec] = {
-    Format.FP4: FormatSpec(E2M1, Scaling.FP32, TILE, True),
+    Format.FP4: FormatSpec(E2M1, Scaling.FP32, TILE, True, stochastic=True),
     Format.FP8: FormatSpec(E4M3, Scaling.FP32, TILE, True),
     Format.FP8_TENSOR: FormatSpec(E4M3, Scaling.FP32_TENSOR, 0, False),
-    Format.NVFP4: FormatSpec(E2M1, Scaling.E4M3_FP32, 16, True),
-    Format.MXFP4: FormatSpec(E2M1, Scaling.E8M0, 32, False),
+    Format.NVFP4: _NVFP4,
+    Format.MXFP4: _MXFP4,
     Format.MXFP8: FormatSpec(E4M3, Scaling.E8M0, 32, False),
+    Format.NVFP4_46: replace(_NVFP4, square_blocks=False, stochastic=False, four_over_six=True),
+    Format.NVFP4_1D: replace(_NVFP4, square_blocks=False),
+    Format.NVFP4_NEAREST: replace(_NVFP4, stochastic=False),
+    Format.MXFP4_NEAREST: replace(_MXFP4, stochastic=False),
+    Format.NVFP4_HADAMARD: replace(_NVFP4, hadamard=True, random_signs=True),
+    Format.NVFP4_HADAMARD_FIXED: replace(_NVFP4, hadamard=True),
+    Format.MXFP4_HADAMARD: replace(_MXFP4, hadamard=True, random_signs=True),
+    Format.MXFP4_HADAMARD_FIXED: replace(_MXFP4, hadamard=True),
+    Format.MXFP4_HADAMARD_NEAREST: replace(_MXFP4, hadamard=True, stochastic=False),
 }
+
+STOCHASTIC = frozenset(fmt for fmt, spec in SPECS.items() if spec.stochastic)
+"""Formats in which gradients are rounded stochastically."""
 
 
 def resolve(format: Format | str) -> Format:

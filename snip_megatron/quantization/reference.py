@@ -151,7 +151,7 @@ def _quantized_tiles(
     amax = _amax(tiled)
     if spec.scaling is Scaling.FP32_TENSOR and tensor_amax is not None:
         amax = tensor_amax.to(torch.float32).view(1, 1, 1, 1)
-    divisor, scale = _scales(amax, spec, tensor_amax)
+    divisor, scale = _scales(amax, spec, tensor_amax, tiled)
     if bits is None:
         return round_to_element(tiled / divisor, spec.element), scale, tile
     bits = _tiled(_padded(bits, tile), tile)
@@ -232,13 +232,14 @@ def _amax(tiled: Tensor) -> Tensor:
     return high.abs() if high is tiled else torch.maximum(high, low.neg())
 
 
-def _scales(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
+def _scales(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor) -> tuple[Tensor, Tensor]:
     """Return (divisor of x, factor of the value). They differ only where a stored scale is zero."""
     if spec.scaling is Scaling.E8M0:
         scale = _e8m0_scale(amax, spec.element.max_exponent)
         return scale, scale
     if spec.scaling is Scaling.E4M3_FP32:
-        return _nvfp4_scales(amax, spec.element.maximum, tensor_amax)
+        tile_scale, tensor_scale = _nvfp4_factors(amax, spec, tensor_amax, tiled)
+        return _divisor(tile_scale * tensor_scale), tile_scale * tensor_scale
     scale = torch.where(amax.isinf(), torch.nan, _nonzero(_divided(amax, spec.element.maximum)))
     return scale, scale
 
@@ -263,39 +264,71 @@ def _e8m0_scale(amax: Tensor, max_exponent: int) -> Tensor:
     return torch.where(torch.isfinite(amax), scale, torch.nan)
 
 
-def _nvfp4_scales(amax: Tensor, maximum: float, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return divisors and factors of nvfp4.
-
-    A tile whose E4M3 scale rounds to zero becomes zero, as on the hardware: its divisor is infinite.
-    """
-    tile_scale, tensor_scale = nvfp4_factors(amax, maximum, tensor_amax)
-    scale = tile_scale * tensor_scale
-    return torch.where(scale == 0, torch.inf, scale), scale
+def _divisor(scale: Tensor) -> Tensor:
+    """Return the divisor of a tile of nvfp4. A tile whose scale rounds to zero becomes zero, as on the hardware."""
+    return torch.where(scale == 0, torch.inf, scale)
 
 
-def nvfp4_factors(amax: Tensor, maximum: float, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the two factors of nvfp4's scale: E4M3 scales of tiles, and the FP32 scale amax/(maximum·448) of a tensor.
+def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two factors of nvfp4's scale: E4M3 scales of tiles, and the FP32 scale of a tensor.
 
-    The amax of the tensor is taken over its finite tiles, so a NaN or Inf affects its own tile only.
+    The scale of the tensor is amax / (6 · largest scale). The amax is taken over the finite tiles, so that a NaN or Inf
+    affects its own tile only.
 
     Args:
         amax: FP32 max|x| of each tile.
-        maximum: the largest number of the element type.
+        spec: the format.
         tensor_amax: max|x| of the whole tensor, 0-dim; None: that of ``amax``.
+        tiled: x in tiles, which four-over-six chooses by.
 
     Returns:
         The scales of tiles in the shape of ``amax``, NaN where it is not finite, and the 0-dim scale of the tensor.
     """
     if tensor_amax is None:
         tensor_amax = torch.where(torch.isfinite(amax), amax, 0.0).amax()
-    tensor_scale = _nonzero(_divided(tensor_amax.to(torch.float32), maximum * E4M3.maximum))
+    maximum = spec.element.maximum
+    tensor_scale = _nonzero(_divided(tensor_amax.to(torch.float32), maximum * spec.largest_scale))
     tile_scale = round_to_element(_divided(amax, maximum) / tensor_scale, E4M3)
+    if spec.four_over_six:
+        other = round_to_element(_divided(amax, 4.0) / tensor_scale, E4M3)
+        error, of_other = (_squared_error(tiled, scale, tensor_scale, spec) for scale in (tile_scale, other))
+        tile_scale = torch.where((of_other < error) | (tile_scale == 0), other, tile_scale)
     return torch.where(torch.isfinite(amax), tile_scale, torch.nan), tensor_scale
 
 
-def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Return FP32 max|x| of each tile of ``x`` [rows, cols], NaN where a tile holds a NaN."""
-    return _amax(_tiled(_padded(x.detach().to(torch.float32), tile), tile))[:, 0, :, 0].abs()
+_ERROR_STEP = 2.0**-20
+
+
+def _squared_error(tiled: Tensor, tile_scale: Tensor, tensor_scale: Tensor, spec: FormatSpec) -> Tensor:
+    """Return Σ (Q(x) − x)² of each tile over the square of the tensor's scale.
+
+    In units of its scale, the squared error of an element is rounded down to a multiple of 2^-20. Integers have the
+    same sum in any order, so that kernels choose alike.
+    """
+    y = tiled / _divisor(tile_scale * tensor_scale)
+    error = (round_to_element(y.clone(), spec.element) - y).square_().div_(_ERROR_STEP).nan_to_num_(0.0, 0.0, 0.0)
+    total = error.to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
+    return total.to(torch.float32) * tile_scale * tile_scale
+
+
+def nvfp4_factors(
+    x: Tensor, tile: tuple[int, int], spec: FormatSpec, tensor_amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of the scales that :func:`quantize` gives a matrix in a format of E4M3 scales.
+
+    Args:
+        x: [rows, cols].
+        tile: (rows, columns) that share a scale.
+        spec: the format.
+        tensor_amax: max|x| of the whole tensor, 0-dim; None: that of ``x``.
+
+    Returns:
+        E4M3 scales in FP32, one for each tile, NaN for a tile that is not finite, and the 0-dim FP32 scale of the
+        tensor.
+    """
+    tiled = _tiled(_padded(x.detach().to(torch.float32), tile), tile)
+    tile_scale, tensor_scale = _nvfp4_factors(_amax(tiled).abs(), spec, tensor_amax, tiled)
+    return tile_scale[:, 0, :, 0], tensor_scale
 
 
 def _padded(x: Tensor, tile: tuple[int, int]) -> Tensor:

@@ -25,8 +25,19 @@ FORMAT_COLOURS = {
     Format.FP4: "#e8833a",
     Format.NVFP4: "#c2571a",
     Format.MXFP4: "#f4b477",
+    Format.NVFP4_46: "#8f3b0c",
+    Format.NVFP4_1D: "#d98a5f",
+    Format.NVFP4_NEAREST: "#a8653f",
+    Format.MXFP4_NEAREST: "#d9a441",
+    Format.NVFP4_HADAMARD: "#b5443c",
+    Format.NVFP4_HADAMARD_FIXED: "#d6756e",
+    Format.MXFP4_HADAMARD: "#c9a227",
+    Format.MXFP4_HADAMARD_FIXED: "#e3c766",
+    Format.MXFP4_HADAMARD_NEAREST: "#8c7324",
 }
-"""8-bit formats are blue and 4-bit formats orange. Colour-blind readers can distinguish them in light and dark mode."""
+"""8-bit formats are blue and 4-bit formats orange or brown. Colour-blind readers can distinguish them in light and dark
+mode.
+"""
 STAGE_COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8")
 LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
 

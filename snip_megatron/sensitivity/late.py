@@ -15,7 +15,7 @@ from snip_megatron.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction, option_id
 from snip_megatron.sensitivity.groups import option_groups, spread_pins
 from snip_megatron.sensitivity.policies import LATE, pinned_formats
-from snip_megatron.sensitivity.request import BITS, SolveRequest, is_four_bit
+from snip_megatron.sensitivity.request import BITS, SolveRequest
 
 _ROUNDING = 1e-9  # of a step: a number of steps that is whole but for rounding is not cut by one
 
@@ -26,19 +26,18 @@ def late_maps(request: SolveRequest, names: Sequence[str]) -> tuple[PrecisionMap
     Raises:
         SnipError: no candidate format has four bits, or a pin or group is invalid.
     """
-    if not is_four_bit(request.formats[request.lowest]):
+    low = {gemm: Format(request.formats[request.lowest(gemm)]) for gemm in Gemm}
+    if any(fmt.bits > 4 for fmt in low.values()):
         raise SnipError(
             f"--snip-policy {request.policy} begins in four bits, and none of --snip-formats"
             f" {cut(','.join(request.formats))} has; add fp4"
         )
-    low = Format(request.formats[request.lowest])
-    better = Format(max(request.formats, key=BITS.__getitem__))
-    if better.bits == low.bits:
-        better = Format.BF16
+    better = {gemm: Format(max(request.formats_of(gemm), key=BITS.__getitem__)) for gemm in Gemm}
+    better = {gemm: Format.BF16 if fmt.bits == low[gemm].bits else fmt for gemm, fmt in better.items()}
     switched = (Gemm.FPROP,) if request.policy == "late-forward" else tuple(Gemm)
     pinned = spread_pins(pinned_formats(names, request.pins), option_groups(names, request.groups))
-    first = dict(PrecisionMap.uniform(names, low).choices)
-    last = first | {option_id(name, gemm): better for name in names for gemm in switched}
+    first = {option_id(name, gemm): low[gemm] for name in names for gemm in Gemm}
+    last = first | {option_id(name, gemm): better[gemm] for name in names for gemm in switched}
     fixed = {key: Format(fmt) for key, fmt in pinned.items()}
     return PrecisionMap(choices=first | fixed), PrecisionMap(choices=last | fixed)
 

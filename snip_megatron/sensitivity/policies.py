@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id, split_option_id
+from snip_megatron.precision import Format, Gemm, PrecisionMap, misplaced, option_id, split_option_id
 from snip_megatron.sensitivity.groups import matching_options, no_match_hint, option_groups, spread_pins
 from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, FloatArray, format_column, second_order
 from snip_megatron.sensitivity.measured import measured_divergences, measured_variance
@@ -213,7 +213,7 @@ def pinned_formats(
 ) -> dict[str, str]:
     """Return option id → format of every option that a pin fixes. The last matching pin wins.
 
-    Raises SnipError if a pin matches nothing.
+    Raises SnipError if a pin matches nothing, or a GEMM that cannot run in its format.
     """
     names = list(linears)
     fixed: dict[str, str] = {}
@@ -222,6 +222,9 @@ def pinned_formats(
         if not keys:
             hint = no_match_hint("a pin", glob, names, granularity)
             raise SnipError(f"--snip-pin {cut(glob)}={fmt}: matches no option; {hint}")
+        for key in keys:
+            if (why := misplaced(Format(fmt), split_option_id(key)[1])) is not None:
+                raise SnipError(f"--snip-pin {cut(glob)}={fmt}: matches {key}, and {why}")
         fixed |= dict.fromkeys(keys, fmt)
     return fixed
 

@@ -88,8 +88,13 @@ def _cost_factors(flops: Sequence[tuple[int, float]], request: SolveRequest) -> 
     return {stage: 1.0 + extra[stage] / own[stage] + elsewhere for stage in stages}
 
 
+def _formats(option: Option, request: SolveRequest) -> tuple[str, ...]:
+    """Return the formats that an option may take."""
+    return (option.pinned,) if option.pinned else request.formats_of(split_option_id(option.id)[1])
+
+
 def _may_be_four_bit(option: Option, request: SolveRequest) -> bool:
-    return any(is_four_bit(f) for f in ((option.pinned,) if option.pinned else request.formats))
+    return any(is_four_bit(f) for f in _formats(option, request))
 
 
 def _reachable(options: Sequence[Option], request: SolveRequest) -> float:
@@ -190,7 +195,9 @@ def score_options(table: StatisticsTable, request: SolveRequest) -> tuple[list[O
         raise SnipError(f"the scores of step {table.step} are not finite; the update is dropped")
     forward = _per_option(np.where(np.arange(each.shape[1])[:, None] == FPROP, each, 0.0), request)
     parts = np.clip(np.divide(forward, q, out=np.zeros_like(q), where=q > 0.0), 0.0, 1.0)
-    q = monotone(q, request.formats)
+    own = {gemm: request.formats_of(gemm) for gemm in (*Gemm, None)}
+    candidate = np.array([[f in own[split_option_id(o.id)[1]] for f in request.formats] for o in options])
+    q = monotone(q, request.formats, candidate)
     flops = np.array([o.flops for o in options])
     for column, fmt in enumerate(request.formats):
         if is_four_bit(fmt):
@@ -205,6 +212,7 @@ def score_options(table: StatisticsTable, request: SolveRequest) -> tuple[list[O
                 "q": float(q[i, f]),
             }
             for f, fmt in enumerate(request.formats)
+            if candidate[i, f]
         }
         for i, option in enumerate(options)
     }
@@ -249,7 +257,7 @@ def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray
 
 def make_item(option: Option, request: SolveRequest, scores: dict[str, dict[str, float]]) -> Item:
     """Return the item of an option: its cost, and saving and loss of every format it may take."""
-    formats = request.formats if option.pinned is None else (option.pinned,)
+    formats = _formats(option, request)
     cost, savings = option.cost, {fmt: option.flops if is_four_bit(fmt) else 0.0 for fmt in formats}
     if request.timed:
         cost, savings = _times(option.id, formats, request)

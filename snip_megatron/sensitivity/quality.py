@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from snip_megatron.errors import SnipError, cut
+from snip_megatron.precision import Gemm
 from snip_megatron.sensitivity.loss_divergence import DGRAD, FloatArray
 from snip_megatron.sensitivity.request import BITS, SolveRequest
 
@@ -12,6 +14,8 @@ Q_RULES = ("split", "noise", "paper")
 """Values of ``--snip-q``; the first is the default."""
 
 SIGNIFICANT_DIGITS = 4
+
+BoolArray = NDArray[np.bool_]
 
 
 def combine(request: SolveRequest, loss: FloatArray, weight: FloatArray, variance: FloatArray) -> FloatArray:
@@ -36,37 +40,44 @@ def combine(request: SolveRequest, loss: FloatArray, weight: FloatArray, varianc
     if request.q == "noise":
         return loss + request.noise_nats * variance
     if request.q == "paper":
-        return _normalised(loss, request.lowest) + _normalised(weight, request.lowest)
+        return _normalised(request, loss) + _normalised(request, weight)
     raise SnipError(f"--snip-q {cut(request.q)}: unknown; choose one of {', '.join(Q_RULES)}")
 
 
 def _split(request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
     backward = weight.copy()
     backward[:, :DGRAD] = 0.0
-    forward_sum = float(loss[:, :, request.lowest].sum())
-    backward_sum = float(backward[:, :, request.lowest].sum())
+    forward_sum, backward_sum = (float(in_lowest(request, values).sum()) for values in (loss, backward))
     if forward_sum > 0.0 and backward_sum > 0.0:
         backward *= request.backward_share * forward_sum / backward_sum
     return loss + backward
 
 
-def _normalised(values: FloatArray, lowest: int) -> FloatArray:
-    total = float(values[:, :, lowest].sum())
+def in_lowest(request: SolveRequest, values: FloatArray) -> FloatArray:
+    """Return ``values`` [linears, 3, formats] of every GEMM in its candidate with the fewest bits, [linears, 3]."""
+    return np.stack([values[:, i, request.lowest(gemm)] for i, gemm in enumerate(Gemm)], axis=1)
+
+
+def _normalised(request: SolveRequest, values: FloatArray) -> FloatArray:
+    total = float(in_lowest(request, values).sum())
     return values / total if total > 0.0 else np.zeros_like(values)
 
 
-def monotone(scores: FloatArray, formats: tuple[str, ...]) -> FloatArray:
+def monotone(scores: FloatArray, formats: tuple[str, ...], candidate: BoolArray | None = None) -> FloatArray:
     """Raise scores [..., formats] so that fewer bits never score better than all formats of more bits.
 
     Measured or sampled scores may violate this (docs/method.md, Q: one score per option). Formats of equal bits keep
     their order.
+    ``candidate``, of the scores' shape, says which formats an option may take; the others limit nothing.
     """
     projected = scores.copy()
     floor = np.full(scores.shape[:-1], -np.inf)
     for bits in sorted({BITS[f] for f in formats}, reverse=True):
         columns = [i for i, f in enumerate(formats) if BITS[f] == bits]
         projected[..., columns] = np.maximum(projected[..., columns], floor[..., None])
-        floor = projected[..., columns].min(axis=-1)
+        own = projected[..., columns] if candidate is None else np.where(candidate, projected, np.inf)[..., columns]
+        least = own.min(axis=-1)
+        floor = np.where(np.isfinite(least), least, floor)
     return projected
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm, candidates_fault
 from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
@@ -159,10 +159,18 @@ class SolveRequest:
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise SnipError(f"{where}: not a request ({cut(error)})") from None
 
-    @property
-    def lowest(self) -> int:
-        """Index in ``formats`` of the format with the fewest bits (the first of equals)."""
-        return min(range(len(self.formats)), key=lambda i: BITS[self.formats[i]])
+    def formats_of(self, gemm: Gemm | None) -> tuple[str, ...]:
+        """Return the candidate formats of a GEMM, or of whole linears if ``gemm`` is None."""
+        if gemm is None:
+            return self.formats
+        return tuple(fmt for fmt in self.formats if gemm in Format(fmt).gemms)
+
+    def lowest(self, gemm: Gemm | None) -> int:
+        """Return the index in ``formats`` of the candidate with the fewest bits: the first of equals, and no variant if
+        there is another. ``gemm`` is as in :meth:`formats_of`.
+        """
+        own = [self.formats.index(fmt) for fmt in self.formats_of(gemm)]
+        return min(own, key=lambda i: (BITS[self.formats[i]], Format(self.formats[i]).base.value != self.formats[i]))
 
 
 def _check_formats(request: SolveRequest) -> None:
@@ -173,6 +181,8 @@ def _check_formats(request: SolveRequest) -> None:
         raise SnipError(f"format {quoted(unknown[0])}: unknown; choose among {', '.join(BITS)}")
     if not request.formats or len(set(request.formats)) != len(request.formats):
         raise SnipError(f"formats {cut(','.join(request.formats) or '(none)')}: give one or more distinct names")
+    if (why := candidates_fault(request.formats, granularity=request.granularity)) is not None:
+        raise SnipError(f"formats {cut(','.join(request.formats))}: {why}")
 
 
 def _check_numbers(request: SolveRequest) -> None:

@@ -10,6 +10,7 @@ from snip_megatron.precision import Gemm, option_id
 from snip_megatron.sensitivity.loss_divergence import FloatArray, of_formats
 from snip_megatron.sensitivity.measured import measured_loss, trusted
 from snip_megatron.sensitivity.policies import ESTIMATORS, divergences
+from snip_megatron.sensitivity.quality import in_lowest
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.measured import Measured
 from snip_megatron.statistics.table import StatisticsTable
@@ -48,7 +49,9 @@ def option_scores(table: StatisticsTable, request: SolveRequest, fmt: str | None
     if request.estimator not in ESTIMATORS:
         raise SnipError(f"estimator {quoted(request.estimator)}: unknown; choose one of {', '.join(ESTIMATORS)}")
     loss, drift = divergences(table, replace(request, policy="snip"))
-    column = request.lowest if fmt is None else request.formats.index(fmt)
+    if fmt is None:
+        return _scores(table, in_lowest(request, loss), in_lowest(request, drift))
+    column = request.formats.index(fmt)
     return _scores(table, loss[:, :, column], drift[:, :, column])
 
 

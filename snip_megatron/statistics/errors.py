@@ -6,16 +6,16 @@ error is its expectation over the draws. It depends on the values alone, so all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import FOUR_BIT
+from snip_megatron.precision import Gemm
 from snip_megatron.quantization import fake_quantize, quantize
-from snip_megatron.quantization.formats import SPECS, resolve
+from snip_megatron.quantization.formats import SPECS, STOCHASTIC, resolve
+from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
 from snip_megatron.quantization.rounding import spacing
 from snip_megatron.statistics.squares import squares
 
@@ -27,7 +27,7 @@ class TensorSums:
     Attributes:
         rows, cols: Σ_c x² [R] and Σ_r x² [C].
         row_errors: Σ (Q(x) − x)² with tiles along C, [F].
-        col_errors: Σ_r (Q(x) − x)² with tiles along R, [F, C].
+        col_errors: Σ_r (Q(x) − x)² with tiles along R, [F, C]; of the transformed x where the format transforms it.
         dots: Σ_c d·x, then Σ_c d·(Q(x) − x) of each format with tiles along C, [1 + F, R]. None without d.
     """
 
@@ -44,31 +44,59 @@ def tensor_sums(
     *,
     stochastic: bool = False,
     amax: Tensor | None = None,
+    rotations: Mapping[str, Rotation] | None = None,
     d: Tensor | None = None,
 ) -> TensorSums:
     """Sum over an activation or a gradient.
 
     Args:
         x: fp32, bf16 or fp16 [R, C], tokens by features.
-        formats: names of candidate formats.
-        stochastic: whether x is a gradient, which four-bit formats round stochastically.
+        formats: names of candidate formats. A variant gets zeros for a GEMM that cannot run in it.
+        stochastic: whether x is a gradient, which some formats round stochastically.
         amax: max|·| (0-dim) of the tensor that x is a shard of, for formats with one scale per tensor. Default: that of
             x.
+        rotations: how formats with a Hadamard transform transform wgrad's operand; None: without sign changes. Their
+            errors are those of the transformed tensor, whose column norms are the same.
         d: any floating dtype [R, C]. If given, the inner products of its rows with x and with errors of x, rounded to
             nearest, are summed as well.
 
     Raises:
         SnipError: a format, the dtype or the number of dimensions is not supported.
     """
-    of = partial(squared_errors, x, stochastic=stochastic, amax=amax)
-    rows = [of(fmt).sum(dtype=torch.float64) for fmt in formats]
-    cols = [of(fmt, axis=0).sum(0, dtype=torch.float64) for fmt in formats]
-    dots = None if d is None else torch.stack([_dots(d, x.float()), *(_dots(d, _error(x, f, amax)) for f in formats)])
-    return TensorSums(squares(x, 1), squares(x, 0), torch.stack(rows), torch.stack(cols), dots)
+    of_rows = torch.stack([_row_error(x, fmt, stochastic, amax) for fmt in formats])
+    of_cols = torch.stack([_col_errors(x, fmt, stochastic, amax, (rotations or {}).get(fmt)) for fmt in formats])
+    dots = None
+    if d is not None:
+        dots = torch.stack([_dots(d, x.float()), *(_error_dots(d, x, fmt, stochastic, amax) for fmt in formats)])
+    return TensorSums(squares(x, 1), squares(x, 0), of_rows, of_cols, dots)
 
 
-def _error(x: Tensor, fmt: str, amax: Tensor | None) -> Tensor:
-    return fake_quantize(x, fmt, tensor_amax=amax) - x.float()
+def _takes(fmt: str, *gemms: Gemm) -> bool:
+    """Whether one of ``gemms`` may run in a format."""
+    return not set(gemms).isdisjoint(resolve(fmt).gemms)
+
+
+def _takes_rows(fmt: str, gradient: bool) -> bool:
+    return _takes(fmt, Gemm.DGRAD if gradient else Gemm.FPROP)
+
+
+def _row_error(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None) -> Tensor:
+    if not _takes_rows(fmt, stochastic):
+        return torch.zeros((), dtype=torch.float64, device=x.device)
+    return squared_errors(x, fmt, stochastic=stochastic, amax=amax).sum(dtype=torch.float64)
+
+
+def _col_errors(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None, rotation: Rotation | None) -> Tensor:
+    if not _takes(fmt, Gemm.WGRAD):
+        return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    operand, whole = wgrad_operand(x, fmt, rotation, amax)
+    return squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=whole).sum(0, dtype=torch.float64)
+
+
+def _error_dots(d: Tensor, x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None) -> Tensor:
+    if not _takes_rows(fmt, stochastic):
+        return torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+    return _dots(d, fake_quantize(x, fmt, tensor_amax=amax) - x.float())
 
 
 def _dots(d: Tensor, x: Tensor) -> Tensor:
@@ -77,7 +105,13 @@ def _dots(d: Tensor, x: Tensor) -> Tensor:
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
     """Return ‖W‖² and ‖Q(W) − W‖² of each format in blocks, float64 [1 + F]. Arguments as of :func:`tensor_sums`."""
-    errors = [squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64) for fmt in formats]
+    nothing = torch.zeros((), dtype=torch.float64, device=w.device)
+    errors = [
+        squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64)
+        if _takes(fmt, Gemm.FPROP, Gemm.DGRAD)
+        else nothing
+        for fmt in formats
+    ]
     return torch.stack([squares(w), *errors])
 
 
@@ -106,7 +140,7 @@ def squared_errors(
     ``axis`` and ``block`` are those of :func:`snip_megatron.quantization.fake_quantize`, ``amax`` is its
     ``tensor_amax``.
     """
-    if not (stochastic and fmt in FOUR_BIT):
+    if not (stochastic and resolve(fmt) in STOCHASTIC):
         return (fake_quantize(x, fmt, axis=axis, block=block, tensor_amax=amax) - x.float()).square()
     q = quantize(x, fmt, axis=axis, block=block, tensor_amax=amax)
     scale = q.scale.repeat_interleave(q.tile[0], 0)[: x.shape[0]].repeat_interleave(q.tile[1], 1)[:, : x.shape[1]]

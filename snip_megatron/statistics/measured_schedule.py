@@ -158,6 +158,8 @@ def plan_trials(
         # The noise passes through the whole layer: it starts at the first linear in fprop, at the last one in dgrad.
         start = members[0] if unit.gemm is Gemm.FPROP else members[-1]
         trials.append(Trial(unit.gemm, (start,), None))
-        trials += [Trial(unit.gemm, (name,), Format(fmt)) for name in wanted for fmt in formats]
+        own = [Format(fmt) for fmt in formats if unit.gemm in Format(fmt).gemms]
+        trials += [Trial(unit.gemm, (name,), fmt) for name in wanted for fmt in own]
     weights = tuple(name for name in names if (name, Gemm.WGRAD) not in skipped)
-    return (*trials, *(Trial(Gemm.WGRAD, weights, Format(fmt)) for fmt in formats if weights))
+    own = [Format(fmt) for fmt in formats if Gemm.WGRAD in Format(fmt).gemms]
+    return (*trials, *(Trial(Gemm.WGRAD, weights, fmt) for fmt in own if weights))

@@ -17,7 +17,9 @@ import torch
 
 from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
+from snip_megatron.precision import Gemm
 from snip_megatron.quantization.formats import resolve
+from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.statistics import errors
 from snip_megatron.statistics.squares import sample_rows
 from snip_megatron.statistics.sums import has_kernels, sum_squares
@@ -204,8 +206,8 @@ class LinearRecorder:
         amax = {name: self._amax(name, tensor) for name, tensor in (("x", x), ("w", w), ("g", g))}
         summed = _implementation(x)
         d = d_local if x.shape[0] > OUTPUT_TOKENS else None
-        of_x = summed.tensor_sums(x, self.formats, amax=amax["x"], d=d)
-        of_g = summed.tensor_sums(g, self.formats, stochastic=True, amax=amax["g"])
+        of_x = summed.tensor_sums(x, self.formats, amax=amax["x"], rotations=self._rotations("x", x), d=d)
+        of_g = summed.tensor_sums(g, self.formats, stochastic=True, amax=amax["g"], rotations=self._rotations("g", g))
         self._rows += x.shape[0]
         self._add("x2", _owned(of_x.cols.sum(), x_own))
         self._add("g2", _owned(of_g.cols.sum(), g_own))
@@ -253,8 +255,12 @@ class LinearRecorder:
         column = self.handle.parallel == "column"  # Y of a row-parallel linear is a partial sum; see reduction.py
         if column:
             self._add("y2", sum_squares(y) * weight)
+        nothing = g.new_zeros(len(rows), dtype=torch.float64)
         found = []
         for fmt in map(resolve, self.formats):
+            if Gemm.FPROP not in fmt.gemms:
+                found.append((nothing, nothing.sum()))
+                continue
             x_side, _ = backend.quantize_input(xs, fmt, None, amax=amax["x"])
             w_side, _ = backend.quantize_weight(w, fmt, None, amax=amax["w"])
             quantised = backend.fprop(x_side, w_side, dtype=torch.float32)
@@ -275,6 +281,11 @@ class LinearRecorder:
             return shared
         amax: torch.Tensor = torch.linalg.vector_norm(tensor, float("inf")).float()
         return amax
+
+    def _rotations(self, name: str, tensor: torch.Tensor) -> dict[str, Rotation]:
+        """Return format → how wgrad transforms an operand, for the formats that do."""
+        found = {fmt: self.handle.rotation(name, tensor, resolve(fmt)) for fmt in self.formats}
+        return {fmt: rotation for fmt, rotation in found.items() if rotation is not None}
 
     # -- noise passes ------------------------------------------------------------------------------------------
     def _compare(self, x: torch.Tensor, g: torch.Tensor) -> None:

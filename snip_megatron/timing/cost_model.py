@@ -26,7 +26,7 @@ class CostModel(Protocol):
 
     Attributes:
         name: the model's name for logs: ``flops``, or the device of the table.
-        formats: the formats that the model can predict.
+        formats: the formats that the model knows times of. The times of another variant are those of its base.
         assumptions: the assumptions behind the predictions, a sentence each.
     """
 
@@ -43,7 +43,7 @@ class CostModel(Protocol):
         """Return the seconds of one GEMM in one training step, including quantisation.
 
         Raises:
-            SnipError: the model cannot predict ``fmt``.
+            SnipError: the model knows neither ``fmt`` nor, if it is a variant, its base.
         """
 
     def linear_seconds(self, shape: LinearShape, formats: Formats) -> float:
@@ -62,7 +62,7 @@ class FlopsModel:
     """A cost model for machines without a table. The rate doubles when the bits halve; quantisation takes no time."""
 
     name: str = "flops"
-    formats: tuple[Format, ...] = tuple(Format)
+    formats: tuple[Format, ...] = tuple(fmt for fmt in Format if fmt.base is fmt)
     assumptions: tuple[str, ...] = (
         f"GEMMs run at {FLOPS_RATE:g} FLOP/s in bf16, twice that in 8 bits, four times that in 4 bits; quantisation is"
         " free: no machine was measured",

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import VARIANTS, Format, Gemm
 from snip_megatron.timing.log_grid import LogGrid, Point
 from snip_megatron.timing.shapes import Formats, LinearShape
 from snip_megatron.timing.table import OPERANDS, TimingTable, Triple
@@ -71,7 +71,7 @@ class TimingModel:
                 time += _portion(g, 0)
             else:
                 time += _portion(x, 1, alone=shape.gathered) + _portion(g, 1)
-            once = 0.0 if gemm is Gemm.WGRAD else self._weight(shape, fmt) / 2
+            once = 0.0 if gemm is Gemm.WGRAD else self._weight(shape, fmt)
         if gemm is Gemm.FPROP:
             time += self._again(shape, fmt)
         return shape.microbatches * time + once
@@ -83,7 +83,7 @@ class TimingModel:
         time += _together(fprop, wgrad, lambda fmt: self._input(shape, fmt), apart=shape.gathered)
         time += _together(dgrad, wgrad, lambda fmt: self._gradient(shape, fmt))
         time += self._again(shape, fprop)
-        sides = [self._weight(shape, fmt) / 2 for fmt in (fprop, dgrad) if fmt is not Format.BF16]
+        sides = [self._weight(shape, fmt) for fmt in (fprop, dgrad) if fmt is not Format.BF16]
         return shape.microbatches * time + math.fsum(sides)
 
     def extrapolated(self, shape: LinearShape) -> bool:
@@ -93,7 +93,7 @@ class TimingModel:
     # -- single calls --------------------------------------------------------------------------------------------
     def gemm_seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
         """Return the seconds of one GEMM of one microbatch, without quantisation."""
-        self._check(fmt)
+        fmt = self._known(fmt)
         return _time(self._gemm_grid, (shape.tokens, shape.n, shape.k), self._gemm_rates[gemm, fmt])
 
     def host_seconds(self, formats: Formats) -> float:
@@ -101,7 +101,8 @@ class TimingModel:
 
         A format that was not measured counts as 0.
         """
-        return math.fsum(self.table.host.get(fmt, 0.0) / 3 for fmt in formats)
+        host = self.table.host
+        return math.fsum(host.get(fmt, host.get(fmt.base, 0.0)) / 3 for fmt in formats)
 
     def _again(self, shape: LinearShape, fmt: Format) -> float:
         """Return the seconds of the additional forward under recomputation, which quantises X for fprop only."""
@@ -117,24 +118,34 @@ class TimingModel:
         return self._quantise("gradient", (shape.tokens, shape.n), fmt)
 
     def _quantise(self, operand: str, size: Point, fmt: Format) -> Triple:
-        self._check(fmt)
+        fmt = self._known(fmt)
         assert self._activation_grid is not None
         rates = self._activation_rates
         first, second, both = (_time(self._activation_grid, size, rates[operand, fmt, side]) for side in range(3))
         return first, second, both
 
     def _weight(self, shape: LinearShape, fmt: Format) -> float:
-        self._check(fmt)
-        assert self._weight_grid is not None
-        return _time(self._weight_grid, (shape.n, shape.k), self._weight_rates[fmt])
+        """Return the seconds of quantising W that one of its two GEMMs is charged: half of the call that serves both.
 
-    def _check(self, fmt: Format) -> None:
+        A variant that was not measured and has a W of its own is charged a whole call of its base.
+        """
+        known = self._known(fmt)
+        assert self._weight_grid is not None
+        both = _time(self._weight_grid, (shape.n, shape.k), self._weight_rates[known])
+        alone = known is not fmt and VARIANTS[fmt].own_weight
+        return both if alone else both / 2
+
+    def _known(self, fmt: Format) -> Format:
+        """Return ``fmt`` if the table has it, otherwise the base that it is a variant of."""
         if fmt not in self.formats:
+            if fmt.base in self.formats:
+                return fmt.base
             measured = ", ".join(f.value for f in self.formats)
             raise SnipError(
                 f"the timings of {self.name} have no {fmt.value} (they have {measured}):"
                 " measure it with snip calibrate, or leave the format out"
             )
+        return fmt
 
 
 def _time(grid: LogGrid, size: Point, rates: Mapping[Point, float]) -> float:

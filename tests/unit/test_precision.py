@@ -15,11 +15,14 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import (
     LINEAR_KINDS,
     STATUSES,
+    VARIANTS,
     Format,
     Gemm,
     LinearId,
     PrecisionMap,
+    candidates_fault,
     fp4_fraction,
+    misplaced,
     option_id,
     split_option_id,
 )
@@ -27,10 +30,13 @@ from snip_megatron.precision import (
 FORMATS = st.sampled_from(list(Format))
 LINEARS = st.builds(LinearId, st.integers(0, 200), st.sampled_from(LINEAR_KINDS))
 KEYS = st.builds(option_id, LINEARS.map(str), st.one_of(st.none(), st.sampled_from(list(Gemm))))
+CHOICES = st.dictionaries(KEYS, FORMATS, max_size=12).map(
+    lambda drawn: {key: fmt for key, fmt in drawn.items() if misplaced(fmt, split_option_id(key)[1]) is None}
+)
 NUMBERS = st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False))
 MAPS = st.builds(
     PrecisionMap,
-    choices=st.dictionaries(KEYS, FORMATS, max_size=12),
+    choices=CHOICES,
     version=st.integers(0, 2**31 - 1),
     status=st.sampled_from(STATUSES),
     objective=NUMBERS,
@@ -122,6 +128,9 @@ def test_pickles(precision_map: PrecisionMap) -> None:
 # -- int8 codec ----------------------------------------------------------------------------------------------------
 def test_codes_on_the_wire_never_change() -> None:
     expected = {"bf16": 0, "fp8": 1, "fp4": 2, "fp8_tensor": 3, "nvfp4": 4, "mxfp4": 5, "mxfp8": 6}
+    expected |= {"nvfp4_46": 7, "nvfp4_1d": 8, "nvfp4_nearest": 9, "mxfp4_nearest": 10}
+    expected |= {"nvfp4_hadamard": 11, "nvfp4_hadamard_fixed": 12, "mxfp4_hadamard": 13, "mxfp4_hadamard_fixed": 14}
+    expected |= {"mxfp4_hadamard_nearest": 15}
     assert {f.value: f.code for f in Format} == expected
 
 
@@ -227,3 +236,29 @@ def test_unquantised_flops_are_in_the_denominator() -> None:
     flops = {"decoder.layers.0.mlp.linear_fc1": 4.0, "decoder.layers.0.mlp.linear_fc2": 4.0}
     assert fp4_fraction(precision_map, flops) == 0.5
     assert fp4_fraction(precision_map, flops, unquantised=6.0) == 0.4
+
+
+# -- variants ------------------------------------------------------------------------------------------------------
+def test_a_variant_belongs_to_its_base_and_its_gemms() -> None:
+    assert (Format.NVFP4_46.base, Format.NVFP4_46.bits, Format.NVFP4_46.gemms) == (Format.NVFP4, 4, (Gemm.FPROP,))
+    assert (Format.FP8.base, Format.FP8.gemms) == (Format.FP8, tuple(Gemm))
+    assert {fmt for fmt in Format if fmt.base is not fmt} == set(VARIANTS)
+    assert misplaced(Format.NVFP4_46, Gemm.FPROP) is None
+    assert misplaced(Format.NVFP4_1D, Gemm.WGRAD) == "nvfp4_1d is a format of fprop and dgrad, not of wgrad"
+
+
+def test_candidates_cover_every_gemm() -> None:
+    assert candidates_fault(["mxfp8", "nvfp4_46"], granularity="gemm") is None
+    assert candidates_fault(["fp8", "fp4"], granularity="layer") is None
+    assert candidates_fault([], granularity="gemm") is None
+    assert candidates_fault(["nvfp4_46", "nvfp4_nearest"], granularity="gemm") is None
+    assert candidates_fault(["nvfp4_nearest"], granularity="gemm") == "none is a format of fprop; add nvfp4"
+    assert "not of dgrad, and at granularity layer" in str(candidates_fault(["fp8", "nvfp4_46"], granularity="layer"))
+
+
+@pytest.mark.parametrize(
+    ("key", "words"), [(":dgrad", "nvfp4_46 is a format of fprop, not of dgrad"), ("", "not of dgrad")]
+)
+def test_a_map_with_a_variant_on_another_gemm_is_refused(key: str, words: str) -> None:
+    linear = "decoder.layers.0.mlp.linear_fc1"
+    assert words in refused(json.dumps(body(choices={linear + key: "nvfp4_46"})))

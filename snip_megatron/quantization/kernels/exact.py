@@ -13,9 +13,10 @@ import triton
 from torch import Tensor
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import FOUR_BIT, Format
+from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair, shared
-from snip_megatron.quantization.formats import E2M1, SPECS, Scaling, resolve
+from snip_megatron.quantization.formats import E2M1, SPECS, STOCHASTIC, Scaling, resolve
+from snip_megatron.quantization.hadamard import POINTS, ROTATED, Rotation
 from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel, exact_kernel
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.rounding import Key, key_words
@@ -38,12 +39,14 @@ class _Side:
         operand: where its numbers go.
         seed: key of stochastic rounding.
         square: whether its tiles are square blocks.
+        rotation: how the matrix is transformed first.
     """
 
     format: Format
     operand: ExactOperand
     seed: Key | None
     square: bool
+    rotation: Rotation | None = None
 
 
 def quantize_exact(
@@ -56,6 +59,7 @@ def quantize_exact(
     col_seed: Key | None = None,
     cols: Tensor | None = None,
     amax: Tensor | None = None,
+    rotation: Rotation | None = None,
     held: HeldPair | None = None,
 ) -> ExactPair:
     """See :func:`snip_megatron.quantization.exact.quantize_exact`."""
@@ -64,7 +68,8 @@ def quantize_exact(
     both = shared(row, col, square=square)
     kept = (None, None) if held is None else held.operands
     first = _side(x, row, 1, square, row_seed, kept[0])
-    second = None if both else _side(x, col, 0, square, col_seed, kept[1])
+    turned = rotation or Rotation() if col in ROTATED and not square else None
+    second = None if both else _side(x, col, 0, square, col_seed, kept[1], turned)
     if x.numel():
         _quantize(x, first, second, cols, amax, None if held is None else held.current)
     of_row = None if first is None else first.operand
@@ -72,14 +77,21 @@ def quantize_exact(
 
 
 def _side(
-    x: Tensor, fmt: Format | None, axis: int, square: bool, seed: Key | None, kept: ExactOperand | None
+    x: Tensor,
+    fmt: Format | None,
+    axis: int,
+    square: bool,
+    seed: Key | None,
+    kept: ExactOperand | None,
+    rotation: Rotation | None = None,
 ) -> _Side | None:
     if fmt is None:
         return None
     spec = SPECS[fmt]
     blocks = square and spec.square_blocks
     if kept is None:
-        values = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        rows = x.shape[0] if rotation is None else -(-x.shape[0] // POINTS) * POINTS
+        values = torch.empty(rows, x.shape[1], dtype=torch.bfloat16, device=x.device)
         scale, tile = None, None
         if spec.scaling is Scaling.FP32:
             tile = spec.tile_shape(axis, blocks)
@@ -88,7 +100,7 @@ def _side(
         elif spec.scaling in _WHOLE:
             scale = torch.ones(1, device=x.device) if x.numel() == 0 else torch.empty(1, device=x.device)
         kept = ExactOperand(values, scale, tile)
-    return _Side(fmt, kept, seed if fmt in FOUR_BIT else None, blocks)
+    return _Side(fmt, kept, seed if fmt in STOCHASTIC else None, blocks, rotation)
 
 
 def _quantize(
@@ -104,16 +116,17 @@ def _quantize(
     ids = cols if cols is not None and any(side.seed is not None for side in sides) else None
     memory = [tensor for side, bits in zip((row, col), amaxes, strict=True) for tensor in _memory(side, bits, x)]
     keys = [side.seed if side is not None and isinstance(side.seed, Tensor) else x for side in (row, col)]
-    tensors = (x, *memory, x if ids is None else ids, *keys, x if current is None else current)
+    signs, turned = _signs(col, x)
+    tensors = (x, *memory, x if ids is None else ids, *keys, x if current is None else current, signs)
     # bf16 numbers are written as 16-bit words.
     dtypes = tuple(torch.int16 if i in _VALUES and t is not x else t.dtype for i, t in enumerate(tensors))
     launch(
         exact_kernel, (-(-K // width), -(-M // rows)), tensors, dtypes,
-        (M, K, x.stride(0)), (*_words(row), *_words(col)),
+        (M, K, x.stride(0)), (*_words(row), *_words(col), turned),
         {
             **_constants("ROW", row), **_constants("COL", col),
             "SQUARE_ROW": row is not None and row.square, "SQUARE_COL": col is not None and col.square,
-            "GIVEN_COLS": ids is not None, "GUARDED": current is not None, "GPU": _on_gpu(x),
+            **_turning(col, signs, x), "GIVEN_COLS": ids is not None, "GUARDED": current is not None, "GPU": _on_gpu(x),
             "R": rows, "C": width, "WIDE": wide,
         },
         {"num_warps": warps},
@@ -121,14 +134,17 @@ def _quantize(
 
 
 def _constants(name: str, side: _Side | None) -> dict[str, object]:
-    """The kernel's constants of a side: bits of an element, scaling, tile, rounding, and whether keys are loaded."""
+    """The kernel's constants of a side: bits of an element, scaling, tile, rounding, whether keys are loaded, and
+    whether the amax of a tile may become 4.
+    """
     if side is None:
-        values: tuple[object, ...] = (0, "", 1, False, False)
+        values: tuple[object, ...] = (0, "", 1, False, False, False)
     else:
         spec = SPECS[side.format]
-        bits = 4 if spec.element is E2M1 else 8
-        values = (bits, spec.scaling.value, spec.tile or 1, side.seed is not None, isinstance(side.seed, Tensor))
-    return dict(zip((name + end for end in ("", "_SCALING", "_TILE", "_RANDOM", "_LOADED")), values, strict=True))
+        bits, tile, loaded = 4 if spec.element is E2M1 else 8, spec.tile or 1, isinstance(side.seed, Tensor)
+        values = (bits, spec.scaling.value, tile, side.seed is not None, loaded, spec.four_over_six)
+    names = ("", "_SCALING", "_TILE", "_RANDOM", "_LOADED", "_FOUR")
+    return dict(zip((name + end for end in names), values, strict=True))
 
 
 def _rows(side: _Side, row: _Side | None) -> int:
@@ -151,35 +167,57 @@ def _amaxes(
     x: Tensor, sides: tuple[_Side | None, _Side | None], amax: Tensor | None, current: Tensor | None
 ) -> list[Tensor | None]:
     """Return for each side the bits of the amax, int32 [1], if its format has a scale for the whole tensor."""
-    given = None if amax is None else amax.detach().to(torch.float32).reshape(1).view(torch.int32)
     searched: dict[tuple[int, bool], Tensor] = {}
     found: list[Tensor | None] = []
     for place, side in enumerate(sides):
         if side is None or SPECS[side.format].scaling not in _WHOLE:
             found.append(None)
-        elif given is not None:
-            found.append(given)
+        elif side.rotation is not None and side.rotation.amax is not None:
+            found.append(_bits(side.rotation.amax))
+        elif amax is not None and side.rotation is None:
+            found.append(_bits(amax))
         else:
             kind = (SPECS[side.format].tile, side.square)
             if kind not in searched:
-                searched[kind] = _searched(x, *kind, current)
+                searched[kind] = _searched(x, *kind, sides[1], current)
             found.append(searched[kind][place * _APART :])
     return found
 
 
-def _searched(x: Tensor, tile: int, square: bool, current: Tensor | None) -> Tensor:
-    """Return int32: the bits of the amax over tiles along columns at 0, and along rows at ``_APART``."""
+def _bits(amax: Tensor) -> Tensor:
+    return amax.detach().to(torch.float32).reshape(1).view(torch.int32)
+
+
+def _searched(x: Tensor, tile: int, square: bool, col: _Side | None, current: Tensor | None) -> Tensor:
+    """Return int32: the bits of the amax over tiles along columns at 0, and along rows, of the matrix as ``col``
+    transforms it, at ``_APART``.
+    """
     bits = torch.zeros(2 * _APART, dtype=torch.int32, device=x.device)
     M, K = x.shape
     width, wide, warps = _PARTS[16]
-    tensors = (x, bits, bits if current is None else current)
+    signs, turned = _signs(col, x)
+    tensors = (x, bits, bits if current is None else current, signs)
     launch(
         exact_amax_kernel, (-(-K // width), -(-M // 16)), tensors, tuple(t.dtype for t in tensors),
-        (M, K, x.stride(0)), (),
-        {"TILE": tile, "SQUARE": square, "GUARDED": current is not None, "R": 16, "C": width, "WIDE": wide},
+        (M, K, x.stride(0)), (turned,),
+        {
+            "TILE": tile, "SQUARE": square, **_turning(col, signs, x), "GUARDED": current is not None,
+            "R": 16, "C": width, "WIDE": wide,
+        },
         {"num_warps": warps},
     )  # fmt: skip
     return bits
+
+
+def _signs(col: _Side | None, unused: Tensor) -> tuple[Tensor, int]:
+    """Return the signs of the transform: as a tensor, any if they are not on the device, and as a number."""
+    signs = 0 if col is None or col.rotation is None else col.rotation.signs
+    return (signs, 0) if isinstance(signs, Tensor) else (unused, signs)
+
+
+def _turning(col: _Side | None, signs: Tensor, unused: Tensor) -> dict[str, object]:
+    """The kernels' constants of the transform: whether there is one, and whether its signs are loaded."""
+    return {"TURNED": col is not None and col.rotation is not None, "TURNED_LOADED": signs is not unused}
 
 
 def _words(side: _Side | None) -> list[int]:

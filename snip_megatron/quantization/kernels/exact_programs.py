@@ -15,7 +15,7 @@ from snip_megatron.quantization.kernels.elements import lift_of
 from snip_megatron.quantization.kernels.stochastic import mix32, truncated_product
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-_RANDOM_ARGUMENTS = [f"{side}_word_{i}" for side in ("row", "col") for i in range(2)]
+_RANDOM_ARGUMENTS = [*(f"{side}_word_{i}" for side in ("row", "col") for i in range(2)), "signs"]
 
 
 @triton.jit
@@ -39,6 +39,27 @@ def _store(out_ptr, values, M, K, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: 
     # The numbers are exact in bf16, so that their upper half is all of them; a NaN stays one.
     halves = (values.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
     tl.store(pointers, halves, mask=(m * R + i < M)[:, None] & (j < K)[None, :])
+
+
+@triton.jit
+def _sums(x, APART: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Replace each pair (a, b) of rows ``APART`` apart by (a + b, a − b)."""
+    pairs = tl.permute(tl.reshape(x, (R // (2 * APART), 2, APART, C)), (0, 2, 3, 1))
+    first, second = tl.split(pairs)
+    pairs = tl.permute(tl.join(first + second, first - second), (0, 3, 1, 2))
+    return tl.reshape(pairs, (R, C))
+
+
+@triton.jit
+def _transformed(x, signs_ptr, signs, LOADED: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Return the Hadamard transform of groups of 16 rows: the sums of ``hadamard.py`` in the same order."""
+    if LOADED:
+        signs = tl.load(signs_ptr)
+    flips = (signs >> (tl.arange(0, R) & 15)) & 1
+    x = x * (1 - 2 * flips).to(tl.float32)[:, None]
+    for i in tl.static_range(4):
+        x = _sums(x, 8 >> i, R, C)
+    return x * 0.25
 
 
 @triton.jit
@@ -75,14 +96,26 @@ def _constant(value: tl.constexpr, x):
 
 
 @triton.jit
-def tensor_scale(amax, SCALING: tl.constexpr):
-    """Return the FP32 scale of a tensor, amax / 448 or amax / (6·448) as IEEE division; 1 if that is zero."""
-    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else 2688.0
+def tensor_scale(amax, SCALING: tl.constexpr, FOUR: tl.constexpr):
+    """Return the FP32 scale of a tensor, amax / 448, amax / (6·448) or, with ``FOUR``, amax / (6·256), as IEEE
+    division; 1 if that is zero.
+    """
+    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else 1536.0 if FOUR else 2688.0
     scale = tl.div_rn(amax, _constant(maximum, amax))
     scale = tl.where(scale == 0.0, 1.0, scale)
     if SCALING == "fp32_tensor":
         scale = tl.where(_magnitude(amax) >= _INFINITY_BITS, float("nan"), scale)
     return scale
+
+
+@triton.jit
+def _e4m3_scale(amax_bits, whole, MAXIMUM: tl.constexpr):
+    """Return (divisor of x, E4M3 scale) of tiles whose amax becomes ``MAXIMUM``."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    of_tile = _rounded(tl.div_rn(tl.div_rn(amax, _constant(MAXIMUM, amax)), tl.zeros_like(amax) + whole), amax, 8)
+    of_tile = tl.where(amax_bits < _INFINITY_BITS, of_tile, float("nan"))
+    scale = of_tile * whole
+    return tl.where(scale == 0.0, float("inf"), scale), of_tile
 
 
 @triton.jit
@@ -102,10 +135,7 @@ def _scales(amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr):
         scale = tl.where(finite, tl.where(amax_bits == 0, 1.0, scale), float("nan"))
         return scale, scale
     elif SCALING == "e4m3_fp32":
-        of_tile = _rounded(tl.div_rn(tl.div_rn(amax, _constant(6.0, amax)), tl.zeros_like(amax) + whole), amax, 8)
-        of_tile = tl.where(finite, of_tile, float("nan"))
-        scale = of_tile * whole
-        return tl.where(scale == 0.0, float("inf"), scale), of_tile
+        return _e4m3_scale(amax_bits, whole, 6.0)
     else:
         scale = tl.div_rn(amax, _constant(6.0 if ELEMENT == 4 else 448.0, amax))
         scale = tl.where(finite, tl.where(scale == 0.0, 1.0, scale), float("nan"))
@@ -141,6 +171,30 @@ def _quotient(x, divisor, SCALING: tl.constexpr, GPU: tl.constexpr):
         lifted, inverse = lifted + tl.zeros_like(x), inverse + tl.zeros_like(x)
         quotient = x * inverse
         return _fma(_fma(-1.0 * quotient, lifted, x, GPU), inverse, quotient, GPU)
+
+
+@triton.jit
+def _candidate(tiles, amax_bits, whole, MAXIMUM: tl.constexpr, GPU: tl.constexpr):
+    """Return E2M1 values, E4M3 scales and squared errors of tiles whose amax becomes ``MAXIMUM``.
+
+    The sum is one of integers, as in ``reference.py``: no order of additions changes it.
+    """
+    divisor, factor = _e4m3_scale(amax_bits, whole, MAXIMUM)
+    y = _quotient(tiles, divisor, "e4m3_fp32", GPU)
+    values = _rounded(y, tiles, 4)
+    error = values - y
+    steps = (error * error * 1048576.0).to(tl.int32)
+    total = tl.sum(tl.sum(steps, axis=3, keep_dims=True), axis=1, keep_dims=True)
+    return values, factor, total.to(tl.float32) * factor * factor
+
+
+@triton.jit
+def _four_over_six(tiles, amax_bits, whole, GPU: tl.constexpr):
+    """Return E2M1 values and E4M3 scales, where the amax of a tile becomes 6 or 4, by the smaller squared error."""
+    values, factor, error = _candidate(tiles, amax_bits, whole, 6.0, GPU)
+    others, of_other, error_of_other = _candidate(tiles, amax_bits, whole, 4.0, GPU)
+    smaller = (error_of_other < error) | (factor == 0.0)
+    return tl.where(smaller, others, values), tl.where(smaller, of_other, factor)
 
 
 @triton.jit
@@ -184,7 +238,8 @@ def _draws(rows, cols, word_0, word_1):
 def _side(
     x, whole, draws, out_ptr, scale_ptr, M, K, m, k,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
-    RANDOM: tl.constexpr, GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    RANDOM: tl.constexpr, FOUR: tl.constexpr, GPU: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise a part in tiles of ``TILE_ROWS`` × ``TILE_COLS`` and store it, with scales that stay apart."""
     if SCALING == "fp32_tensor":
@@ -200,11 +255,14 @@ def _side(
         amax = tl.zeros((1, 1, 1, 1), tl.int32)
     else:
         amax = _largest(_magnitude(tiles))
-    divisor, factor = _scales(amax, whole, ELEMENT, SCALING)
-    if RANDOM:
-        values = _stochastic(tiles, divisor, tl.reshape(draws, shape), GPU)
+    if FOUR:
+        values, factor = _four_over_six(tiles, amax, whole, GPU)
     else:
-        values = _rounded(_quotient(tiles, divisor, SCALING, GPU), tiles, ELEMENT)
+        divisor, factor = _scales(amax, whole, ELEMENT, SCALING)
+        if RANDOM:
+            values = _stochastic(tiles, divisor, tl.reshape(draws, shape), GPU)
+        else:
+            values = _rounded(_quotient(tiles, divisor, SCALING, GPU), tiles, ELEMENT)
     if (SCALING == "e4m3_fp32") or (SCALING == "e8m0"):
         values = values * factor
     _store(out_ptr, tl.reshape(values, (R, C)), M, K, m, k, R, C, WIDE)
@@ -225,11 +283,11 @@ def _words(key_ptr, word_0, word_1, LOADED: tl.constexpr):
 
 
 @triton.jit
-def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr):
+def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr, FOUR: tl.constexpr):
     """Return the scale of the tensor, which the first program stores."""
     if (SCALING == "e4m3_fp32") or (SCALING == "fp32_tensor"):
         one = tl.zeros((1, 1, 1, 1), tl.int32)
-        whole = tensor_scale(tl.load(amax_ptr + one).to(tl.float32, bitcast=True), SCALING)
+        whole = tensor_scale(tl.load(amax_ptr + one).to(tl.float32, bitcast=True), SCALING, FOUR)
         tl.store(scale_ptr + one, whole, mask=one + first == 0)
         return whole
     else:
@@ -239,18 +297,20 @@ def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr):
 @triton.jit(do_not_specialize=_RANDOM_ARGUMENTS)
 def exact_kernel(
     x_ptr, row_ptr, row_scale_ptr, row_amax_ptr, col_ptr, col_scale_ptr, col_amax_ptr, cols_ptr,
-    row_key_ptr, col_key_ptr, current_ptr,
-    M, K, x_stride, row_word_0, row_word_1, col_word_0, col_word_1,
+    row_key_ptr, col_key_ptr, current_ptr, signs_ptr,
+    M, K, x_stride, row_word_0, row_word_1, col_word_0, col_word_1, signs,
     ROW: tl.constexpr, ROW_SCALING: tl.constexpr, ROW_TILE: tl.constexpr, ROW_RANDOM: tl.constexpr,
-    ROW_LOADED: tl.constexpr,
+    ROW_LOADED: tl.constexpr, ROW_FOUR: tl.constexpr,
     COL: tl.constexpr, COL_SCALING: tl.constexpr, COL_TILE: tl.constexpr, COL_RANDOM: tl.constexpr,
-    COL_LOADED: tl.constexpr,
-    SQUARE_ROW: tl.constexpr, SQUARE_COL: tl.constexpr, GIVEN_COLS: tl.constexpr, GUARDED: tl.constexpr,
+    COL_LOADED: tl.constexpr, COL_FOUR: tl.constexpr,
+    SQUARE_ROW: tl.constexpr, SQUARE_COL: tl.constexpr, TURNED: tl.constexpr, TURNED_LOADED: tl.constexpr,
+    GIVEN_COLS: tl.constexpr, GUARDED: tl.constexpr,
     GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise a matrix [M, K] in tiles along its columns (row side) and along its rows (col side).
 
-    ``ROW`` and ``COL`` are the bits of an element, 0 for no side. ``current_ptr``: see ``programs.py``.
+    ``ROW`` and ``COL`` are the bits of an element, 0 for no side. ``TURNED``: the col side is that of the transformed
+    matrix, filled up to a multiple of 16 rows. ``current_ptr``: see ``programs.py``.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
@@ -265,19 +325,24 @@ def exact_kernel(
         if ROW_RANDOM:
             word_0, word_1 = _words(row_key_ptr, row_word_0, row_word_1, ROW_LOADED)
             draws = _draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-        whole = _whole(row_amax_ptr, row_scale_ptr, k + m, ROW_SCALING)
+        whole = _whole(row_amax_ptr, row_scale_ptr, k + m, ROW_SCALING, ROW_FOUR)
         _side(
             x, whole, draws, row_ptr, row_scale_ptr, M, K, m, k,
-            ROW, ROW_SCALING, ROW_TILE if SQUARE_ROW else 1, ROW_TILE, ROW_RANDOM, GPU, R, C, WIDE,
+            ROW, ROW_SCALING, ROW_TILE if SQUARE_ROW else 1, ROW_TILE, ROW_RANDOM, ROW_FOUR, GPU,
+            R, C, WIDE,
         )  # fmt: skip
     if COL:
+        if TURNED:
+            x = _transformed(x, signs_ptr, signs, TURNED_LOADED, R, C)
+            M = (M + 15) // 16 * 16
         if COL_RANDOM:
             word_0, word_1 = _words(col_key_ptr, col_word_0, col_word_1, COL_LOADED)
             draws = _draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-        whole = _whole(col_amax_ptr, col_scale_ptr, k + m, COL_SCALING)
+        whole = _whole(col_amax_ptr, col_scale_ptr, k + m, COL_SCALING, COL_FOUR)
         _side(
             x, whole, draws, col_ptr, col_scale_ptr, M, K, m, k,
-            COL, COL_SCALING, COL_TILE, COL_TILE if SQUARE_COL else 1, COL_RANDOM, GPU, R, C, WIDE,
+            COL, COL_SCALING, COL_TILE, COL_TILE if SQUARE_COL else 1, COL_RANDOM, COL_FOUR, GPU,
+            R, C, WIDE,
         )  # fmt: skip
 
 
@@ -289,30 +354,34 @@ def _finite(tiles):
     return tl.max(tl.reshape(largest, (largest.shape[0] * largest.shape[2],)), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["signs"])
 def exact_amax_kernel(
-    x_ptr, amax_ptr, current_ptr, M, K, x_stride,
-    TILE: tl.constexpr, SQUARE: tl.constexpr, GUARDED: tl.constexpr,
+    x_ptr, amax_ptr, current_ptr, signs_ptr, M, K, x_stride, signs,
+    TILE: tl.constexpr, SQUARE: tl.constexpr, TURNED: tl.constexpr, TURNED_LOADED: tl.constexpr, GUARDED: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Update ``amax_ptr`` (int32, zero before) with the bits of max|x| over the tiles of either side.
 
     With ``TILE`` 0 a NaN or Inf is the maximum. Otherwise only finite tiles of ``TILE`` numbers count, along the
-    columns at 0 and along the rows at 4; with ``SQUARE`` blocks for both.
+    columns at 0 and along the rows at 4; with ``SQUARE`` blocks for both. ``TURNED``: see :func:`exact_kernel`.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
-    bits = _magnitude(_load(x_ptr, x_stride, M, K, tl.program_id(1), tl.program_id(0), R, C, WIDE))
+    x = _load(x_ptr, x_stride, M, K, tl.program_id(1), tl.program_id(0), R, C, WIDE)
+    bits = _magnitude(x)
     row = tl.max(tl.max(bits, axis=0), axis=0)
-    col = row
+    col_bits, col = bits, row
+    if TURNED:
+        col_bits = _magnitude(_transformed(x, signs_ptr, signs, TURNED_LOADED, R, C))
+        col = tl.max(tl.max(col_bits, axis=0), axis=0)
     if TILE > 0:  # noqa: SIM102 - decided when compiled, and when run
-        if row >= _INFINITY_BITS:
+        if max(row, col) >= _INFINITY_BITS:
             if SQUARE:
                 row = _finite(tl.reshape(bits, (R // TILE, TILE, C // TILE, TILE)))
                 col = row
             else:
                 row = _finite(tl.reshape(bits, (R, 1, C // TILE, TILE)))
-                col = _finite(tl.reshape(bits, (R // TILE, TILE, C, 1)))
+                col = _finite(tl.reshape(col_bits, (R // TILE, TILE, C, 1)))
     tl.atomic_max(amax_ptr, row)
     tl.atomic_max(amax_ptr + 4, col)

@@ -1,12 +1,12 @@
 """The sums of ``errors.py`` as Triton kernels: same names, arguments and results, one read of the tensor.
 
 Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
-Formats without a kernel (nvfp4, mxfp4, mxfp8) are summed by the reference.
+Formats without a kernel (nvfp4, mxfp4, mxfp8 and variants) are summed by the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE, resolve
+from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.kernels.launch import on_grid
 from snip_megatron.statistics import errors
 from snip_megatron.statistics.errors import TensorSums
@@ -43,12 +44,13 @@ def tensor_sums(
     *,
     stochastic: bool = False,
     amax: Tensor | None = None,
+    rotations: Mapping[str, Rotation] | None = None,
     d: Tensor | None = None,
 ) -> TensorSums:
     """See :func:`snip_megatron.statistics.errors.tensor_sums`."""
     own, places = _own(formats)
     if len(own) < len(formats):
-        return _completed(x, formats, stochastic=stochastic, amax=amax, d=d)
+        return _completed(x, formats, stochastic=stochastic, amax=amax, rotations=rotations, d=d)
     M, K = x.shape
     x = _row_major(x)
     k_parts, m_parts = _parts(K), _parts(M)

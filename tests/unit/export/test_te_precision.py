@@ -30,7 +30,7 @@ EXPECTED = {
     Format.FP4: (None, Fp4Recipe.nvfp4),
     Format.MXFP4: (None, Fp4Recipe.nvfp4),
 }
-FORMATS = list(Format)
+FORMATS = [fmt for fmt in Format if fmt.base is fmt]
 
 
 def layer_map(layers: int) -> PrecisionMap:
@@ -138,6 +138,14 @@ def test_collapse_takes_the_widest(three: tuple[Format, ...]) -> None:
     assert taken in three
     assert all(WIDTH.index(taken) <= WIDTH.index(f) for f in three)
     assert (LinearId.parse(name) in result.changed) == (len(set(three)) > 1)
+
+
+def test_collapse_takes_a_variant_for_its_base() -> None:
+    name = "decoder.layers.0.mlp.linear_fc1"
+    three = (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_NEAREST)
+    result = collapse(PrecisionMap({option_id(name, g): f for g, f in zip(Gemm, three, strict=True)}))
+    assert result.formats == {LinearId.parse(name): Format.NVFP4}
+    assert result.changed == {LinearId.parse(name): three}
 
 
 def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

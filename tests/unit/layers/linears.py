@@ -14,8 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
-from snip_megatron.precision import FOUR_BIT, Format, LinearId
+from snip_megatron.precision import Format, LinearId
 from snip_megatron.quantization import derive_seed, fake_quantize
+from snip_megatron.quantization.formats import SPECS, STOCHASTIC
+from snip_megatron.quantization.hadamard import ROTATED, rotate
 
 FC1 = LinearId(2, "mlp.linear_fc1")
 FC1_INDEX = 2 * 4 + 2  # layer 2, the third of a layer's four linears
@@ -88,7 +90,7 @@ def operands(s: int, b: int, n: int, k: int, dtype: torch.dtype, seed: int = 1) 
 
 def rounding(fmt: Format, context: StepContext, microbatch: int, gemm: int) -> dict[str, Any]:
     """Options of G's quantisation: stochastic in the 4-bit formats, keyed by counters alone."""
-    if fmt not in FOUR_BIT:
+    if fmt not in STOCHASTIC:
         return {}
     seed = derive_seed(context.seed, context.step, microbatch, FC1_INDEX, gemm)
     return {"rounding": "stochastic", "seed": seed}
@@ -106,6 +108,9 @@ def reference(
 
     y = quantised(x, fprop) @ quantised(w, fprop, block=True).t()
     d = quantised(g, dgrad, **rounding(dgrad, context, microbatch, 1)) @ quantised(w, dgrad, block=True, axis=0)
+    if wgrad in ROTATED:
+        drawn = derive_seed(context.seed, context.step, 0x486164616D617264, FC1_INDEX) >> 48
+        x, g = (rotate(t, drawn if SPECS[wgrad].random_signs else 0) for t in (x, g))
     gw = quantised(g, wgrad, axis=0, **rounding(wgrad, context, microbatch, 2)).t() @ quantised(x, wgrad, axis=0)
     return y, d, gw
 

@@ -39,6 +39,14 @@ def test_a_full_plan_forces_every_option_once(layers: int) -> None:
     assert len({t for t in trials if t.format is None}) == 2 * layers
 
 
+def test_a_variant_is_forced_on_the_gemms_that_may_run_in_it() -> None:
+    names = decoder_linear_names(2)
+    formats = ("mxfp8", "nvfp4_46", "nvfp4_nearest", "nvfp4_hadamard")
+    found = options(plan_trials(names, formats, all_units(names)))
+    assert set(found) == {(n, g, f) for n in names for f in formats for g in Format(f).gemms}
+    assert set(found.values()) == {1}
+
+
 def test_what_is_skipped_is_not_forced() -> None:
     names = decoder_linear_names(2)
     skip = [(name, Gemm.FPROP) for name in names if ".0." in name] + [(names[5], gemm) for gemm in Gemm]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -93,6 +94,43 @@ def test_extrapolation_is_said() -> None:
 def test_a_format_that_was_not_measured_is_refused() -> None:
     with pytest.raises(SnipError, match="the timings of Formula 1 have no nvfp4"):
         MODEL.seconds(SHAPE, Gemm.FPROP, Format.NVFP4)
+
+
+def test_a_variant_that_was_not_measured_takes_the_time_of_its_base() -> None:
+    base, weight = Format.NVFP4, SHAPE.n * SHAPE.k / QUANTISED
+    model = TimingModel(formula_table(formats=(BF16, base)))
+    for variant in (Format.NVFP4_NEAREST, Format.NVFP4_46, Format.NVFP4_1D):
+        own = weight if variant is not Format.NVFP4_NEAREST else 0.0  # half of a call more: W is not shared
+        for g in variant.gemms:
+            expected = model.seconds(SHAPE, g, base) + (0.0 if g is Gemm.WGRAD else own)
+            assert model.seconds(SHAPE, g, variant) == pytest.approx(expected)
+        assert model.host_seconds((variant,) * 3) == model.host_seconds((base,) * 3)
+    together = model.linear_seconds(SHAPE, (Format.NVFP4_46, Format.NVFP4_NEAREST, Format.NVFP4_NEAREST))
+    assert together == pytest.approx(model.linear_seconds(SHAPE, (base,) * 3) + weight)
+    with pytest.raises(SnipError, match="have no mxfp4_nearest"):
+        model.seconds(SHAPE, Gemm.DGRAD, Format.MXFP4_NEAREST)
+
+
+def test_a_variant_that_was_measured_has_its_own_time() -> None:
+    variant = Format.NVFP4_46
+    table = formula_table(formats=(BF16, Format.NVFP4))
+    slower = dataclasses.replace(
+        table,
+        formats=(*table.formats, variant),
+        gemms={at: row | {variant: row[BF16]} for at, row in table.gemms.items()},
+        activations={
+            at: {operand: times | {variant: times[Format.NVFP4]} for operand, times in row.items()}
+            for at, row in table.activations.items()
+        },
+        weights={at: row | {variant: 3 * row[Format.NVFP4]} for at, row in table.weights.items()},
+    )
+    model = TimingModel(slower)
+    assert model.gemm_seconds(SHAPE, Gemm.FPROP, variant) == pytest.approx(model.gemm_seconds(SHAPE, Gemm.FPROP, BF16))
+    weight = SHAPE.n * SHAPE.k / QUANTISED
+    more = 4 * (gemm(SHAPE, 0, BF16) - gemm(SHAPE, 0, Format.NVFP4)) + 2 * weight
+    assert model.seconds(SHAPE, Gemm.FPROP, variant) == pytest.approx(
+        model.seconds(SHAPE, Gemm.FPROP, Format.NVFP4) + more
+    )
 
 
 def test_flops_model() -> None:

@@ -9,7 +9,7 @@ from snip_megatron.precision import Format
 from snip_megatron.timing.table import TimingTable
 
 FORMATS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.FP4)
-SPEED = {Format.BF16: 1.0, Format.FP8: 1.5, Format.FP8_TENSOR: 1.9, Format.FP4: 1.4}
+SPEED = {Format.BF16: 1.0, Format.FP8: 1.5, Format.FP8_TENSOR: 1.9, Format.FP4: 1.4, Format.NVFP4: 2.5}
 GEMM_SHARE = (1.0, 1.1, 1.3)  # fprop, dgrad, wgrad
 RATE = 3e14  # tokens·n·k a second in bf16
 QUANTISED = 1e12  # elements a second, one side

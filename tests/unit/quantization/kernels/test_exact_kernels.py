@@ -15,11 +15,12 @@ from snip_megatron.gemm.tiled_kernel import tiled_kernel
 from snip_megatron.quantization import derive_seeds, exact
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity
 from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair
+from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel, exact_kernel
 
 from .interpreter import Quantizers
 
-FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor")
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor", "nvfp4_46", "nvfp4_1d")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_tails_and_what_is_not_finite(kernels: Quantizers, fmt: str, square: boo
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8", "nvfp4_46"])
 def test_other_dtypes(kernels: Quantizers, fmt: str, dtype: torch.dtype) -> None:
     check(kernels, matrix(40, 70, dtype), fmt, "mxfp4")
 
@@ -115,6 +116,47 @@ def test_kept_weights(kernels: Quantizers, fmt: str, current: int) -> None:
     assert_same(found, old if current else exact.quantize_exact(new, fmt, fmt, square=True))
 
 
+def test_gradients_rounded_to_nearest_need_no_draws(kernels: Quantizers) -> None:
+    x = matrix(40, 70)
+    for fmt in ("nvfp4_nearest", "mxfp4_nearest"):
+        check(kernels, x, fmt, fmt, row_seed=1, col_seed=2)
+
+
+HADAMARD = ("nvfp4_hadamard", "mxfp4_hadamard", "mxfp4_hadamard_nearest")
+
+
+@pytest.mark.parametrize("fmt", HADAMARD)
+@pytest.mark.parametrize("rows", [37, 64])
+def test_transformed_sides(kernels: Quantizers, fmt: str, rows: int) -> None:
+    """The col side is transformed, with signs from the host or from memory, and has whole groups of rows."""
+    x = matrix(rows, 530)
+    rotation = Rotation(0b1011_0000_1111_0101)
+    check(kernels, x, None, fmt, col_seed=5, rotation=rotation)
+    check(kernels, x, "nvfp4", fmt, row_seed=3, col_seed=5, rotation=rotation)
+    check(kernels, x, "mxfp8", fmt)
+    on_device = Rotation(torch.tensor([rotation.signs], dtype=torch.int32))
+    found = kernels.call("quantize_exact", x, "nvfp4", fmt, col_seed=5, rotation=on_device)
+    assert_same(found, exact.quantize_exact(x, "nvfp4", fmt, col_seed=5, rotation=rotation))
+    assert found[1] is not None
+    assert found[1].values.shape == (-(-rows // 16) * 16, 530)
+
+
+@pytest.mark.parametrize("fmt", HADAMARD)
+def test_transformed_sides_of_what_is_not_finite(kernels: Quantizers, fmt: str) -> None:
+    x = matrix(40, 70, torch.float32)
+    x[3, 20], x[-4, 5] = float("nan"), float("-inf")
+    check(kernels, x, "nvfp4", fmt, rotation=Rotation(77))
+    amax = torch.tensor(7e4)
+    check(kernels, matrix(40, 70), "nvfp4", fmt, amax=amax, rotation=Rotation(77, amax * 3))
+
+
+def test_weights_are_not_transformed(kernels: Quantizers) -> None:
+    x = matrix(40, 70)
+    check(kernels, x, "nvfp4", "nvfp4_hadamard", square=True, rotation=Rotation(5))
+    row, col = exact.quantize_exact(x, "nvfp4", "nvfp4_hadamard", square=True, rotation=Rotation(5))
+    assert row is col
+
+
 def test_bad_input(kernels: Quantizers) -> None:
     with pytest.raises(SnipError, match="2-D tensor"):
         kernels.call("quantize_exact", torch.zeros(3), "nvfp4", None)
@@ -146,24 +188,58 @@ POINTERS = {
     "x_ptr": "*bf16", "row_ptr": "*i16", "col_ptr": "*i16", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
     "row_amax_ptr": "*i32", "col_amax_ptr": "*i32", "cols_ptr": "*i64", "row_key_ptr": "*i32", "col_key_ptr": "*i32",
     "current_ptr": "*i32", "amax_ptr": "*i32", "a_ptr": "*bf16", "b_ptr": "*bf16", "a_scale_ptr": "*fp32",
-    "b_scale_ptr": "*fp32", "c_ptr": "*fp32",
+    "b_scale_ptr": "*fp32", "c_ptr": "*fp32", "signs_ptr": "*i32",
 }  # fmt: skip
 
 
-def constants(bits: int, scaling: str, tile: int, part: tuple[int, int, int], *, random: bool) -> dict[str, object]:
+def constants(
+    bits: int,
+    scaling: str,
+    tile: int,
+    part: tuple[int, int, int],
+    *,
+    random: bool,
+    four: bool = False,
+    turned: bool = False,
+) -> dict[str, object]:
     sides = {f"{side}{name}": value for side in ("ROW", "COL") for name, value in (
-        ("", bits), ("_SCALING", scaling), ("_TILE", tile), ("_RANDOM", random), ("_LOADED", random),
+        ("", bits), ("_SCALING", scaling), ("_TILE", tile), ("_RANDOM", random), ("_LOADED", random), ("_FOUR", four),
     )}  # fmt: skip
-    fixed = {"SQUARE_ROW": False, "SQUARE_COL": False, "GIVEN_COLS": random, "GUARDED": False, "GPU": True}
+    fixed = {
+        "SQUARE_ROW": False,
+        "SQUARE_COL": False,
+        "TURNED": turned,
+        "TURNED_LOADED": turned,
+        "GIVEN_COLS": random,
+        "GUARDED": False,
+        "GPU": True,
+    }
     return sides | fixed | dict(zip(("R", "C", "WIDE"), part, strict=True))
 
 
 KERNELS = [
     (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 512, 4), random=False), 4, 90),
     (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 512, 4), random=True), 4, 80),
+    (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 512, 4), random=False, four=True), 4, 80),
+    (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 512, 4), random=False, turned=True), 4, 80),
+    (exact_kernel, constants(4, "e8m0", 32, (32, 256, 2), random=True, turned=True), 4, 90),
     (exact_kernel, constants(8, "e8m0", 32, (32, 256, 2), random=False), 4, 90),
     (exact_kernel, constants(8, "fp32", 128, (128, 128, 8), random=False), 8, 80),
-    (exact_amax_kernel, {"TILE": 16, "SQUARE": False, "GUARDED": True, "R": 16, "C": 512, "WIDE": 4}, 4, 90),
+    (
+        exact_amax_kernel,
+        {
+            "TILE": 16,
+            "SQUARE": False,
+            "TURNED": True,
+            "TURNED_LOADED": True,
+            "GUARDED": True,
+            "R": 16,
+            "C": 512,
+            "WIDE": 4,
+        },
+        4,
+        90,
+    ),
     (
         tiled_kernel,
         {
@@ -194,5 +270,6 @@ def test_kernels_compile(kernel: Any, values: dict[str, object], warps: int, cap
     assert f".target sm_{capability}" in compiled.asm["ptx"]
     assert ".ftz.f32" not in compiled.asm["ptx"]  # subnormal numbers must survive
     if kernel is exact_kernel and values["R"] != 128 and not values["ROW_RANDOM"]:
-        assert "convert_layout" not in compiled.asm["ttgir"]
+        # A transformed side has its numbers in another order, in the registers of the same thread.
+        assert values["TURNED"] or "convert_layout" not in compiled.asm["ttgir"]
         assert compiled.metadata.shared == 0

@@ -73,7 +73,9 @@ def test_inner_products_with_errors(interpreted: Run, formats: tuple[str, ...]) 
     assert interpreted(dots_differ, formats) < 1e-4
 
 
-@pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4",), ("mxfp4", "fp8_tensor", "fp4"), ("nvfp4",)])
+@pytest.mark.parametrize(
+    "formats", [("fp8", "fp4"), ("fp4",), ("mxfp4", "fp8_tensor", "fp4"), ("nvfp4",), ("fp8", "nvfp4_hadamard")]
+)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_sums_with_tails(interpreted: Run, formats: tuple[str, ...], stochastic: bool) -> None:
     assert interpreted(sums_differ, 200, 300, torch.bfloat16, formats, stochastic) < 1e-4

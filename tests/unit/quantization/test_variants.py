@@ -1,0 +1,153 @@
+"""Variants of nvfp4 and mxfp4, against independent quantisers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.linalg import hadamard
+
+from snip_megatron.gemm import reference
+from snip_megatron.precision import VARIANTS, Format, Gemm
+from snip_megatron.quantization import fake_quantize, quantize
+from snip_megatron.quantization.formats import SPECS, STOCHASTIC
+from snip_megatron.quantization.hadamard import Rotation, rotate
+
+from . import oracle, variants_oracle
+
+
+def matrix(rows: int, cols: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randn(rows, 1, generator=generator).mul(spread).exp()
+    return torch.randn(rows, cols, generator=generator) * sizes
+
+
+def test_variants_differ_from_their_base_in_scales_and_rounding_only() -> None:
+    for variant, of in VARIANTS.items():
+        own, base = SPECS[variant], SPECS[of.base]
+        assert (own.element, own.scaling, own.tile) == (base.element, base.scaling, base.tile)
+        assert variant.bits == of.base.bits
+        assert not (variant in STOCHASTIC and of.gemms == (Gemm.FPROP,))
+
+
+@given(st.integers(1, 40), st.integers(1, 70), st.integers(0, 999), st.sampled_from([0.3, 2.0, 6.0]))
+@settings(max_examples=25, deadline=None)
+def test_four_over_six_takes_the_better_scale_of_each_tile(rows: int, cols: int, seed: int, spread: float) -> None:
+    x = matrix(rows, cols, seed, spread)
+    found = fake_quantize(x, "nvfp4_46").numpy()
+    for span, numbers, errors in variants_oracle.four_over_six(x.numpy()):
+        tile = found[span]
+        same = [bool(np.array_equal(tile, each)) for each in numbers]
+        assert any(same)
+        # Errors are compared in steps of 2^-20 squared units of the scale: choices that are as good may differ.
+        assert min(e for e, s in zip(errors, same, strict=True) if s) <= min(errors) * (1 + 1e-3) + 1e-30
+
+
+def test_four_over_six_takes_both_and_errs_less() -> None:
+    x = matrix(64, 512)
+    choices = variants_oracle.four_over_six(x.numpy())
+    fours = np.mean([c.errors[1] < c.errors[0] for c in choices])
+    assert 0.2 < fours < 0.8
+    errors = [float((fake_quantize(x, fmt) - x).square().sum()) for fmt in ("nvfp4_46", "nvfp4")]
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_a_tile_of_the_tensors_amax_may_have_either_scale() -> None:
+    """Its scale is 256 of 448, so that 1.5 of it is an E4M3 number too."""
+    x = torch.full((1, 16), 3.0)
+    x[0, 0] = 4.0  # 4 and 3 are E2M1 numbers, 6 and 4.5 are not
+    assert torch.equal(fake_quantize(x, "nvfp4_46"), x)
+    assert not torch.equal(fake_quantize(x, "nvfp4"), x)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_four_over_six_spoils_one_tile(bad: float) -> None:
+    x = matrix(3, 48)
+    x[1, 20] = bad
+    found = fake_quantize(x, "nvfp4_46")
+    assert found.isnan().sum() == 16
+    assert found[1, 16:32].isnan().all()
+
+
+def test_zeros_stay_and_tiny_tiles_survive_as_well_as_in_nvfp4() -> None:
+    assert not fake_quantize(torch.zeros(4, 32), "nvfp4_46").any()
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16:] = 1.0, 2.0**-18
+    assert fake_quantize(x, "nvfp4_46")[0, 16:].any() or not fake_quantize(x, "nvfp4")[0, 16:].any()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_weights_of_1d_have_tiles_along_the_reduction(axis: int) -> None:
+    w = matrix(50, 70)
+    found = fake_quantize(w, "nvfp4_1d", axis=axis, block=True).numpy()
+    turned = w.numpy() if axis == 1 else np.ascontiguousarray(w.numpy().T)
+    expected = oracle.quantize_dequantize(turned, "nvfp4", "tile")
+    np.testing.assert_array_equal(found, expected if axis == 1 else expected.T)
+
+
+# -- Hadamard ------------------------------------------------------------------------------------------------------
+@given(st.integers(1, 70), st.integers(1, 9), st.integers(0, 2**16 - 1))
+@settings(max_examples=25, deadline=None)
+def test_the_transform_is_hadamards_matrix_for_each_group(rows: int, cols: int, signs: int) -> None:
+    """Whole numbers are added exactly, so that SciPy's matrix in float64 gives the same numbers."""
+    x = torch.randint(-50, 50, (rows, cols), generator=torch.Generator().manual_seed(rows)).float()
+    flips = np.array([-1.0 if signs >> i & 1 else 1.0 for i in range(16)])
+    padded = np.zeros((-(-rows // 16) * 16, cols))
+    padded[:rows] = x.numpy()
+    groups = padded.reshape(-1, 16, cols) * flips[:, None]
+    expected = np.einsum("ij,gjc->gic", hadamard(16) / 4, groups).reshape(-1, cols)
+    found = rotate(x, signs)
+    np.testing.assert_array_equal(found.numpy(), expected)
+    assert torch.equal(rotate(x, torch.tensor([signs], dtype=torch.int32)), found)
+    np.testing.assert_allclose(found.double().square().sum(0), x.double().square().sum(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [64, 37])
+def test_wgrad_of_transformed_operands(tokens: int) -> None:
+    """Both operands quantised along the tokens after the transform, by the independent quantiser."""
+    x, g = (torch.randint(-99, 99, (tokens, n), generator=torch.Generator().manual_seed(n)).float() for n in (24, 40))
+    turned = [oracle.quantize_dequantize(np.ascontiguousarray(rotate(t, 9).numpy().T), "mxfp4") for t in (g, x)]
+    expected = turned[0].astype(np.float64) @ turned[1].T.astype(np.float64)
+    rotation = (Rotation(9), Rotation(9))
+    found = reference.wgrad(g, x, "mxfp4_hadamard_nearest", rotation=rotation)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-2)
+    plain = [oracle.quantize_dequantize(np.ascontiguousarray(t.numpy().T), "mxfp4") for t in (g, x)]
+    assert not np.allclose(plain[0].astype(np.float64) @ plain[1].T, expected, rtol=1e-3)
+
+
+def test_signs_of_one_operand_alone_give_another_product() -> None:
+    x, g = matrix(64, 24, 1), matrix(64, 40, 2)
+    exact = g.double().t() @ x.double()
+    for signs, close in (((5, 5), True), ((5, 6), False)):
+        rotation = (Rotation(signs[0]), Rotation(signs[1]))
+        found = reference.wgrad(g, x, "nvfp4_hadamard", seed=1, rotation=rotation)
+        assert bool((found - exact).norm() < 0.5 * exact.norm()) is close
+
+
+def test_stochastic_rounding_stays_unbiased_under_the_transform() -> None:
+    """The mean over draws is the transformed G as far as its tiles reach: scales that round down saturate a little."""
+    x, g = matrix(64, 24, 1), matrix(64, 40, 2)
+    rotation = (Rotation(3), Rotation(3))
+    draws = torch.stack([reference.wgrad(g, x, "nvfp4_hadamard", seed=i, rotation=rotation) for i in range(300)])
+    of_g, of_x = quantize(rotate(g, 3), "nvfp4", axis=0), fake_quantize(rotate(x, 3), "nvfp4", axis=0)
+    largest = 6.0 * of_g.scale.repeat_interleave(16, 0)
+    expected = rotate(g, 3).clamp(-largest, largest).t() @ of_x
+    spread = draws.std(0) / 300**0.5
+    assert float(((draws.mean(0) - expected) / spread).abs().max()) < 5.5
+    assert float((draws[0] - expected).norm()) > 5 * float((draws.mean(0) - expected).norm())
+
+
+@pytest.mark.parametrize("base", ["nvfp4", "mxfp4"])
+def test_gradients_rounded_to_nearest(base: str) -> None:
+    """G to nearest, the other operand as in the base format; no seed is needed."""
+    g, w, x = matrix(40, 48, 1), matrix(48, 64, 2), matrix(40, 64, 3)
+    rows, cols = (oracle.quantize_dequantize(a, base) for a in (g.numpy(), np.ascontiguousarray(g.numpy().T)))
+    of_w = fake_quantize(w, base, axis=0, block=True).numpy().astype(np.float64)
+    of_x = fake_quantize(x, base, axis=0).numpy().astype(np.float64)
+    dgrad = reference.dgrad(g, w, f"{base}_nearest").numpy()
+    wgrad = reference.wgrad(g, x, f"{base}_nearest").numpy()
+    np.testing.assert_allclose(dgrad, rows.astype(np.float64) @ of_w, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(wgrad, cols.astype(np.float64) @ of_x, rtol=1e-4, atol=1e-4)
+    assert Format(f"{base}_nearest") not in STOCHASTIC
