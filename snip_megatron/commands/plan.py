@@ -15,6 +15,7 @@ from snip_megatron.records.output_file import check_folder, deliver
 
 if TYPE_CHECKING:
     from snip_megatron.planner.layout import Layout
+    from snip_megatron.planner.phases import PlannedRun
     from snip_megatron.planner.probes import Probes
     from snip_megatron.planner.rates import Links
 
@@ -65,6 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F,F",
         help="candidate formats; default: fp8,fp4 with a budget of fp4=, otherwise bf16,fp8,fp8_tensor",
     )
+    add(
+        "--schedule",
+        default="static",
+        metavar="NAME",
+        help="as --snip-schedule: static, auto or a FILE; default: static",
+    )
+    add("--train-iters", type=_count, metavar="N", help="as Megatron's: the steps of a run with --schedule")
+    add("--deploy", choices=("map", "bf16"), help="as --snip-deploy; default: map")
     add("--granularity", choices=("gemm", "layer"), default="gemm", help="as --snip-granularity; default: gemm")
     add("--stage-tolerance", default="0.02", metavar="X", help="as --snip-stage-tolerance; default: 0.02")
     add(
@@ -149,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         statistics=args.statistics,
         seed=args.seed,
     )
-    plan = make_plan(StepModel(layout, model, _links(args)), question, _probes(args))
+    plan = make_plan(StepModel(layout, model, _links(args)), question, _probes(args), _run(args, question.kind))
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
     sys.stdout.write(render(plan))
@@ -202,6 +211,25 @@ def _probes(args: argparse.Namespace) -> Probes:
         measured_twice=args.measured_twice,
         hessian_probes=args.hessian_probes,
     )
+
+
+def _run(args: argparse.Namespace, budget: str) -> PlannedRun | None:
+    """Return the run whose map changes with time; None for one map."""
+    from snip_megatron.config.schedule import load_schedule
+    from snip_megatron.planner.phases import PlannedRun
+
+    schedule = load_schedule(args.schedule, budget, prefix="--")
+    if schedule is None:
+        for name in ("train_iters", "deploy"):
+            if getattr(args, name) is not None:
+                raise SnipError(
+                    f"--{name.replace('_', '-')} {getattr(args, name)} has no effect with --schedule static: give"
+                    " --schedule auto or a file of phases, or leave it out"
+                )
+        return None
+    if args.train_iters is None:
+        raise SnipError(f"--schedule {cut(args.schedule)}: needs the length of the run: give --train-iters")
+    return PlannedRun(schedule, args.schedule, args.train_iters, args.deploy or "map")
 
 
 def _links(args: argparse.Namespace) -> Links:

@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stored("--stage-tolerance", metavar="X", help="replaces the run's tolerance; none: no constraint")
     add_stored("--pin", action="append", metavar="GLOB=FORMAT", help="replaces the run's pins; repeatable")
     add_stored("--group", action="append", metavar="GLOB", help="replaces the run's groups; repeatable")
+    add_stored("--schedule", choices=("static",), help="one map, although the run planned phases")
     add_stored("--cost", metavar="NAME", help="costs: times of a device, such as h200, or of a file; or flops")
     add(
         "--sweep",
@@ -136,7 +137,7 @@ def _problem(args: argparse.Namespace) -> tuple[Problem | PhasedProblem, Stored 
     stored = find_stored(args.problem, args.step)
     if stored is None:
         if change or is_statistics(args.problem):
-            what = "--policy and the like" if change else "statistics"
+            what = "--policy, --schedule and the like" if change else "statistics"
             raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {what} need")
         problem = read_problem(_read(args.problem), where=str(args.problem))
     elif change or not stored.path("problems").exists() or is_statistics(args.problem):
@@ -172,7 +173,7 @@ def _change(args: argparse.Namespace) -> Change:
         fields["groups"] = tuple(args.group)
     if args.stage_tolerance is not None:
         fields["stage_tolerance"] = SnipConfig(stage_tolerance=args.stage_tolerance).tolerance
-    return Change(fields, args.cost)
+    return Change(fields, args.cost, static=args.schedule == "static")
 
 
 def _other_budget(text: str, old: Budget) -> Budget:

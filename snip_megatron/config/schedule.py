@@ -13,12 +13,13 @@ from snip_megatron.phases import AUTO, Schedule
 DEPLOYED = ("map", "bf16")
 
 
-def load_schedule(schedule: str, budget: str) -> Schedule | None:
+def load_schedule(schedule: str, budget: str, prefix: str = "--snip-") -> Schedule | None:
     """Return the phases that ``--snip-schedule`` selects.
 
     Args:
         schedule: ``static``, ``auto`` or the name of a ``snip.schedule/1`` file.
         budget: the kind of the run's budget: ``fp4``, ``speedup`` or ``loss``.
+        prefix: that of the arguments, for errors.
 
     Returns:
         The phases; None for ``static``.
@@ -35,14 +36,14 @@ def load_schedule(schedule: str, budget: str) -> Schedule | None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text"
         raise SnipError(
-            f"--snip-schedule {schedule}: cannot be read ({reason}); give static, auto or a snip.schedule/1 file"
+            f"{prefix}schedule {schedule}: cannot be read ({reason}); give static, auto or a snip.schedule/1 file"
         ) from None
-    phases = Schedule.from_json(text, where=f"--snip-schedule {schedule}")
+    phases = Schedule.from_json(text, where=f"{prefix}schedule {schedule}")
     for i, phase in enumerate(phases.phases):
         if phase.floor is not None and phase.floor[0] != budget:
             raise SnipError(
-                f"--snip-schedule {schedule}: phases[{i}].budget: {phase.budget} cannot be combined with"
-                f" --snip-budget {budget}=: a phase's budget is of the same kind, fp4= or speedup="
+                f"{prefix}schedule {schedule}: phases[{i}].budget: {phase.budget} cannot be combined with"
+                f" {prefix}budget {budget}=: a phase's budget is of the same kind, fp4= or speedup="
             )
     return phases
 

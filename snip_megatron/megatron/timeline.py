@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import gemm_flops, unquantised_flops
 from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.phases import PrecisionPlan
 from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity.late import late_plan
 from snip_megatron.sensitivity.persistence import carried_weights
@@ -49,8 +49,8 @@ def timeline_of(
             raise SnipError(f"--snip-policy {config.policy} needs an end of training: give --train-iters")
         if schedule is not None and is_rank_zero():
             print(
-                f"snip: --snip-schedule {config.schedule}: the end of training is unknown without --train-iters: the"
-                " map is static",
+                f"snip: --snip-schedule {config.schedule}: the end of training is unknown without --train-iters: every"
+                " update gives one map, and the budget holds for each; give --train-iters for phases",
                 flush=True,
             )
         return None
@@ -62,10 +62,13 @@ def timeline_of(
         rates = relative_rates(learning_rate, origin, until)
         return carried_weights(origin, begins, until, rates, request.forgetting)
 
-    fixed = None
+    fixed: Callable[[int, int, int, float], PrecisionPlan] | None = None
     if config.late:
         flops, unquantised = gemm_flops(linears), sum(unquantised_flops(args).values())
-        fixed = functools.partial(late_plan, request, flops, unquantised=unquantised)
+
+        def fixed(origin: int, last: int, step: int, spent: float) -> PrecisionPlan:
+            return late_plan(request, flops, origin, last, unquantised, step=step, spent=spent)
+
     return Timeline(
         last, schedule, fixed, carried, standing=config.deployed == "map", timed=config.wanted[0] == "speedup"
     )

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.planner import memory, overhead, step_time, synthetic
+from snip_megatron.planner import memory, overhead, phases, step_time, synthetic
 from snip_megatron.planner.host import REMEDY
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, stage_memory
+from snip_megatron.planner.phases import PlannedRun, plan_phases
 from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.question import Question, pose
 from snip_megatron.planner.step_time import ALL_BF16, StepModel, StepTime
-from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, Gemm, LinearId
+from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
+from snip_megatron.precision import LINEAR_KINDS, Format
 from snip_megatron.solver import Solution, solve
-from snip_megatron.timing.shapes import Formats
 
 PLAN_SCHEMA = "snip.plan/1"
 INFEASIBLE_EXIT = 3
@@ -28,13 +28,14 @@ _SLACK = 5e-3  # of a step= budget: the solver charges quantisations that two GE
 Body = dict[str, Any]
 
 
-def make_plan(step: StepModel, question: Question, probes: Probes) -> Body:
+def make_plan(step: StepModel, question: Question, probes: Probes, run: PlannedRun | None = None) -> Body:
     """Plan one layout under one budget.
 
     Args:
         step: predicts step times of the layout.
         question: the budget.
         probes: the probes of an update.
+        run: the run whose map changes with time; None for one map.
 
     Raises:
         SnipError: the statistics are of another model, or the budget cannot be met (exit code 3; the message names
@@ -60,8 +61,9 @@ def make_plan(step: StepModel, question: Question, probes: Probes) -> Body:
         "stages": [_stage(step, stage, variants, steps, probes, candidates) for stage in range(layout.pp)],
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
         "budget": _budget(step, question, solution, variants["map"]),
+        "phases": None if run is None else plan_phases(step, question, problem, solution, run),
         "overhead": _overhead(costs, probes),
-        "assumptions": _assumptions(step, question),
+        "assumptions": _assumptions(step, question, run),
     }
 
 
@@ -70,13 +72,7 @@ def _variants(step: StepModel, solution: Solution) -> dict[str, FormatsOf]:
     found: dict[str, FormatsOf] = {"bf16": lambda block, kind: ALL_BF16}
     if Format.FP8 in step.model.formats:
         found["fp8"] = lambda block, kind: (Format.FP8,) * 3
-    precision_map = solution.to_precision_map()
-    chosen: dict[tuple[int, str], Formats] = {}
-    for block in range(step.layout.model.blocks):
-        for kind in LINEAR_KINDS:
-            fprop, dgrad, wgrad = (precision_map.format_of(str(LinearId(block, kind)), gemm) for gemm in Gemm)
-            chosen[block, kind] = (fprop, dgrad, wgrad)
-    found["map"] = lambda block, kind: chosen[block, kind]
+    found["map"] = formats_of_map(step.layout.model, solution.to_precision_map())
     return found
 
 
@@ -176,16 +172,7 @@ def _linears(time: StepTime) -> float:
 
 def _budget(step: StepModel, question: Question, solution: Solution, formats_of: FormatsOf) -> Body:
     """Describe the budget, its solution, and the equivalent ``--snip-budget``."""
-    layout = step.layout
-    counts: Counter[str] = Counter()
-    four_bit = total = 0.0
-    for block in range(layout.model.blocks):
-        for kind in LINEAR_KINDS:
-            n, k = layout.model.linears[kind]
-            for fmt in formats_of(block, kind):
-                counts[fmt.value] += 1
-                total += n * k
-                four_bit += n * k if fmt in FOUR_BIT else 0.0
+    model = step.layout.model
     fast, slow = (_linears(step.step(f)) for f in (formats_of, lambda block, kind: ALL_BF16))
     own_unit = question.kind in ("fp4", "speedup") or (question.kind == "loss" and question.statistics is not None)
     as_argument = question.text if own_unit else f"speedup={slow / fast:.4g}"
@@ -199,8 +186,8 @@ def _budget(step: StepModel, question: Question, solution: Solution, formats_of:
         "bound": solution.bound,
         "solve_seconds": solution.solve_seconds,
         "items": len(solution.choices),
-        "gemms": dict(counts),
-        "fp4_share": four_bit / total,
+        "gemms": gemm_counts(model, formats_of),
+        "fp4_share": fp4_share(model, formats_of),
         "snip_budget": as_argument,
     }
 
@@ -210,11 +197,11 @@ def _overhead(costs: overhead.Overhead, probes: Probes) -> Body:
     return dataclasses.asdict(costs) | asked
 
 
-def _assumptions(step: StepModel, question: Question) -> list[str]:
+def _assumptions(step: StepModel, question: Question, run: PlannedRun | None) -> list[str]:
     outside = [kind for kind in LINEAR_KINDS if step.model.extrapolated(step.shapes[kind])]
     found = [*step.model.assumptions, *step.rates.assumptions(step.links), *step_time.ASSUMPTIONS]
     found += step.host.assumptions()
     if outside:
         found.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")
-    found += [*memory.ASSUMPTIONS, *overhead.ASSUMPTIONS]
+    found += [*memory.ASSUMPTIONS, *overhead.ASSUMPTIONS, *(() if run is None else phases.ASSUMPTIONS)]
     return found if question.statistics is not None else [*found, *synthetic.ASSUMPTIONS]

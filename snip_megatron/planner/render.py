@@ -13,7 +13,8 @@ _GIB = 2.0**30
 
 def render(plan: Body) -> str:
     """Return the plan as tables for a terminal. The JSON has more details."""
-    sections = (_head(plan), _linears(plan), _stages(plan), _steps(plan), _budget(plan), _overhead(plan))
+    phases = [] if plan["phases"] is None else [_phases(plan["phases"])]
+    sections = (_head(plan), _linears(plan), _stages(plan), _steps(plan), _budget(plan), *phases, _overhead(plan))
     assumptions = "\n".join(["assumptions", *(f"  - {line}" for line in plan["assumptions"])])
     return "\n\n".join([*sections, assumptions]) + "\n"
 
@@ -111,6 +112,36 @@ def _budget(plan: Body) -> str:
         f" {budget['losses']}: {budget['status']} in {budget['solve_seconds']:.2f} s, Σ loss {budget['loss']:.4g}\n"
         f"  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training: --snip-budget {budget['snip_budget']}"
         f" --snip-formats {','.join(budget['formats'])}"
+    )
+
+
+def _phases(run: Body) -> str:
+    rows = [
+        [
+            str(i),
+            f"{phase['from_step']}–{phase['from_step'] + phase['steps'] - 1}",
+            str(phase["steps"]),
+            f"{phase['fp4_share']:.4f}",
+            f"{phase['seconds']:.3f}",
+            f"{run['bf16_seconds']:.3f}",
+            f"{phase['speedup']:.3f}",
+            f"{phase['saved_seconds']:.0f}",
+            f"{phase['loss']:.4g}",
+        ]
+        for i, phase in enumerate(run["phases"])
+    ]
+    head = ["phase", "steps", "count", "fp4 share", "s a step", "s bf16", "speedup", "saves s", "Σ loss"]
+    return (
+        f"phases of --schedule {run['schedule']} over {run['train_iters']} steps, deployed in"
+        f" {'the formats of the last phase' if run['deployed'] == 'map' else 'bf16'}: {run['status']} in"
+        f" {run['solve_seconds']:.2f} s,\n  Σ loss {run['loss']:.4g} (one map for the run: {run['static_loss']:.4g})\n"
+        f"{_table(head, rows)}\n"
+        f"  average over the run: fp4 share {run['average_fp4_share']:.4f}, {run['average_seconds']:.3f} s a step,"
+        f" speedup {run['average_speedup']:.3f} (of the linears {run['average_linears_speedup']:.3f}); saves"
+        f" {run['saved_seconds']:.0f} s\n"
+        f"  budget {run['asked']}: {run['achieved']:.4f} by the sums over GEMMs that the solver counts\n"
+        f"  in training: --snip-schedule {run['schedule']} --snip-deploy {run['deployed']} --train-iters"
+        f" {run['train_iters']}"
     )
 
 

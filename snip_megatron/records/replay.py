@@ -2,7 +2,8 @@
 
 For each update a run directory keeps the statistics (``stats/step_N.npz``) and the Problem that was built from them
 (``problems/step_N.json``). ``config.json`` keeps the solve request of the run. Another value of the same budget needs
-only the Problem. Any other change builds a new Problem from the statistics, as the run does.
+only the Problem. Any other change builds a new Problem from the statistics, as the run does. An update of a run with
+phases is solved over the phases that it planned, which its event ``submit`` keeps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
-from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, step_files, step_of, step_path
+from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, read_events, step_files, step_of, step_path
+from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.phased_problem import build_phased_problem
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import OptionTimes
@@ -61,6 +64,26 @@ class Stored:
         """Return the request with which the run solved its updates. Raises SnipError if it is missing or invalid."""
         return SolveRequest.from_dict(self._fact("request"), f"{self.run / CONFIG}: facts.request")
 
+    def phases(self) -> PhasedRequest | None:
+        """Return the phases that the update planned, with what had been spent; None if it solved one map.
+
+        Raises:
+            SnipError: it planned phases, and they are not recorded.
+        """
+        submitted = [
+            event["phases"]
+            for event in read_events(self.run)
+            if event["event"] == "submit" and event.get("step") == self.step and event.get("phases") is not None
+        ]
+        if submitted:  # the last one: a resumed run may have made the update again
+            return PhasedRequest.from_dict(submitted[-1], f"{self.run}: submit event of step {self.step}")
+        if self.path("problems").exists() and isinstance(self.problem(), PhasedProblem):
+            raise SnipError(
+                f"{self.run}: the update of step {self.step} planned phases, and its events.jsonl does not say which;"
+                " give --schedule static for one map, or another --step"
+            )
+        return None
+
     def times(self, cost: str, formats: tuple[str, ...]) -> OptionTimes:
         """Return the predicted times of the run's linears.
 
@@ -98,13 +121,15 @@ class Change:
     Attributes:
         fields: new values of SolveRequest's fields, such as policy, estimator, q, formats, pins.
         cost: the cost model of a ``speedup`` or ``loss`` budget; None for the times that the run used.
+        static: solve one map although the run planned phases.
     """
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cost: str | None = None
+    static: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.fields) or self.cost is not None
+        return bool(self.fields) or self.cost is not None or self.static
 
 
 def find_stored(source: Path, step: int | None) -> Stored | None:
@@ -151,8 +176,8 @@ def is_statistics(path: Path) -> bool:
     return path.is_file() and zipfile.is_zipfile(path)
 
 
-def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
-    """Build a new Problem from stored statistics.
+def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem | PhasedProblem:
+    """Build a new problem from stored statistics: over the phases that the run planned, or of one map.
 
     Args:
         stored: the update.
@@ -160,10 +185,13 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
         budget: the budget; None for the run's own.
 
     Raises:
-        SnipError: the statistics or the stored times lack what the new request needs.
+        SnipError: the statistics or the stored times lack what the new request needs, or what the run has spent is not
+            known in the unit of the new budget.
     """
     request = stored.request()
+    phases = None if change.static else stored.phases()
     budget = budget or request.budget
+    _check_unit(stored, phases, request.budget, budget)
     wanted: dict[str, Any] = {"speedup": budget.speedup, "loss": budget.loss}
     if budget.target is not None:
         wanted["target"] = budget.target
@@ -171,7 +199,7 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
     if budget.kind == "target" and "formats" not in fields:
         # bf16 is a candidate only under budgets of time or loss: under a share of FLOPs it costs nothing.
         fields["formats"] = tuple(f for f in request.formats if f != Format.BF16.value)
-    request = dataclasses.replace(request, **wanted, **fields)
+    request = dataclasses.replace(request, **wanted, **fields, phases=phases)
     if budget.kind == "target" and Format.BF16.value in request.formats:
         raise SnipError(f"--formats {cut(','.join(request.formats))}: bf16 is no candidate under fp4=: pin it instead")
     if request.timed and (request.unquantised_flops or request.unquantised_stage_flops):
@@ -187,4 +215,18 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
             )
         formats = (*request.formats, *(fmt for _, fmt in request.pins))
         request = dataclasses.replace(request, times=stored.times(change.cost, formats))
-    return build_problem(stored.table(), request)[0]
+    build = build_problem if phases is None else build_phased_problem
+    return build(stored.table(), request)[0]
+
+
+def _check_unit(stored: Stored, phases: PhasedRequest | None, own: Budget, budget: Budget) -> None:
+    """Raise SnipError if the phases' budgets, or what was spent before them, are of another kind than the budget."""
+    if phases is None or own.kind == budget.kind:
+        return
+    unit, wanted = ("speedup" if kind == "speedup" else "fp4" for kind in (own.kind, budget.kind))
+    spent = phases.spent_steps and budget.kind != "loss" and unit != wanted
+    if spent or any(floor is not None for floor in phases.budgets):
+        raise SnipError(
+            f"{stored.run}: its plan counts in {unit}=, what was spent before step {phases.begins[0]} and the phases'"
+            f" own budgets too; give --budget {unit}=X, or --schedule static for one map"
+        )

@@ -217,7 +217,7 @@ class Controller:
             self._event(step, "plan_moved", **moved.fields())
             if self._coordinator is not None:
                 print(f"snip: {moved}", flush=True)
-        fixed = self._plans.fixed_plan()
+        fixed = self._plans.fixed_plan(step)
         if fixed is not None:
             self._take_plan(step, self._channel.agree_plan(fixed if self._coordinator is not None else None))
 

@@ -93,6 +93,8 @@ class PlanKeeper:
             state.ledger = Ledger(step)
             state.plan = None
         before, state.ledger.last = state.ledger.last, None if timeline is None else timeline.last
+        if state.plan is not None and self._is_of_another_policy(state.plan, step):
+            state.plan = None
         if timeline is None or (timeline.schedule is None and timeline.fixed is None):
             state.plan = None
             return None
@@ -109,7 +111,8 @@ class PlanKeeper:
         begins = [self._begins(before), self._begins(last)]
         averages: list[float | None] = [None, None]
         if old is not None:
-            new = self._state.plan = old.moved(self.ledger.origin, last, step)
+            new = self._fixed_from(step) or old.moved(self.ledger.origin, last, step)
+            self._state.plan = new
             averages = [self.average(old, step), self.average(new, step)]
             if not self.solves:
                 begins = [tuple(phase.begin for phase in plan.phases) for plan in (old, new)]
@@ -120,12 +123,26 @@ class PlanKeeper:
         origin = self.ledger.origin
         return () if schedule is None or last <= origin else schedule.first_steps(origin, last)
 
-    def fixed_plan(self) -> PrecisionPlan | None:
-        """Return the plan of a policy that needs no statistics if the run has such a policy and no plan yet."""
+    def fixed_plan(self, step: int) -> PrecisionPlan | None:
+        """Return the plan of a policy that needs no statistics if the run has such a policy and no plan yet.
+
+        It begins at ``step``, and what has been spent before counts towards its average.
+        """
+        return None if self._state.plan is not None else self._fixed_from(step)
+
+    def _fixed_from(self, step: int) -> PrecisionPlan | None:
         timeline = self._timeline
-        if timeline is None or timeline.fixed is None or self._state.plan is not None:
+        if timeline is None or timeline.fixed is None or not self.ends_after(step):
             return None
-        return timeline.fixed(self.ledger.origin, timeline.last)
+        return timeline.fixed(self.ledger.origin, timeline.last, step, self.ledger.shares)
+
+    def _is_of_another_policy(self, plan: PrecisionPlan, step: int) -> bool:
+        """Return whether a restored plan is not of this run's policy, whose plans hold the same two maps at most."""
+        own = self._fixed_from(step)
+        if own is None:
+            return False
+        maps = {frozenset(phase.precision_map.choices.items()) for each in (own, plan) for phase in each.phases}
+        return (own.target, own.status) != (plan.target, plan.status) or len(maps) > 2
 
     # -- the plan ----------------------------------------------------------------------------------------------
     def take(self, plan: PrecisionPlan, step: int) -> None:

@@ -21,7 +21,8 @@ class Timeline:
     Attributes:
         last: the step before which training ends.
         schedule: the phases in which updates may choose different maps; None for maps that do not depend on time.
-        fixed: returns the plan of a policy that needs no statistics, for a run over [origin, last). None for other
+        fixed: returns the plan of a policy that needs no statistics. Its arguments are the first step of the run,
+            ``last``, the first step of the plan, and the Σ of the fp4 shares of the steps before it. None for other
             policies.
         carried: returns the weight of the carried loss in every phase (``sensitivity.persistence``). Its arguments are
             the first step of the run, the first steps of its remaining phases, and ``last``.
@@ -31,7 +32,7 @@ class Timeline:
 
     last: int
     schedule: Schedule | None = None
-    fixed: Callable[[int, int], PrecisionPlan] | None = None
+    fixed: Callable[[int, int, int, float], PrecisionPlan] | None = None
     carried: Callable[[int, Sequence[int], int], Sequence[float]] = even_weights
     standing: bool = True
     timed: bool = False

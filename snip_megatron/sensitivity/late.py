@@ -66,23 +66,36 @@ def late_shares(
 
 
 def late_plan(
-    request: SolveRequest, flops: Mapping[str, float], origin: int, last: int, unquantised: float = 0.0
+    request: SolveRequest,
+    flops: Mapping[str, float],
+    origin: int,
+    last: int,
+    unquantised: float = 0.0,
+    *,
+    step: int | None = None,
+    spent: float = 0.0,
 ) -> PrecisionPlan:
     """Return the plan of a run over the steps [origin, last): as many precise steps as the average share allows.
+
+    Args:
+        origin: the first step of the run. last: the step before which it ends.
+        step: the first step of the plan, if the run has begun before; None for ``origin``.
+        spent: Σ of the fp4 shares of the steps before ``step``.
 
     The other arguments and errors are those of :func:`late_shares`.
     """
     if request.policy not in LATE:
         raise ValueError(f"{request.policy} is not one of {', '.join(LATE)}")
     (early, high), (late, low) = late_shares(request, flops, unquantised)
-    steps = last - origin
-    spare = max(0.0, high - request.target)
-    precise = 0 if high <= low else min(steps, math.floor(spare / (high - low) * steps + _ROUNDING))
-    parts = [(origin, steps - precise, early, high), (last - precise, precise, late, low)]
+    begin = origin if step is None else step
+    steps, rest = last - origin, last - begin
+    spare = max(0.0, math.fsum([spent, rest * high, -request.target * steps]))
+    precise = 0 if high <= low else min(rest, math.floor(spare / (high - low) + _ROUNDING))
+    parts = [(begin, rest - precise, early, high), (last - precise, precise, late, low)]
     phases = tuple(
         PlanPhase(begin, precision_map.with_fields(target=request.target, achieved=share))
         for begin, count, precision_map, share in parts
         if count
     )
-    average = math.fsum(count * share for _, count, _, share in parts) / steps
+    average = math.fsum([spent, *(count * share for _, count, _, share in parts)]) / steps
     return PrecisionPlan(phases, last, target=request.target, achieved=average)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import split_option_id
-from snip_megatron.sensitivity.loss_divergence import FloatArray
 from snip_megatron.sensitivity.phased import PhasedRequest
-from snip_megatron.sensitivity.problem import Option, Scores, make_item, score_options
+from snip_megatron.sensitivity.problem import Scores, make_item, score_options
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.solver.items import Item
 from snip_megatron.solver.phased import Phase, PhasedChoice, PhasedItem, PhasedProblem, Spent
 from snip_megatron.statistics.table import StatisticsTable
 
@@ -29,27 +29,38 @@ def build_phased_problem(table: StatisticsTable, request: SolveRequest) -> tuple
     if phases is None:
         raise SnipError("the request names no phases")
     options, scores, forward = score_options(table, request)
-    keeps = _keeps(options, phases)
-    items = tuple(
-        _phased_item(option, request, phases, scores, forward[i], keeps[i]) for i, option in enumerate(options)
-    )
+    items = [make_item(option, request, scores[option.id]) for option in options]
+    parts = [dict(zip(request.formats, each, strict=True)) for each in forward.tolist()]
     remaining = tuple(Phase(steps, target) for steps, target in zip(phases.steps, phases.budgets, strict=True))
-    return PhasedProblem(request.budget, remaining, items, _spent(request, phases)), scores
+    phased = phased_items(items, parts, phases, request.standing_share)
+    return PhasedProblem(request.budget, remaining, phased, _spent(request, phases)), scores
+
+
+def phased_items(
+    items: Sequence[Item], forward: Sequence[Mapping[str, float]], phases: PhasedRequest, standing_share: float
+) -> tuple[PhasedItem, ...]:
+    """Return items whose losses are those of every phase.
+
+    Args:
+        items: items whose losses are those of a whole run.
+        forward: by item, format → the part of the loss that the item's fprop has; 0 for formats that are not named.
+        phases: the phases.
+        standing_share: share of an fprop's loss that a later precise phase removes at once.
+
+    Raises:
+        SnipError: a glob of ``change`` matches no item.
+    """
+    keeps = _keeps([item.id for item in items], phases)
+    each = zip(items, forward, keeps, strict=True)
+    return tuple(_phased_item(item, parts, phases, standing_share, kept) for item, parts, kept in each)
 
 
 def _phased_item(
-    option: Option,
-    request: SolveRequest,
-    phases: PhasedRequest,
-    scores: Scores,
-    forward: FloatArray,
-    keeps: tuple[int, ...],
+    item: Item, parts: Mapping[str, float], phases: PhasedRequest, standing_share: float, keeps: tuple[int, ...]
 ) -> PhasedItem:
-    item = make_item(option, request, scores[option.id])
-    parts = dict(zip(request.formats, forward.tolist(), strict=True))
     choices = []
     for choice in item.choices:
-        share = request.standing_share * parts.get(choice.format.value, 0.0)
+        share = standing_share * parts.get(choice.format.value, 0.0)
         weights = [
             share * stands + (1.0 - share) * carries
             for stands, carries in zip(phases.standing, phases.carried, strict=True)
@@ -58,16 +69,16 @@ def _phased_item(
     return PhasedItem(item.id, item.stage, item.cost, tuple(choices), item.group, item.pin, keeps)
 
 
-def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, ...]]:
+def _keeps(ids: Sequence[str], phases: PhasedRequest) -> list[tuple[int, ...]]:
     """Return the phases in which each option keeps its format: those whose ``change`` does not match it."""
-    kept: list[list[int]] = [[] for _ in options]
+    kept: list[list[int]] = [[] for _ in ids]
     for p, globs in enumerate(phases.change):
         if p == 0 or globs is None:
             continue
         matched: set[str] = set()
-        for i, option in enumerate(options):
-            linear = str(split_option_id(option.id)[0])
-            hits = {glob for glob in globs if fnmatchcase(option.id, glob) or fnmatchcase(linear, glob)}
+        for i, option in enumerate(ids):
+            linear = str(split_option_id(option)[0])
+            hits = {glob for glob in globs if fnmatchcase(option, glob) or fnmatchcase(linear, glob)}
             matched |= hits
             if not hits:
                 kept[i].append(p)
@@ -75,7 +86,7 @@ def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, 
         if idle:
             raise SnipError(
                 f"the phase that begins at step {phases.begins[p]}: change {quoted(cut(idle[0]))} matches no option;"
-                f" the first option is {options[0].id}"
+                f" the first option is {ids[0]}"
             )
     return [tuple(each) for each in kept]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
+from layouts import SHARDED
 from warm_ranks import WarmRanks
 
 from snip_megatron.records.readers import read_events, read_maps, read_metrics, read_plans
@@ -21,7 +22,7 @@ RANKS = 2
 # Updates begin before steps 1 and 11, with plans from 3 and 13 on; phases begin at 10, 15 and 18. Due decisions wait.
 SNIP = shlex.split(
     f"--snip --snip-budget fp4={BUDGET} --snip-schedule auto --snip-first-update 1 --snip-update-interval 10"
-    " --snip-lag 2 --snip-wait 240 --snip-probe-tokens 32 --use-distributed-optimizer"
+    f" --snip-lag 2 --snip-wait 240 --snip-probe-tokens 32 {SHARDED}"
 )
 
 
@@ -97,6 +98,28 @@ def test_a_resume_in_the_middle_of_a_phase_is_bitwise_equal(warm: WarmRanks, who
     }
     ends = [read_checkpoint(folder, STEPS) for folder in (whole.saved, tmp_path / "saved")]
     assert differences(*ends) == []
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
+def test_a_resume_on_another_layout_goes_on_with_the_same_plan(
+    warm: WarmRanks, whole: Whole, tmp_path: Path, layout: str
+) -> None:
+    """The plan and what was spent are the checkpoint's: the same phases begin at the same steps, with equal maps."""
+    load = ("--load", str(whole.saved), "--ckpt-step", str(SAVED), layout, "2", "--save", str(tmp_path / "saved"))
+    run = train(warm, tmp_path, "resumed", *SNIP, *load, "--save-interval", "100")
+    assert [event["step"] for event in events(run, "phase")] == [15, 18]
+    assert not events(run, "plan_moved", "out_of_reach")
+    kept = ("version", "status", "target", "phases")
+    ends = [
+        {name: event[name] for name in kept} for folder in (whole.run, run) for event in events(folder, "phase")[-1:]
+    ]
+    assert ends[0] == ends[1]
+    later, before = ({s: m for s, m in read_maps(folder).items() if s > SAVED} for folder in (run, whole.run))
+    assert later == before
+    shares = [
+        {figure["step"]: figure["fp4_fraction"] for figure in read_metrics(folder)} for folder in (whole.run, run)
+    ]
+    assert shares[1] == {step: share for step, share in shares[0].items() if step >= SAVED}
 
 
 def test_a_replay_is_bitwise_equal(warm: WarmRanks, whole: Whole, tmp_path: Path) -> None:

@@ -50,6 +50,23 @@ def test_models_on_one_gpu(model: str, capsys: pytest.CaptureFixture[str]) -> No
     assert "budget step=1.2 over bf16,fp8,fp8_tensor" in capsys.readouterr().out
 
 
+def test_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A schedule adds a table of phases, and its arguments mean nothing without one."""
+    sizes = ["plan", "--model", "1b", "--timings", "flops", "--budget", "fp4=0.9"]
+    out = tmp_path / "plan.json"
+    assert exit_code([*sizes, "--schedule", "auto", "--train-iters", "200", "--json", str(out)]) == 0
+    assert "phases of --schedule auto over 200 steps" in capsys.readouterr().out
+    assert [phase["steps"] for phase in json.loads(out.read_text())["phases"]["phases"]] == [100, 50, 30, 20]
+    assert exit_code(sizes) == 0
+    assert "phases" not in capsys.readouterr().out
+    assert exit_code([*sizes, "--schedule", "auto"]) == 2
+    assert "--schedule auto: needs the length of the run: give --train-iters" in capsys.readouterr().err
+    assert exit_code([*sizes, "--train-iters", "200"]) == 2
+    assert "--train-iters 200 has no effect with --schedule static" in capsys.readouterr().err
+    assert exit_code([*sizes, "--schedule", str(tmp_path / "none.json"), "--train-iters", "9"]) == 2
+    assert "give static, auto or a snip.schedule/1 file" in capsys.readouterr().err
+
+
 def test_cuda_graphs_and_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table with slow launches holds the step up; graphs of the layers do away with it and are captured anew."""
     body = json.loads((TIMINGS / "h200.json").read_text())

@@ -74,7 +74,8 @@ class OutOfReach:
         name = "fp4" if self.kind == "target" else self.kind
         return (
             f"after what has been spent, the budget {name}={self.wanted:g} over the run is out of reach ({self.why});"
-            f" planned for {name}={self.reachable:g} instead"
+            f" planned for {name}={self.reachable:g} instead; for more, train longer (--train-iters), pin less or let"
+            " more change in the schedule's phases"
         )
 
 

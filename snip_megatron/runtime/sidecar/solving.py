@@ -73,7 +73,11 @@ def _solve_plan(job: SolveJob) -> SidecarResult:
     timings = {"build": between - started, "solve": time.perf_counter() - between}
     rest: dict[str, Any] = {"problem_json": problem.to_json(), "scores": scores, "timings": timings}
     if solution.status == "infeasible":
-        return SidecarResult(failure=SidecarFailure("infeasible", str(solution.fault)), **rest)
+        assert job.request.phases is not None
+        begins = ", ".join(map(str, job.request.phases.begins))
+        why = f"{solution.fault} (phases 0, 1, … begin at steps {begins})"
+        hint = "lower its budget in --snip-schedule, or pin less"
+        return SidecarResult(failure=SidecarFailure("infeasible", f"{why}; {hint}"), **rest)
     return SidecarResult(plan=_plan(job, solution, scores), out_of_reach=out_of_reach, **rest)
 
 

@@ -30,6 +30,8 @@ from snip_megatron.solver.table import Ints
 Selection = tuple[int, ...]
 MOST_COMBINATIONS = 32
 """Of priced rows, a row a phase, that are all added at the start."""
+MOST_MISSED = 16
+"""Selections that are added at once where picks miss them: each time, CP-SAT begins anew."""
 _SPENT = 1e-9  # of a phase's weight: what is left counts as nothing
 
 
@@ -84,11 +86,11 @@ def solve_phased_core(
             bound = max(bound, result.bound)
             if result.pick is None or table.feasible(result.pick):
                 return replace(result, bound=bound)
-            repairs += not model.select(table.selection(result.pick), result.pick)
+            repairs += not model.select(result.pick)
     model = _Model(table, open_, hint, selections, bits=BITS, strict=True)
     strict = model.solve(limits, by_lp=by_lp)
     while strict.pick is not None and not table.feasible(strict.pick):
-        if not model.select(table.selection(strict.pick), strict.pick):
+        if not model.select(strict.pick):
             break
         strict = model.solve(limits, by_lp=by_lp)
     pick = strict.pick if strict.pick is not None and table.feasible(strict.pick) else None
@@ -196,15 +198,17 @@ class _Model:
             self.hinted = sum(m for m, chosen in zip(integers, hinted, strict=True) if chosen)
         self.model.minimize(cp_model.LinearExpr.weighted_sum(self.variables, integers))
 
-    def select(self, selection: Selection, pick: Ints) -> bool:
-        """Add the selection that these picks miss; False, and the picks forbidden, where it is there already."""
-        if selection in self.seen:
+    def select(self, pick: Ints) -> bool:
+        """Add selections that these picks miss; False, and the picks forbidden, where all are there already."""
+        fresh = [selection for selection in self.table.missed(pick, MOST_MISSED) if selection not in self.seen]
+        if not fresh:
             chosen = (pick[self.rows] == self.columns).tolist()
             self.model.add_bool_or([v.negated() for v, on in zip(self.variables, chosen, strict=True) if on])
             return False
-        self.seen.add(selection)
-        self.selections.append(selection)
-        self._add_selection(selection)
+        self.seen.update(fresh)
+        self.selections += fresh
+        for selection in fresh:
+            self._add_selection(selection)
         return True
 
     def solve(self, limits: Limits, *, by_lp: bool) -> CoreResult:

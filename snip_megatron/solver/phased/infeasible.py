@@ -29,7 +29,8 @@ def why_infeasible(table: PhasedTable, problem: PhasedProblem) -> Infeasibility:
                 reached = 1 / (1 - reached) if reached < 1 else math.inf
             shown = math.floor(min(reached, _DIGITS) * _DIGITS) / _DIGITS
             return Infeasibility(
-                f"phase {p} reaches at most {shown:.9g} (lowest stage: {lowest}), less than its own target",
+                f"phase {p} reaches at most {shown:.9g} (lowest stage: {lowest}), less than its own target of"
+                f" {problem.phases[p].target:g}",
                 lowest,
                 None,
             )

@@ -108,14 +108,26 @@ class PhasedTable:
         worth: Floats = self.values(self.savings(pick)).min(axis=1, initial=self.rows.cap)
         return worth
 
-    def selection(self, pick: Ints) -> tuple[int, ...]:
-        """The row that decides what each phase is worth, or ``CAP``."""
-        values = self.values(self.savings(pick))
-        best = values.argmin(axis=1) if values.shape[1] else np.zeros(len(self.steps), dtype=np.int64)
-        return tuple(
-            self.rows.active[j] if values.shape[1] and values[p, j] < self.rows.cap else CAP
-            for p, j in enumerate(best.tolist())
+    def missed(self, pick: Ints, most: int) -> list[tuple[int, ...]]:
+        """Selections, a row or ``CAP`` a phase, whose Σ steps · value is below the need; the lowest first.
+
+        The first one is that of the rows which decide what each phase is worth, whether it is missed or not. The others
+        differ from it in one phase.
+        """
+        weighted = []
+        for steps, values in zip(self.steps, self.values(self.savings(pick)).tolist(), strict=True):
+            rows = list(zip(values, self.rows.active, strict=True))
+            if math.isfinite(self.rows.cap):
+                rows.append((self.rows.cap, CAP))
+            weighted.append(sorted((steps * value, row) for value, row in rows))
+        lowest = tuple(rows[0][1] for rows in weighted)
+        total = math.fsum(rows[0][0] for rows in weighted)
+        others = sorted(
+            (total + value - rows[0][0], (*lowest[:p], row, *lowest[p + 1 :]))
+            for p, rows in enumerate(weighted)
+            for value, row in rows[1:]
         )
+        return [lowest, *(selection for value, selection in others[: most - 1] if value < self.need)]
 
     def average(self, worth: Floats) -> float:
         """Σ steps · worth."""

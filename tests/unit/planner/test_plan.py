@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from snip_megatron.errors import SnipError
+from snip_megatron.phases import AUTO, Schedule
+from snip_megatron.planner.phases import PlannedRun
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.question import parse_question, pose
@@ -186,3 +188,62 @@ def test_statistics_of_another_model_or_without_the_format(tmp_path: Path) -> No
         pose(question("fp4=0.5", statistics=without), model)
     with pytest.raises(SnipError, match="cannot be read"):
         pose(dataclasses.replace(question("fp4=0.5"), statistics=tmp_path / "none.npz"), model)
+
+
+def phased(budget: str, run: PlannedRun, formats: str | None = None, **fields: Any) -> dict[str, Any]:
+    return make_plan(step_model(layout(**PIPELINE)), question(budget, formats, **fields), Probes(), run)
+
+
+def test_phases_meet_the_share_on_average_and_harm_less_than_one_map() -> None:
+    run = PlannedRun(AUTO, "auto", 1000)
+    body = phased("fp4=0.8", run)
+    found = body["phases"]
+    assert [(phase["from_step"], phase["steps"]) for phase in found["phases"]] == [
+        (0, 500),
+        (500, 250),
+        (750, 150),
+        (900, 100),
+    ]
+    average = math.fsum(phase["steps"] * phase["fp4_share"] for phase in found["phases"]) / 1000
+    assert 0.8 * (1 - 1e-9) <= average < 0.81
+    assert found["average_fp4_share"] == pytest.approx(average)
+    assert found["loss"] < found["static_loss"]
+    assert found["phases"][-1]["fp4_share"] < 0.8  # the standing loss of the last phase is what is deployed
+    assert phased("fp4=0.8", PlannedRun(AUTO, "auto", 1000, "bf16"))["phases"]["phases"][-1]["fp4_share"] > 0.8
+    text = render(body)
+    assert "phases of --schedule auto over 1000 steps, deployed in the formats of the last phase" in text
+    assert "in training: --snip-schedule auto --snip-deploy map --train-iters 1000" in text
+
+
+def test_what_phases_save() -> None:
+    body = phased("speedup=1.4", PlannedRun(AUTO, "auto", 400), "bf16,fp8,fp4")
+    found, bf16 = body["phases"], body["steps"]["bf16"]["seconds"]
+    assert found["achieved"] == pytest.approx(1.4, rel=1e-2)
+    assert found["achieved"] >= 1.4 * (1 - 1e-9)
+    for phase in found["phases"]:
+        assert phase["saved_seconds"] == pytest.approx(phase["steps"] * (bf16 - phase["seconds"]))
+    assert found["saved_seconds"] == pytest.approx(400 * (bf16 - found["average_seconds"]))
+    assert found["average_speedup"] == pytest.approx(bf16 / found["average_seconds"])
+
+
+def test_one_phase_is_one_map_and_what_may_not_change_does_not() -> None:
+    one = Schedule.from_json('{"schema": "snip.schedule/1", "phases": [{"from": 0}]}')
+    whole = phased("fp4=0.6", PlannedRun(one, "one.json", 100))
+    assert whole["phases"]["loss"] == pytest.approx(whole["phases"]["static_loss"])
+    assert whole["phases"]["phases"][0]["gemms"] == whole["budget"]["gemms"]
+    globs = '{"schema": "snip.schedule/1", "phases": [{"from": 0}, {"from": 0.5, "change": ["*.0.*:fprop"]}]}'
+    found = phased("fp4=0.6", PlannedRun(Schedule.from_json(globs), "two.json", 100))
+    first, last = found["phases"]["phases"]
+    assert abs(first["gemms"]["fp4"] - last["gemms"]["fp4"]) <= 4  # the fprops of one block
+
+
+def test_phases_out_of_reach() -> None:
+    floor = Schedule.from_json(
+        '{"schema": "snip.schedule/1", "phases": [{"from": 0}, {"from": 0.9, "budget": "speedup=3.9"}]}'
+    )
+    with pytest.raises(
+        SnipError, match=r"over --schedule floor.json: infeasible: phase 1 reaches at most 2 .*; lower the budget"
+    ):
+        phased("speedup=1.1", PlannedRun(floor, "floor.json", 100), "bf16,fp8")
+    with pytest.raises(SnipError, match="--granularity layer cannot be combined with --schedule"):
+        phased("fp4=0.5", PlannedRun(AUTO, "auto", 100), granularity="layer")

@@ -14,9 +14,10 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, PrecisionMap
 from snip_megatron.records.replay import Change, Stored, find_stored, is_statistics, rebuild
 from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.sensitivity import SolveRequest, build_problem
+from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_phased_problem, build_problem
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.solver import Budget
+from snip_megatron.solver import Budget, Problem
+from snip_megatron.solver.phased import PhasedProblem
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import local_shape
 
@@ -170,3 +171,59 @@ def test_records_of_earlier_versions_and_damaged_ones(tmp_path: Path) -> None:
         stored(damaged).problem()
     body = json.loads((old / "config.json").read_text())
     assert body["facts"] == {}
+
+
+# -- runs with phases ------------------------------------------------------------------------------------------
+PHASES = PhasedRequest(
+    begins=(32, 60),
+    steps=(28, 40),
+    budgets=(None, None),
+    change=(None, ("*:fprop",)),
+    standing=(0.0, 1.0),
+    carried=(0.4, 0.3),
+    spent_steps=32,
+    spent=0.9,
+)
+
+
+def write_planned(path: Path, phases: PhasedRequest = PHASES, *, recorded: bool = True) -> Stored:
+    """One update that planned phases, as a run stores it."""
+    request = SolveRequest(target=0.5)
+    with RunDirectory(path, {}, overwrite=False, resume_step=None, facts={"request": request.as_dict()}) as run:
+        table = make_table(layers=4, stages=2, formats=("fp8", "fp4"), seed=30)
+        problem, _ = build_phased_problem(table, dataclasses.replace(request, phases=phases))
+        run.write_statistics(30, table)
+        run.write_problem(30, problem.to_json())
+        if recorded:
+            run.event(30, "submit", version=1, phases=phases.as_dict())
+    return stored(path)
+
+
+def test_an_update_of_phases_is_solved_over_its_phases(tmp_path: Path) -> None:
+    run = write_planned(tmp_path / "planned")
+    assert rebuild(run, Change(), None) == run.problem()
+    other = rebuild(run, Change({"policy": "fisher"}), Budget(0.7, 0.02))
+    assert isinstance(other, PhasedProblem)
+    assert ([phase.steps for phase in other.phases], other.budget.target) == ([28, 40], 0.7)
+    assert other.spent is not None
+    assert (other.spent.steps, other.spent.achieved) == (32, 0.9)
+    static = rebuild(run, Change(static=True), None)
+    assert isinstance(static, Problem)
+    assert static == build_problem(run.table(), run.request())[0]
+
+
+def test_what_was_spent_in_another_unit_is_refused(tmp_path: Path) -> None:
+    run = write_planned(tmp_path / "planned")
+    with pytest.raises(SnipError, match=r"counts in fp4=, what was spent before step 32 .*--schedule static"):
+        rebuild(run, Change(cost="flops"), Budget(speedup=1.2))
+    floored = write_planned(tmp_path / "floored", dataclasses.replace(PHASES, budgets=(None, 0.3)))
+    with pytest.raises(SnipError, match="counts in fp4="):
+        rebuild(floored, Change(cost="flops"), Budget(loss=1.0))
+
+
+def test_phases_that_are_not_recorded_are_refused(tmp_path: Path) -> None:
+    run = write_planned(tmp_path / "planned", recorded=False)
+    with pytest.raises(
+        SnipError, match=r"the update of step 30 planned phases, and its events.jsonl does not say which"
+    ):
+        rebuild(run, Change({"policy": "fisher"}), None)

@@ -203,7 +203,11 @@ def test_an_account_that_does_not_lead_to_the_step_starts_anew() -> None:
 # -- plans without statistics --------------------------------------------------------------------------------------
 def late(policy: str, target: float) -> Timeline:
     request = SolveRequest(policy=policy, target=target)
-    return Timeline(20, fixed=lambda origin, last: late_plan(request, FLOPS, origin, last))
+
+    def fixed(origin: int, last: int, step: int, spent: float) -> PrecisionPlan:
+        return late_plan(request, FLOPS, origin, last, step=step, spent=spent)
+
+    return Timeline(20, fixed=fixed)
 
 
 @pytest.mark.parametrize(("policy", "target", "switch"), [("late-forward", 0.95, 17), ("late-all", 0.9, 18)])
@@ -231,6 +235,31 @@ def test_a_late_policy_resumes_its_plan_and_moves_it_with_the_end() -> None:
     moved = Run(Script(), restored_from(part), timeline=longer, policy="late-all", budget="fp4=0.9")
     moved.steps(5, 40)
     assert [moved.formats[s] for s in (35, 36)] == [FP4, FP8]
+
+
+def test_a_late_policy_whose_end_moves_after_the_switch_counts_what_was_spent() -> None:
+    """18 steps in fp4 and one in fp8 of 20 are over; of 40, another three in fp8 leave 36 in fp4."""
+    part = Run(Script(), timeline=late("late-all", 0.9), policy="late-all", budget="fp4=0.9")
+    part.steps(0, 19)
+    assert part.formats[18] == FP8
+    longer = Timeline(40, fixed=late("late-all", 0.9).fixed)
+    rest = Run(Script(), restored_from(part), timeline=longer, policy="late-all", budget="fp4=0.9")
+    rest.steps(19, 40)
+    assert [rest.formats[s] for s in (19, 36, 37, 39)] == [FP4, FP4, FP8, FP8]
+    ledger = rest.controller.state.ledger
+    assert ledger is not None
+    assert ledger.average(timed=False) == pytest.approx(0.9)
+
+
+def test_a_late_policy_after_another_plan_makes_its_own() -> None:
+    """A checkpoint of a run under another budget or policy: its steps count, its plan does not."""
+    part = Run(Script(), timeline=late("late-all", 0.6), policy="late-all", budget="fp4=0.6")
+    part.steps(0, 14)
+    assert [part.formats[s] for s in (11, 12)] == [FP4, FP8]
+    rest = Run(Script(), restored_from(part), timeline=late("late-all", 0.8), policy="late-all", budget="fp4=0.8")
+    rest.steps(14, 20)
+    assert rest.script.of("plan") == [14]
+    assert [rest.formats[s] for s in (14, 17, 18, 19)] == [FP4, FP4, FP8, FP8]  # 12 and 4 of 20 in fp4
 
 
 # -- the account ---------------------------------------------------------------------------------------------------

@@ -83,6 +83,27 @@ def test_a_share_that_no_plan_reaches_is_refused_with_what_is_reachable() -> Non
         late_plan(SolveRequest(policy="late-forward", formats=("fp8",), target=0.0), FLOPS, 0, 10)
 
 
+@given(st.sampled_from(LATE), st.floats(0.0, 1.0), st.integers(2, 5000), st.data())
+def test_what_is_left_of_a_plan_is_the_plan_again(policy: str, target: float, steps: int, data: st.DataObject) -> None:
+    """A plan from any step of another plan on, with what that one has spent, ends in the same phases."""
+    request = SolveRequest(policy=policy, target=target)
+    whole = late_plan(request, FLOPS, 0, steps)
+    step = data.draw(st.integers(0, steps - 1))
+    shares = {phase.begin: fp4_fraction(phase.precision_map, FLOPS) for phase in whole.phases}
+    spent = sum(shares[whole.phases[whole.index_at(s)].begin] for s in range(step))
+    rest = late_plan(request, FLOPS, 0, steps, step=step, spent=spent)
+    assert rest.at(step).choices == whole.at(step).choices
+    assert [phase.begin for phase in rest.phases if phase.begin > step] == [
+        phase.begin for phase in whole.phases if phase.begin > step
+    ]
+
+
+def test_a_plan_that_comes_too_late_spends_all_that_is_left() -> None:
+    plan = late_plan(SolveRequest(policy="late-all", target=0.9), FLOPS, 0, 100, step=50, spent=20.0)
+    assert [(phase.begin, phase.precision_map.achieved) for phase in plan.phases] == [(50, 1.0)]
+    assert plan.achieved == pytest.approx(0.7)
+
+
 def test_fprops_that_are_all_pinned_leave_one_phase() -> None:
     request = SolveRequest(policy="late-forward", target=0.5, pins=(("*:fprop", "fp8"),))
     assert len(late_plan(request, FLOPS, 0, 10).phases) == 1

@@ -20,6 +20,7 @@ from snip_megatron.solver.phased import (
     Spent,
     solve_phased,
 )
+from snip_megatron.solver.phased.build import build_table
 
 from .oracles import FORMATS, random_problem
 from .phased_oracles import effective, exhaust, feasible, highs, random_phased, slowest, total_loss, total_time
@@ -94,6 +95,25 @@ def test_equals_highs(seed: int) -> None:
     loss, met = best
     assert met, "HiGHS' choices miss a need in float64: another seed"
     assert solution.objective == pytest.approx(loss, rel=1e-12)
+
+
+def test_selections_that_picks_miss() -> None:
+    """The rows that decide come first; the others are violated, too, and differ in one phase."""
+    table = build_table(random_phased(np.random.default_rng(6), 20, 3, 3, 4))
+    pick = table.loss.argmin(axis=1)
+    assert not table.feasible(pick)
+    values = dict(zip(table.rows.active, table.values(table.savings(pick)).T, strict=True))
+
+    def met(selection: tuple[int, ...]) -> float:
+        return sum(n * values[row][p] for p, (n, row) in enumerate(zip(table.steps, selection, strict=True)))
+
+    first, *others = table.missed(pick, 8)
+    assert met(first) == pytest.approx(table.average(table.worth(pick)))
+    assert 0 < len(others) <= 7
+    assert all(met(other) < table.need for other in others)
+    assert all(sum(a != b for a, b in zip(first, other, strict=True)) == 1 for other in others)
+    assert [met(other) for other in others] == sorted(met(other) for other in others)
+    assert table.missed(table.most_saving(), 8)[1:] == []
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -19,11 +19,11 @@ TABLE = make_table(layers=2)
 FLOPS = {row.name: row.flops for row in TABLE.linears}
 
 
-def job(target: float, spent_steps: int, spent: float) -> SolveJob:
+def job(target: float, spent_steps: int, spent: float, floor: float | None = None) -> SolveJob:
     phases = PhasedRequest(
         begins=(20, 50, 90),
         steps=(30, 40, 10),
-        budgets=(None,) * 3,
+        budgets=(None, floor, None),
         change=(None,) * 3,
         standing=(0.0, 0.0, 1.0),
         carried=(0.3, 0.3, 0.02),
@@ -71,3 +71,14 @@ def test_a_budget_that_is_out_of_reach_is_replaced_by_what_is_reachable() -> Non
     assert plan.achieved >= gone.reachable - 1e-9
     assert str(gone).startswith("after what has been spent, the budget fp4=0.95 over the run is out of reach (the high")
     assert json.loads(result.problem_json or "")["budget"]["target"] == gone.reachable
+
+
+def test_a_phase_whose_own_budget_is_out_of_reach_is_named_with_its_step() -> None:
+    failure = solve_job(job(0.5, 20, 0.5, floor=0.99), BUILD).failure
+    assert failure is not None
+    assert failure.kind == "infeasible"
+    assert failure.message.startswith("infeasible: phase 1 reaches at most 0.")
+    assert (
+        "less than its own target of 0.99 (phases 0, 1, … begin at steps 20, 50, 90); lower its budget"
+        in failure.message
+    )

@@ -1,0 +1,158 @@
+"""The phases of a run whose map changes with time: the plan that an update before its first step would make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from snip_megatron.errors import SnipError, cut
+from snip_megatron.phases import Schedule
+from snip_megatron.planner.question import Question
+from snip_megatron.planner.step_time import ALL_BF16, StepModel, StepTime
+from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
+from snip_megatron.precision import Format, Gemm, split_option_id
+from snip_megatron.sensitivity.persistence import STANDING_SHARE, carried_weights
+from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.phased_problem import phased_items
+from snip_megatron.solver import Problem, Solution
+from snip_megatron.solver.phased import Phase, PhasedProblem, PhasedSolution, solve_phased
+
+ASSUMPTIONS = (
+    "phases: one plan for the whole run from losses of one moment; the learning rate falls as half a cosine to 0, and"
+    f" {STANDING_SHARE:g} of an fprop's loss is gone as soon as the fprop is precise",
+)
+INFEASIBLE_EXIT = 3
+_SOLVE_SECONDS = 10.0
+_RATES = 1000  # samples of the learning rate
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run whose map changes with time.
+
+    Attributes:
+        schedule: its phases. name: what ``--schedule`` said.
+        steps: number of training steps.
+        deployed: ``map`` if the model is deployed in the formats of the last phase, or ``bf16``.
+    """
+
+    schedule: Schedule
+    name: str
+    steps: int
+    deployed: str = "map"
+
+
+def plan_phases(step: StepModel, question: Question, static: Problem, fixed: Solution, run: PlannedRun) -> Body:
+    """Plan the phases of a run.
+
+    Args:
+        step: predicts step times of the layout.
+        question: the budget, which is the average over the run.
+        static: the problem of one map under the same budget. fixed: its solution, for comparison.
+        run: the run.
+
+    Raises:
+        SnipError: the schedule does not fit the question, or nothing meets the budget (exit code 3).
+    """
+    if question.granularity != "gemm":
+        raise SnipError(
+            "--granularity layer cannot be combined with --schedule: phases weigh a linear's GEMMs one by one"
+        )
+    request = _request(run)
+    items = phased_items(static.items, [_forward(item.id) for item in static.items], request, STANDING_SHARE)
+    phases = tuple(Phase(n, target) for n, target in zip(request.steps, request.budgets, strict=True))
+    problem = PhasedProblem(static.budget, phases, items)
+    solution = solve_phased(problem, time_limit_s=_SOLVE_SECONDS, hint=[fixed.choices] * len(phases))
+    if solution.fault is not None:
+        raise SnipError(
+            f"--budget {cut(question.text)} over --schedule {cut(run.name)}: {solution.fault}; lower the budget, or"
+            " those of the phases",
+            exit_code=INFEASIBLE_EXIT,
+        )
+    bf16 = step.step(lambda block, kind: ALL_BF16)
+    rows = [_phase(step, bf16, *each) for each in zip(request.begins, request.steps, solution.phases, strict=True)]
+    return {
+        "schedule": run.name,
+        "train_iters": run.steps,
+        "deployed": run.deployed,
+        "asked": question.text,
+        "status": solution.status,
+        "solve_seconds": solution.solve_seconds,
+        "loss": solution.loss,
+        "bound": solution.bound,
+        "static_loss": _static_loss(problem, fixed),
+        "phases": rows,
+        **_averages(bf16, rows, solution),
+    }
+
+
+def _request(run: PlannedRun) -> PhasedRequest:
+    rest = run.schedule.remaining(0, run.steps, 0)
+    phases = [run.schedule.phases[index] for index, _, _ in rest]
+    begins = tuple(begin for _, begin, _ in rest)
+    rates = [1.0 + math.cos(math.pi * i / _RATES) for i in range(_RATES + 1)]
+    return PhasedRequest(
+        begins=begins,
+        steps=tuple(steps for _, _, steps in rest),
+        budgets=tuple(None if phase.floor is None else phase.floor[1] for phase in phases),
+        change=tuple(phase.change for phase in phases),
+        standing=(*[0.0] * (len(rest) - 1), 1.0 if run.deployed == "map" else 0.0),
+        carried=carried_weights(0, begins, run.steps, rates),
+    )
+
+
+def _forward(option: str) -> dict[str, float]:
+    """The part of an option's loss that its fprop has, by format."""
+    part = 1.0 if split_option_id(option)[1] is Gemm.FPROP else 0.0
+    return {fmt.value: part for fmt in Format}
+
+
+def _static_loss(problem: PhasedProblem, fixed: Solution) -> float:
+    """Σ loss over all phases of one map for the whole run."""
+    return math.fsum(
+        loss
+        for item in problem.items
+        for choice in item.choices
+        if choice.format is fixed.choices[item.id]
+        for loss in choice.losses
+    )
+
+
+def _phase(step: StepModel, bf16: StepTime, begin: int, steps: int, solution: Solution) -> Body:
+    model = step.layout.model
+    formats_of = formats_of_map(model, solution.to_precision_map())
+    time = step.step(formats_of)
+    return {
+        "from_step": begin,
+        "steps": steps,
+        "gemms": gemm_counts(model, formats_of),
+        "fp4_share": fp4_share(model, formats_of),
+        "seconds": time.total,
+        "speedup": bf16.total / time.total,
+        "linears_seconds": max(stage.linears for stage in time.stages),
+        "saved_seconds": steps * (bf16.total - time.total),
+        "loss": solution.loss,
+    }
+
+
+def _averages(bf16: StepTime, rows: Sequence[Body], solution: PhasedSolution) -> Body:
+    """The averages over the run: of times, those of the means."""
+    steps = sum(row["steps"] for row in rows)
+
+    def mean(name: str) -> float:
+        return float(math.fsum(row["steps"] * row[name] for row in rows) / steps)
+
+    seconds = mean("seconds")
+    return {
+        "average_fp4_share": mean("fp4_share"),
+        "average_seconds": seconds,
+        "bf16_seconds": bf16.total,
+        "average_speedup": bf16.total / seconds,
+        "average_linears_speedup": max(stage.linears for stage in bf16.stages) / mean("linears_seconds"),
+        "achieved": solution.achieved,
+        "saved_seconds": math.fsum(row["saved_seconds"] for row in rows),
+    }
