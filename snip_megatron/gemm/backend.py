@@ -10,13 +10,16 @@ the whole matrix, 0-dim FP32; it is given if the operand is a shard and the form
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from snip_megatron.errors import SnipError
 from snip_megatron.gemm import reference
 from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
+from snip_megatron.gemm.parcels import Parcel, plain_parcel
 from snip_megatron.precision import Format
 from snip_megatron.quantization.rounding import Key
 
@@ -39,6 +42,9 @@ class GemmBackend:
 
     def check_graphs(self) -> None:
         """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
+
+    def check_gathers(self, formats: Collection[Format]) -> None:
+        """Raise SnipError if :meth:`pack` does not support one of ``formats``. This base class supports all."""
 
     # -- quantisation --------------------------------------------------------------------------------------------
     def quantize_input(
@@ -80,7 +86,19 @@ class GemmBackend:
         Args:
             keys: of stochastic rounding, which the four-bit formats use.
         """
-        return self._quantize(g, (dgrad, wgrad), amax, keys=(keys.dgrad, keys.wgrad), cols=keys.cols)
+        both = (keys.dgrad, keys.wgrad)
+        return self._quantize(g, (dgrad, wgrad), amax, keys=both, cols=keys.cols, first_row=keys.first_row)
+
+    def pack(self, side: Side, format: Format, axis: int) -> Parcel:
+        """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.
+
+        Args:
+            side: the operand, as :meth:`quantize_input` or :meth:`quantize_gradient` made it. Its tokens are a multiple
+                of 128, and its amax is that of all shards.
+            format: its format.
+            axis: the dimension that its GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
+        """
+        return plain_parcel(_plain(side), axis)
 
     def _quantize(
         self,
@@ -91,14 +109,18 @@ class GemmBackend:
         weight: bool = False,
         keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
+        first_row: int = 0,
     ) -> Sides:
         """Return x as the GEMM that reduces over its columns and the one that reduces over its rows take it.
 
         Args:
             weight: quantise in blocks instead of tiles.
-            keys, cols: of stochastic rounding; the keys of both GEMMs, and the global indices of x's columns.
+            keys, cols, first_row: of stochastic rounding; the keys of both GEMMs, the global indices of x's columns,
+                and that of its first row.
         """
-        first, second = (None if f is None else Plain(x, f, k, cols, amax) for f, k in zip(formats, keys, strict=True))
+        first, second = (
+            None if f is None else Plain(x, f, k, cols, amax, first_row) for f, k in zip(formats, keys, strict=True)
+        )
         return first, second
 
     def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
@@ -108,19 +130,47 @@ class GemmBackend:
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """Return Y = Q(X)·Q(W)ᵀ [T, N] in ``dtype``."""
         x, w = _plain(x), _plain(w)
-        return reference.fprop(x.tensor, w.tensor, x.format, amax=(x.amax, w.amax), out_dtype=dtype)
+        amax = (x.amax, w.amax)
+        return reference.fprop(x.tensor, w.tensor, x.format, amax=amax, quantised=x.quantised, out_dtype=dtype)
 
     def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """Return ∂L/∂X = Q(G)·Q(W) [T, K] in ``dtype``."""
         g, w = _plain(g), _plain(w)
         return reference.dgrad(
-            g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, w.amax), out_dtype=dtype
+            g.tensor,
+            w.tensor,
+            g.format,
+            seed=g.seed,
+            offset=(g.first_row, 0),
+            cols=g.cols,
+            amax=(g.amax, w.amax),
+            quantised=g.quantised,
+            out_dtype=dtype,
         )
 
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
         """Return ∇W = Q(G)ᵀ·Q(X) [N, K] in FP32. If ``out`` is given, ∇W is added to it and ``out`` is returned."""
         g, x = _plain(g), _plain(x)
-        return reference.wgrad(g.tensor, x.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, x.amax), out=out)
+        return reference.wgrad(
+            g.tensor,
+            x.tensor,
+            g.format,
+            seed=g.seed,
+            offset=(g.first_row, 0),
+            cols=g.cols,
+            amax=(g.amax, x.amax),
+            quantised=(g.quantised, x.quantised),
+            out=out,
+        )
+
+
+def refuse_gathers(backend: str, formats: Collection[Format]) -> None:
+    """Raise SnipError if one of ``formats`` is quantised, for a backend whose operands are not gathered."""
+    if quantised := sorted(fmt.value for fmt in formats if fmt is not Format.BF16):
+        raise SnipError(
+            f"--snip-communication gather cannot be combined with {', '.join(quantised)} on the {backend} GEMMs, whose"
+            " operands are not gathered so far; use --snip-communication bf16"
+        )
 
 
 def _plain(side: Side) -> Plain:
