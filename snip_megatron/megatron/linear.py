@@ -100,7 +100,8 @@ class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: igno
         return output + self.bias, None
 
     def _packs_gradient(self, x: torch.Tensor) -> bool:
-        if not self.sequence_parallel or self.explicit_expert_comm or self.config.cpu_offloading:
+        shards = self.sequence_parallel and not self.explicit_expert_comm and self.snip.tp_group is not None
+        if not shards or self.config.cpu_offloading:
             return False
         context = self.snip.context
         trains = context.forcing is None and not context.probing and torch.is_grad_enabled()
