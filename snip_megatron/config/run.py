@@ -17,6 +17,7 @@ from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, candidates_f
 
 GRANULARITIES = ("gemm", "layer")
 EVAL_MODES = ("map", "bf16", "both")
+COMMUNICATION = ("bf16", "gather")
 FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 BUDGETS = ("fp4", "speedup", "loss")
 COSTS = ("auto", "time", "flops")
@@ -162,6 +163,12 @@ class SnipConfig:
         "library for fp8 and fp4 GEMMs on Hopper: auto uses DeepGEMM for fprop and dgrad if it is installed; deepgemm"
         " uses it for wgrad too, whose last bits then differ from those of cuBLAS",
         choices=LIBRARIES,
+    )
+    communication: str = _option(
+        "bf16",
+        "what linears gather under sequence parallelism: bf16, or shards that are quantised before (gather: X, and G"
+        " where that is less); the numbers are the same",
+        choices=COMMUNICATION,
     )
     eval: str = _option("map", "formats of validation: those of the map, bf16, or both", choices=EVAL_MODES)
     solver_time: float = _option(
@@ -314,6 +321,7 @@ class SnipConfig:
             ("granularity", self.granularity, GRANULARITIES),
             ("gemm", self.gemm, BACKENDS),
             ("gemm-library", self.gemm_library, LIBRARIES),
+            ("communication", self.communication, COMMUNICATION),
             ("eval", self.eval, EVAL_MODES),
             ("cost", self.cost, COSTS),
         ):

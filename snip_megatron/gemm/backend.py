@@ -10,15 +10,18 @@ the whole matrix, 0-dim FP32; it is given if the operand is a shard and the form
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from snip_megatron.errors import SnipError
 from snip_megatron.gemm import reference
 from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
+from snip_megatron.gemm.parcels import Parcel, plain_parcel
 from snip_megatron.precision import Format
-from snip_megatron.quantization.hadamard import Rotation
+from snip_megatron.quantization.hadamard import ROTATED, Rotation
 from snip_megatron.quantization.rounding import Key
 
 Sides = tuple[Any, Any]
@@ -40,6 +43,14 @@ class GemmBackend:
 
     def check_graphs(self) -> None:
         """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
+
+    def check_gathers(self, formats: Collection[Format]) -> None:
+        """Raise SnipError if :meth:`pack` does not support one of ``formats``. This base class transforms no shards."""
+        if turned := sorted(fmt.value for fmt in formats if fmt in ROTATED):
+            raise SnipError(
+                f"--snip-communication gather cannot be combined with {', '.join(turned)}: shards are not transformed"
+                " before they are gathered so far; use --snip-communication bf16"
+            )
 
     # -- quantisation --------------------------------------------------------------------------------------------
     def quantize_input(
@@ -93,7 +104,21 @@ class GemmBackend:
             keys: of stochastic rounding, for the formats that use it.
             rotation: as in :meth:`quantize_input`, with the same signs.
         """
-        return self._quantize(g, (dgrad, wgrad), amax, keys=(keys.dgrad, keys.wgrad), cols=keys.cols, rotation=rotation)
+        both = (keys.dgrad, keys.wgrad)
+        return self._quantize(
+            g, (dgrad, wgrad), amax, keys=both, cols=keys.cols, first_row=keys.first_row, rotation=rotation
+        )
+
+    def pack(self, side: Side, format: Format, axis: int) -> Parcel:
+        """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.
+
+        Args:
+            side: the operand, as :meth:`quantize_input` or :meth:`quantize_gradient` made it. Its tokens are a multiple
+                of 128, and its amax is that of all shards.
+            format: its format.
+            axis: the dimension that its GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
+        """
+        return plain_parcel(_plain(side), axis)
 
     def _quantize(
         self,
@@ -104,19 +129,21 @@ class GemmBackend:
         weight: bool = False,
         keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
+        first_row: int = 0,
         rotation: Rotation | None = None,
     ) -> Sides:
         """Return x as the GEMM that reduces over its columns and the one that reduces over its rows take it.
 
         Args:
             weight: quantise in blocks instead of tiles.
-            keys, cols: of stochastic rounding; the keys of both GEMMs, and the global indices of x's columns.
+            keys, cols, first_row: of stochastic rounding; the keys of both GEMMs, the global indices of x's columns,
+                and that of its first row.
             rotation: of the second operand, if its format has a Hadamard transform.
         """
         first, second = formats
         return (
-            None if first is None else Plain(x, first, keys[0], cols, amax),
-            None if second is None else Plain(x, second, keys[1], cols, amax, rotation),
+            None if first is None else Plain(x, first, keys[0], cols, amax, first_row),
+            None if second is None else Plain(x, second, keys[1], cols, amax, first_row, rotation=rotation),
         )
 
     def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
@@ -126,13 +153,22 @@ class GemmBackend:
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """Return Y = Q(X)·Q(W)ᵀ [T, N] in ``dtype``."""
         x, w = _plain(x), _plain(w)
-        return reference.fprop(x.tensor, w.tensor, x.format, amax=(x.amax, w.amax), out_dtype=dtype)
+        amax = (x.amax, w.amax)
+        return reference.fprop(x.tensor, w.tensor, x.format, amax=amax, quantised=x.quantised, out_dtype=dtype)
 
     def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """Return ∂L/∂X = Q(G)·Q(W) [T, K] in ``dtype``."""
         g, w = _plain(g), _plain(w)
         return reference.dgrad(
-            g.tensor, w.tensor, g.format, seed=g.seed, cols=g.cols, amax=(g.amax, w.amax), out_dtype=dtype
+            g.tensor,
+            w.tensor,
+            g.format,
+            seed=g.seed,
+            offset=(g.first_row, 0),
+            cols=g.cols,
+            amax=(g.amax, w.amax),
+            quantised=g.quantised,
+            out_dtype=dtype,
         )
 
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
@@ -143,10 +179,21 @@ class GemmBackend:
             x.tensor,
             g.format,
             seed=g.seed,
+            offset=(g.first_row, 0),
             cols=g.cols,
             amax=(g.amax, x.amax),
             rotation=(g.rotation, x.rotation),
+            quantised=(g.quantised, x.quantised),
             out=out,
+        )
+
+
+def refuse_gathers(backend: str, formats: Collection[Format]) -> None:
+    """Raise SnipError if one of ``formats`` is quantised, for a backend whose operands are not gathered."""
+    if quantised := sorted(fmt.value for fmt in formats if fmt is not Format.BF16):
+        raise SnipError(
+            f"--snip-communication gather cannot be combined with {', '.join(quantised)} on the {backend} GEMMs, whose"
+            " operands are not gathered so far; use --snip-communication bf16"
         )
 
 

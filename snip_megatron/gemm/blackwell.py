@@ -6,12 +6,14 @@ MXFP8 backward, bf16 in between. Formats without a GEMM there fall to the refere
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import Formats, GemmBackend, Sides
+from snip_megatron.gemm.backend import Formats, GemmBackend, Sides, refuse_gathers
 from snip_megatron.gemm.blackwell_engine import (
     COLUMN,
     ROW,
@@ -55,6 +57,10 @@ class BlackwellBackend(GemmBackend):
             " use --cuda-graph-impl none, or --snip-gemm reference"
         )
 
+    def check_gathers(self, formats: Collection[Format]) -> None:
+        """See the base class. Operands of this backend are not exchanged so far."""
+        refuse_gathers(self.name, set(formats).intersection(RUNNABLE))
+
     # -- quantisation --------------------------------------------------------------------------------------------
     def _quantize(
         self,
@@ -65,6 +71,7 @@ class BlackwellBackend(GemmBackend):
         weight: bool = False,
         keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
+        first_row: int = 0,
         rotation: Rotation | None = None,
     ) -> Sides:
         """See the base class. Both orientations of one format are made in one call, which draws with the first key."""
@@ -73,7 +80,7 @@ class BlackwellBackend(GemmBackend):
         if row is not None and row is col and row in RUNNABLE:
             both = self._native(x, row, (ROW, COLUMN), amax, weight, seeds[0])
             return both[0], both[1]
-        sides = list(super()._quantize(x, formats, amax, keys=seeds, cols=cols, rotation=rotation))
+        sides = list(super()._quantize(x, formats, amax, keys=seeds, cols=cols, first_row=first_row, rotation=rotation))
         for place, usage in enumerate((ROW, COLUMN)):
             fmt = formats[place]
             if fmt is not None and fmt in RUNNABLE:

@@ -7,12 +7,12 @@ is that of the format's own GEMM, up to the order of the FP32 additions, at near
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.backend import Formats, GemmBackend, Sides
+from snip_megatron.gemm.backend import Formats, GemmBackend, Sides, refuse_gathers
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.operands import HeldSides, Plain, Side
 from snip_megatron.precision import Format
@@ -35,6 +35,10 @@ class EmulatedBackend(GemmBackend):
         self._quantize_exact = quantize
         self._products = products
 
+    def check_gathers(self, formats: Collection[Format]) -> None:
+        """See the base class. Operands of this backend are not exchanged so far."""
+        refuse_gathers(self.name, formats)
+
     # -- quantisation --------------------------------------------------------------------------------------------
     def _quantize(
         self,
@@ -45,11 +49,12 @@ class EmulatedBackend(GemmBackend):
         weight: bool = False,
         keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
+        first_row: int = 0,
         rotation: Rotation | None = None,
     ) -> Sides:
         """See the base class. Both orientations are made in one read."""
         row, col = _quantised(formats)
-        plain = super()._quantize(x, formats, amax, keys=keys, cols=cols, rotation=rotation)
+        plain = super()._quantize(x, formats, amax, keys=keys, cols=cols, first_row=first_row, rotation=rotation)
         if row is None and col is None:
             return plain
         made = self._quantize_exact(

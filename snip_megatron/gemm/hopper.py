@@ -7,7 +7,7 @@ linears are plain library GEMMs; the other formats are left to another backend, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend, Sides
 from snip_megatron.gemm.operands import HeldSides, Plain, Side
+from snip_megatron.gemm.parcels import Fours, Parcel, operand_parcel
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import Rotation
@@ -26,7 +27,7 @@ NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
 _NOTHING = Operands(None, None)
 
 
-class Quantizers(Protocol):
+class Quantizers(Fours, Protocol):
     """The functions of ``quantization.packed`` and, as kernels, of ``quantization.kernels.quantize``."""
 
     quantize_tiles: Callable[..., Operands]
@@ -60,6 +61,7 @@ class HopperBackend(GemmBackend):
         weight: bool = False,
         keys: tuple[Key | None, Key | None] = (None, None),
         cols: Tensor | None = None,
+        first_row: int = 0,
         rotation: Rotation | None = None,
     ) -> Sides:
         """See the base class. Both orientations are made in one read if both have tiles, blocks, or a tensor scale."""
@@ -69,13 +71,26 @@ class HopperBackend(GemmBackend):
         if any(stored) and weight:
             tiled = self._products.prepared(self._quantizers.quantize_blocks(x, *stored))
         elif any(stored):
-            tiled = self._quantizers.quantize_tiles(x, *stored, row_seed=keys[0], col_seed=keys[1], cols=cols)
+            tiled = self._quantizers.quantize_tiles(
+                x, *stored, row_seed=keys[0], col_seed=keys[1], offset=(first_row, 0), cols=cols
+            )
         if any(scaled):
             whole = self._quantizers.quantize_tensor(x, row=scaled[0], col=scaled[1], amax=amax)
         rest = self._others._quantize(
-            x, _of_others(formats), amax, weight=weight, keys=keys, cols=cols, rotation=rotation
+            x, _of_others(formats), amax, weight=weight, keys=keys, cols=cols, first_row=first_row, rotation=rotation
         )
         return tiled.row or whole.row or rest[0], tiled.col or whole.col or rest[1]
+
+    def check_gathers(self, formats: Collection[Format]) -> None:
+        """See the base class."""
+        if others := set(formats) - NATIVE:
+            self._others.check_gathers(others)
+
+    def pack(self, side: Side, format: Format, axis: int) -> Parcel:
+        """See the base class. Bytes and scales travel as the GEMMs take them, fp4 two elements to a byte."""
+        if isinstance(side, Operand):
+            return operand_parcel(side, format, axis, self._quantizers)
+        return self._others.pack(side, format, axis)
 
     def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
         """See the base class."""

@@ -24,11 +24,13 @@ class GradientKeys:
         dgrad, wgrad: of the two GEMMs that read G: 64-bit seeds, or key words on the device; None: neither rounds
             stochastically.
         cols: integer [N local], global indices of G's columns.
+        first_row: index of G's first row among the rows of the GEMM, if G is a token shard.
     """
 
     dgrad: Key | None
     wgrad: Key | None
     cols: Tensor
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Plain:
         format: of the GEMM.
         seed, cols: key of stochastic rounding, for G only.
         amax: max|x| of the whole matrix where ``tensor`` is a shard of it (0-dim FP32); None: that of ``tensor``.
+        first_row: index of the first row for stochastic rounding.
+        quantised: whether ``tensor`` holds quantised numbers in FP32, which the GEMM takes as they are.
         rotation: how a wgrad in a format with a Hadamard transform transforms it.
     """
 
@@ -48,6 +52,8 @@ class Plain:
     seed: Key | None = None
     cols: Tensor | None = None
     amax: Tensor | None = None
+    first_row: int = 0
+    quantised: bool = False
     rotation: Rotation | None = None
 
 

@@ -30,6 +30,7 @@ def fprop(
     fmt: Format | str,
     *,
     amax: Amaxes = (None, None),
+    quantised: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute Y = Q(X)·Q(W)ᵀ [T, N].
@@ -39,6 +40,7 @@ def fprop(
         w: fp32, bf16 or fp16 [N, K].
         fmt: the format. bf16 means a plain product in the operands' dtype, without quantisation.
         amax: see :data:`Amaxes`, for (x, w).
+        quantised: whether ``x`` is Q(X) in FP32 already.
         out_dtype: dtype of the result; default that of ``x``.
 
     Raises:
@@ -46,7 +48,8 @@ def fprop(
     """
     if fmt == Format.BF16:
         return (x @ w.t()).to(out_dtype or x.dtype)
-    left, right = fake_quantize(x, fmt, tensor_amax=amax[0]), fake_quantize(w, fmt, block=True, tensor_amax=amax[1])
+    left = x if quantised else fake_quantize(x, fmt, tensor_amax=amax[0])
+    right = fake_quantize(w, fmt, block=True, tensor_amax=amax[1])
     return (left @ right.t()).to(out_dtype or x.dtype)
 
 
@@ -60,6 +63,7 @@ def dgrad(
     rows: Tensor | None = None,
     cols: Tensor | None = None,
     amax: Amaxes = (None, None),
+    quantised: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute D = Q(G)·Q(W) [T, K] for G [T, N], in tiles along N, and W [N, K].
@@ -71,13 +75,16 @@ def dgrad(
         seed: key of stochastic rounding. The formats that use it require it.
         offset, rows, cols: global positions of G's elements. See :func:`snip_megatron.quantization.fake_quantize`.
         amax: see :data:`Amaxes`, for (g, w).
+        quantised: whether ``g`` is Q(G) in FP32 already.
         out_dtype: dtype of the result; default that of ``g``.
     """
     if fmt == Format.BF16:
         return (g @ w).to(out_dtype or g.dtype)
-    draws = _gradient_rounding(fmt, seed, offset, rows, cols)
+    if quantised:
+        left = g
+    else:
+        left = fake_quantize(g, fmt, tensor_amax=amax[0], **gradient_rounding(fmt, seed, offset, rows, cols))
     # axis=0 (along N, the reduction) applies to formats whose weights have no square blocks.
-    left = fake_quantize(g, fmt, tensor_amax=amax[0], **draws)
     return (left @ fake_quantize(w, fmt, axis=0, block=True, tensor_amax=amax[1])).to(out_dtype or g.dtype)
 
 
@@ -92,6 +99,7 @@ def wgrad(
     cols: Tensor | None = None,
     amax: Amaxes = (None, None),
     rotation: Rotations = (None, None),
+    quantised: tuple[bool, bool] = (False, False),
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute ∇W = Q(G)ᵀ·Q(X), FP32 [N, K], with both operands in tiles along T.
@@ -103,22 +111,30 @@ def wgrad(
         seed, offset, rows, cols: as in :func:`dgrad`.
         amax: see :data:`Amaxes`, for (g, x).
         rotation: see :data:`Rotations`, for (g, x).
+        quantised: whether ``g`` and ``x`` are Q(G) and Q(X) in FP32 already.
         out: FP32 [N, K] (``main_grad``) to accumulate into, which is then returned.
     """
     if fmt == Format.BF16:
         # Products of bf16 numbers are exact in FP32. Accumulating in bf16 would lose most of a small gradient.
         left, right = g.to(torch.float32), x.to(torch.float32)
     else:
-        draws = _gradient_rounding(fmt, seed, offset, rows, cols)
-        g, of_g = wgrad_operand(g, fmt, rotation[0], amax[0])
-        x, of_x = wgrad_operand(x, fmt, rotation[1], amax[1])
-        left = fake_quantize(g, fmt, axis=0, tensor_amax=of_g, **draws)
-        right = fake_quantize(x, fmt, axis=0, tensor_amax=of_x)
+        left, right = g, x
+        if not quantised[0]:
+            draws = gradient_rounding(fmt, seed, offset, rows, cols)
+            g, of_g = wgrad_operand(g, fmt, rotation[0], amax[0])
+            left = fake_quantize(g, fmt, axis=0, tensor_amax=of_g, **draws)
+        if not quantised[1]:
+            x, of_x = wgrad_operand(x, fmt, rotation[1], amax[1])
+            right = fake_quantize(x, fmt, axis=0, tensor_amax=of_x)
     return left.t() @ right if out is None else out.addmm_(left.t(), right)
 
 
-def _gradient_rounding(
-    fmt: Format | str, seed: Key | None, offset: tuple[int, int], rows: Tensor | None, cols: Tensor | None
+def gradient_rounding(
+    fmt: Format | str,
+    seed: Key | None,
+    offset: tuple[int, int] = (0, 0),
+    rows: Tensor | None = None,
+    cols: Tensor | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of ``fake_quantize`` for G: stochastic rounding in formats that want it, else to nearest."""
     if resolve(fmt) not in STOCHASTIC:

@@ -3,7 +3,8 @@
 fp8_tensor and nvfp4 have one scale for the whole tensor. If each rank computed it from its shard, the scale would
 depend on the tensor parallel layout. The ranks that share a matrix therefore use the maximum of their amaxes, which
 costs one all-reduce of four bytes per matrix. Tensor parallel size 1 and formats with tile scales need no
-communication. Under sequence parallelism the gathered tensor is quantised. Data and context parallel ranks do not take
+communication. Under sequence parallelism the gathered tensor is quantised, or shards by the amax of the gathered tensor
+(:func:`gathered_amaxes`). Data and context parallel ranks do not take
 part: the microbatch of a rank is a tensor of its own.
 """
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import SPECS, Scaling
 from snip_megatron.quantization.hadamard import ROTATED, Rotation, Signs, rotate
+from snip_megatron.quantization.reference import tile_amax
 
 _SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
 
@@ -53,7 +55,37 @@ def shared_amax(
     """
     if group is None or not any(fmt in WHOLE_TENSOR for fmt in formats):
         return None
-    return _largest(x, group)
+    return _shared(x, group)
+
+
+def gathered_amaxes(
+    shard: torch.Tensor, formats: tuple[Format | None, Format | None], group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the amaxes by which the gathered matrix is quantised, for shards of tokens that are quantised before.
+
+    nvfp4 scales by the largest finite tile, and the tiles of the two GEMMs differ. The two results are therefore equal
+    unless a shard holds a NaN or Inf. If a result is needed, this is a collective of ``group``.
+
+    Args:
+        shard: this rank's tokens [T, cols]. T is not zero.
+        formats: formats for the GEMM that reduces over columns and for the one that reduces over tokens.
+        group: the tensor parallel group; None for a single shard.
+
+    Returns:
+        For each GEMM FP32 and 0-dim, or None if its format has no scale for the whole tensor. Equal formats that do
+        not ignore anything get one tensor.
+    """
+    wanted = [fmt for fmt in formats if fmt in WHOLE_TENSOR]
+    if not wanted:
+        return None, None
+    own = [_amax_of(shard, fmt, axis) for fmt, axis in zip(formats, (1, 0), strict=True)]
+    known = [amax for amax in own if amax is not None]
+    if wanted == [Format.FP8_TENSOR] * 2:
+        (both,) = _largest(known[0].view(1), group).unbind()
+        return both, both
+    found = iter(_largest(torch.stack(known), group).unbind())
+    row, col = (None if amax is None else next(found) for amax in own)
+    return row, col
 
 
 def shared_rotation(x: torch.Tensor, fmt: Format, signs: Signs, group: dist.ProcessGroup | None) -> Rotation:
@@ -71,14 +103,37 @@ def shared_rotation(x: torch.Tensor, fmt: Format, signs: Signs, group: dist.Proc
         signs = 0
     if group is None or fmt not in ROTATED_TENSOR:
         return Rotation(signs)
-    return Rotation(signs, _largest(rotate(x, signs), group))
+    return Rotation(signs, _shared(rotate(x, signs), group))
 
 
-def _largest(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _shared(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _largest(_amax(x).view(1), group).view(())
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    """Return max|x|, FP32 and 0-dim, NaN if x holds a NaN."""
     x = x.detach()
     amax = torch.linalg.vector_norm(x, float("inf")) if x.numel() else x.new_zeros(())
-    # The maximum is taken over the bits as integers. FP32 magnitudes have the order of their bits, with NaN above all
-    # numbers; a maximum over floats may drop a NaN.
-    bits = amax.to(torch.float32).view(1).view(torch.int32).bitwise_and_(_MAGNITUDE)
-    dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
-    return bits.view(torch.float32).view(())
+    return amax.to(torch.float32)
+
+
+def _amax_of(x: torch.Tensor, fmt: Format | None, axis: int) -> torch.Tensor | None:
+    if fmt not in WHOLE_TENSOR:
+        return None
+    spec = SPECS[fmt]
+    if spec.scaling is Scaling.FP32_TENSOR:
+        return _amax(x)
+    tiles = tile_amax(x, spec.tile_shape(axis, block=False))
+    return torch.where(tiles.isfinite(), tiles, 0.0).amax()
+
+
+def _largest(amaxes: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the maxima over the ranks of ``group`` of FP32 magnitudes [n].
+
+    The maximum is taken over the bits as integers. FP32 magnitudes have the order of their bits, with NaN above all
+    numbers; a maximum over floats may drop a NaN.
+    """
+    bits = amaxes.view(torch.int32).bitwise_and(_MAGNITUDE)
+    if group is not None:
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float32)

@@ -7,16 +7,27 @@ the input gradient, overlapped with wgrad, and the accumulation into ``main_grad
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import GradientKeys, Plain, Side, disassemble
+from snip_megatron.gemm.backend import GemmBackend, Sides
+from snip_megatron.gemm.operands import GradientKeys, Side, disassemble
+from snip_megatron.gemm.parcels import Parcel, disassemble_parcel
+from snip_megatron.layers.amax import gathered_amaxes
 from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHandle
+from snip_megatron.layers.exchange import (
+    Gather,
+    gather_tokens,
+    has_whole_tiles,
+    plain_shard,
+    quantised_by,
+    start_gather,
+    start_reduce_scatter,
+)
 from snip_megatron.layers.forcing import nudged, output_error, report_error
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import derive_seeds
@@ -36,7 +47,9 @@ class LinearCall:
         sequence_parallel: whether the input is this rank's token shard. It is then gathered, and its gradient is
             reduce-scattered.
         allreduce_dgrad: whether the input is replicated. Its gradient is then all-reduced.
-        tp_group: the tensor parallel group. Both of the above need it.
+        scatters: whether the output is reduce-scattered, so that the output gradient is this rank's token shard. It is
+            then quantised and gathered.
+        tp_group: the tensor parallel group. All of the above need it.
         has_backward: whether a backward may follow. X is quantised for wgrad only then.
         forced: what a measuring pass requests; None during training and in probes.
     """
@@ -48,6 +61,7 @@ class LinearCall:
     tp_group: dist.ProcessGroup | None
     has_backward: bool = True
     forced: Forced | None = None
+    scatters: bool = False
 
     @property
     def formats(self) -> tuple[Format, Format, Format]:
@@ -61,13 +75,17 @@ class LinearCall:
         """Whether the pass uses the formats of the map in force. Only such passes may be captured in CUDA graphs."""
         return self.forced is None and not self.handle.context.probing
 
+    def packs(self, x: torch.Tensor) -> bool:
+        """Whether the token shard x [s/tp, b, K] is quantised before it is gathered."""
+        tokens = math.prod(x.shape[:-1])
+        return self.sequence_parallel and self.trains and self.handle.context.packs and has_whole_tiles(tokens)
+
 
 class QuantizedLinear(torch.autograd.Function):
     """Compute Y = X·Wᵀ (+ bias) with X [s(/tp), b, K], W [N, K] and Y [s, b, N] in X's dtype.
 
     X is saved for the backward as the operand of wgrad. Quantised to 8 bits, it takes half the bytes of bf16. Under
-    sequence parallelism the token shard is saved unquantised: wgrad's tiles run along tokens, and the tiles of the
-    gathered X differ from those of the shard.
+    sequence parallelism the token shard is saved: as it is, or quantised (``--snip-communication gather``).
     """
 
     @staticmethod
@@ -83,20 +101,31 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.recorder = handle.recorder if handle.context.probing else None
         handle.to(weight.device)
         fprop, dgrad, wgrad = ctx.formats
-        total = _gather(x, call.tp_group) if call.sequence_parallel else x
-        kept_format = wgrad if call.has_backward and not call.sequence_parallel else None
-        amax = handle.shared_amax("x", x, (fprop, kept_format))
-        rotation = _rotation(call, "x", _matrix(total), kept_format)
-        x_side, kept = backend.quantize_input(_matrix(total), fprop, kept_format, amax=amax, rotation=rotation)
+        total, kept = x, None
+        if call.packs(x):
+            x_side, kept = _exchanged_input(call, _matrix(x).contiguous())
+        elif call.sequence_parallel:
+            total = gather_tokens(x, call.tp_group)
+            x_side, _ = backend.quantize_input(_matrix(total), fprop, None)
+            kept = plain_shard(x, backend, wgrad, _rotation(call, "x", _matrix(x), wgrad))
+        else:
+            kept_format = wgrad if call.has_backward else None
+            amax = handle.shared_amax("x", x, (fprop, kept_format))
+            rotation = _rotation(call, "x", _matrix(x), kept_format)
+            x_side, kept = backend.quantize_input(_matrix(x), fprop, kept_format, amax=amax, rotation=rotation)
         w_side, _ = _weight(call, weight, fprop, dgrad, refresh=True)
-        tensors, ctx.assemble = disassemble(Plain(x, wgrad) if kept is None else kept)
-        ctx.save_for_backward(*tensors)
+        if kept is not None:
+            tensors, ctx.assemble = disassemble_parcel(kept) if isinstance(kept, Parcel) else disassemble(kept)
+            ctx.save_for_backward(*tensors)
         y = backend.fprop(x_side, w_side, dtype=x.dtype)
         if call.forced is not None:
             y = nudged(call.forced, Gemm.FPROP, _matrix(total), weight.t(), y)
             if call.has_backward:
                 ctx.error = output_error(call.forced, handle, backend, _matrix(total), weight, y)
-        y = y.view(*total.shape[:-1], weight.shape[0])
+        if call.scatters:
+            y, reduction = start_reduce_scatter(y, call.tp_group)
+            reduction.wait()
+        y = y.view(-1 if y.numel() else 0, *x.shape[1:-1], weight.shape[0])
         return y if bias is None else y + bias
 
     @staticmethod
@@ -105,40 +134,79 @@ class QuantizedLinear(torch.autograd.Function):
         call: LinearCall = ctx.call
         handle, backend, weight = call.handle, call.backend, ctx.weight
         fprop, dgrad, wgrad = ctx.formats
-        kept, gather = ctx.assemble(*ctx.saved_tensors), None
+        kept, x_gather, g_gather = ctx.assemble(*ctx.saved_tensors), None, None
         g = _matrix(grad_outputs[0]).contiguous()
         # These collectives come before the gather: those of one group run in order, so that quantising G would
         # otherwise wait for the whole gather.
-        amax = handle.shared_amax("g", g, (dgrad, wgrad))
-        rotation = _rotation(call, "g", g, wgrad)
-        if call.sequence_parallel:
-            gathered, gather = _gather_async(kept.tensor, call.tp_group)
-        keys = _keys(call, dgrad, wgrad)
-        g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, keys, amax=amax, rotation=rotation)
+        amax = None if call.scatters else handle.shared_amax("g", g, (dgrad, wgrad))
+        rotation = None if call.scatters else _rotation(call, "g", g, wgrad)
+        if isinstance(kept, Parcel):
+            x_gather = start_gather(kept, call.tp_group)
+        if call.scatters:
+            g_row, g_gather = _exchanged_gradient(call, g, dgrad, wgrad)
+        else:
+            keys = _keys(call, dgrad, wgrad)
+            g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, keys, amax=amax, rotation=rotation)
         handle.backwards += 1
         _, w_side = _weight(call, weight, fprop, dgrad, refresh=False)
         d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
         if call.forced is not None:
             d_local = nudged(call.forced, Gemm.DGRAD, g, weight, d_local)
             report_error(call.forced, g, ctx.error)
-        if gather is not None:
-            gather.wait()
+        for gather in (x_gather, g_gather):
+            if gather is not None:
+                gather.wait()
 
         # A recorder reads the unreduced input gradient as well. The all-reduce works in place, so it gets a copy.
         copied = ctx.recorder is not None and call.allreduce_dgrad
-        d, reduction = _reduce_async(d_local.clone() if copied else d_local, ctx.x_shape, call)
-        if call.sequence_parallel:
-            of_x = _rotation(call, "x", _matrix(gathered), wgrad)
-            _, kept = backend.quantize_input(_matrix(gathered), None, wgrad, rotation=of_x)
-        grad_weight = _accumulate(backend, weight, g_col, kept)
+        d, reduction = _reduce_async(d_local.clone() if copied else d_local, call)
+        x_col: Any = kept if x_gather is None else x_gather.opened()
+        grad_weight = _accumulate(backend, weight, g_col if g_gather is None else g_gather.opened(), x_col)
         grad_bias = g.sum(dim=0) if ctx.has_bias else None
         if reduction is not None:
             reduction.wait()
         if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
             with torch.no_grad():
                 whole = _expert_gradient(handle, d) if handle.expert is not None else d
-                ctx.recorder.on_backward(kept.tensor, weight.detach(), g, d_local, whole.reshape(-1, d.shape[-1]))
+                ctx.recorder.on_backward(x_col.tensor, weight.detach(), g, d_local, whole.reshape(-1, d.shape[-1]))
         return d.view(ctx.x_shape), grad_weight, grad_bias, None
+
+
+def _exchanged_input(call: LinearCall, x: torch.Tensor) -> tuple[Side, Parcel | None]:
+    """Quantise a shard of X [T/tp, K] and gather it for fprop.
+
+    Returns:
+        X as fprop takes it, and the shard as wgrad will gather it, or None if there is no backward.
+    """
+    backend, (fprop, _, wgrad) = call.backend, call.formats
+    formats = (fprop, wgrad if call.has_backward else None)
+    row, col = quantised_by(backend.quantize_input, x, formats, gathered_amaxes(x, formats, call.tp_group))
+    gather = start_gather(backend.pack(row, fprop, 1), call.tp_group)
+    kept = None if col is None else backend.pack(col, wgrad, 0)
+    gather.wait()
+    return gather.opened(), kept
+
+
+def _exchanged_gradient(call: LinearCall, g: torch.Tensor, dgrad: Format, wgrad: Format) -> tuple[Side, Gather]:
+    """Quantise a shard of G [T/tp, N] and gather it. Returns G as dgrad takes it, and the gather for wgrad."""
+    backend, group = call.backend, call.tp_group
+    keys = replace(_keys(call, dgrad, wgrad), first_row=call.handle.tp_rank * g.shape[0])
+    quantise = partial(_quantize_gradient, backend, keys)
+    row, col = quantised_by(quantise, g, (dgrad, wgrad), gathered_amaxes(g, (dgrad, wgrad), group))
+    first, second = start_gather(backend.pack(row, dgrad, 1), group), start_gather(backend.pack(col, wgrad, 0), group)
+    first.wait()
+    return first.opened(), second
+
+
+def _quantize_gradient(
+    backend: GemmBackend,
+    keys: GradientKeys,
+    g: torch.Tensor,
+    dgrad: Format | None,
+    wgrad: Format | None,
+    amax: torch.Tensor | None,
+) -> Sides:
+    return backend.quantize_gradient(g, dgrad, wgrad, keys, amax=amax)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
@@ -204,24 +272,10 @@ def _accumulate(backend: GemmBackend, weight: torch.Tensor, g: Side, x: Side) ->
     return make(weight)
 
 
-def _gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    gathered, handle = _gather_async(x, group)
-    handle.wait()
-    return gathered
-
-
-def _gather_async(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
-    """Start the all-gather of the token shards x [s/tp, b, K] along dimension 0. Returns the result and its work."""
-    size = dist.get_world_size(group)
-    out = torch.empty((x.shape[0] * size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    return out, dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True)
-
-
-def _reduce_async(d: torch.Tensor, x_shape: torch.Size, call: LinearCall) -> tuple[torch.Tensor, Any]:
+def _reduce_async(d: torch.Tensor, call: LinearCall) -> tuple[torch.Tensor, Any]:
     """Start the reduction of d [T, K], the input gradient, over tensor parallel ranks. Returns result and work."""
     if call.sequence_parallel:
-        shard = torch.empty((math.prod(x_shape[:-1]), x_shape[-1]), dtype=d.dtype, device=d.device)
-        return shard, dist.reduce_scatter_tensor(shard, d, group=call.tp_group, async_op=True)
+        return start_reduce_scatter(d, call.tp_group)
     if call.allreduce_dgrad:
         return d, dist.all_reduce(d, group=call.tp_group, async_op=True)
     return d, None

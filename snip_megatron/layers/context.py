@@ -76,6 +76,7 @@ class StepContext:
             microbatch; None otherwise. During a measuring pass no linear runs Megatron's own code, so that every wgrad
             accumulates in FP32.
         bf16_eval: whether forwards without gradients run in bf16 under any map.
+        packs: whether shards of tokens are quantised before they are gathered (``--snip-communication gather``).
     """
 
     step: int = 0
@@ -88,6 +89,7 @@ class StepContext:
     probing: bool = False
     forcing: Callable[[LinearHandle], Forced] | None = None
     bf16_eval: bool = False
+    packs: bool = False
 
 
 @dataclass

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from snip_megatron.gemm.operands import GradientKeys
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import ALL_BF16, LinearHandle
 from snip_megatron.layers.device_step import DeviceStep
+from snip_megatron.layers.exchange import packs_gradient
 from snip_megatron.precision import Format
 
 Formats = tuple[Format, Format, Format]
@@ -33,7 +35,7 @@ class StandIn:
         handle: handle with a weight and a gradient of its own, both zero.
         x: X [tokens, K local], zero.
         g: G [tokens, N local], zero.
-        whole_x: whether X is saved unquantised and gathered in the backward, as under sequence parallelism.
+        whole_x: whether shards of X are gathered, as under sequence parallelism.
     """
 
     handle: LinearHandle
@@ -87,7 +89,28 @@ def rehearse_gemms(linear: StandIn, formats: Iterable[Formats]) -> None:
         if linear.whole_x:
             rotation = handle.rotation("x", linear.x, chosen[2], on_device=True)
             backend.quantize_input(linear.x, None, chosen[2], rotation=rotation)
+        _rehearse_gathers(linear)
     handle.formats = ALL_BF16
+
+
+def _rehearse_gathers(linear: StandIn) -> None:
+    """Quantise, pack and open shards of the operands that the linear gathers (``--snip-communication gather``)."""
+    handle, backend = linear.handle, linear.handle.context.backend
+    fprop, dgrad, wgrad = handle.formats
+    if not handle.context.packs or handle.expert is not None:
+        return
+    if linear.whole_x:
+        shard = linear.x[: len(linear.x) // handle.tp_size]
+        formats, sides = (fprop, wgrad), backend.quantize_input(shard, fprop, wgrad)
+    elif handle.parallel == "row" and packs_gradient(handle, linear.x):
+        shard = linear.g[: len(linear.g) // handle.tp_size]
+        keys = GradientKeys(0, 0, handle.out_features, first_row=len(shard))
+        formats, sides = (dgrad, wgrad), backend.quantize_gradient(shard, dgrad, wgrad, keys)
+    else:
+        return
+    for side, fmt, axis in zip(sides, formats, (1, 0), strict=True):
+        parcel = backend.pack(side, fmt, axis)
+        parcel.opened(tuple(torch.stack([t] * handle.tp_size) for t in parcel.tensors))
 
 
 def covering(options: tuple[Sequence[Format], Sequence[Format], Sequence[Format]], *, alike: bool) -> list[Formats]:

@@ -21,6 +21,7 @@ from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, linear_kinds
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision import Format, LinearId, PrecisionMap
+from snip_megatron.runtime.coordinator import replay_schedule
 from snip_megatron.sensitivity.policies import FIXED
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,10 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     selection = select_backend(
         config.gemm, formats_in_use(config), tensor_parallel=tensor_parallel, library=config.gemm_library
     )
-    context = StepContext(seed=config.seed, backend=selection.backend)
+    packs = config.communication == "gather"
+    if packs:
+        selection.backend.check_gathers(formats_of_maps(config))
+    context = StepContext(seed=config.seed, backend=selection.backend, packs=packs)
     experts = ExpertLayers.of(model_config)
     names = decoder_linear_names(model_config.num_layers, experts)
     registry = LinearRegistry(names, context, (1, 1) if experts is None else experts.mixture)
@@ -82,6 +86,17 @@ def formats_in_use(config: SnipConfig) -> frozenset[Format] | None:
         text = Path(config.map).read_text(encoding="utf-8")
         return frozenset(PrecisionMap.from_json(text, where=config.map).choices.values())
     return frozenset(map(Format, (*config.formats, *(fmt for _, fmt in config.pins))))
+
+
+def formats_of_maps(config: SnipConfig) -> frozenset[Format]:
+    """Return :func:`formats_in_use`; those of the replayed maps under ``--snip-replay``."""
+    known = formats_in_use(config)
+    if known is not None:
+        return known
+    assert config.replay is not None
+    paths = [path for _, path in replay_schedule(config.replay)]
+    maps = (PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)) for path in paths)
+    return frozenset(fmt for each in maps for fmt in each.choices.values())
 
 
 def _announce(selection: Selection, registry: LinearRegistry) -> None:

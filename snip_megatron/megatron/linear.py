@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle
+from snip_megatron.layers.exchange import packs_gradient
 
 # Arguments of Megatron's GEMM that the quantised path does not implement, with the values that it may ignore.
 _MUST_BE_DEFAULT: dict[str, tuple[Any, ...]] = {
@@ -27,7 +28,12 @@ _HANDLED = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence
 
 
 def quantized_forward(
-    handle: LinearHandle, input_: torch.Tensor, weight: torch.Tensor, kwargs: dict[str, Any]
+    handle: LinearHandle,
+    input_: torch.Tensor,
+    weight: torch.Tensor,
+    kwargs: dict[str, Any],
+    *,
+    scatters: bool = False,
 ) -> torch.Tensor:
     """Run one linear through :class:`QuantizedLinear`.
 
@@ -36,6 +42,7 @@ def quantized_forward(
         input_: Input of the linear.
         weight: Weight of the linear.
         kwargs: The other arguments that Megatron passes to its own GEMM.
+        scatters: Whether the output is reduce-scattered over the tokens of tensor parallel ranks.
 
     Raises:
         SnipError: If an argument requires what the quantised path does not implement.
@@ -56,6 +63,7 @@ def quantized_forward(
         tp_group=kwargs.get("tp_group"),
         has_backward=torch.is_grad_enabled(),
         forced=None if forcing is None else forcing(handle),
+        scatters=scatters,
     )
     return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -77,3 +85,24 @@ class SnipColumnParallelLinear(_QuantizedForward, ColumnParallelLinear):  # type
 
 class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: ignore[misc]
     """A row-parallel linear whose GEMMs follow the precision map."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the linear, and reduce its output over tensor parallel ranks.
+
+        Megatron's own reduction gathers the output gradient in its backward before the linear sees it. To be quantised
+        before the gather, it must reach the linear as a shard: then the reduction is part of the linear.
+        """
+        if not self._packs_gradient(input_):
+            return super().forward(input_)  # type: ignore[no-any-return]
+        output = quantized_forward(self.snip, input_, self.weight, {"tp_group": self.tp_group}, scatters=True)
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias if self.skip_bias_add else None
+        return output + self.bias, None
+
+    def _packs_gradient(self, x: torch.Tensor) -> bool:
+        shards = self.sequence_parallel and not self.explicit_expert_comm and self.snip.tp_group is not None
+        if not shards or self.config.cpu_offloading:
+            return False
+        context = self.snip.context
+        trains = context.forcing is None and not context.probing and torch.is_grad_enabled()
+        return trains and packs_gradient(self.snip, x)

@@ -91,6 +91,7 @@ class SnipRun:
         self._checkpoint: SnipState | None = None
         self.undo = ExitStack()
         self._undo_evaluation = self.undo.enter_context(ExitStack())  # renewed with the model by an in-process restart
+        self._traffic: compat.Traffic | None = None
         self._graphs = GraphedRun(args)
         self.undo.callback(self._graphs.close)
 
@@ -272,6 +273,8 @@ class SnipRun:
 
         controller.before_step(call.step, probe)
         self._graphs.renew(call.step)
+        if self._traffic is not None:
+            self._traffic.take()  # leaves out what SNIP exchanged between the steps
         started = time.perf_counter()
         result = train_step()
         if self._probes is not None:
@@ -280,7 +283,8 @@ class SnipRun:
         if captures is not None:
             controller.captured(call.step, *captures)
         elif self._coordinator is not None:
-            self._coordinator.step_took(call.step, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._coordinator.step_took(call.step, seconds, None if self._traffic is None else self._traffic.take())
         interval = getattr(self._args, "log_interval", None)
         if self._coordinator is not None and interval and (call.step + 1) % interval == 0:
             self._coordinator.progress.show(call.step)
@@ -330,6 +334,9 @@ class SnipRun:
         if is_rank_zero():
             static_map = validate.load_map(config.map, registry.names) if config.map is not None else None
             run = open_run_directory(config, args, step, request, linears, registry.context.backend.name)
+            if compat.graph_implementation(args) is None:  # Python does not see the collectives of a graph
+                self._traffic = compat.Traffic()
+                self._undo_evaluation.callback(self._traffic.install())
             tokens = args.global_batch_size * args.seq_length
             pace = None if registry.context.backend.name in EMULATIONS else Pace()
             self._coordinator = RankZeroCoordinator(config, request, linears, static_map, run, tokens, pace, finish)

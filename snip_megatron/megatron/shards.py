@@ -4,8 +4,30 @@ from __future__ import annotations
 
 import argparse
 
+from snip_megatron.errors import SnipError
 from snip_megatron.megatron.model_linears import model_linears
 from snip_megatron.quantization.formats import TILE
+
+
+def check_gathers(args: argparse.Namespace) -> None:
+    """Check that shards can be quantised before they are gathered (``--snip-communication gather``).
+
+    Raises:
+        SnipError: If nothing is gathered, or if the shards of a rank cut tiles.
+    """
+    here = "--snip-communication gather"
+    if not args.sequence_parallel or args.tensor_model_parallel_size == 1:
+        raise SnipError(
+            f"{here}: linears gather nothing without --sequence-parallel and --tensor-model-parallel-size 2 or more;"
+            " add them, or leave it out"
+        )
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    tokens = args.seq_length * args.micro_batch_size
+    if tokens % (ranks * TILE):
+        raise SnipError(
+            f"{here}: the {tokens} tokens of a microbatch on {ranks} ranks are {tokens / ranks:g} each, no multiple of"
+            f" {TILE}, so that shards cut tiles; choose another --seq-length or --micro-batch-size, or leave it out"
+        )
 
 
 def cut_tiles(args: argparse.Namespace) -> list[str]:

@@ -17,6 +17,7 @@ from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
+from snip_megatron.megatron.shards import check_gathers
 from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.phases import Schedule
 from snip_megatron.precision import PrecisionMap
@@ -165,6 +166,8 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     _check_graphs(config, args)
     _check_optimizer(config, args)
     _check_main_grad(args)
+    if config.communication == "gather":
+        check_gathers(args)
     _check_fixed_map(config, args)
     if config.phases is not None:
         _check_globs(config.phases, linear_names(args))

@@ -38,6 +38,7 @@ _WITH_MEGATRON = (
     "trigger",
     "timings",
     "cost",
+    "communication",
     "wait",
     "deadline",
     "no_compat",

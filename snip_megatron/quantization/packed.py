@@ -17,6 +17,8 @@ from torch import Tensor
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import FOUR_BIT, Format
 from snip_megatron.quantization.formats import TILE, resolve
+from snip_megatron.quantization.fours import pack_fours as pack_fours
+from snip_megatron.quantization.fours import unpack_fours as unpack_fours
 from snip_megatron.quantization.reference import Quantized, fake_quantize, quantize
 from snip_megatron.quantization.rounding import Key
 

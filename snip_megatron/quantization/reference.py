@@ -331,6 +331,11 @@ def nvfp4_factors(
     return tile_scale[:, 0, :, 0], tensor_scale
 
 
+def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Return FP32 max|x| of each tile of ``x`` [rows, cols], NaN where a tile holds a NaN."""
+    return _amax(_tiled(_padded(x.detach().to(torch.float32), tile), tile))[:, 0, :, 0].abs()
+
+
 def _padded(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """Pad with zeros to whole tiles. Returns ``x`` itself if no padding is needed. Zeros change no amax."""
     below, right = -x.shape[0] % tile[0], -x.shape[1] % tile[1]

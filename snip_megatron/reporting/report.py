@@ -15,6 +15,7 @@ from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.map_view import map_payload
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.phase_view import phase_events, phase_figure, phase_view
+from snip_megatron.reporting.sent import sent_sentence
 from snip_megatron.reporting.stage_view import saved_figure, stage_view
 from snip_megatron.reporting.truth_view import latest_truth
 from snip_megatron.reporting.worth import judge
@@ -50,6 +51,7 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     With ``live`` the page leaves out what takes seconds to compute: other budgets, and estimators against truth.
     """
     worth = judge(run)
+    sent = sent_sentence(run, [each.stretch for each in worth.maps])
     target = target_share(run.config)
     unreadable = list(run.unreadable)
     front = None if live else latest_front(run.path, run.updates, unreadable)
@@ -72,7 +74,11 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         title=run.path.resolve().name,
         policy=policy_line(run.config),
         tiles=_tiles(run),
-        worth={"headline": headline(worth), "lines": sentences(worth), "warnings": worth.warnings},
+        worth={
+            "headline": headline(worth),
+            "lines": [*sentences(worth), *filter(None, [sent])],
+            "warnings": worth.warnings,
+        },
         worth_maps=worth.maps[-MAX_MAP_ROWS:],
         figures=figures,
         maps=map_payload(run.adoptions),

@@ -245,13 +245,14 @@ class RankZeroCoordinator:
         if settled is not None:
             self.event(step, "settled", **dataclasses.asdict(settled))
 
-    def step_took(self, step: int, seconds: float) -> None:
-        """Note the duration of a training step, which the next events record.
+    def step_took(self, step: int, seconds: float, wire_bytes: Mapping[str, int] | None = None) -> None:
+        """Note the duration of a training step, which the next events record, and the bytes that this rank sent in it.
 
         Prints and records a warning, once for each map, if the map makes steps longer.
         """
         seconds = round(seconds, 6)
         self.progress.step(step, seconds)
+        self.progress.sent(step, wire_bytes or {})
         if self._run is not None:
             self._run.step_s = seconds
         if self._settling is not None:
@@ -263,7 +264,7 @@ class RankZeroCoordinator:
 
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
         """Record the figures of a step in metrics.jsonl."""
-        fields: dict[str, float | None] = dict(self.progress.take(figures.step))
+        fields = self.progress.take(figures.step)
         if self._run is None:
             return
         if self._request.timed:

@@ -29,7 +29,7 @@ class Progress:
         self._emulated = emulated
         self._account = _account_of(run)
         self._fp4_share: float | None = None
-        self._figures: dict[int, dict[str, float]] = {}
+        self._figures: dict[int, dict[str, Any]] = {}
         self._news: dict[str, float] | None = None
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -52,6 +52,11 @@ class Progress:
         self._account.step(step, seconds)
         self._of(step)["step_s"] = seconds
 
+    def sent(self, step: int, wire_bytes: Mapping[str, int]) -> None:
+        """Note the bytes that rank 0 sent in a training step, by kind of collective."""
+        if wire_bytes:
+            self._of(step)["wire_bytes"] = dict(wire_bytes)
+
     def show(self, step: int) -> None:
         """Print the line, and have its figures ready for :meth:`news`."""
         self._of(step)["peak_bytes"] = peak_bytes()
@@ -65,11 +70,11 @@ class Progress:
         news, self._news = self._news, None
         return news
 
-    def take(self, step: int) -> dict[str, float]:
-        """Return the fields of ``step`` in the metrics: ``step_s``, and at some steps ``peak_bytes``."""
+    def take(self, step: int) -> dict[str, Any]:
+        """Return the fields of ``step`` in the metrics: ``step_s``, ``wire_bytes``, at some steps ``peak_bytes``."""
         return self._figures.pop(step, {})
 
-    def _of(self, step: int) -> dict[str, float]:
+    def _of(self, step: int) -> dict[str, Any]:
         return self._figures.setdefault(step, {})
 
 

@@ -3,7 +3,9 @@
 Each rank writes ``rank<k>.pt``: case -> (Y, ∂L/∂X, ∇W) as it holds them, and ``recorded<k>.pt``: case -> what a probe
 records of its quantisation errors; rank 0 also ``whole.pt`` and ``recorded.pt`` of the same linears without any
 parallelism. ``amax<k>.pt``: the shared amax of tensors that differ from rank to rank. ``saved<k>.pt``: bytes that
-autograd saves of X, by case, for sequence parallel cases.
+autograd saves of X, by case, for sequence parallel cases. ``packed<k>.pt`` and ``packed_saved<k>.pt``: the same where
+shards are quantised before they are gathered. ``broken<k>.pt``: case -> the results in both kinds of gathers,
+with a NaN in one shard. ``sent<k>.pt``: case -> bytes sent by kind of collective, in both kinds of gathers.
 """
 
 from __future__ import annotations
@@ -75,6 +77,11 @@ CASES += [
         (False, True),
     )
 ]
+CASES += [
+    Case(kind, *_SHAPES[kind], (first, second, first), True, torch.bfloat16)
+    for kind in ("self_attention.linear_qkv", "self_attention.linear_proj")
+    for first, second in ((Format.MXFP4, NVFP4), (NVFP4, Format.MXFP4), (Format.MXFP8, FP4), (FP4, FP8))
+]
 
 
 def tensors(case: Case) -> Tensors:
@@ -115,11 +122,14 @@ def run(
     *,
     recorded: dict[str, torch.Tensor] | None = None,
     saved: list[int] | None = None,
+    packs: bool = False,
+    broken: bool = False,
 ) -> Tensors:
     """Build Megatron's linear over ``group``, convert it, and run it forward and backward once.
 
     With ``recorded`` it runs as in a probe, and that gets the recorder's sums by candidate format. ``saved`` gets the
-    bytes of each tensor that the forward saves for the backward, the weight aside.
+    bytes of each tensor that the forward saves for the backward, the weight aside. With ``packs`` shards are quantised
+    before they are gathered; ``broken`` puts a NaN and an Inf into the shards of one rank.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -131,6 +141,9 @@ def run(
 
     size = group.size()
     x, w, g = local_tensors(case, group.rank(), size)
+    if broken and group.rank() == size - 1:
+        x, g = x.clone(), g.clone()
+        x[3, 1, 5], x[60, 0, 100], g[9, 1, 7] = math.nan, -math.inf, math.nan
     config = TransformerConfig(
         num_layers=4,
         hidden_size=256,
@@ -155,6 +168,7 @@ def run(
     _convert_linear(module, linear, registry, None)
     registry[str(linear)].formats = case.formats
     registry.start_step(6)
+    registry.context.packs = packs
     recorder = LinearRecorder(registry[str(linear)], CANDIDATES, sample_tokens=16)
     if recorded is not None:
         registry.context.probing, registry[str(linear)].recorder = True, recorder
@@ -185,11 +199,24 @@ def record(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     return recorded
 
 
-def saved_bytes(case: Case, group: dist.ProcessGroup) -> list[int]:
+def saved_bytes(case: Case, group: dist.ProcessGroup, *, packs: bool = False) -> list[int]:
     """Bytes of each tensor saved of X."""
     saved: list[int] = []
-    run(case, group, saved=saved)
+    run(case, group, saved=saved, packs=packs)
     return saved
+
+
+def sent(case: Case, group: dist.ProcessGroup) -> list[dict[str, int]]:
+    """Bytes by kind of collective, without and with quantised shards."""
+    from snip_megatron.megatron.compat import Traffic
+
+    found, traffic = [], Traffic()
+    undo = traffic.install()
+    for packs in (False, True):
+        run(case, group, packs=packs)
+        found.append(traffic.take())
+    undo()
+    return found
 
 
 def amaxes(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor | None]:
@@ -220,6 +247,14 @@ def main() -> None:
     torch.save({str(case): record(case, both) for case in WHOLE_TENSOR_CASES}, folder / f"recorded{rank}.pt")
     sequence_parallel = [case for case in CASES if case.sequence_parallel]
     torch.save({str(case): saved_bytes(case, both) for case in sequence_parallel}, folder / f"saved{rank}.pt")
+    torch.save({str(case): run(case, both, packs=True) for case in sequence_parallel}, folder / f"packed{rank}.pt")
+    packed_saved = {str(case): saved_bytes(case, both, packs=True) for case in sequence_parallel}
+    torch.save(packed_saved, folder / f"packed_saved{rank}.pt")
+    broken = {
+        str(case): [run(case, both, packs=packs, broken=True) for packs in (False, True)] for case in sequence_parallel
+    }
+    torch.save(broken, folder / f"broken{rank}.pt")
+    torch.save({str(case): sent(case, both) for case in sequence_parallel}, folder / f"sent{rank}.pt")
     torch.save(amaxes(rank, both), folder / f"amax{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

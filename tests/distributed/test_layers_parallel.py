@@ -7,8 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from parallel_linears import CANDIDATES, CASES, TENSOR, WHOLE_TENSOR_CASES, Case, Tensors, local_tensors, shard
+from parallel_linears import (
+    BF16,
+    CANDIDATES,
+    CASES,
+    HADAMARD,
+    NVFP4,
+    TENSOR,
+    WHOLE_TENSOR_CASES,
+    Case,
+    Tensors,
+    local_tensors,
+    shard,
+)
 from warm_ranks import WarmRanks
+
+from snip_megatron.quantization.wire import bytes_per_element
 
 Results = dict[str, Tensors]
 
@@ -81,10 +95,63 @@ def test_under_sequence_parallelism_a_rank_saves_its_own_tokens(case: Case, fold
     """As Megatron's own linear (the all-bf16 case) does: the gathered X would be twice that."""
     x, _, _ = local_tensors(case, 0, 2)
     expected = [x.numel() * x.element_size()]
-    if case.row and TENSOR in case.formats:
+    if case.row and {TENSOR, NVFP4}.intersection((case.formats[0], case.formats[2])):
         expected.append(4)  # the amax of the whole
     for rank in range(2):
         assert torch.load(folder / f"saved{rank}.pt")[str(case)] == expected
+
+
+SEQUENCE_PARALLEL = [case for case in CASES if case.sequence_parallel and HADAMARD not in case.formats]
+
+
+@pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)
+def test_shards_quantised_before_the_gather_give_the_same_bits(case: Case, folder: Path) -> None:
+    for rank in range(2):
+        expected = torch.load(folder / f"rank{rank}.pt")[str(case)]
+        for one, other in zip(torch.load(folder / f"packed{rank}.pt")[str(case)], expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)
+def test_a_nan_in_a_shard_has_the_same_effect(case: Case, folder: Path) -> None:
+    for rank in range(2):
+        expected, found = torch.load(folder / f"broken{rank}.pt")[str(case)]
+        assert any(one.isnan().any() for one in expected)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", [case for case in SEQUENCE_PARALLEL if not case.row], ids=str)
+def test_the_quantised_shard_is_what_is_saved(case: Case, folder: Path) -> None:
+    """In wgrad's format, with its scales; unless its linear is all bf16, which Megatron runs."""
+    x, _, _ = local_tensors(case, 0, 2)
+    expected = bytes_per_element(case.formats[2], unquantised=x.element_size()) * x.numel()
+    if case.formats[2] in (TENSOR, NVFP4):
+        expected += 4  # the amax of the whole
+    for rank in range(2):
+        assert sum(torch.load(folder / f"packed_saved{rank}.pt")[str(case)]) == expected
+
+
+@pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)
+def test_bytes_of_gathers_are_those_of_the_formats(case: Case, folder: Path) -> None:
+    """X is gathered for fprop and again for wgrad, G for both GEMMs at once. With two ranks each sends its shard."""
+    x, _, g = local_tensors(case, 0, 2)
+    fprop, dgrad, wgrad = case.formats
+    size = x.element_size()
+    if case.row:
+        plain = g.numel() * size
+        packed = g.numel() * sum(bytes_per_element(fmt, unquantised=size) for fmt in (dgrad, wgrad))
+        expected = plain if BF16 in (dgrad, wgrad) else min(plain, packed)
+    else:
+        plain = 2 * x.numel() * size
+        expected = x.numel() * sum(bytes_per_element(fmt, unquantised=size) for fmt in (fprop, wgrad))
+    for rank in range(2):
+        before, after = torch.load(folder / f"sent{rank}.pt")[str(case)]
+        assert before["all_gather"] == plain
+        assert after["all_gather"] == expected
+        assert after["reduce_scatter"] == before["reduce_scatter"]
+        # The amax of a whole tensor, four bytes each for two ranks.
+        assert after.get("all_reduce", 0) - before.get("all_reduce", 0) in (0, 4, 8)
 
 
 def test_one_other_draw_would_show() -> None:

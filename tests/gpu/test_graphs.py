@@ -221,3 +221,10 @@ def test_graphs_change_no_bit_on_two_gpus(on_two: Trainings, layout: str, graphs
     assert captured["replays"][STEPS] > 0
     assert len([event for event in captured["events"] if event["event"] == "recapture"]) == 2
     same_steps(eager, captured)
+
+
+@pytest.mark.parametrize("graphs", [None, *IMPLEMENTATIONS])
+def test_gathers_of_quantised_shards_change_no_bit_on_two_gpus(on_two: Trainings, graphs: str | None) -> None:
+    expected = on_two.begin("tensor_and_fp4", None, layout="tensor").result()
+    gather = ("--snip-communication", "gather")
+    same_steps(expected, on_two.begin("tensor_and_fp4", graphs, *gather, layout="tensor").result())

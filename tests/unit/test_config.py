@@ -92,6 +92,7 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "replay": (["runs/a"], "runs/a"),
     "gemm": (["reference"], "reference"),
     "gemm_library": (["cublas"], "cublas"),
+    "communication": (["gather"], "gather"),
     "eval": (["bf16"], "bf16"),
     "solver_time": (["2.5"], 2.5),
     "deadline": (["60"], 60.0),

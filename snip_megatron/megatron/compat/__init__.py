@@ -30,6 +30,7 @@ from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
 from snip_megatron.megatron.compat.recapture import Graphs, graphs_of
 from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated, routing_repeats
+from snip_megatron.megatron.compat.traffic import Traffic
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, SUPPORTED, check_signature, check_version
 
@@ -45,6 +46,7 @@ __all__ = [
     "ProcessGroups",
     "RandomState",
     "RepeatedRouting",
+    "Traffic",
     "TrainStep",
     "apply",
     "check",

@@ -19,6 +19,7 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.probing.probe_call import LoopShape
 from snip_megatron.planner.layout import microbatches_in_flight
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.runtime.protocols import Unmeasured
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.statistics.reduction import ProbeGroups
@@ -79,7 +80,8 @@ class ProbeMemory:
         probe_tokens: Value of ``--snip-probe-tokens``.
         forces: Whether ``--snip-estimator measured`` quantises one GEMM at a time.
         moves: Whether weights are changed and restored (policy ``hawq``).
-        gathers: Whether sequence parallelism keeps inputs of column-parallel linears as bf16 shards in every format.
+        gathers: Whether sequence parallelism keeps inputs of column-parallel linears as shards: in bf16, or quantised
+            under ``--snip-communication gather``.
         recomputes: Whether the backward recomputes whole layers, one at a time.
     """
 
@@ -133,13 +135,16 @@ class ProbeMemory:
 
     def _quantised_inputs(self) -> float:
         """Bytes by which the bf16 inputs of a microbatch exceed the quantised inputs that training saves."""
-        elements = sum(
-            linear.rows * linear.k
-            for handle, linear in zip(self._handles, self._shapes.linears, strict=True)
-            if handle.formats[GEMM_INDEX[Gemm.WGRAD]] is not Format.BF16
-            and not (self._gathers and handle.parallel == "column")
-        )
-        return float((self._shapes.element - 1) * elements)
+        return float(sum(map(self._excess, self._handles, self._shapes.linears)))
+
+    def _excess(self, handle: LinearHandle, linear: LinearRows) -> float:
+        fmt, size, elements = handle.formats[GEMM_INDEX[Gemm.WGRAD]], self._shapes.element, linear.rows * linear.k
+        if fmt is Format.BF16:
+            return 0.0
+        if not (self._gathers and handle.parallel == "column"):
+            return (size - 1) * elements
+        kept = bytes_per_element(fmt) if handle.context.packs else size
+        return (size - kept) * elements / handle.tp_size
 
 
 def probed_shapes(

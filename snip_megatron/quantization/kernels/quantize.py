@@ -18,6 +18,8 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.kernels.fours import pack_fours as pack_fours
+from snip_megatron.quantization.kernels.fours import unpack_fours as unpack_fours
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.kernels.programs import amax_kernel, block_kernel, tensor_kernel, tile_kernel
 from snip_megatron.quantization.packed import Held, Operand, Operands, stored_format

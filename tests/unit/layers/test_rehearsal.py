@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.parcels import Parcel
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.rehearsal import covering, rehearse_gemms, stand_in
@@ -57,6 +61,32 @@ def test_what_graphs_read_of_the_linear_is_left_alone() -> None:
     assert handle.held is not None
     assert handle.held._held is None
     assert all(torch.equal(a, b) for a, b in zip(handle.device_keys(), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "formats", "expected"),
+    [
+        ("column", (FP8, FP8, FP4), [((128, 32), FP8, 1), ((128, 32), FP4, 0)]),
+        ("column", (BF16, FP8, FP8), [((128, 32), BF16, 1), ((128, 32), FP8, 0)]),
+        ("row", (FP8, FP8, FP4), [((128, 48), FP8, 1), ((128, 48), FP4, 0)]),
+        ("row", (FP4, FP4, BF16), []),
+    ],
+)
+def test_shards_that_training_packs_are_packed_in_each_format(
+    parallel: str, formats: tuple[Format, Format, Format], expected: list[tuple[tuple[int, int], Format, int]]
+) -> None:
+    """The kernels that pack and open them are compiled before the first step."""
+    packed = []
+
+    class Packing(GemmBackend):
+        def pack(self, side: Any, format: Format, axis: int) -> Parcel:
+            packed.append((tuple(side.tensor.shape), format, axis))
+            return super().pack(side, format, axis)
+
+    handle = replace(a_linear(), parallel=parallel, tp_size=2)
+    handle.context.packs, handle.context.backend = True, Packing()
+    rehearse_gemms(stand_in(handle, 256, whole_x=parallel == "column"), [formats])
+    assert packed == expected
 
 
 def test_the_linear_itself_is_left_alone() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.megatron.shards import cut_tiles
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron.shards import check_gathers, cut_tiles
 
 LLAMA: dict[str, Any] = {
     "num_layers": 4,
@@ -72,3 +73,26 @@ def test_columns_of_the_projection_are_cut_with_the_heads() -> None:
     assert "heads of linear_proj 576 / 2 ranks = 288" in cut_tiles(
         arguments(2, num_query_groups=3, num_attention_heads=9)
     )
+
+
+def test_shards_of_whole_tiles_may_be_quantised_before_a_gather() -> None:
+    check_gathers(arguments(2, sequence_parallel=True))
+    check_gathers(arguments(4, sequence_parallel=True, micro_batch_size=2))
+    check_gathers(arguments(2, sequence_parallel=True, context_parallel_size=2, seq_length=512))
+
+
+@pytest.mark.parametrize(
+    ("tp", "given", "words"),
+    [
+        (2, {}, "linears gather nothing without --sequence-parallel and --tensor-model-parallel-size 2"),
+        (1, {"sequence_parallel": True}, "linears gather nothing without --sequence-parallel"),
+        (4, {"sequence_parallel": True}, "the 256 tokens of a microbatch on 4 ranks are 64 each, no multiple of 128"),
+        (2, {"sequence_parallel": True, "context_parallel_size": 2}, "on 4 ranks are 64 each"),
+        (2, {"sequence_parallel": True, "seq_length": 300}, "on 2 ranks are 150 each"),
+    ],
+)
+def test_layouts_without_gathers_of_whole_tiles_are_refused(tp: int, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SnipError) as refusal:
+        check_gathers(arguments(tp, **given))
+    assert str(refusal.value).startswith("--snip-communication gather: ")
+    assert words in str(refusal.value)

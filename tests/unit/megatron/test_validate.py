@@ -162,6 +162,14 @@ def test_context_parallelism_needs_attention_that_knows_it() -> None:
         validate.check(config(**fields), arguments())
 
 
+def test_quantised_gathers_need_a_layout_that_gathers() -> None:
+    snip = config(communication="gather")
+    assert refused(snip, arguments()).startswith("--snip-communication gather: linears gather nothing without")
+    gathers = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 256, "micro_batch_size": 1}
+    validate.check(snip, arguments(**gathers))
+    assert "no multiple of 128" in refused(snip, arguments(**gathers | {"seq_length": 128}))
+
+
 def test_bf16_gradients() -> None:
     low = {"accumulate_allreduce_grads_in_fp32": False}
     assert refused(config(), arguments(**low, grad_reduce_in_bf16=True)).startswith(

@@ -148,6 +148,9 @@ def test_a_probe_keeps_in_bf16_what_training_keeps_quantised() -> None:
     for handle in gathered._handles:
         handle.formats = (Format.BF16, Format.BF16, Format.FP4)
     assert gathered.needed(PEAK, 1, 8) - plain == 512 * 2 * (64 + 128)
+    for handle in gathered._handles:  # shards of two ranks, gathered quantised: half a byte and 4 / 128 of a scale
+        handle.context.packs, handle.tp_size = True, 2
+    assert gathered.needed(PEAK, 1, 8) - plain == 512 * 2 * (64 + 128 + (64 + 64) / 2 * (2 - 0.53125))
 
 
 @pytest.mark.parametrize(("probes", "runs"), [(Probes(), {}), (Probes(estimator="measured"), {"forces": True})])

@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from snip_megatron.quantization.kernels import fours as triton_fours
 from snip_megatron.quantization.kernels import keys as triton_keys
 from snip_megatron.quantization.kernels import programs as triton_kernels
 from snip_megatron.quantization.kernels.quantize import LAUNCH
@@ -30,6 +31,7 @@ POINTERS = {
     "x_ptr": "*i32", "row_ptr": "*i16", "col_ptr": "*u8", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
     "sums_ptr": "*fp32", "rows_ptr": "*i64", "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
     "row_key_ptr": "*i32", "col_key_ptr": "*i32", "current_ptr": "*i32",
+    "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
     "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64", "words_ptr": "*i32",
 }  # fmt: skip
 
@@ -83,6 +85,12 @@ def test_the_kernel_of_keys_compiles_for_hopper() -> None:
     compiled = assembled("key_kernel", constants, "keys", module=triton_keys)
     assert ".target sm_90a" in compiled.asm["ptx"]
     assert "ld.global" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["pack_kernel", "unpack_kernel"])
+def test_the_kernels_of_fours_compile_for_hopper(name: str) -> None:
+    compiled = assembled(name, {"BLOCK": 2048}, "fours", module=triton_fours)
+    assert ".target sm_90a" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("random", [False, True])

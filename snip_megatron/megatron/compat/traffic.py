@@ -1,0 +1,98 @@
+"""Counts the bytes that this rank sends in collectives, of Megatron's code and of SNIP's.
+
+Every collective of ``torch.distributed`` goes through a method of a process group, and these are wrapped. What is
+counted are the tensors that the methods get, so that it shows what is really exchanged, in which dtype. The number of
+bytes on the wire depends on the library's algorithm; the count is that of a ring, which no algorithm without reductions
+in the network undercuts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _each_other(size: int) -> Fraction:
+    """Each of the other ranks gets the tensor: an all-gather's input, a reduce-scatter's output."""
+    return Fraction(size - 1)
+
+
+def _all_but_own(size: int) -> Fraction:
+    """All parts of the tensor but the own one are passed on."""
+    return Fraction(size - 1, size)
+
+
+def _twice(size: int) -> Fraction:
+    """A reduce-scatter and an all-gather."""
+    return Fraction(2 * (size - 1), size)
+
+
+def _once(size: int) -> Fraction:
+    return Fraction(1)
+
+
+_METHODS: Mapping[str, tuple[str, int, Callable[[int], Fraction]]] = {
+    "_allgather_base": ("all_gather", 1, _each_other),
+    "allgather": ("all_gather", 1, _each_other),
+    "allgather_coalesced": ("all_gather", 1, _each_other),
+    "allgather_into_tensor_coalesced": ("all_gather", 1, _each_other),
+    "_reduce_scatter_base": ("reduce_scatter", 0, _each_other),
+    "reduce_scatter": ("reduce_scatter", 0, _each_other),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0, _each_other),
+    "allreduce": ("all_reduce", 0, _twice),
+    "allreduce_coalesced": ("all_reduce", 0, _twice),
+    "alltoall_base": ("all_to_all", 1, _all_but_own),
+    "alltoall": ("all_to_all", 1, _all_but_own),
+    "broadcast": ("broadcast", 0, _all_but_own),
+    "send": ("send", 0, _once),
+}
+"""Method → kind of collective, the argument that counts, and how often its bytes are sent by the size of the group."""
+
+
+class Traffic:
+    """Bytes sent by kind of collective: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``,
+    ``broadcast`` (the mean of the group's ranks) and ``send`` (from one pipeline stage to another).
+    """
+
+    def __init__(self) -> None:
+        self._sent: Counter[str] = Counter()
+
+    def install(self) -> Callable[[], None]:
+        """Begin to count. Returns a function that ends it."""
+        originals = {name: getattr(dist.ProcessGroup, name) for name in _METHODS}
+        for name, original in originals.items():
+            setattr(dist.ProcessGroup, name, self._counted(original, *_METHODS[name]))
+
+        def undo() -> None:
+            for name, original in originals.items():
+                setattr(dist.ProcessGroup, name, original)
+
+        return undo
+
+    def take(self) -> dict[str, int]:
+        """Return the bytes since the last call, without the kinds that sent none."""
+        sent, self._sent = self._sent, Counter()
+        return {kind: count for kind, count in sorted(sent.items()) if count}
+
+    def _counted(
+        self, original: Callable[..., Any], kind: str, place: int, times: Callable[[int], Fraction]
+    ) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if place < len(args):
+                self._sent[kind] += int(_bytes(args[place]) * times(group.size()))
+            return original(group, *args, **kwargs)
+
+        return counted
+
+
+def _bytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_bytes, tensors))

@@ -1,0 +1,162 @@
+"""Trainings whose linears gather quantised shards have the bits of trainings that gather bf16, and send fewer bytes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import differences, read_checkpoint
+from launch import tiny_llama_args
+from warm_ranks import WarmRanks
+
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.quantization.wire import bytes_per_element
+from snip_megatron.records.readers import read_maps, read_metrics
+
+BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
+LAYERS, HIDDEN, TOKENS, MICROBATCHES = 2, 128, 256, 2
+MODEL = shlex.split(
+    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size 256 --seq-length 128 --max-position-embeddings 128"
+    " --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel --bf16"
+)
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+COLUMN = ("self_attention.linear_qkv", "mlp.linear_fc1")
+ROW = ("self_attention.linear_proj", "mlp.linear_fc2")
+STEPS = 4
+Formats = tuple[Format, Format, Format]
+MIXED: tuple[Formats, ...] = ((FP8, FP4, FP8), (FP4, FP8, BF16), (BF16, FP4, FP4), (FP4, FP4, FP4))
+MAPS: dict[str, tuple[Formats, ...]] = {
+    "fp8": ((FP8, FP8, FP8),),
+    "fp4": ((FP4, FP4, FP4),),
+    "mixed": MIXED,
+    # Every format that is left; on request, because test_layers_parallel.py has these formats too.
+    "others": ((Format.NVFP4, Format.MXFP4, Format.FP8_TENSOR), (Format.MXFP8, Format.NVFP4, Format.NVFP4)),
+}
+
+
+NAMES = [pytest.param(name, marks=pytest.mark.matrix) if name == "others" else name for name in MAPS]
+
+
+def formats_of(name: str) -> dict[LinearId, Formats]:
+    """The map's formats of each linear: those listed, in turn."""
+    linears = [LinearId(layer, kind) for layer in range(LAYERS) for kind in (COLUMN[0], ROW[0], COLUMN[1], ROW[1])]
+    return dict(zip(linears, itertools.cycle(MAPS[name]), strict=False))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training left behind."""
+
+    figures: list[tuple[int, float, float]]
+    checkpoint: dict[str, Any]
+    sent: list[dict[str, int]]
+
+
+class Trainings:
+    """Each made once."""
+
+    def __init__(self, warm: WarmRanks, folder: Path) -> None:
+        self._warm, self._folder = warm, folder
+        self.static = functools.cache(self._static)
+
+    def train(self, name: str, *extra: str, steps: int = STEPS) -> Run:
+        run, saved = self._folder / name, self._folder / f"{name}-saved"
+        own = ("--snip", "--snip-dir", str(run), "--save", str(saved), "--save-interval", "2")
+        args = tiny_llama_args(*MODEL, *own, *extra, iters=steps)
+        done = self._warm.run(2, args, tmp=self._folder / f"{name}-ranks", timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        metrics = read_metrics(run)
+        figures = [(row["step"], row["loss"], row["grad_norm"]) for row in metrics]
+        return Run(figures, read_checkpoint(saved, steps), [row["wire_bytes"] for row in metrics])
+
+    def _static(self, name: str, communication: str, *extra: str) -> Run:
+        choices = {
+            option_id(str(linear), gemm): fmt
+            for linear, formats in formats_of(name).items()
+            for gemm, fmt in zip(Gemm, formats, strict=True)
+        }
+        path = self._folder / f"{name}.json"
+        path.write_text(PrecisionMap(choices, version=1).to_json())
+        label = "-".join((name, communication, *(part.strip("-") for part in extra[:2])))
+        return self.train(label, "--snip-map", str(path), "--snip-communication", communication, *extra)
+
+
+@pytest.fixture(scope="module")
+def trainings(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(warm, tmp_path_factory.mktemp("gathers"))
+
+
+def assert_same_training(one: Run, other: Run) -> None:
+    assert one.figures == other.figures
+    assert differences(one.checkpoint, other.checkpoint) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_are_those_of_bf16_communication(trainings: Trainings, name: str) -> None:
+    packed = trainings.static(name, "gather")
+    assert [step for step, _, _ in packed.figures] == list(range(STEPS))
+    assert_same_training(packed, trainings.static(name, "bf16"))
+
+
+def test_other_maps_have_other_bits(trainings: Trainings) -> None:
+    """What the comparisons above could miss if no map were in force."""
+    assert differences(trainings.static("fp8", "gather").checkpoint, trainings.static("fp4", "gather").checkpoint)
+
+
+def test_recomputation_gathers_again_and_keeps_the_bits(trainings: Trainings) -> None:
+    packed, without = trainings.static("mixed", "gather", *RECOMPUTE), trainings.static("mixed", "gather")
+    assert_same_training(packed, without)
+    assert packed.sent[-1]["all_gather"] > without.sent[-1]["all_gather"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_of_a_step_fall_by_those_of_the_gathers(trainings: Trainings, name: str) -> None:
+    """Of two ranks each sends its shard: T/2 tokens of X for fprop and again for wgrad, of G for dgrad and wgrad."""
+    before, after = trainings.static(name, "bf16").sent, trainings.static(name, "gather").sent
+    saved = 0.0
+    for linear, (fprop, dgrad, wgrad) in formats_of(name).items():
+        elements = MICROBATCHES * TOKENS // 2 * HIDDEN
+        if linear.kind in COLUMN:
+            saved += elements * sum(2 - bytes_per_element(fmt) for fmt in (fprop, wgrad))
+        elif BF16 not in (dgrad, wgrad):
+            saved += elements * max(0.0, 2 - bytes_per_element(dgrad) - bytes_per_element(wgrad))
+    assert saved
+    for one, other in zip(before, after, strict=True):
+        assert one["all_gather"] - other["all_gather"] == saved
+        assert one["reduce_scatter"] == other["reduce_scatter"]
+
+
+def test_updates_measure_and_choose_as_with_bf16(trainings: Trainings) -> None:
+    """Statistics are measured in bf16 passes: the same maps, and the same training under them."""
+    update = shlex.split("--snip-first-update 1 --snip-update-interval 1000 --snip-lag 1 --snip-wait 240")
+    runs = {way: trainings.train(f"updated-{way}", *update, "--snip-communication", way) for way in ("bf16", "gather")}
+    assert_same_training(runs["gather"], runs["bf16"])
+    maps = [read_maps(trainings._folder / f"updated-{way}") for way in runs]
+    assert len(maps[0]) == 1
+    assert [m.choices for m in maps[0].values()] == [m.choices for m in maps[1].values()]
+    assert runs["gather"].sent[0] == runs["bf16"].sent[0]  # in bf16
+    assert runs["gather"].sent[-1]["all_gather"] < runs["bf16"].sent[-1]["all_gather"]
+
+
+def test_a_run_resumes_with_the_other_communication(trainings: Trainings) -> None:
+    """The checkpoint of a step does not know how shards were gathered."""
+    whole, folder = trainings.static("mixed", "bf16"), trainings._folder
+    run = folder / "resumed"
+    args = (
+        "--snip",
+        "--snip-dir",
+        str(run),
+        "--snip-map",
+        str(folder / "mixed.json"),
+        "--snip-communication",
+        "gather",
+    )
+    saved = ("--load", str(folder / "mixed-bf16-saved"), "--ckpt-step", "2")
+    done = trainings._warm.run(2, tiny_llama_args(*MODEL, *args, *saved, iters=STEPS), tmp=folder / "r", timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run)] == whole.figures[2:]

@@ -1,0 +1,169 @@
+"""Token shards that are quantised, packed and joined give the operands, and the GEMMs, of the whole matrix."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.emulated import EmulatedBackend
+from snip_megatron.gemm.exact_products import ExactProducts
+from snip_megatron.gemm.hopper import HopperBackend
+from snip_megatron.gemm.operands import Side
+from snip_megatron.gemm.parcels import Parcel, disassemble_parcel
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.layers.amax import gathered_amaxes
+from snip_megatron.precision import Format
+from snip_megatron.quantization import packed
+from snip_megatron.quantization.exact import quantize_exact
+from snip_megatron.quantization.hadamard import ROTATED
+from snip_megatron.quantization.wire import bytes_per_element
+
+from .emulated_scaled_mm import scaled_mm
+from .interpreted import choose_interpreter, parcel_differences
+from .test_hopper import keys, operands
+
+BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
+NVFP4, MXFP8 = Format.NVFP4, Format.MXFP8
+RANKS, SHAPE = 3, (384, 144, 208)  # T, N, K: 128 tokens a rank, N and K no multiple of a tile
+TRIPLES = [
+    *((fmt, fmt, fmt) for fmt in Format if fmt not in ROTATED),
+    (FP8, FP4, BF16), (BF16, FP8, FP4), (FP4, FP8, FP8), (TENSOR, NVFP4, FP4), (MXFP8, FP4, TENSOR),
+]  # fmt: skip
+
+
+def hopper() -> HopperBackend:
+    return HopperBackend(packed, ScaledProducts(scaled_mm))
+
+
+def joined(backend: GemmBackend, sides: list[Side], fmt: Format, axis: int) -> tuple[Side, list[Parcel]]:
+    """The operand that every rank makes of all parcels, after autograd has kept them."""
+    parcels = []
+    for side in sides:
+        tensors, assemble = disassemble_parcel(backend.pack(side, fmt, axis))
+        parcels.append(assemble(*tensors))
+    assert all(tensor.is_contiguous() for parcel in parcels for tensor in parcel.tensors)
+    stacked = tuple(torch.stack(same) for same in zip(*(parcel.tensors for parcel in parcels), strict=True))
+    return parcels[0].opened(stacked), parcels
+
+
+def by_shards(backend: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any) -> list[Tensor]:
+    """Y, ∂L/∂X and ∇W where X and G are quantised as shards of tokens."""
+    fprop, dgrad, wgrad = formats
+    shards = list(zip(x.chunk(RANKS), g.chunk(RANKS), strict=True))
+    of_x = [backend.quantize_input(part, fprop, wgrad, amax=x.abs().max().float()) for part, _ in shards]
+    of_g = [
+        backend.quantize_gradient(
+            part, dgrad, wgrad, replace(keys(w.shape[0]), first_row=i * len(part)), amax=g.abs().max().float()
+        )
+        for i, (_, part) in enumerate(shards)
+    ]
+    w_row, w_col = backend.quantize_weight(w, fprop, dgrad)
+    (x_row, _), (x_col, _) = (joined(backend, [pair[i] for pair in of_x], (fprop, wgrad)[i], 1 - i) for i in (0, 1))
+    (g_row, _), (g_col, _) = (joined(backend, [pair[i] for pair in of_g], (dgrad, wgrad)[i], 1 - i) for i in (0, 1))
+    return [
+        backend.fprop(x_row, w_row, dtype=x.dtype),
+        backend.dgrad(g_row, w_col, dtype=g.dtype),
+        backend.wgrad(g_col, x_col, out=None),
+    ]
+
+
+def by_the_whole(backend: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any) -> list[Tensor]:
+    fprop, dgrad, wgrad = formats
+    x_row, x_col = backend.quantize_input(x, fprop, wgrad)
+    w_row, w_col = backend.quantize_weight(w, fprop, dgrad)
+    g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, keys(w.shape[0]))
+    return [
+        backend.fprop(x_row, w_row, dtype=x.dtype),
+        backend.dgrad(g_row, w_col, dtype=g.dtype),
+        backend.wgrad(g_col, x_col, out=None),
+    ]
+
+
+def differing(backend: GemmBackend, formats: Any, shape: tuple[int, int, int] = SHAPE) -> list[str]:
+    """Which of Y, ∂L/∂X, ∇W differ by a bit from those of the whole matrices."""
+    x, w, g = operands(*shape)
+    pairs = zip(by_shards(backend, x, w, g, formats), by_the_whole(backend, x, w, g, formats), strict=True)
+    return [name for name, (found, expected) in zip(("Y", "dX", "dW"), pairs, strict=True) if not found.equal(expected)]
+
+
+@pytest.mark.parametrize("make", [lambda: REFERENCE, hopper], ids=["reference", "hopper"])
+@pytest.mark.parametrize("formats", TRIPLES, ids=lambda triple: "-".join(f.value for f in triple))
+def test_bits_are_those_of_the_whole(make: Any, formats: Any) -> None:
+    assert not differing(make(), formats)
+
+
+def test_a_wrong_place_of_rows_would_show() -> None:
+    """Stochastic rounding by rows that start at 0 on every rank draws other bits."""
+    _, w, g = operands(*SHAPE)
+    sides = [hopper().quantize_gradient(part, FP4, FP4, keys(w.shape[0])) for part in g.chunk(RANKS)]
+    whole = hopper().quantize_gradient(g, FP4, FP4, keys(w.shape[0]))
+    side, _ = joined(hopper(), [pair[0] for pair in sides], FP4, 1)
+    assert not side.values.view(torch.uint8).equal(whole[0].values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("make", [lambda: REFERENCE, hopper], ids=["reference", "hopper"])
+@pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parcels_have_the_bytes_of_the_format(make: Any, fmt: Format, axis: int) -> None:
+    backend, x = make(), operands(256, 128, 512)[0]
+    side = backend.quantize_input(x, fmt, fmt)[1 - axis]
+    sent = sum(tensor.nbytes for tensor in backend.pack(side, fmt, axis).tensors)
+    assert sent == bytes_per_element(fmt) * x.numel()
+
+
+@pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR, NVFP4, MXFP8, BF16])
+def test_a_nan_stays_in_its_tile_as_without_shards(fmt: Format) -> None:
+    x, w, g = operands(*SHAPE)
+    x[200, 3] = torch.nan
+    x[10, 7] = torch.inf
+    expected = by_the_whole(REFERENCE, x, w, g, (fmt, BF16, fmt))
+    shards = x.chunk(RANKS)
+    amaxes = [gathered_amaxes(part, (fmt, fmt), None) for part in shards]
+    both = []
+    for place, axis in ((0, 1), (1, 0)):
+        known = [pair[place] for pair in amaxes if pair[place] is not None]
+        amax = torch.stack(known).amax() if known else None  # of torch: a NaN is the largest
+        sides = [REFERENCE.quantize_input(part, fmt, fmt, amax=amax)[place] for part in shards]
+        both.append(joined(REFERENCE, sides, fmt, axis)[0])
+    w_row, _ = REFERENCE.quantize_weight(w, fmt, None)
+    _, g_col = REFERENCE.quantize_gradient(g, None, fmt, keys(w.shape[0]))
+    found = [REFERENCE.fprop(both[0], w_row, dtype=x.dtype), REFERENCE.wgrad(g_col, both[1], out=None)]
+    for one, other in zip(found, (expected[0], expected[2]), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert fmt is TENSOR or not found[0].isnan().all()
+
+
+def test_backends_without_gathers_say_so() -> None:
+    emulated = EmulatedBackend(quantize_exact, ExactProducts(None))
+    emulated.check_gathers([BF16])
+    hopper, plain = HopperBackend(packed, ScaledProducts(scaled_mm)), [fmt for fmt in Format if fmt not in ROTATED]
+    for backend in (REFERENCE, hopper):
+        backend.check_gathers(plain)
+        with pytest.raises(SnipError, match="combined with nvfp4_hadamard: shards are not transformed"):
+            backend.check_gathers([FP8, Format.NVFP4_HADAMARD])
+    mixed = HopperBackend(packed, ScaledProducts(scaled_mm), others=emulated)
+    mixed.check_gathers([FP8, FP4, TENSOR, BF16])
+    with pytest.raises(SnipError, match="gather cannot be combined with mxfp8, nvfp4 on the emulated GEMMs"):
+        mixed.check_gathers([FP8, NVFP4, MXFP8])
+
+
+# -- Triton's kernels ------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=choose_interpreter) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp4", "fp4"), ("fp4", "fp8", "fp8"), ("fp8_tensor", "fp8", "fp8_tensor")])
+def test_kernels_give_the_bits_of_the_whole(interpreter: ProcessPoolExecutor, formats: tuple[str, str, str]) -> None:
+    assert not interpreter.submit(parcel_differences, (384, 128, 256), formats).result(timeout=300)

@@ -1,0 +1,37 @@
+"""Packing of E2M1 numbers by Triton against torch, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from snip_megatron.quantization import fours, packed
+
+from .interpreter import Quantizers
+
+
+@pytest.fixture(scope="module")
+def quantizers() -> Iterator[Quantizers]:
+    running = Quantizers()
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 130), (5, 2 * 2048 + 2), (0, 128)])
+def test_packing(quantizers: Quantizers, shape: tuple[int, int]) -> None:
+    """All numbers that operands hold, NaN too: which number a NaN becomes must not depend on the device."""
+    generator = torch.Generator().manual_seed(shape[1])
+    x = torch.randn(shape, generator=generator).bfloat16()
+    x[:1, 0] = torch.nan
+    operand = packed.quantize_tiles(x, "fp4", None).row
+    assert operand is not None
+    values = operand.values.view(torch.uint8)
+    assert torch.equal(quantizers.call("pack_fours", values), fours.pack_fours(values))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 65), (3, 2, 2048 + 64), (2, 0, 64)])
+def test_unpacking(quantizers: Quantizers, shape: tuple[int, int, int]) -> None:
+    parts = torch.randint(256, shape, generator=torch.Generator().manual_seed(4), dtype=torch.uint8)
+    assert torch.equal(quantizers.call("unpack_fours", parts), fours.unpack_fours(parts))
