@@ -4,7 +4,8 @@
 place of torchrun and of Megatron: the launcher ignores the signals that torchrun ignores, the rank has Megatron's
 handler, and a checkpoint is the number of a step. The environment variable STAND_IN is JSON:
 
-* ``steps`` of the whole training; ``step_s``: seconds of each; ``evaluate``: seconds of the evaluation after them;
+* ``steps`` of the whole training; ``hold``: whether a step lasts until the ranks are signalled;
+* ``evaluate``: seconds of the evaluation after the steps;
 * ``fail``: exit code of the rank on the first node, while the rank on the second waits for it.
 """
 
@@ -21,8 +22,8 @@ from pathlib import Path
 from snip_megatron.launch import agent
 from snip_megatron.megatron.startup import note_exit_code
 
-HOW = {"steps": 100000, "evaluate": 0, "fail": 0, "step_s": 0.1} | json.loads(os.environ.get("STAND_IN", "{}"))
-SAVE_S = 0.5
+HOW = {"steps": 100000, "evaluate": 0, "fail": 0, "hold": False} | json.loads(os.environ.get("STAND_IN", "{}"))
+STEP_S, SAVE_S = 0.1, 0.5
 
 
 def launch(save: Path) -> int:
@@ -52,7 +53,9 @@ def rank(save: Path) -> int:
             (save / "latest_checkpointed_iteration.txt").write_text(str(step))
 
     for step in range(saved(save) + 1, HOW["steps"] + 1):
-        time.sleep(HOW["step_s"])
+        time.sleep(STEP_S)
+        while HOW["hold"] and not asked:
+            time.sleep(STEP_S)
         print(f" iteration {step:8d}/", flush=True)
         if asked:
             save_checkpoint(step)

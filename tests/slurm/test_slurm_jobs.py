@@ -94,7 +94,7 @@ def test_a_time_limit_below_the_warning_is_refused(cluster: Cluster, tmp_path: P
 
 def test_a_job_that_would_train_one_step_a_start_is_not_queued_again(cluster: Cluster, tmp_path: Path) -> None:
     """The signal is there before the first step ends, as when the script was not told of an early one."""
-    job = Training(cluster, tmp_path, stand_in={"step_s": 2})
+    job = Training(cluster, tmp_path, stand_in={"hold": True})
     job.wait_for("the ranks", lambda: job.text.count("started") == 2)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     record = job.wait_for_end()
