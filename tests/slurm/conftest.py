@@ -1,4 +1,4 @@
-"""The cluster of a session of tests: brought up once, or the reason why the tests are skipped."""
+"""The cluster of a session of tests, brought up once, or the reason why they are skipped. Each test ends its jobs."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(f"no SLURM here: {reason}")
     yield running
     running.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_left(cluster: Cluster) -> Iterator[None]:
+    """A job that a failed test leaves would hold the nodes of the next ones."""
+    yield
+    cluster.run("scancel", "--me")
