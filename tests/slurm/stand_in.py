@@ -44,6 +44,7 @@ def rank(save: Path) -> int:
             return int(HOW["fail"])
         time.sleep(300)
     signal.signal(signal.SIGTERM, lambda *given: asked.append(given))
+    meet(save, node)
     print("started", flush=True)
 
     def save_checkpoint(step: int) -> None:
@@ -66,6 +67,14 @@ def rank(save: Path) -> int:
     while time.monotonic() < until:
         time.sleep(0.1)
     return 0
+
+
+def meet(save: Path, node: str) -> None:
+    """Wait for the other ranks, as real ones do when they connect."""
+    start = os.environ.get("SLURM_RESTART_COUNT", "0")
+    (save.parent / f"start{start}.rank{node}").touch()
+    while len(list(save.parent.glob(f"start{start}.rank*"))) < int(os.environ["SLURM_NNODES"]):
+        time.sleep(STEP_S)
 
 
 def saved(save: Path) -> int:
