@@ -72,6 +72,14 @@ class Training:
         """The steps that were trained, as they were logged, in all starts."""
         return [int(step) for step in re.findall(r" iteration +(\d+)/", self.text)]
 
+    def steps_of_start(self, start: int) -> list[int]:
+        """The steps of a start, from 0, of ranks of the stand-in: each of the two prints "started" before its steps.
+
+        Lines of an earlier start may arrive late, and do not count.
+        """
+        parts = self.text.split("started")[1 + 2 * start : 3 + 2 * start]
+        return [int(step) for part in parts for step in re.findall(r" iteration +(\d+)/", part)]
+
     @property
     def saved(self) -> int:
         """The step of the newest checkpoint; 0 without one."""
