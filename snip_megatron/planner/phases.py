@@ -91,17 +91,13 @@ def plan_phases(step: StepModel, question: Question, static: Problem, fixed: Sol
 
 
 def _request(run: PlannedRun) -> PhasedRequest:
-    rest = run.schedule.remaining(0, run.steps, 0)
-    phases = [run.schedule.phases[index] for index, _, _ in rest]
-    begins = tuple(begin for _, begin, _ in rest)
     rates = [1.0 + math.cos(math.pi * i / _RATES) for i in range(_RATES + 1)]
-    return PhasedRequest(
-        begins=begins,
-        steps=tuple(steps for _, _, steps in rest),
-        budgets=tuple(None if phase.floor is None else phase.floor[1] for phase in phases),
-        change=tuple(phase.change for phase in phases),
-        standing=(*[0.0] * (len(rest) - 1), 1.0 if run.deployed == "map" else 0.0),
-        carried=carried_weights(0, begins, run.steps, rates),
+    return PhasedRequest.of_schedule(
+        run.schedule,
+        (0, run.steps),
+        0,
+        carried=lambda begins: carried_weights(0, begins, run.steps, rates),
+        standing=run.deployed == "map",
     )
 
 

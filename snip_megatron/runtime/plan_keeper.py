@@ -222,20 +222,16 @@ class PlanKeeper:
         timeline = self._timeline
         if timeline is None or timeline.schedule is None:
             return None
-        rest = timeline.schedule.remaining(self.ledger.origin, timeline.last, due)
-        if not rest:
+        origin, last = self.ledger.origin, timeline.last
+        if due >= last:
             return None
-        phases = [timeline.schedule.phases[index] for index, _, _ in rest]
-        begins = tuple(first for _, first, _ in rest)
         spent = self._ahead(self._state.plan, current, step, due)
-        last_stands = [0.0] * (len(rest) - 1) + [1.0 if timeline.standing else 0.0]
-        return PhasedRequest(
-            begins=begins,
-            steps=tuple(steps for _, _, steps in rest),
-            budgets=tuple(None if phase.floor is None else phase.floor[1] for phase in phases),
-            change=tuple(phase.change for phase in phases),
-            standing=tuple(last_stands),
-            carried=tuple(timeline.carried(self.ledger.origin, begins, timeline.last)),
+        return PhasedRequest.of_schedule(
+            timeline.schedule,
+            (origin, last),
+            due,
+            carried=lambda begins: timeline.carried(origin, begins, last),
+            standing=timeline.standing,
             spent_steps=spent.steps,
             spent=spent.average(timed=timeline.timed),
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
+from snip_megatron.phases import Schedule
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,42 @@ class PhasedRequest:
             raise SnipError(f"phases.budgets {cut(self.budgets)}: must be finite numbers, 0 or more")
         if self.spent_steps < 0 or not (math.isfinite(self.spent) and self.spent >= 0.0):
             raise SnipError(f"phases.spent {cut(self.spent)} in {self.spent_steps} steps: must be finite, 0 or more")
+
+    @classmethod
+    def of_schedule(
+        cls,
+        schedule: Schedule,
+        run: tuple[int, int],
+        step: int,
+        *,
+        carried: Callable[[Sequence[int]], Sequence[float]],
+        standing: bool,
+        spent_steps: int = 0,
+        spent: float = 0.0,
+    ) -> PhasedRequest:
+        """Return the phases of ``schedule`` that remain at ``step``.
+
+        Args:
+            schedule: the phases of the whole run.
+            run: the first step of the run, and the step before which it ends.
+            step: the step from which phases are planned, before the end of the run.
+            carried: returns the weights of the carried loss, given the first steps of the remaining phases.
+            standing: whether the model is deployed in the formats of the last phase, whose standing loss then counts.
+            spent_steps, spent: as the attributes.
+        """
+        rest = schedule.remaining(*run, step)
+        phases = [schedule.phases[index] for index, _, _ in rest]
+        begins = tuple(begin for _, begin, _ in rest)
+        return cls(
+            begins=begins,
+            steps=tuple(steps for _, _, steps in rest),
+            budgets=tuple(None if phase.floor is None else phase.floor[1] for phase in phases),
+            change=tuple(phase.change for phase in phases),
+            standing=(*[0.0] * (len(rest) - 1), 1.0 if standing else 0.0),
+            carried=tuple(carried(begins)),
+            spent_steps=spent_steps,
+            spent=spent,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields in a form that JSON can store."""

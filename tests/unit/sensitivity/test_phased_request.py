@@ -1,15 +1,17 @@
-"""PhasedRequest: what it refuses, and that it survives JSON as a part of its SolveRequest."""
+"""PhasedRequest: what it holds of a schedule, what it refuses, and that it survives JSON within a SolveRequest."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from snip_megatron.errors import SnipError
+from snip_megatron.phases import Schedule, SchedulePhase
 from snip_megatron.sensitivity import PhasedRequest, SolveRequest
 
 REQUEST = PhasedRequest(
@@ -22,6 +24,36 @@ REQUEST = PhasedRequest(
     spent_steps=120,
     spent=0.9,
 )
+
+
+def test_what_remains_of_a_schedule() -> None:
+    phases = (
+        SchedulePhase(0.0, "fp4=0.9"),
+        SchedulePhase(0.25, "speedup=1.2", ("*:fprop",)),
+        SchedulePhase(0.5, change=("*:wgrad",)),
+        SchedulePhase(0.75),
+    )
+    seen: list[Sequence[int]] = []
+
+    def carried(begins: Sequence[int]) -> list[float]:
+        seen.append(begins)
+        return [0.4, 0.2, 0.1]
+
+    arguments: dict[str, Any] = {"carried": carried, "spent_steps": 20, "spent": 0.9}
+    request = PhasedRequest.of_schedule(Schedule(phases), (10, 110), 40, standing=True, **arguments)
+    assert request == PhasedRequest(
+        begins=(40, 60, 85),
+        steps=(20, 25, 25),
+        budgets=(1.2, None, None),
+        change=(("*:fprop",), ("*:wgrad",), None),
+        standing=(0.0, 0.0, 1.0),
+        carried=(0.4, 0.2, 0.1),
+        spent_steps=20,
+        spent=0.9,
+    )
+    assert seen == [(40, 60, 85)]
+    deployed_in_bf16 = PhasedRequest.of_schedule(Schedule(phases), (10, 110), 40, standing=False, **arguments)
+    assert deployed_in_bf16 == replace(request, standing=(0.0, 0.0, 0.0))
 
 
 def test_round_trip() -> None:
