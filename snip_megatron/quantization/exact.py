@@ -18,7 +18,7 @@ from torch import Tensor
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import SPECS, STOCHASTIC, Scaling, resolve
 from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
-from snip_megatron.quantization.reference import Quantized, nvfp4_factors, quantize
+from snip_megatron.quantization.reference import Quantized, quantize
 from snip_megatron.quantization.rounding import Key
 
 
@@ -153,6 +153,7 @@ def _operand(
         return ExactOperand(q.dequantize().bfloat16(), None, None)
     if x.numel() == 0:
         return ExactOperand(q.values.bfloat16(), torch.ones(1, device=x.device), None)
-    tile_scale, tensor_scale = nvfp4_factors(x, q.tile, spec, amax)
+    assert q.factors is not None
+    tile_scale, tensor_scale = q.factors
     values = Quantized(q.values, tile_scale, q.tile).dequantize()
     return ExactOperand(values.bfloat16(), tensor_scale.view(1), None)

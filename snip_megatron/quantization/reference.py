@@ -19,6 +19,9 @@ GRANULARITIES = ("tile", "block")
 ROUNDINGS = ("nearest", "stochastic")
 _SMALLEST_NORMAL = 2.0**-126
 
+Factors = tuple[Tensor, Tensor]
+"""The factors of nvfp4's scales: the E4M3 scales of tiles, in FP32, and the 0-dim FP32 scale of the tensor."""
+
 
 @dataclass(frozen=True)
 class Quantized:
@@ -28,11 +31,14 @@ class Quantized:
         values: FP32 [rows, cols], numbers of the element type.
         scale: FP32 [ceil(rows/tile[0]), ceil(cols/tile[1])], the factor of the values of a tile.
         tile: (rows, columns) that share a scale.
+        factors: for formats whose tiles have E4M3 scales, the two FP32 factors of ``scale``: the E4M3 number of every
+            tile, in the shape of ``scale``, and the 0-dim scale of the whole tensor. None for other formats.
     """
 
     values: Tensor
     scale: Tensor
     tile: tuple[int, int]
+    factors: Factors | None = None
 
     def dequantize(self) -> Tensor:
         """Return values · scale, FP32 [rows, cols]."""
@@ -112,14 +118,17 @@ def fake_quantize(x: Tensor, format: Format | str, **options: Unpack[QuantizeOpt
     Raises:
         SnipError: as :func:`quantize_dequantize`.
     """
-    values, scale, _ = _quantized_tiles(x, format, **options)
+    values, scale, *_ = _quantized_tiles(x, format, **options)
     return _cropped(_untiled(values.mul_(scale)), *x.shape)
 
 
 def quantize(x: Tensor, format: Format | str, **options: Unpack[QuantizeOptions]) -> Quantized:
     """Return element values and scales instead of their product. Arguments and errors as :func:`fake_quantize`."""
-    values, scale, tile = _quantized_tiles(x, format, **options)
-    return Quantized(_cropped(_untiled(values), *x.shape), scale[:, 0, :, 0], tile)
+    values, scale, tile, factors = _quantized_tiles(x, format, **options)
+    if factors is not None:
+        # The amax of a tile of negative zeros may be a negative zero.
+        factors = factors[0][:, 0, :, 0].abs(), factors[1]
+    return Quantized(_cropped(_untiled(values), *x.shape), scale[:, 0, :, 0], tile, factors)
 
 
 def _quantized_tiles(
@@ -134,28 +143,31 @@ def _quantized_tiles(
     rows: Tensor | None = None,
     cols: Tensor | None = None,
     tensor_amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, tuple[int, int]]:
+) -> tuple[Tensor, Tensor, tuple[int, int], Factors | None]:
     """Quantise ``x`` padded to whole tiles.
 
     Returns:
         Element values [row tiles, tile rows, column tiles, tile columns] in memory of their own, scales that broadcast
-        against them, and the tile's shape.
+        against them, the tile's shape, and the factors of the scales (:func:`_nvfp4_factors`).
     """
     spec = _validated(x, format, axis)
     tile = _tile(spec, x, axis, block)
     tiled = _tiled(_padded(x.detach().to(torch.float32), tile), tile)
     if x.numel() == 0:
         # Not ``tiled``, which is x itself: the caller changes it in place, which autograd would take for a change of x.
-        return torch.empty_like(tiled), torch.ones(tiled.shape[0], 1, tiled.shape[2], 1, device=x.device), tile
+        scale = torch.ones(tiled.shape[0], 1, tiled.shape[2], 1, device=x.device)
+        whole = torch.zeros((), device=x.device) if tensor_amax is None else tensor_amax
+        factors = (scale, _tensor_scale(whole, spec)) if spec.scaling is Scaling.E4M3_FP32 else None
+        return torch.empty_like(tiled), scale, tile, factors
     bits = _draws(x, rounding, seed, offset, rows, cols)
     amax = _amax(tiled)
     if spec.scaling is Scaling.FP32_TENSOR and tensor_amax is not None:
         amax = tensor_amax.to(torch.float32).view(1, 1, 1, 1)
-    divisor, scale = _scales(amax, spec, tensor_amax, tiled)
+    divisor, scale, factors = _scales(amax, spec, tensor_amax, tiled)
     if bits is None:
-        return round_to_element(tiled / divisor, spec.element), scale, tile
+        return round_to_element(tiled / divisor, spec.element), scale, tile, factors
     bits = _tiled(_padded(bits, tile), tile)
-    return round_to_element(_times_reciprocal(tiled, divisor), spec.element, bits), scale, tile
+    return round_to_element(_times_reciprocal(tiled, divisor), spec.element, bits), scale, tile, factors
 
 
 def squared_error(x: Tensor, xq: Tensor, dim: int | None = None) -> Tensor:
@@ -232,16 +244,22 @@ def _amax(tiled: Tensor) -> Tensor:
     return high.abs() if high is tiled else torch.maximum(high, low.neg())
 
 
-def _scales(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (divisor of x, factor of the value). They differ only where a stored scale is zero."""
+def _scales(
+    amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor
+) -> tuple[Tensor, Tensor, Factors | None]:
+    """Return (divisor of x, factor of the value, its own factors if the format has them).
+
+    The divisor and the factor differ only where a stored scale is zero.
+    """
     if spec.scaling is Scaling.E8M0:
         scale = _e8m0_scale(amax, spec.element.max_exponent)
-        return scale, scale
+        return scale, scale, None
     if spec.scaling is Scaling.E4M3_FP32:
-        tile_scale, tensor_scale = _nvfp4_factors(amax, spec, tensor_amax, tiled)
-        return _divisor(tile_scale * tensor_scale), tile_scale * tensor_scale
+        tile_scale, tensor_scale = factors = _nvfp4_factors(amax, spec, tensor_amax, tiled)
+        scale = tile_scale * tensor_scale
+        return _divisor(scale), scale, factors
     scale = torch.where(amax.isinf(), torch.nan, _nonzero(_divided(amax, spec.element.maximum)))
-    return scale, scale
+    return scale, scale, None
 
 
 def _divided(x: Tensor, number: float) -> Tensor:
@@ -269,11 +287,10 @@ def _divisor(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, torch.inf, scale)
 
 
-def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor) -> tuple[Tensor, Tensor]:
+def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor) -> Factors:
     """Return the two factors of nvfp4's scale: E4M3 scales of tiles, and the FP32 scale of a tensor.
 
-    The scale of the tensor is amax / (6 · largest scale). The amax is taken over the finite tiles, so that a NaN or Inf
-    affects its own tile only.
+    The amax of the tensor is taken over the finite tiles, so that a NaN or Inf affects its own tile only.
 
     Args:
         amax: FP32 max|x| of each tile.
@@ -286,14 +303,18 @@ def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, t
     """
     if tensor_amax is None:
         tensor_amax = torch.where(torch.isfinite(amax), amax, 0.0).amax()
-    maximum = spec.element.maximum
-    tensor_scale = _nonzero(_divided(tensor_amax.to(torch.float32), maximum * spec.largest_scale))
+    maximum, tensor_scale = spec.element.maximum, _tensor_scale(tensor_amax, spec)
     tile_scale = round_to_element(_divided(amax, maximum) / tensor_scale, E4M3)
     if spec.four_over_six:
         other = round_to_element(_divided(amax, 4.0) / tensor_scale, E4M3)
         error, of_other = (_squared_error(tiled, scale, tensor_scale, spec) for scale in (tile_scale, other))
         tile_scale = torch.where((of_other < error) | (tile_scale == 0), other, tile_scale)
     return torch.where(torch.isfinite(amax), tile_scale, torch.nan), tensor_scale
+
+
+def _tensor_scale(tensor_amax: Tensor, spec: FormatSpec) -> Tensor:
+    """Return nvfp4's scale of a tensor, amax / (6 · largest scale)."""
+    return _nonzero(_divided(tensor_amax.to(torch.float32), spec.element.maximum * spec.largest_scale))
 
 
 _ERROR_STEP = 2.0**-20
@@ -309,26 +330,6 @@ def _squared_error(tiled: Tensor, tile_scale: Tensor, tensor_scale: Tensor, spec
     error = (round_to_element(y.clone(), spec.element) - y).square_().div_(_ERROR_STEP).nan_to_num_(0.0, 0.0, 0.0)
     total = error.to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
     return total.to(torch.float32) * tile_scale * tile_scale
-
-
-def nvfp4_factors(
-    x: Tensor, tile: tuple[int, int], spec: FormatSpec, tensor_amax: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the factors of the scales that :func:`quantize` gives a matrix in a format of E4M3 scales.
-
-    Args:
-        x: [rows, cols].
-        tile: (rows, columns) that share a scale.
-        spec: the format.
-        tensor_amax: max|x| of the whole tensor, 0-dim; None: that of ``x``.
-
-    Returns:
-        E4M3 scales in FP32, one for each tile, NaN for a tile that is not finite, and the 0-dim FP32 scale of the
-        tensor.
-    """
-    tiled = _tiled(_padded(x.detach().to(torch.float32), tile), tile)
-    tile_scale, tensor_scale = _nvfp4_factors(_amax(tiled).abs(), spec, tensor_amax, tiled)
-    return tile_scale[:, 0, :, 0], tensor_scale
 
 
 def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:

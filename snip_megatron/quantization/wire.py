@@ -17,7 +17,7 @@ from torch.nn import functional
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import E2M1, SPECS, FormatSpec, Scaling
 from snip_megatron.quantization.fours import pack_fours, unpack_fours
-from snip_megatron.quantization.reference import Quantized, nvfp4_factors, quantize
+from snip_megatron.quantization.reference import Quantized, quantize
 
 _SCALE_BYTES = {Scaling.FP32: 4, Scaling.FP32_TENSOR: 0, Scaling.E4M3_FP32: 1, Scaling.E8M0: 1}
 _LOWEST_E8M0 = 0x00400000  # 2^-127 in FP32, which is subnormal there
@@ -68,8 +68,8 @@ def encode(x: Tensor, format: Format, axis: int, **options: Any) -> WireMatrix:
         return WireMatrix(values, (q.scale.view(torch.int32) >> 23).to(torch.uint8), None)
     if spec.scaling is Scaling.FP32:
         return WireMatrix(values, q.scale.contiguous(), None)
-    amax = options.get("tensor_amax")
-    tile_scale, tensor_scale = nvfp4_factors(x, q.tile, spec, amax)
+    assert q.factors is not None
+    tile_scale, tensor_scale = q.factors
     return WireMatrix(values, tile_scale.to(torch.float8_e4m3fn).view(torch.uint8), tensor_scale)
 
 
