@@ -11,33 +11,32 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def _each_other(size: int) -> Fraction:
+def _each_other(count: int, size: int) -> int:
     """Each of the other ranks gets the tensor: an all-gather's input, a reduce-scatter's output."""
-    return Fraction(size - 1)
+    return count * (size - 1)
 
 
-def _all_but_own(size: int) -> Fraction:
+def _all_but_own(count: int, size: int) -> int:
     """All parts of the tensor but the own one are passed on."""
-    return Fraction(size - 1, size)
+    return count * (size - 1) // size
 
 
-def _twice(size: int) -> Fraction:
+def _twice(count: int, size: int) -> int:
     """A reduce-scatter and an all-gather."""
-    return Fraction(2 * (size - 1), size)
+    return 2 * count * (size - 1) // size
 
 
-def _once(size: int) -> Fraction:
-    return Fraction(1)
+def _once(count: int, size: int) -> int:
+    return count
 
 
-_METHODS: Mapping[str, tuple[str, int, Callable[[int], Fraction]]] = {
+_METHODS: Mapping[str, tuple[str, int, Callable[[int, int], int]]] = {
     "_allgather_base": ("all_gather", 1, _each_other),
     "allgather": ("all_gather", 1, _each_other),
     "allgather_coalesced": ("all_gather", 1, _each_other),
@@ -52,7 +51,7 @@ _METHODS: Mapping[str, tuple[str, int, Callable[[int], Fraction]]] = {
     "broadcast": ("broadcast", 0, _all_but_own),
     "send": ("send", 0, _once),
 }
-"""Method → kind of collective, the argument that counts, and how often its bytes are sent by the size of the group."""
+"""Method → kind of collective, the argument that counts, and what is sent of its bytes in a group of a size."""
 
 
 class Traffic:
@@ -81,12 +80,12 @@ class Traffic:
         return {kind: count for kind, count in sorted(sent.items()) if count}
 
     def _counted(
-        self, original: Callable[..., Any], kind: str, place: int, times: Callable[[int], Fraction]
+        self, original: Callable[..., Any], kind: str, place: int, sent: Callable[[int, int], int]
     ) -> Callable[..., Any]:
         @functools.wraps(original)
         def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if place < len(args):
-                self._sent[kind] += int(_bytes(args[place]) * times(group.size()))
+                self._sent[kind] += sent(_bytes(args[place]), group.size())
             return original(group, *args, **kwargs)
 
         return counted
