@@ -66,10 +66,7 @@ class Solution:
     @property
     def gap(self) -> float | None:
         """(objective − bound) / max(|objective|, |bound|); 0 if both are equal, None if infeasible."""
-        if self.objective is None or self.bound is None:
-            return None
-        distance = max(0.0, self.objective - self.bound)
-        return 0.0 if distance == 0.0 else distance / max(abs(self.objective), abs(self.bound))
+        return relative_gap(self.objective, self.bound)
 
     @property
     def finite_speedup(self) -> float | None:
@@ -97,6 +94,14 @@ class Solution:
     def to_map_json(self, version: int = 0) -> str:
         """Return the text of a ``snip.map/1`` file. ``budget``, ``loss`` and ``speedup`` are left out for a target."""
         return self.to_precision_map(version).to_json()
+
+
+def relative_gap(objective: float | None, bound: float | None) -> float | None:
+    """Return (objective − bound) / max(|objective|, |bound|); 0 if both are equal, None if one is None."""
+    if objective is None or bound is None:
+        return None
+    distance = max(0.0, objective - bound)
+    return 0.0 if distance == 0.0 else distance / max(abs(objective), abs(bound))
 
 
 def saved_share(saved: float, cost: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snip_megatron.phases import PlanPhase, PrecisionPlan
-from snip_megatron.solver.solution import Infeasibility, Solution
+from snip_megatron.solver.solution import Infeasibility, Solution, relative_gap
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,7 @@ class PhasedSolution:
     @property
     def gap(self) -> float | None:
         """(objective − bound) relative to the larger magnitude; 0 when both are equal, None when infeasible."""
-        if self.objective is None or self.bound is None:
-            return None
-        distance = max(0.0, self.objective - self.bound)
-        return 0.0 if distance == 0.0 else distance / max(abs(self.objective), abs(self.bound))
+        return relative_gap(self.objective, self.bound)
 
     def to_plan(self, begins: Sequence[int] | None = None, version: int = 0) -> PrecisionPlan:
         """The choices as a plan. Raises SnipError where the phases' first steps and lengths do not fit.
