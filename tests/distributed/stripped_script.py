@@ -5,7 +5,6 @@ Only what lets Megatron run on a CPU at all is ours.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -23,18 +22,13 @@ def stripped(text: str) -> str:
 
 def main() -> None:
     startup = prepare(sys.argv[1:], [])
+    from megatron.training.arguments import parse_args
+
     from snip_megatron.megatron import compat
 
-    nothing = argparse.Namespace(
-        snip=False,
-        load=None,
-        save=None,
-        exit_signal_handler=False,
-        sequence_parallel=False,
-        transformer_impl="local",
-        use_distributed_optimizer=False,
-    )
-    compat.apply(nothing, startup)
+    args = parse_args(ignore_unknown_args=True)
+    args.snip = False
+    compat.apply(args, startup)
     path = Path(os.environ["SCRIPT"])
     text = stripped(path.read_text())
     assert "snip_megatron.attach" not in text.partition('"""\n\n')[2]
