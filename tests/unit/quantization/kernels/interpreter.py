@@ -17,6 +17,17 @@ from snip_megatron.quantization.exact import ExactOperand, HeldPair
 from snip_megatron.quantization.packed import Held, Operand, Operands
 
 
+def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Rows and columns of very different size, signed zeros, subnormals, a zero tile."""
+    generator = torch.Generator().manual_seed(rows + cols)
+    spread = torch.randn(rows, 1, generator=generator).mul(8).exp() * torch.randn(cols, generator=generator).exp()
+    x = torch.randn(rows, cols, generator=generator) * spread
+    x[0] = 0.0
+    x[-1, -1] = -0.0
+    x[rows // 2] *= 1e-36 if dtype is not torch.float16 else 1e-7
+    return x.clamp(-6e4, 6e4).to(dtype)
+
+
 class Quantizers:
     """``call("quantize_tiles", x, "fp8", None)`` and so on; tensors go in and come back on the CPU."""
 

@@ -18,7 +18,7 @@ from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel, exact_kernel
 
-from .interpreter import Quantizers
+from .interpreter import Quantizers, matrix
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor", "nvfp4_46", "nvfp4_1d")
 
@@ -28,17 +28,6 @@ def kernels() -> Iterator[Quantizers]:
     running = Quantizers()
     yield running
     running.close()
-
-
-def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Rows and columns of very different size, signed zeros, subnormals, a zero tile."""
-    generator = torch.Generator().manual_seed(rows + cols)
-    spread = torch.randn(rows, 1, generator=generator).mul(8).exp() * torch.randn(cols, generator=generator).exp()
-    x = torch.randn(rows, cols, generator=generator) * spread
-    x[0] = 0.0
-    x[-1, -1] = -0.0
-    x[rows // 2] *= 1e-36 if dtype is not torch.float16 else 1e-7
-    return x.clamp(-6e4, 6e4).to(dtype)
 
 
 def assert_same(found: ExactPair, expected: ExactPair) -> None:

@@ -11,7 +11,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.packed import Operand
 
-from .interpreter import Quantizers
+from .interpreter import Quantizers, matrix
 
 
 @pytest.fixture(scope="module")
@@ -19,17 +19,6 @@ def quantizers() -> Iterator[Quantizers]:
     running = Quantizers()
     yield running
     running.close()
-
-
-def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Rows and columns of very different size, signed zeros, subnormals, a zero tile."""
-    generator = torch.Generator().manual_seed(rows + cols)
-    spread = torch.randn(rows, 1, generator=generator).mul(8).exp() * torch.randn(cols, generator=generator).exp()
-    x = torch.randn(rows, cols, generator=generator) * spread
-    x[0] = 0.0
-    x[-1, -1] = -0.0
-    x[rows // 2] *= 1e-36 if dtype is not torch.float16 else 1e-7
-    return x.clamp(-6e4, 6e4).to(dtype)
 
 
 def assert_same(found: Operand | None, expected: Operand | None) -> None:
