@@ -7,22 +7,19 @@ python benchmarks/solver.py --markdown benchmarks/solver_70b-405b_2cpu_2026-11-2
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from solver_common import ROOT, median_and_most, origin, origin_lines, proofs, run
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit")]
 
 from solver.oracles import highs, random_problem  # noqa: E402
@@ -32,26 +29,14 @@ from snip_megatron.solver import solve  # noqa: E402
 
 
 def proven(model: Model, formats: int, seeds: int) -> dict[str, Any]:
-    """Return the wall-clock and processor seconds of ``solve`` over seeds."""
-    wall, processor, optimal, gap = [], [], 0, 0.0
-    for seed in range(seeds):
-        problem = instance(model, formats, seed)
-        begun = time.process_time()
-        solution = solve(problem, seed=0)
-        processor.append(time.process_time() - begun)
-        wall.append(solution.solve_seconds)
-        optimal += solution.status == "optimal"
-        gap = max(gap, solution.gap or 0.0)
+    """Solve instances of ``model``."""
+    problems = (instance(model, formats, seed) for seed in range(seeds))
     return {
         "model": model.name,
         "items": model.blocks * 12,
         "stages": model.stages,
         "formats": formats,
-        "instances": seeds,
-        "optimal": optimal,
-        "largest_gap": gap,
-        "wall_s": wall,
-        "processor_s": processor,
+        **proofs(lambda problem: solve(problem, seed=0), problems, f"{model.name} {formats}"),
     }
 
 
@@ -110,40 +95,33 @@ def million(items: int) -> dict[str, Any]:
     }
 
 
-def measure(seeds: int, instances: int, items: int) -> dict[str, Any]:
-    found = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     solve(instance(MODELS[0], 2, 0))  # loads OR-Tools
+    sizes = f"--seeds {args.seeds} --instances {args.instances} --items {args.items}"
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": found.stdout.strip() or "unknown",
-        "command": f"python benchmarks/solver.py --seeds {seeds} --instances {instances} --items {items}",
-        "hardware": f"{len(os.sched_getaffinity(0))} CPU cores",
-        "load_average_before": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("ortools", "numpy", "scipy")}
-        | {"python": sys.version.split()[0]},
-        "proven": [proven(model, formats, seeds) for model in MODELS for formats in (2, 3, 6)],
+        **origin(f"python benchmarks/solver.py {sizes}"),
+        "proven": [proven(model, formats, args.seeds) for model in MODELS for formats in (2, 3, 6)],
         "load_average_after": os.getloadavg()[0],
-        "agreement": agreement(instances),
-        "million": million(items),
+        "agreement": agreement(args.instances),
+        "million": million(args.items),
     }
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the tables of a result."""
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    begin, load = origin_lines(result)
     lines = [
         "# Solver: time to a proven optimum",
         "",
-        f"{result['date']}, commit `{result['commit'][:12]}`, {result['hardware']}, {versions}.",
-        f"`{result['command']}`; load average {result['load_average_before']:.1f} before, "
-        f"{result['load_average_after']:.1f} after. Seeds 0 … n−1; instances: `benchmarks/solver_instances.py`.",
+        begin,
+        f"{load}. Seeds 0 … n−1; instances: `benchmarks/solver_instances.py`.",
         "Processor seconds are the process's own, over all its threads.",
         "",
         "| model | items | stages | formats | instances | proven | wall median, max (s) | processor median, max (s) |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["proven"]:
-        times = [f"{statistics.median(row[k]):.3f}, {max(row[k]):.3f}" for k in ("wall_s", "processor_s")]
+        times = [median_and_most(row, name, 3) for name in ("wall_s", "processor_s")]
         head = [row[k] for k in ("model", "items", "stages", "formats", "instances", "optimal")]
         lines.append("| " + " | ".join(map(str, [*head, *times])) + " |")
     a, m = result["agreement"], result["million"]
@@ -171,16 +149,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--instances", type=int, default=500)
     parser.add_argument("--items", type=int, default=1_000_000)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--markdown", type=Path, metavar="RESULT.json", help="print the tables of a result")
-    args = parser.parse_args()
-    if args.markdown is not None:
-        print(markdown(json.loads(args.markdown.read_text())), end="")
-        return
-    result = measure(args.seeds, args.instances, args.items)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result) + "\n")
-    print(markdown(result), end="")
+    run(parser, measure, markdown)
 
 
 if __name__ == "__main__":

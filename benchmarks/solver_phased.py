@@ -7,24 +7,18 @@ python benchmarks/solver_phased.py --markdown benchmarks/solver_phased_2cpu_2026
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
 import os
-import statistics
-import subprocess
 import sys
 import time
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from solver_common import ROOT, median_and_most, origin, origin_lines, proofs, run
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit")]
 
-from solver.phased_oracles import highs, random_phased  # noqa: E402
+from solver.phased_oracles import highs, random_of_seed  # noqa: E402
 from solver_instances import MODELS, instance  # noqa: E402
 
 from snip_megatron.sensitivity import carried_weights  # noqa: E402
@@ -67,33 +61,20 @@ def phased_instance(structure: str, seed: int) -> PhasedProblem:
 
 
 def proven(structure: str, seeds: int, limit: float) -> dict[str, Any]:
-    """Return the wall-clock and processor seconds of ``solve_phased`` over seeds."""
-    wall, processor, optimal, gap = [], [], 0, 0.0
-    for seed in range(seeds):
-        problem = phased_instance(structure, seed)
-        begun = time.process_time()
-        solution = solve_phased(problem, deterministic_time=limit)
-        processor.append(time.process_time() - begun)
-        wall.append(solution.solve_seconds)
-        optimal += solution.status == "optimal"
-        gap = max(gap, solution.gap or 0.0)
-        print(structure, seed, solution.status, f"{processor[-1]:.2f} processor s", file=sys.stderr, flush=True)
+    """Solve instances of ``structure``."""
+    problems = (phased_instance(structure, seed) for seed in range(seeds))
     return {
         "structure": structure,
         "items": 960,
         "formats": 3,
         "phases": len(STEPS),
         "stages": 8,
-        "instances": seeds,
-        "optimal": optimal,
-        "largest_gap": gap,
-        "wall_s": wall,
-        "processor_s": processor,
+        **proofs(lambda problem: solve_phased(problem, deterministic_time=limit), problems, structure),
     }
 
 
 def agreement(instances: int, limit: float, seconds: float) -> dict[str, Any]:
-    """Compare objectives with HiGHS on random problems of 10 to 39 items, 2 to 4 formats, 1 to 4 stages, 2 to 4 phases.
+    """Compare objectives with HiGHS on random problems (``phased_oracles.random_of_seed``).
 
     ``instances`` of the result counts those that were started within ``seconds``.
     """
@@ -104,18 +85,7 @@ def agreement(instances: int, limit: float, seconds: float) -> dict[str, Any]:
         if time.perf_counter() > deadline:
             break
         done += 1
-        rng = np.random.default_rng([seed, 2])
-        items, formats, stages, phases = (int(rng.integers(a, b)) for a, b in ((10, 40), (2, 5), (1, 5), (2, 5)))
-        problem = random_phased(
-            rng,
-            items,
-            formats,
-            stages,
-            phases,
-            kind="speedup" if seed % 3 == 2 else "target",
-            tolerance=rng.choice([0.02, 0.1, None]),
-            proportional=seed % 2 == 0,
-        )
+        problem = random_of_seed(seed)
         begun = time.process_time()
         solution = solve_phased(problem, deterministic_time=limit)
         processor.append(time.process_time() - begun)
@@ -143,37 +113,30 @@ def agreement(instances: int, limit: float, seconds: float) -> dict[str, Any]:
     }
 
 
-def measure(seeds: int, instances: int, limit: float, agreement_limit: float, seconds: float) -> dict[str, Any]:
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    solve_phased(phased_instance("run", 0), deterministic_time=limit)  # loads OR-Tools and SciPy
-    before = os.getloadavg()[0]
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    solve_phased(phased_instance("run", 0), deterministic_time=args.limit)  # loads OR-Tools and SciPy
+    command = f"python benchmarks/solver_phased.py --seeds {args.seeds} --instances {args.instances}"
+    command += f" --limit {args.limit:g} --agreement-limit {args.agreement_limit:g}"
+    if math.isfinite(args.agreement_seconds):
+        command += f" --agreement-seconds {args.agreement_seconds:g}"
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
-        "command": f"python benchmarks/solver_phased.py --seeds {seeds} --instances {instances} --limit {limit:g}"
-        f" --agreement-limit {agreement_limit:g}"
-        + (f" --agreement-seconds {seconds:g}" if math.isfinite(seconds) else ""),
-        "hardware": f"{len(os.sched_getaffinity(0))} CPU cores",
-        "versions": {name: version(name) for name in ("ortools", "numpy", "scipy")}
-        | {"python": sys.version.split()[0]},
-        "deterministic_limit": limit,
-        "agreement_limit": agreement_limit,
-        "load_average_before": before,
-        "proven": [proven(structure, seeds, limit) for structure in STRUCTURES],
-        "agreement": agreement(instances, agreement_limit, seconds),
+        **origin(command),
+        "deterministic_limit": args.limit,
+        "agreement_limit": args.agreement_limit,
+        "proven": [proven(structure, args.seeds, args.limit) for structure in STRUCTURES],
+        "agreement": agreement(args.instances, args.agreement_limit, args.agreement_seconds),
         "load_average_after": os.getloadavg()[0],
     }
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the tables of a result."""
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    begin, load = origin_lines(result)
     lines = [
         "# Solver over phases: time to a proven optimum",
         "",
-        f"{result['date']}, commit `{result['commit'][:12]}`, {result['hardware']}, {versions}.",
-        f"`{result['command']}`; load average {result['load_average_before']:.1f} before,"
-        f" {result['load_average_after']:.1f} after: wall times are those of a busy machine.",
+        begin,
+        f"{load}: wall times are those of a busy machine.",
         f"70B, 960 items × 3 formats × 4 phases of {', '.join(map(str, STEPS))} steps, 8 stages, tolerance .02;",
         f"seeds 0 … n−1; at most {result['deterministic_limit']:g} deterministic seconds each. Processor seconds are",
         "the process's own.",
@@ -182,7 +145,7 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in result["proven"]:
-        times = [f"{statistics.median(row[k]):.2f}, {max(row[k]):.2f}" for k in ("processor_s", "wall_s")]
+        times = [median_and_most(row, name, 2) for name in ("processor_s", "wall_s")]
         head = [row["structure"], row["instances"], row["optimal"], f"{row['largest_gap']:.1e}"]
         lines.append("| " + " | ".join(map(str, [*head, *times])) + " |")
     a = result["agreement"]
@@ -210,16 +173,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=10.0, help="deterministic seconds of a solve")
     parser.add_argument("--agreement-limit", type=float, default=60.0, help="of a solve that is compared with HiGHS'")
     parser.add_argument("--agreement-seconds", type=float, default=math.inf, help="begin no instance after these")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--markdown", type=Path, metavar="RESULT.json", help="print the tables of a result")
-    args = parser.parse_args()
-    if args.markdown is not None:
-        print(markdown(json.loads(args.markdown.read_text())), end="")
-        return
-    result = measure(args.seeds, args.instances, args.limit, args.agreement_limit, args.agreement_seconds)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result) + "\n")
-    print(markdown(result), end="")
+    run(parser, measure, markdown)
 
 
 if __name__ == "__main__":

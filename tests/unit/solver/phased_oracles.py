@@ -75,6 +75,22 @@ def random_phased(
     )
 
 
+def random_of_seed(seed: int) -> PhasedProblem:
+    """The problem that is compared with HiGHS: a target or a speedup, 10 to 39 items, 2 to 4 formats and phases."""
+    rng = np.random.default_rng([seed, 2])
+    items, formats, stages, phases = (int(rng.integers(a, b)) for a, b in ((10, 40), (2, 5), (1, 5), (2, 5)))
+    return random_phased(
+        rng,
+        items,
+        formats,
+        stages,
+        phases,
+        kind="speedup" if seed % 3 == 2 else "target",
+        tolerance=rng.choice([0.02, 0.1, None]),
+        proportional=seed % 2 == 0,
+    )
+
+
 def effective(problem: PhasedProblem, chosen: Sequence[PhasedChoice]) -> float:
     """The effective share of a phase, from its definition."""
     tolerance = problem.budget.stage_tolerance

@@ -23,7 +23,17 @@ from snip_megatron.solver.phased import (
 from snip_megatron.solver.phased.build import build_table
 
 from .oracles import FORMATS, random_problem
-from .phased_oracles import effective, exhaust, feasible, highs, random_phased, slowest, total_loss, total_time
+from .phased_oracles import (
+    effective,
+    exhaust,
+    feasible,
+    highs,
+    random_of_seed,
+    random_phased,
+    slowest,
+    total_loss,
+    total_time,
+)
 
 KINDS = ("target", "speedup", "loss")
 
@@ -74,18 +84,7 @@ def test_equals_exhaustion(kind: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2, 20))
 def test_equals_highs(seed: int) -> None:
-    rng = np.random.default_rng([seed, 2])
-    items, formats, stages, phases = (int(rng.integers(a, b)) for a, b in ((10, 40), (2, 5), (1, 5), (2, 5)))
-    problem = random_phased(
-        rng,
-        items,
-        formats,
-        stages,
-        phases,
-        kind="speedup" if seed % 3 == 2 else "target",
-        tolerance=rng.choice([0.02, 0.1, None]),
-        proportional=seed % 2 == 0,
-    )
+    problem = random_of_seed(seed)
     best, solution = highs(problem), solve_phased(problem, deterministic_time=20)
     if best is None:
         assert solution.status == "infeasible"
