@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.probes import Probes, forced_passes, probe_microbatches
 from snip_megatron.precision import LINEAR_KINDS, Format
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
+from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import Formats, LinearShape
+from snip_megatron.timing.table_model import TimingModel
 
 FormatsOf = Callable[[int, str], Formats]
 """(block, kind of linear) → formats."""
@@ -17,15 +19,20 @@ FormatsOf = Callable[[int, str], Formats]
 ASSUMPTIONS = (
     "memory: bf16 weights, FP32 gradients, FP32 master weights and two Adam moments (sharded by the distributed"
     " optimizer); fused attention that keeps q, k, v, its output and one number a row; bf16 logits, FP32 softmax, bf16"
-    " gradient; the backward's largest temporary is the gradient of the MLP's first linear; no fragmentation, NCCL"
-    " buffers or CUDA context",
+    " gradient; the backward's largest temporary is the gradient of the MLP's first linear; operands of emulated"
+    " formats in bf16; no fragmentation, NCCL buffers or CUDA context",
 )
 
 _WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
 _LOGIT = 8  # bytes: bf16 logit, FP32 softmax, bf16 gradient
 _TILE, _BLOCK = 128, 128 * 128
-_STORED = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
-"""Formats that store quantised operands. Linears in other formats keep bf16 operands, which the GEMM quantises."""
+NATIVE = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
+"""Formats whose operands Hopper's GEMMs take in 8 bits. Operands of the other formats are emulated, in bf16."""
+_TILED = (Format.FP8, Format.FP4)
+"""Formats with an FP32 scale for each tile or block. Emulated operands keep these scales beside their elements; in the
+other formats they are multiplied into the elements."""
+_ONE_WEIGHT = (Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4, Format.NVFP4_NEAREST)
+"""Formats in which fprop and dgrad read one emulated weight: its scales are those of square blocks, or one scale."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +82,19 @@ class StageMemory:
         return max(self.training, self.probing)
 
 
+def native_formats(model: CostModel) -> tuple[Format, ...]:
+    """Return ``NATIVE``, or nothing for a table of times of emulated GEMMs (``--snip-gemm emulated``)."""
+    emulated = isinstance(model, TimingModel) and model.table.backend == "emulated"
+    return () if emulated else NATIVE
+
+
 def stage_memory(
-    layout: Layout, stage: int, formats_of: FormatsOf, probes: Probes | None = None, candidates: Sequence[str] = ()
+    layout: Layout,
+    stage: int,
+    formats_of: FormatsOf,
+    probes: Probes | None = None,
+    candidates: Sequence[str] = (),
+    native: Collection[Format] = NATIVE,
 ) -> StageMemory:
     """Predict the memory of a stage.
 
@@ -86,17 +104,20 @@ def stage_memory(
         formats_of: the formats of the linears.
         probes: the probes of an update; None for a run without updates.
         candidates: the formats that an update measures.
+        native: the formats that are not emulated, see :func:`native_formats`.
     """
     parameters = layout.stage_parameters(stage)
     shards = layout.dp if layout.distributed_optimizer else 1
     shapes = layout.linear_shapes()
     blocks = layout.stages[stage]
-    kept = sum(block_activations(layout, _row(formats_of, block)) for block in blocks)
+    kept = sum(block_activations(layout, _row(formats_of, block), native) for block in blocks)
     if layout.recompute == "full":
-        working_block = max(_kept_without_recompute(layout, _row(formats_of, block)) for block in blocks)
+        working_block = max(_kept_without_recompute(layout, _row(formats_of, block), native) for block in blocks)
     else:
         working_block = 0.0
-    weights = sum(quantised_weight(shapes[kind], formats_of(block, kind)) for block in blocks for kind in LINEAR_KINDS)
+    weights = sum(
+        quantised_weight(shapes[kind], formats_of(block, kind), native) for block in blocks for kind in LINEAR_KINDS
+    )
     return StageMemory(
         parameters=float(_WEIGHT * parameters),
         gradients=float(_GRADIENT * parameters),
@@ -109,45 +130,63 @@ def stage_memory(
     )
 
 
-def block_activations(layout: Layout, formats: Mapping[str, Formats]) -> float:
+def block_activations(layout: Layout, formats: Mapping[str, Formats], native: Collection[Format] = NATIVE) -> float:
     """Return the bytes that one block keeps of one microbatch for its backward."""
     if layout.recompute == "full":
         return 2.0 * layout.tokens * layout.model.hidden / _stream_shards(layout)
-    return _kept_without_recompute(layout, formats)
+    return _kept_without_recompute(layout, formats, native)
 
 
-def _kept_without_recompute(layout: Layout, formats: Mapping[str, Formats]) -> float:
+def _kept_without_recompute(
+    layout: Layout, formats: Mapping[str, Formats], native: Collection[Format] = NATIVE
+) -> float:
     model, tokens, tp = layout.model, layout.tokens, layout.tp
     queries = tokens * model.heads * model.head_size / tp
     norms = 2 * 2.0 * tokens * model.hidden / _stream_shards(layout)
     heads = 2.0 * tokens * model.linears["self_attention.linear_qkv"][0] / tp
     output = 0.0 if layout.recompute == "selective" else 2.0 * queries + 4.0 * tokens * model.heads / tp
     swiglu = 2.0 * tokens * 2 * model.ffn / tp
-    return norms + heads + output + swiglu + sum(saved_input(layout, kind, formats[kind]) for kind in LINEAR_KINDS)
+    inputs = sum(saved_input(layout, kind, formats[kind], native) for kind in LINEAR_KINDS)
+    return norms + heads + output + swiglu + inputs
 
 
-def saved_input(layout: Layout, kind: str, formats: Formats) -> float:
+def saved_input(layout: Layout, kind: str, formats: Formats, native: Collection[Format] = NATIVE) -> float:
     """Return the bytes of X that a linear keeps of one microbatch, without what other modules keep anyway.
 
-    A linear keeps the operand of wgrad: E4M3 elements and FP32 scales of tiles. If sequence parallelism gathers X, it
-    keeps the bf16 shard instead. In bf16, ``linear_proj`` shares X with the attention, which keeps its output itself.
+    A linear keeps the operand of wgrad: elements in E4M3, or in bf16 if the format is emulated, and FP32 scales of
+    tiles. If sequence parallelism gathers X, it keeps the bf16 shard instead. In bf16, ``linear_proj`` shares X with
+    the attention, which keeps its output itself.
     """
     shape = layout.linear_shapes()[kind]
     if shape.gathered:
         return 2.0 * layout.tokens * shape.k / layout.tp
     elements = float(layout.tokens * shape.k)
     wgrad = formats[2]
-    if wgrad not in _STORED:
+    if wgrad is Format.BF16:
         shared = kind == "self_attention.linear_proj" and layout.recompute != "selective"
         return 0.0 if shared else 2.0 * elements
-    return elements * (1.0 if wgrad is Format.FP8_TENSOR else 1.0 + 4.0 / _TILE)
+    return elements * _operand(wgrad, _TILE, native)
 
 
-def quantised_weight(shape: LinearShape, formats: Formats) -> float:
-    """Return the bytes of the quantised operands of W for fprop and dgrad."""
-    sides = [fmt for fmt in formats[:2] if fmt in _STORED]
-    each = [1.0 if fmt is Format.FP8_TENSOR else 1.0 + 4.0 / _BLOCK for fmt in sides]
-    return float(shape.n * shape.k) * sum(each)
+def quantised_weight(shape: LinearShape, formats: Formats, native: Collection[Format] = NATIVE) -> float:
+    """Return the bytes of the quantised operands of W for fprop and dgrad.
+
+    If both are emulated in formats with equal scales, they are one operand.
+    """
+    sides = [fmt for fmt in formats[:2] if fmt is not Format.BF16]
+    if len(sides) == 2 and sides[0] not in native and one_weight(*sides):
+        del sides[1]
+    return float(shape.n * shape.k) * sum(_operand(fmt, _BLOCK, native) for fmt in sides)
+
+
+def one_weight(fprop: Format, dgrad: Format) -> bool:
+    """Return whether both GEMMs read the same numbers of W (``quantization.exact.shared``, without importing torch)."""
+    return fprop.base is dgrad.base and fprop in _ONE_WEIGHT and dgrad in _ONE_WEIGHT
+
+
+def _operand(fmt: Format, numbers: int, native: Collection[Format]) -> float:
+    """Return the bytes of an element of a quantised operand with its share of the scale of ``numbers`` elements."""
+    return (1.0 if fmt in native else 2.0) + (4.0 / numbers if fmt in _TILED else 0.0)
 
 
 def _probe(layout: Layout, stage: int, probes: Probes | None, candidates: Sequence[str]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner import memory, overhead, phases, step_time, synthetic
 from snip_megatron.planner.host import REMEDY
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import FormatsOf, stage_memory
+from snip_megatron.planner.memory import FormatsOf, native_formats, stage_memory
 from snip_megatron.planner.phases import PlannedRun, plan_phases
 from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.question import Question, pose
@@ -125,8 +125,9 @@ def _stage(
     blocks = layout.stages[stage]
     shapes = step.shapes.values()
     flops = 3.0 * len(blocks) * layout.microbatches * math.fsum(shape.flops for shape in shapes)
+    native = native_formats(step.model)
     bytes_by_variant = {
-        name: _memory(stage_memory(layout, stage, formats_of, probes, candidates))
+        name: _memory(stage_memory(layout, stage, formats_of, probes, candidates, native))
         for name, formats_of in variants.items()
     }
     return {

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from snip_megatron.gemm.emulated import EmulatedBackend
+from snip_megatron.gemm.exact_products import ExactProducts
+from snip_megatron.gemm.operands import disassemble
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import (
+    NATIVE,
     StageMemory,
     block_activations,
+    native_formats,
+    one_weight,
     quantised_weight,
     saved_input,
     stage_memory,
 )
+from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.probes import Probes
-from snip_megatron.precision import LINEAR_KINDS, Format
+from snip_megatron.planner.question import Question
+from snip_megatron.planner.step_time import StepModel
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
+from snip_megatron.quantization.exact import ExactOperand, quantize_exact, shared
+from snip_megatron.timing.cost_model import FlopsModel
+from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import Formats, LinearShape
+from snip_megatron.timing.table_model import TimingModel
 
 from .formula import layout
 
@@ -27,6 +42,7 @@ MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks" / "layer_llama-8
 BF16: Formats = (Format.BF16,) * 3
 FP8: Formats = (Format.FP8,) * 3
 TENSOR: Formats = (Format.FP8_TENSOR,) * 3
+NVFP4: Formats = (Format.NVFP4, Format.NVFP4_NEAREST, Format.NVFP4_HADAMARD)
 
 
 def measured_layout() -> Layout:
@@ -75,7 +91,49 @@ def test_quantised_weights_by_orientation() -> None:
     scales = 4 / 128**2
     assert quantised_weight(shape, FP8) == pytest.approx(2 * 256 * 512 * (1 + scales))
     assert quantised_weight(shape, (Format.BF16, Format.FP8_TENSOR, Format.FP8)) == 256 * 512
-    assert quantised_weight(shape, (Format.NVFP4, Format.BF16, Format.FP8)) == 0
+    assert quantised_weight(shape, (Format.BF16, Format.BF16, Format.FP8)) == 0
+
+
+def test_one_emulated_weight_serves_both_gemms_where_its_numbers_do() -> None:
+    quantised = [fmt for fmt in Format if fmt is not Format.BF16]
+    formats = [[fmt for fmt in quantised if gemm in fmt.gemms] for gemm in (Gemm.FPROP, Gemm.DGRAD)]
+    assert sum(one_weight(*pair) for pair in itertools.product(*formats)) == 5
+    assert all(one_weight(*pair) == shared(*pair, square=True) for pair in itertools.product(*formats))
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [FP8, TENSOR, (Format.FP8, Format.FP4, Format.FP4), NVFP4, (Format.NVFP4, Format.MXFP8, Format.BF16)],
+)
+def test_emulated_operands_have_the_bytes_that_the_backend_makes(formats: Formats) -> None:
+    chosen = layout(seq_length=256)
+    shape = chosen.linear_shapes()["mlp.linear_fc1"]
+    backend = EmulatedBackend(quantize_exact, ExactProducts())
+    x, w = (torch.zeros(rows, shape.k, dtype=torch.bfloat16) for rows in (256, shape.n))
+    _, x_side = backend.quantize_input(x, None, formats[2])
+    operands = backend.quantize_weight(w, formats[0], formats[1])
+    sides = {id(side): side for side in operands if isinstance(side, ExactOperand)}
+    saved = sum(t.nbytes for t in disassemble(x_side)[0] if t.numel() > 1)
+    quantised = sum(t.nbytes for side in sides.values() for t in disassemble(side)[0] if t.numel() > 1)
+    assert saved_input(chosen, "mlp.linear_fc1", formats, native=()) == saved
+    assert quantised_weight(shape, formats, native=()) == quantised
+
+
+def test_a_table_of_emulated_gemms_makes_all_operands_emulated() -> None:
+    hopper = load_cost_model("h200")
+    assert isinstance(hopper, TimingModel)
+    assert native_formats(hopper) == NATIVE == native_formats(FlopsModel())
+    emulated = TimingModel(replace(hopper.table, backend="emulated"))
+    assert native_formats(emulated) == ()
+    chosen = layout("8b")
+    question = Question("fp4", 1.0, (Format.FP8, Format.FP4))
+    plans = [make_plan(StepModel(chosen, model), question, Probes()) for model in (hopper, emulated)]
+    native, copies = (plan["stages"][0]["bytes"]["fp8"] for plan in plans)
+    more = chosen.model.blocks * sum(chosen.tokens * shape.k for shape in chosen.linear_shapes().values())
+    assert copies["activations"] - native["activations"] == more  # 16 bits instead of 8
+    assert copies["quantised_weights"] == pytest.approx(native["quantised_weights"], rel=1e-3)  # one instead of two
+    mixed = [quantised_weight(LinearShape(8, 256, 512), (Format.FP8, Format.FP4, Format.FP8), n) for n in (NATIVE, ())]
+    assert mixed[1] == pytest.approx(2 * mixed[0], rel=1e-3)  # two of 16 bits
 
 
 def test_sequence_parallelism_keeps_bf16_shards_of_gathered_inputs() -> None:
