@@ -1,11 +1,12 @@
-"""What a linear asks of its GEMMs, and the reference that answers on any device.
+"""The interface of all GEMM backends, and the reference backend, which runs on any device.
 
-A linear hands over each of its tensors once: X in its forward for fprop and wgrad, G in its backward for dgrad and
-wgrad, and W once an optimizer step. A backend that quantises at that point reads the tensor once for both GEMMs.
+A linear passes each of its matrices to the backend once: X in the forward, for fprop and wgrad; G in the backward, for
+dgrad and wgrad; and W once per optimizer step, for fprop and dgrad. A backend can therefore quantise a matrix for both
+GEMMs in one read.
 
-Operands are 2-D: X [T, K], W [N, K], G [T, N]. docs/method.md, "Formats", gives the granularity of each format. The
-three GEMMs of a linear may have three formats. A format of None means that the GEMM does not run. ``amax`` is max|·| of
-the whole matrix, 0-dim FP32; it is given if the operand is a shard and the format has one scale for the whole tensor.
+Matrices are 2-D: X [T, K], W [N, K], G [T, N]. The three GEMMs of a linear may have three formats, whose granularity is
+given in docs/method.md, "Formats". A format of None means that the GEMM does not run. ``amax`` is max|·| of the
+unsharded matrix, 0-dim FP32. It is required if the matrix is a shard and the format has one scale for the whole tensor.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ Formats = tuple[Format | None, Format | None]
 class GemmBackend:
     """Quantisation and the three GEMMs of a linear.
 
-    This base class is the reference backend: it keeps every operand in the training dtype until its GEMM, which
-    quantises, dequantises and multiplies in plain torch. It runs on any device and any shape, for tests, demonstrations
-    and older GPUs. A faster backend overrides :meth:`_quantize` and multiplies the operands that it made; operands that
-    it has no kernel for stay :class:`Plain` and come back here.
+    This base class is the reference backend. It keeps every operand in the training dtype until the GEMM, which
+    quantises, dequantises and multiplies in plain torch. It runs on any device and for any shape. A faster backend
+    overrides :meth:`_quantize` and multiplies the operands that it has made. An operand in a format that it has no
+    kernel for stays :class:`Plain`, and this class multiplies it.
     """
 
     name = "reference"
@@ -62,10 +63,14 @@ class GemmBackend:
         amax: Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> Sides:
-        """Return X [T, K] as fprop (tiles along K) and wgrad (tiles along T) take it.
+        """Return X [T, K] as the operands of fprop (tiles along K) and of wgrad (tiles along T).
 
         Args:
-            rotation: of wgrad's operand, if ``wgrad`` has a Hadamard transform. None: without sign changes.
+            x: X [T, K] in the training dtype.
+            fprop, wgrad: formats of the two GEMMs; None if a GEMM does not run.
+            amax: see the module.
+            rotation: how the operand of wgrad is transformed if ``wgrad`` has a Hadamard transform. None: without sign
+                changes.
         """
         return self._quantize(x, (fprop, wgrad), amax, rotation=rotation)
 
@@ -78,10 +83,13 @@ class GemmBackend:
         amax: Tensor | None = None,
         held: HeldSides | None = None,
     ) -> Sides:
-        """Return W [N, K] as fprop (reduction along K) and dgrad (along N) take it.
+        """Return W [N, K] as the operands of fprop (reduction along K) and of dgrad (reduction along N).
 
         Args:
-            held: operands of an earlier call, which are written to instead of new memory.
+            w: W [N, K] in the training dtype.
+            fprop, dgrad: formats of the two GEMMs; None if a GEMM does not run.
+            amax: see the module.
+            held: operands of an earlier call. They are overwritten and returned, and no new memory is allocated.
         """
         if held is None:
             return self._quantize(w, (fprop, dgrad), amax, weight=True)
@@ -98,10 +106,13 @@ class GemmBackend:
         amax: Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> Sides:
-        """Return G [T, N] as dgrad (tiles along N) and wgrad (tiles along T) take it.
+        """Return G [T, N] as the operands of dgrad (tiles along N) and of wgrad (tiles along T).
 
         Args:
-            keys: of stochastic rounding, for the formats that use it.
+            g: G [T, N] in the training dtype.
+            dgrad, wgrad: formats of the two GEMMs; None if a GEMM does not run.
+            keys: keys of stochastic rounding, for the formats that use it.
+            amax: see the module.
             rotation: as in :meth:`quantize_input`, with the same signs.
         """
         both = (keys.dgrad, keys.wgrad)
@@ -132,13 +143,17 @@ class GemmBackend:
         first_row: int = 0,
         rotation: Rotation | None = None,
     ) -> Sides:
-        """Return x as the GEMM that reduces over its columns and the one that reduces over its rows take it.
+        """Return x as the operands of the GEMM that reduces over its columns and of the one that reduces over its rows.
 
         Args:
-            weight: quantise in blocks instead of tiles.
-            keys, cols, first_row: of stochastic rounding; the keys of both GEMMs, the global indices of x's columns,
-                and that of its first row.
-            rotation: of the second operand, if its format has a Hadamard transform.
+            x: the matrix, in the training dtype.
+            formats: formats of the two GEMMs.
+            amax: see the module.
+            weight: whether to quantise in blocks instead of tiles.
+            keys: keys of stochastic rounding of the two GEMMs.
+            cols: global indices of x's columns, which stochastic rounding reads.
+            first_row: global index of x's first row, likewise.
+            rotation: how the second operand is transformed if its format has a Hadamard transform.
         """
         first, second = formats
         return (
@@ -147,7 +162,7 @@ class GemmBackend:
         )
 
     def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
-        """Quantise W into the operands of ``held``. Plain operands are the weight itself, so nothing is to be done."""
+        """Quantise W into the operands of ``held``. Plain operands are the weight itself and need no update."""
 
     # -- products ------------------------------------------------------------------------------------------------
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
@@ -198,7 +213,7 @@ def refuse_gathers(backend: str, formats: Collection[Format]) -> None:
 
 
 def _plain(side: Side) -> Plain:
-    """Return ``side``. Both operands of a GEMM are of one kind, which its format decides."""
+    """Return ``side``, which is a plain operand. Both operands of a GEMM are of the same kind."""
     assert isinstance(side, Plain)
     return side
 

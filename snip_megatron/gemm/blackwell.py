@@ -1,7 +1,7 @@
 """The GEMMs of a linear in NVFP4 and MXFP8 on a Blackwell GPU, quantised and multiplied by Transformer Engine.
 
-Each operand is quantised for the GEMM that reads it, so the three GEMMs may have three formats: NVFP4 forward with
-MXFP8 backward, bf16 in between. Formats without a GEMM there fall to the reference, GEMM by GEMM. See blackwell.md.
+Each operand is quantised for the GEMM that reads it, so that the three GEMMs may have three formats, for example NVFP4
+in the forward and MXFP8 or bf16 in the backward. The reference runs GEMMs in other formats. See blackwell.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlackwellBackend(GemmBackend):
         )
 
     def check_gathers(self, formats: Collection[Format]) -> None:
-        """See the base class. Operands of this backend are not exchanged so far."""
+        """See the base class. Gathers of quantised operands are not implemented for this backend."""
         refuse_gathers(self.name, set(formats).intersection(RUNNABLE))
 
     # -- quantisation --------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class BlackwellBackend(GemmBackend):
         first_row: int = 0,
         rotation: Rotation | None = None,
     ) -> Sides:
-        """See the base class. Both orientations of one format are made in one call, which draws with the first key."""
+        """See the base class. If both formats are equal, one call serves both GEMMs and rounds with the first key."""
         row, col = formats
         seeds = (self._number(keys[0]), self._number(keys[1]))
         if row is not None and row is col and row in RUNNABLE:
@@ -147,7 +147,7 @@ class BlackwellBackend(GemmBackend):
     def _multiply(
         self, a: NativeOperand, b: NativeOperand, layout: str, shape: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
-        """[shape] in ``dtype``, without the padding."""
+        """Return the product in ``dtype``, with the shape ``shape``, which has no padding."""
         assert a.format is b.format
         if _empty(a, b):
             return torch.zeros(shape, dtype=dtype, device=a.tensors[0].device)
@@ -156,7 +156,10 @@ class BlackwellBackend(GemmBackend):
 
 
 def padded(x: Tensor) -> Tensor:
-    """``x`` [rows, cols], contiguous, with zeros up to multiples of 32: zeros change no amax and add nothing."""
+    """Return ``x`` [rows, cols], contiguous and padded with zeros to multiples of 32.
+
+    Zeros change neither an amax nor a product.
+    """
     below, right = -x.shape[0] % EDGE, -x.shape[1] % EDGE
     return functional.pad(x, (0, right, 0, below)) if below or right else x.contiguous()
 

@@ -26,7 +26,7 @@ class EmulatedBackend(GemmBackend):
 
     Args:
         quantize: :func:`snip_megatron.quantization.exact.quantize_exact`, or the same function in Triton.
-        products: what multiplies.
+        products: the GEMMs of its operands.
     """
 
     name = "emulated"
@@ -36,7 +36,7 @@ class EmulatedBackend(GemmBackend):
         self._products = products
 
     def check_gathers(self, formats: Collection[Format]) -> None:
-        """See the base class. Operands of this backend are not exchanged so far."""
+        """See the base class. Gathers of quantised operands are not implemented for this backend."""
         refuse_gathers(self.name, formats)
 
     # -- quantisation --------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class EmulatedBackend(GemmBackend):
         first_row: int = 0,
         rotation: Rotation | None = None,
     ) -> Sides:
-        """See the base class. Both orientations are made in one read."""
+        """See the base class. One read serves both GEMMs."""
         row, col = _quantised(formats)
         plain = super()._quantize(x, formats, amax, keys=keys, cols=cols, first_row=first_row, rotation=rotation)
         if row is None and col is None:

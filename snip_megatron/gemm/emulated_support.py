@@ -18,8 +18,8 @@ _LARGEST_ERROR = 1e-5  # of FP32 results, relative to the reference's; another o
 def unlike_reference(backend: GemmBackend, device: torch.device | str, formats: Collection[Format]) -> str | None:
     """Return how results of ``backend`` on ``device`` differ from the reference's there, or None if they do not.
 
-    Runs three small products in each of ``formats``. Compilers and libraries are found out that refuse a kernel or
-    return wrong numbers.
+    Runs three small products in each of ``formats``. This finds compilers and libraries that refuse a kernel or return
+    wrong numbers.
     """
     for fmt in formats:
         if fmt is Format.BF16:

@@ -20,9 +20,9 @@ class ExactProducts:
 
     Args:
         library: cuBLASLt, which scales and accumulates inside the GEMM. If it is None or has no kernel for operands,
-            torch multiplies and the rest are operations of their own.
-        tiled: :func:`snip_megatron.gemm.tiled_kernel.multiply`, for operands with a scale for each tile. If it is None,
-            such operands are dequantised and multiplied in FP32.
+            torch multiplies, and scaling and accumulation are separate operations.
+        tiled: :func:`snip_megatron.gemm.tiled_kernel.multiply`, which multiplies operands with a scale for each tile.
+            If it is None, such operands are dequantised and multiplied in FP32.
     """
 
     def __init__(self, library: CublasLt | None = None, tiled: Callable[..., None] | None = None) -> None:
@@ -31,7 +31,7 @@ class ExactProducts:
         self._plain = ScaledProducts(library=library)
 
     def multiply(self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], dtype: torch.dtype) -> Tensor:
-        """Compute op(a)·op(b) in ``dtype``, where op transposes if ``transposed`` says so."""
+        """Compute op(a)·op(b) in ``dtype``. ``transposed`` says of each operand whether op transposes it."""
         shape = (a.values.shape[1 if transposed[0] else 0], b.values.shape[0 if transposed[1] else 1])
         device = a.values.device
         if a.values.numel() == 0 or b.values.numel() == 0:

@@ -1,8 +1,9 @@
-"""The GEMMs of a linear on Hopper's FP8 tensor cores, with quantisation by one Triton kernel a tensor.
+"""The GEMMs of a linear on Hopper's FP8 tensor cores. One Triton kernel quantises a tensor for both of its GEMMs.
 
-fp8 and fp4: 1×128 tiles by 128×128 blocks in fprop and dgrad, 1×128 by 1×128 in wgrad, FP32 scales. An E2M1 number is
-exact in E4M3, so fp4 runs with fp4's numerics at fp8's speed. ``fp8_tensor``: one scale a tensor. bf16 GEMMs of mixed
-linears are plain library GEMMs; the other formats are left to another backend, GEMM by GEMM. See README.md.
+In fp8 and fp4, fprop and dgrad multiply operands in 1×128 tiles by operands in 128×128 blocks, and both operands of
+wgrad are in 1×128 tiles. Scales are FP32. An E2M1 number is exact in E4M3, so that fp4 has its own numerics at the
+speed of fp8. fp8_tensor has one scale per tensor. bf16 GEMMs are library GEMMs. Another backend runs GEMMs in the other
+formats. See README.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NOTHING = Operands(None, None)
 
 
 class Quantizers(Fours, Protocol):
-    """The functions of ``quantization.packed`` and, as kernels, of ``quantization.kernels.quantize``."""
+    """The functions of ``quantization.packed``, which ``quantization.kernels.quantize`` has as Triton kernels."""
 
     quantize_tiles: Callable[..., Operands]
     quantize_blocks: Callable[..., Operands]
@@ -39,9 +40,9 @@ class HopperBackend(GemmBackend):
     """GEMMs on the FP8 tensor cores of a Hopper GPU.
 
     Args:
-        quantizers: what quantises.
-        products: what multiplies.
-        others: the backend of the formats that these tensor cores do not have.
+        quantizers: the module that quantises.
+        products: the library GEMMs.
+        others: the backend that runs GEMMs in formats that these tensor cores do not have.
     """
 
     name = "hopper"
@@ -64,7 +65,7 @@ class HopperBackend(GemmBackend):
         first_row: int = 0,
         rotation: Rotation | None = None,
     ) -> Sides:
-        """See the base class. Both orientations are made in one read if both have tiles, blocks, or a tensor scale."""
+        """See the base class. One read serves both GEMMs if both formats have tiles, or both one scale per tensor."""
         stored = [fmt if fmt in STORED else None for fmt in formats]
         scaled = [fmt is Format.FP8_TENSOR for fmt in formats]
         tiled = whole = _NOTHING
@@ -87,7 +88,7 @@ class HopperBackend(GemmBackend):
             self._others.check_gathers(others)
 
     def pack(self, side: Side, format: Format, axis: int) -> Parcel:
-        """See the base class. Bytes and scales travel as the GEMMs take them, fp4 two elements to a byte."""
+        """See the base class. Ranks exchange the operand as it is, except that fp4 is packed two elements to a byte."""
         if isinstance(side, Operand):
             return operand_parcel(side, format, axis, self._quantizers)
         return self._others.pack(side, format, axis)

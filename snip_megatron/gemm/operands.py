@@ -1,4 +1,4 @@
-"""What a GEMM is given: a matrix that is still to be quantised, or one that a kernel has quantised already."""
+"""The operands of a GEMM: matrices that the GEMM quantises itself, and matrices that are quantised already."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from snip_megatron.quantization.rounding import Key
 
 @dataclass(frozen=True)
 class GradientKeys:
-    """Keys of stochastic rounding of G: counters only, so that recomputation and resharding draw the same bits.
+    """Keys of the stochastic rounding of G.
+
+    The random bits are a function of the key and of the global position of an element. Recomputation and other parallel
+    layouts therefore draw the same bits.
 
     Attributes:
-        dgrad, wgrad: of the two GEMMs that read G: 64-bit seeds, or key words on the device; None: neither rounds
-            stochastically.
+        dgrad, wgrad: keys of the two GEMMs that read G. A key is a 64-bit seed, or key words on the device. None: the
+            GEMM does not round stochastically.
         cols: integer [N local], global indices of G's columns.
-        first_row: index of G's first row among the rows of the GEMM, if G is a token shard.
+        first_row: global index of G's first row. It is 0 unless G is a token shard.
     """
 
     dgrad: Key | None
@@ -35,16 +38,17 @@ class GradientKeys:
 
 @dataclass(frozen=True)
 class Plain:
-    """A matrix as training made it; the GEMM that gets it quantises it to ``format`` (bf16: not at all).
+    """A matrix that the GEMM quantises to ``format``. In bf16 it is not quantised.
 
     Attributes:
         tensor: [rows, cols] in the training dtype.
-        format: of the GEMM.
-        seed, cols: key of stochastic rounding, for G only.
-        amax: max|x| of the whole matrix where ``tensor`` is a shard of it (0-dim FP32); None: that of ``tensor``.
-        first_row: index of the first row for stochastic rounding.
-        quantised: whether ``tensor`` holds quantised numbers in FP32, which the GEMM takes as they are.
-        rotation: how a wgrad in a format with a Hadamard transform transforms it.
+        format: format of the GEMM.
+        seed: key of stochastic rounding; None: rounding to nearest. Only G has one.
+        cols: global indices of the columns for stochastic rounding.
+        amax: max|x| of the unsharded matrix if ``tensor`` is a shard (0-dim FP32). None: that of ``tensor``.
+        first_row: global index of the first row for stochastic rounding.
+        quantised: whether ``tensor`` holds quantised numbers in FP32 already, which the GEMM uses unchanged.
+        rotation: how the matrix is transformed if it is an operand of a wgrad with a Hadamard transform.
     """
 
     tensor: Tensor
@@ -58,16 +62,16 @@ class Plain:
 
 
 Side = Plain | Operand | ExactOperand | NativeOperand
-"""One of a GEMM's two operands. Both of a GEMM are of the same kind."""
+"""An operand of a GEMM. Both operands of a GEMM are of the same kind."""
 
 
 @dataclass(frozen=True)
 class HeldSides:
-    """A weight's two operands, kept from step to step: :class:`snip_megatron.quantization.packed.Held` of any kind.
+    """The two operands of a weight, which stay at the same addresses from step to step for CUDA graphs.
 
     Attributes:
-        sides: for fprop and dgrad, as an earlier call gave them for the same weight and formats.
-        current: int32 [1] on the device; where it is not zero, they hold the weight as it is and stay.
+        sides: the operands of fprop and dgrad that an earlier call returned for the same weight and formats.
+        current: int32 [1] on the device. If it is not zero, the operands are up to date and are not written.
     """
 
     sides: tuple[Side, Side]
@@ -75,7 +79,11 @@ class HeldSides:
 
 
 def disassemble(side: Side) -> tuple[tuple[Tensor, ...], Callable[..., Side]]:
-    """The tensors of an operand of X or W, for autograd to save, and what makes the operand of them again."""
+    """Take an operand of X or W apart, so that autograd can save it.
+
+    Returns:
+        The operand's tensors, and a function that makes the operand from these tensors again.
+    """
     if isinstance(side, Operand):
         return (side.values, side.scale), partial(Operand, scaling=side.scaling, depth=side.depth)
     if isinstance(side, ExactOperand):

@@ -1,7 +1,7 @@
-"""Token shards of X and G as the bytes in which tensor parallel ranks exchange them, and operands made of all shards.
+"""Token shards of X and G in the form in which tensor parallel ranks exchange them.
 
-The rows of a shard are consecutive tokens. If their number is a multiple of the tile, the tiles of a shard are tiles of
-the whole matrix, along tokens too, so that shards can be quantised before they are gathered.
+The rows of a shard are consecutive tokens. If their number is a multiple of the tile, every tile of a shard is also a
+tile of the whole matrix. Shards can then be quantised before they are gathered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Parcel:
     """A token shard of one operand.
 
     Attributes:
-        tensors: what is gathered; contiguous, of equal shapes on all ranks.
+        tensors: the tensors to gather. They are contiguous and have the same shapes on all ranks.
         open: makes the operand of all tokens from the gathered tensors [ranks, \\*shape], followed by ``common``.
         common: tensors that are equal on all ranks, and therefore not gathered.
     """
@@ -42,7 +42,7 @@ class Parcel:
 
 
 def disassemble_parcel(parcel: Parcel) -> tuple[tuple[Tensor, ...], Callable[..., Parcel]]:
-    """Return the tensors of a parcel, for autograd to save, and what makes the parcel of them again."""
+    """Take a parcel apart, so that autograd can save it. Returns its tensors, and a function that makes it again."""
     return (*parcel.tensors, *parcel.common), partial(_assembled, parcel.open, len(parcel.tensors))
 
 
@@ -96,7 +96,7 @@ def operand_parcel(shard: Operand, fmt: Format, axis: int, fours: Fours) -> Parc
         shard: rows are tokens, or the reduction runs over tokens, whose number is then a multiple of 128.
         fmt: the format. Four-bit elements are packed two to a byte.
         axis: as in :func:`plain_parcel`.
-        fours: what packs them.
+        fours: the functions that pack them.
     """
     values = shard.values.view(torch.uint8)
     if fmt in FOUR_BIT:

@@ -19,9 +19,9 @@ from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
 from snip_megatron.quantization.rounding import Key
 
 Amaxes = tuple[Tensor | None, Tensor | None]
-"""The 0-dim amaxes of the unsharded operands (fp8_tensor, nvfp4). None: the amax of the operand that is passed."""
+"""The amaxes of the two unsharded operands, 0-dim, for fp8_tensor and nvfp4. None: the amax of the given operand."""
 Rotations = tuple[Rotation | None, Rotation | None]
-"""How formats with a Hadamard transform transform the operands. None: without sign changes."""
+"""How the two operands are transformed in formats with a Hadamard transform. None: without sign changes."""
 
 
 def fprop(
@@ -136,7 +136,7 @@ def gradient_rounding(
     rows: Tensor | None = None,
     cols: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of ``fake_quantize`` for G: stochastic rounding in formats that want it, else to nearest."""
+    """Return the rounding arguments of ``fake_quantize`` for G: stochastic in the formats of ``STOCHASTIC``."""
     if resolve(fmt) not in STOCHASTIC:
         return {}
     return {"rounding": "stochastic", "seed": seed, "offset": offset, "rows": rows, "cols": cols}

@@ -2,8 +2,8 @@
 # Device code: Triton's values have no static types.
 """A GEMM of bf16 matrices whose 128-long tiles along the reduction have FP32 scales, in Triton.
 
-fp8 and fp4 need it on GPUs without FP8 tensor cores: their scales are arbitrary FP32 numbers, so that a scaled element
-is not exact in bf16. The tensor cores multiply the elements, which are exact, and every tile's sum is scaled in FP32.
+The emulated backend uses it for fp8 and fp4. Their scales are arbitrary FP32 numbers, so that a scaled element is not
+exact in bf16. The elements alone are exact. The tensor cores multiply them, and the sum of each tile is scaled in FP32.
 """
 
 import torch

@@ -3,9 +3,9 @@
 fp8_tensor and nvfp4 have one scale for the whole tensor. If each rank computed it from its shard, the scale would
 depend on the tensor parallel layout. The ranks that share a matrix therefore use the maximum of their amaxes, which
 costs one all-reduce of four bytes per matrix. Tensor parallel size 1 and formats with tile scales need no
-communication. Under sequence parallelism the gathered tensor is quantised, or shards by the amax of the gathered tensor
-(:func:`gathered_amaxes`). Data and context parallel ranks do not take
-part: the microbatch of a rank is a tensor of its own.
+communication. Under sequence parallelism the gathered tensor is quantised. If shards are quantised before the gather,
+the amax of the gathered tensor is used (:func:`gathered_amaxes`). Data and context parallel ranks do not take part,
+because the microbatch of a rank is a tensor of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def shared_amax(
 def gathered_amaxes(
     shard: torch.Tensor, formats: tuple[Format | None, Format | None], group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the amaxes by which the gathered matrix is quantised, for shards of tokens that are quantised before.
+    """Return the amaxes of the gathered matrix, for token shards that are quantised before they are gathered.
 
     nvfp4 scales by the largest finite tile, and the tiles of the two GEMMs differ. The two results are therefore equal
     unless a shard holds a NaN or Inf. If a result is needed, this is a collective of ``group``.

@@ -40,7 +40,7 @@ class BackwardRecorder(Protocol):
 
 @dataclass(frozen=True)
 class Forced:
-    """What a measuring pass requests of one linear in one microbatch. It replaces the formats of the map.
+    """The request of a measuring pass to one linear in one microbatch. It replaces the formats of the map.
 
     Attributes:
         formats: formats of (fprop, dgrad, wgrad).

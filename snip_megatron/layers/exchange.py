@@ -1,13 +1,14 @@
-"""The collectives of a linear: gathers of token shards, as they are or quantised, and reductions of results.
+"""The collectives of a linear: gathers of token shards, in bf16 or quantised, and reductions of results.
 
 Under sequence parallelism a rank holds consecutive tokens of X (column parallel linears) and of G (row parallel ones),
 and gathers those of all ranks. In Megatron's layout [s, b, h] a shard of s is a range of the rows of the matrix
-[s·b, h]. So if a rank's tokens are a multiple of 128, its tiles are tiles of the whole matrix, and it may quantise them
-before the gather: the GEMMs get the same bits.
+[s·b, h]. If the number of a rank's tokens is a multiple of 128, its tiles are tiles of the whole matrix. It may then
+quantise them before the gather, and the GEMMs get the same bits.
 
-X has two operands: with tiles along features for fprop, gathered in the forward, and with tiles along tokens for wgrad,
-which is kept as a shard and gathered in the backward. Both GEMMs of G run in the backward, so that both operands of G
-are gathered at once. This pays if they have fewer bytes than G itself, which two 8-bit operands do not.
+X has two operands. The operand of fprop has tiles along features and is gathered in the forward. The operand of wgrad
+has tiles along tokens; its shard is saved and gathered in the backward. Both GEMMs of G run in the backward, so that
+both operands of G are gathered there. This is done only if the two have fewer bytes than G, which two 8-bit operands do
+not have.
 """
 
 from __future__ import annotations
@@ -117,8 +118,9 @@ def quantised_by(
     """Quantise a shard for both GEMMs, in one call if they have one amax.
 
     Args:
-        quantise: takes (matrix, first format, second format, amax=).
-        shard, formats, amaxes: of :func:`snip_megatron.layers.amax.gathered_amaxes`.
+        quantise: a function of (matrix, first format, second format, amax=) that returns both operands.
+        shard, formats: the arguments of :func:`snip_megatron.layers.amax.gathered_amaxes`.
+        amaxes: its result.
     """
     if amaxes[0] is amaxes[1]:
         return quantise(shard, *formats, amax=amaxes[0])
@@ -130,6 +132,6 @@ def quantised_by(
 
 # -- reductions --------------------------------------------------------------------------------------------------------
 def start_reduce_scatter(partial: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
-    """Start the sum over ranks of ``partial`` [T, ...], of which this rank gets its tokens. Returns result and work."""
+    """Start the reduce-scatter of ``partial`` [T, ...] over tokens. Returns this rank's part and the work."""
     shard = partial.new_empty((partial.shape[0] // dist.get_world_size(group), *partial.shape[1:]))
     return shard, dist.reduce_scatter_tensor(shard, partial, group=group, async_op=True)
