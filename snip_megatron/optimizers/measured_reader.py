@@ -1,9 +1,9 @@
 """Reads the gradient difference of each trial from ``main_grad`` while the passes of the next trial already run.
 
-On every kind of pipeline the backwards of a model chunk come in the order of the schedule. So just before the first
-backward of a trial, every ``main_grad`` of the chunk holds δ∇W of the previous trial and nothing else. The reader
-reduces it over data parallel ranks, evaluates it through the optimizer's update, and clears it. It keeps sums of
-squares only, and the pipeline never drains.
+In every kind of pipeline, the backwards of a model chunk run in the order of the schedule. Just before the first
+backward of a trial, every ``main_grad`` of the chunk therefore holds δ∇W of the previous trial and nothing else. The
+reader reduces it over data parallel ranks, evaluates the optimizer's update with it, and clears it. Only sums of
+squares are kept. The pipeline never drains.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Owner:
         layer, linear: arguments of :meth:`Trial.reaches`.
         chunk: index of the model chunk that holds the parameter.
         weight: the parameter, with an FP32 ``main_grad``.
-        first_of_copies: whether this tensor parallel rank reports the parameter. Of a replicated parameter exactly one
-            rank does.
+        first_of_copies: whether this tensor parallel rank reports the parameter. Exactly one rank reports a replicated
+            parameter.
         update: returns the optimizer's next update of this rank's elements. None if another rank evaluates them.
         gradient: the elements' gradient as a training step sees it, in the parameter's dtype.
     """

@@ -1,9 +1,8 @@
 """Drift of one parameter on one rank, for gradient errors of given sizes.
 
-Source: docs/method.md, Weight divergence, steps 5 and 6. The size of an element's error follows from the column norms
-of its row and column: one σ for the whole matrix overstates the drift, because entries with v ≈ 0 get too large an
-error.
-Signs are random and belong to the global element, so every sharding draws the same.
+Source: docs/method.md, Weight divergence, steps 5 and 6. The size of an element's error follows from the norms of its
+row and its column. A single σ for the whole matrix would overstate the drift, because elements with v ≈ 0 would get too
+large an error. Signs are random and belong to the global element, so that every sharding draws the same.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def convert(
     microbatches: int = 1,
     **options: Any,
 ) -> PlainSnip:
-    """Convert the linears of a transformer in place, and return what chooses their formats while it trains.
+    """Convert the linears of a transformer in place, and return the object that chooses their formats during training.
 
         snip = convert(model, optimizer, budget="fp4=0.75", first_update=100, update_interval=1000)
         for tokens, labels in batches:

@@ -1,8 +1,8 @@
-"""Keys of stochastic rounding made on the device: what a captured CUDA graph reads, with the host's bits.
+"""Keys of stochastic rounding that are made on the device, for CUDA graphs.
 
-A seed is derived of (seed, step, global microbatch, linear, GEMM). In a captured backward the first two come from a
-number that is written before each step, the microbatch from a counter that the backward itself advances: Python does
-not run there. The bits are those of :func:`snip_megatron.quantization.rounding.derive_seeds` and ``key_words``.
+A key depends on (seed, step, global microbatch, linear, GEMM). A captured backward runs no Python, so it reads seed and
+step from memory that is written before each step, and the microbatch from a counter that it advances itself. The keys
+have the bits of :func:`snip_megatron.quantization.rounding.derive_seeds` and ``key_words``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from snip_megatron.quantization.rounding import splitmix64
 _PARTS = 5  # of a seed: seed, step, microbatch, linear, GEMM
 _SIDE = 4  # int32 between the words of two GEMMs: pointers stay 16-byte aligned
 Words = tuple[Tensor, Tensor]
-"""Key words, int32 [2], of the two GEMMs that read a gradient: dgrad, wgrad."""
+"""Key words, int32 [2] each, of dgrad and wgrad, the two GEMMs that read a gradient."""
 
 
 class Identity(NamedTuple):
-    """What the keys of a linear depend on, beside step and microbatch.
+    """What the keys of a linear depend on, apart from seed, step and microbatch.
 
     Attributes:
-        number: of the linear, the same in every layout.
+        number: the number of the linear, which is the same in every layout.
         factor, offset: microbatch i of this rank is global microbatch i·factor + offset.
     """
 
@@ -37,12 +37,12 @@ class Identity(NamedTuple):
 
 
 class DeviceKeys:
-    """Keys of a rank's linears. Their memory stays where it is: graphs hold its address.
+    """The keys of a rank's linears. Their addresses never change, because graphs hold them.
 
     Args:
-        linears: one identity each.
+        linears: the identity of each linear.
         gemms: numbers of the two GEMMs.
-        device: where keys are made and read.
+        device: the device on which keys are made and read.
     """
 
     def __init__(self, linears: Sequence[Identity], gemms: tuple[int, int], device: torch.device) -> None:
@@ -55,7 +55,7 @@ class DeviceKeys:
         self._advance = _advance_by_kernel() if device.type == "cuda" else advance
 
     def start_step(self, seed: int, step: int) -> None:
-        """The next key of every linear is that of the step's first microbatch. Waits for nothing."""
+        """Start a step: the next key of every linear is that of its first microbatch. Does not wait for the device."""
         state = _PARTS
         for part in (seed, step):
             state = splitmix64(state ^ splitmix64(part & _MASK))
@@ -63,7 +63,10 @@ class DeviceKeys:
         self._counts.zero_()
 
     def next(self, place: int) -> Words:
-        """Keys of the next microbatch of the linear at ``place``; its kernel runs where this is called."""
+        """Return the keys of the next microbatch of the linear at ``place``.
+
+        They are computed by a kernel, which a graph captures if this is called during a capture.
+        """
         self._advance(self._state, self._counts, self._identities, self._words, place, self._gemms)
         words = self._words[place]
         return words[:2], words[_SIDE : _SIDE + 2]
@@ -72,13 +75,14 @@ class DeviceKeys:
 def advance(
     state: Tensor, counts: Tensor, identities: Tensor, words: Tensor, place: int, gemms: tuple[int, int]
 ) -> None:
-    """The key words of ``counts[place]`` into ``words[place]``, then the count goes up by one: in plain torch.
+    """Write the key words of microbatch ``counts[place]`` to ``words[place]``, and increment the count. In plain torch.
 
     Args:
-        state: int64 [1], seed and step mixed.
-        counts: int64 [linears].
-        identities: int64 [linears, 4]: mixed index, factor, offset, 0.
-        words: int32 [linears, 8]: of the first GEMM at 0, of the second at 4.
+        state: int64 [1], the mixed seed and step.
+        counts: int64 [linears], the next microbatch of each linear.
+        identities: int64 [linears, 4]: mixed number, factor, offset and 0 of each linear.
+        words: int32 [linears, 8]: the key words of the first GEMM at 0, those of the second at 4.
+        place: index of the linear.
         gemms: numbers of the GEMMs.
     """
     index, factor, offset, _ = identities[place].unbind()
@@ -93,12 +97,12 @@ _MASK = (1 << 64) - 1
 
 
 def signed(value: int) -> int:
-    """The same 64 bits as a signed number."""
+    """Return the same 64 bits as a signed number."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """``splitmix64`` of int64 tensors, which wrap."""
+    """Return ``splitmix64`` of int64 tensors, whose arithmetic wraps."""
     value = value + signed(0x9E3779B97F4A7C15)
     value = (value ^ _shifted(value, 30)) * signed(0xBF58476D1CE4E5B9)
     value = (value ^ _shifted(value, 27)) * signed(0x94D049BB133111EB)

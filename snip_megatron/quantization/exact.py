@@ -1,10 +1,10 @@
-"""Quantised matrices whose numbers bf16 represents exactly, for GEMMs on the bf16 tensor cores of any GPU: in torch.
+"""Quantised matrices in bf16, for GEMMs on the bf16 tensor cores of any GPU. In plain torch.
 
 An E2M1 number times an E4M3 scale has at most six significant bits, and an E4M3 number times a power of two has four.
-bf16 has eight. So the values of nvfp4, mxfp4 and mxfp8 are multiplied by their tiles' scales here, and only nvfp4's
-scale of the whole tensor stays apart, as a factor of the product. The scales of fp8 and fp4 are arbitrary FP32
-numbers: these formats keep them apart, one for each tile. ``kernels/exact.py`` has the same function in Triton, with
-the same bits.
+bf16 has eight, so that it represents these products exactly. The elements of nvfp4, mxfp4 and mxfp8 are therefore
+multiplied by the scales of their tiles here. The scale of the whole tensor in nvfp4 stays a factor of the GEMM's
+result. The scales of fp8 and fp4 are arbitrary FP32 numbers, which are stored separately, one for each tile.
+``kernels/exact.py`` has the same function in Triton, with the same bits.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class ExactOperand:
     """A quantised matrix [rows, cols], in the orientation of the matrix it was made of.
 
     Attributes:
-        values: bf16 [rows, cols], row-major. Elements times the scales of their tiles, or elements alone.
-        scale: FP32 factors of ``values``: [1] for the whole matrix, or one for each tile, [ceil(rows/tile[0]),
-            ceil(cols/tile[1])]. None if ``values`` are the quantised numbers.
+        values: bf16 [rows, cols], row-major: elements times the scales of their tiles, or elements alone.
+        scale: FP32 factors by which ``values`` must be multiplied: [1] for the whole matrix, or one for each tile,
+            [ceil(rows/tile[0]), ceil(cols/tile[1])]. None if ``values`` are the quantised numbers themselves.
         tile: (rows, columns) that share a factor. None if there is one factor or none.
     """
 
@@ -46,16 +46,16 @@ class ExactOperand:
 
 
 ExactPair = tuple[ExactOperand | None, ExactOperand | None]
-"""The operands of the GEMM that reduces over a matrix's columns and of the one that reduces over its rows."""
+"""The operand of the GEMM that reduces over a matrix's columns, and that of the GEMM that reduces over its rows."""
 
 
 @dataclass(frozen=True)
 class HeldPair:
-    """Where a quantised weight is kept from step to step, for graphs that hold its address.
+    """A quantised weight that stays at the same addresses from step to step, for CUDA graphs.
 
     Attributes:
-        operands: as an earlier call gave them for the same shape and formats. They are written anew.
-        current: int32 [1] on the device. If it is not zero, ``operands`` hold this weight already and stay.
+        operands: the operands that an earlier call returned for the same shape and formats. They are overwritten.
+        current: int32 [1] on the device. If it is not zero, ``operands`` are up to date and are not written.
     """
 
     operands: ExactPair
@@ -75,22 +75,23 @@ def quantize_exact(
     rotation: Rotation | None = None,
     held: HeldPair | None = None,
 ) -> ExactPair:
-    """Quantise ``x`` [M, K] for the GEMM that reduces over K and for the one that reduces over M.
+    """Quantise ``x`` [M, K] for the GEMM that reduces over K and for the GEMM that reduces over M.
 
     Args:
         x: fp32, bf16 or fp16 [M, K]. In fp32, values of mxfp8 below 2^-133 are rounded to bf16's smallest numbers.
         row_format, col_format: a quantised format each, or None to leave that operand out.
-        square: whether formats that have square blocks use them (for weights). Formats with equal blocks then share
-            one operand.
-        row_seed, col_seed: keys of stochastic rounding, for formats that round gradients so; None rounds to nearest.
+        square: whether to use square blocks in formats that have them. It is set for weights. If both formats have
+            the same blocks, both operands are one object.
+        row_seed, col_seed: keys of stochastic rounding. None, or a format without stochastic rounding, rounds to
+            nearest.
         cols: integer [K], global ids of the columns for stochastic rounding; default: 0, 1, …
         amax: max|x| of the unsharded tensor (0-dim), for formats with a scale for the whole tensor.
-        rotation: of the second operand, if ``col_format`` has a Hadamard transform and x is no weight. None: without
-            sign changes. That operand has ⌈M/16⌉·16 rows.
+        rotation: how the second operand is transformed if ``col_format`` has a Hadamard transform and ``x`` is not a
+            weight. None: without sign changes. The transformed operand has ⌈M/16⌉·16 rows.
         held: operands to write the result to, which are returned. Default: new ones.
 
     Returns:
-        The two operands. Both are one object if their numbers are the same for every input.
+        The two operands. They are one object if :func:`shared` says that their numbers are always equal.
 
     Raises:
         SnipError: the format, the dtype or the number of dimensions is not supported.
@@ -124,9 +125,10 @@ def _of_col(
 
 
 def shared(row: Format | None, col: Format | None, *, square: bool) -> bool:
-    """Return whether both operands of a matrix are the same numbers: equal scales, and no tiles along one dimension.
+    """Return whether both operands of a matrix are always the same numbers.
 
-    ``square`` is for weights, on which formats that differ in the rounding of gradients agree.
+    They are if both formats have the same scales and these scales belong to square blocks or to the whole matrix. With
+    ``square`` (for weights), two formats may also differ in how they round gradients.
     """
     if row is None or col is None:
         return False

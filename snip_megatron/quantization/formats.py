@@ -1,7 +1,6 @@
 """The table of number formats: element type, scaling and tile shape of each.
 
-Sources: docs/method.md (fp8, fp4, fp8_tensor); OCP Microscaling Formats 1.0 (mxfp4, mxfp8); NVIDIA's NVFP4 (nvfp4);
-the variants' are named where they are defined.
+Sources: docs/method.md (fp8, fp4, fp8_tensor), OCP Microscaling Formats 1.0 (mxfp4, mxfp8), NVIDIA's NVFP4 (nvfp4).
 """
 
 from __future__ import annotations
@@ -72,8 +71,10 @@ class FormatSpec:
     random_signs: bool = False
 
     def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
-        """Return the (rows, columns) that share a scale: a square block, or a tile along ``axis`` (0, or 1 for the
-        last).
+        """Return the (rows, columns) that share a scale.
+
+        They are those of a square block if ``block`` is set and the format has blocks. Otherwise they are those of a
+        tile along ``axis``, which is 0, or 1 for the last dimension.
         """
         if block and self.square_blocks:
             return self.tile, self.tile
@@ -81,14 +82,15 @@ class FormatSpec:
 
     @property
     def largest_scale(self) -> float:
-        """The E4M3 scale of the tile that has the tensor's amax: the largest number, or under four-over-six the largest
-        whose 1.5-fold is one as well.
+        """The E4M3 scale of the tile that holds the tensor's amax.
+
+        It is the largest E4M3 number. Under four-over-six it is the largest x for which 1.5·x is an E4M3 number too.
         """
         return 256.0 if self.four_over_six else E4M3.maximum
 
     @property
     def of_weight(self) -> FormatSpec:
-        """What the numbers of a quantised W depend on."""
+        """This row without the properties that W does not depend on. Formats with equal rows quantise W alike."""
         return replace(self, stochastic=False, hadamard=False, random_signs=False)
 
 

@@ -1,4 +1,4 @@
-"""Two E2M1 numbers in a byte, in plain torch: the form in which ranks exchange four-bit operands.
+"""Packing of two E2M1 numbers into a byte, for the exchange of four-bit operands between ranks. In plain torch.
 
 :mod:`snip_megatron.quantization.kernels.fours` has the same functions in Triton, with the same bytes.
 """
@@ -13,12 +13,12 @@ def pack_fours(values: Tensor) -> Tensor:
     """Pack E2M1 numbers that are stored as E4M3.
 
     Args:
-        values: bytes of E4M3 numbers that E2M1 has too, uint8 [R, C] with an even C, contiguous. A NaN becomes some
-            number: E2M1 has no NaN, and the scale of its tile is one.
+        values: uint8 [R, C], contiguous, C even: bytes of E4M3 numbers that are also E2M1 numbers. A NaN becomes an
+            arbitrary number, because E2M1 has no NaN. The scale of its tile is NaN.
 
     Returns:
-        uint8 [R, C/2]: codes of E2M1 (a sign bit and the index of the magnitude), those of even columns in the lower
-        half of a byte.
+        uint8 [R, C/2]. A byte holds the E2M1 code (a sign bit and the index of the magnitude) of an even column in its
+        lower half and that of the next column in its upper half.
     """
     magnitude = values & 0x7F
     # Bytes 0x38, 0x3C, … 0x4C are 1, 1.5, 2, 3, 4, 6, with the indices 2 … 7. 0x30 is 0.5, with the index 1.
@@ -34,7 +34,7 @@ def unpack_fours(parts: Tensor) -> Tensor:
         parts: uint8 [P, R, C/2], packed matrices of P ranks, contiguous.
 
     Returns:
-        bytes of E4M3 numbers, uint8 [R, P·C].
+        uint8 [R, P·C], bytes of E4M3 numbers.
     """
     codes = torch.stack((parts & 0xF, parts >> 4), -1).flatten(-2)
     index = codes & 7

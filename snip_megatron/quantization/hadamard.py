@@ -1,9 +1,9 @@
 """The 16-point Hadamard transform of wgrad's operands along the tokens.
 
-wgrad sums over tokens, ∇W = Gᵀ·X. Both operands are multiplied from the left by one orthogonal matrix, which leaves the
-product as it is and spreads the outliers of a token over the 16 tokens of its group, where they are quantised better.
-The matrix is H₁₆/4 for each group, times ±1 for each token of a group under random signs. A last group of fewer
-tokens is filled up with zeros, which adds nothing to the product.
+wgrad sums over tokens, ∇W = Gᵀ·X. Both operands are multiplied from the left by the same orthogonal matrix, which does
+not change the product. It spreads an outlier of one token over the 16 tokens of its group, so that the tiles are
+quantised with smaller errors. The matrix is H₁₆/4 for each group. With random signs, each token of a group is first
+multiplied by ±1. An incomplete last group is padded with zeros, which adds nothing to the product.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rotation:
     """How one operand of a wgrad is transformed.
 
     Attributes:
-        signs: sign changes. Both operands of a product need the same.
+        signs: sign changes, which must be the same for both operands of a product.
         amax: 0-dim FP32 max|·| of the transformed unsharded matrix if a shard is transformed, for formats with a scale
             for the whole tensor. None: that of the transformed matrix itself.
     """
@@ -69,9 +69,10 @@ def rotate(x: Tensor, signs: Signs = 0) -> Tensor:
 def wgrad_operand(
     x: Tensor, format: Format | str, rotation: Rotation | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return an operand [T, C] of a wgrad and the max|·| of the whole matrix as ``format`` quantises them.
+    """Return the matrix that ``format`` quantises for a wgrad, and the max|·| of the unsharded matrix.
 
-    They are transformed if the format says so: by ``rotation``, or without sign changes if it is None.
+    If ``format`` has a Hadamard transform, the matrix is ``x`` [T, C] transformed by ``rotation``, or without sign
+    changes if ``rotation`` is None. Otherwise ``x`` and ``amax`` are returned.
     """
     if format not in ROTATED:
         return x, amax

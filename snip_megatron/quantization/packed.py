@@ -66,7 +66,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands that one read of a matrix [M, K] gives.
+    """The operands that are made of a matrix [M, K] in one read.
 
     Attributes:
         row: the matrix with reduction along K: rows = M, depth = K. None if it was not requested.
@@ -82,11 +82,11 @@ class Operands:
 
 @dataclass(frozen=True)
 class Held:
-    """Where a quantised weight is kept from step to step, for graphs that hold its address.
+    """A quantised weight that stays at the same addresses from step to step, for CUDA graphs.
 
     Attributes:
-        operands: as an earlier call gave them, for the same shape and formats: written anew.
-        current: int32 [1] on the device; where it is not zero, ``operands`` hold this weight already and stay.
+        operands: the operands that an earlier call returned for the same shape and formats. They are overwritten.
+        current: int32 [1] on the device. If it is not zero, ``operands`` are up to date and are not written.
     """
 
     operands: Operands
@@ -105,7 +105,7 @@ def quantize_tiles(
     cols: Tensor | None = None,
     candidates: Sequence[Format | str] = (),
 ) -> Operands:
-    """Quantise ``x`` [M, K] in 1×128 tiles along K and along M, each in a format of its own.
+    """Quantise ``x`` [M, K] in 1×128 tiles along K and in 1×128 tiles along M. Each operand has its own format.
 
     Args:
         x: fp32, bf16 or fp16 [M, K].
@@ -133,9 +133,16 @@ def quantize_tiles(
 def quantize_blocks(
     w: Tensor, row_format: Format | str | None, col_format: Format | str | None, *, held: Held | None = None
 ) -> Operands:
-    """Quantise a weight [N, K] in 128×128 blocks: ``row`` for fprop (reduction K), ``col`` for dgrad (reduction N).
+    """Quantise a weight [N, K] in 128×128 blocks.
 
-    With ``held``, the result is written to its operands, which are returned.
+    Args:
+        w: fp32, bf16 or fp16 [N, K].
+        row_format: format of ``row``, the operand of fprop (reduction along K); None to leave it out.
+        col_format: format of ``col``, the operand of dgrad (reduction along N); None to leave it out.
+        held: operands to write the result to, which are returned. Default: new ones.
+
+    Raises:
+        SnipError: the format, the dtype or the number of dimensions is not supported.
     """
     row = col = None
     if row_format is not None:
@@ -169,7 +176,7 @@ def quantize_tensor(
 
 
 def _kept(made: Operands, held: Held | None) -> Operands:
-    """``made`` where it is to be kept, unless that is current."""
+    """Copy ``made`` into the operands of ``held``, unless they are up to date, and return these."""
     if held is None:
         return made
     for old, new in ((held.operands.row, made.row), (held.operands.col, made.col)):

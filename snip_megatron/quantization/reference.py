@@ -1,4 +1,4 @@
-"""Reference quantisers in plain torch. They have no gradient."""
+"""The reference quantisers, in plain torch. They define the bits of every format. They have no gradient."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Quantized:
 
     Attributes:
         values: FP32 [rows, cols], numbers of the element type.
-        scale: FP32 [ceil(rows/tile[0]), ceil(cols/tile[1])], the factor of the values of a tile.
+        scale: FP32 [ceil(rows/tile[0]), ceil(cols/tile[1])], the scale of each tile.
         tile: (rows, columns) that share a scale.
-        factors: for formats whose tiles have E4M3 scales, the two FP32 factors of ``scale``: the E4M3 number of every
-            tile, in the shape of ``scale``, and the 0-dim scale of the whole tensor. None for other formats.
+        factors: in formats whose tiles have E4M3 scales, the two factors of ``scale``: the E4M3 scales of the tiles, in
+            the shape of ``scale``, and the scale of the whole tensor, 0-dim. Both are FP32. None in other formats.
     """
 
     values: Tensor
@@ -56,7 +56,7 @@ def quantize_dequantize(
     seed: int | None = None,
     offset: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Quantise ``x`` and dequantise it: the values that a GEMM in ``format`` computes with.
+    """Quantise ``x`` and dequantise it. The result is what a GEMM in ``format`` multiplies.
 
     Args:
         x: fp32, bf16 or fp16 [rows, cols].
@@ -105,7 +105,7 @@ class QuantizeOptions(TypedDict, total=False):
 
 
 def fake_quantize(x: Tensor, format: Format | str, **options: Unpack[QuantizeOptions]) -> Tensor:
-    """:func:`quantize_dequantize` with the options that quantised linears need.
+    """Quantise ``x`` and dequantise it, with the options that quantised linears need.
 
     Args:
         x: fp32, bf16 or fp16 [rows, cols].
@@ -123,7 +123,7 @@ def fake_quantize(x: Tensor, format: Format | str, **options: Unpack[QuantizeOpt
 
 
 def quantize(x: Tensor, format: Format | str, **options: Unpack[QuantizeOptions]) -> Quantized:
-    """Return element values and scales instead of their product. Arguments and errors as :func:`fake_quantize`."""
+    """Quantise ``x`` and return element values and scales. Arguments and errors are those of :func:`fake_quantize`."""
     values, scale, tile, factors = _quantized_tiles(x, format, **options)
     if factors is not None:
         # The amax of a tile of negative zeros may be a negative zero.

@@ -1,8 +1,8 @@
 """Quantised matrices as the bytes that ranks exchange: elements in 8 or 4 bits, and scales as their format stores them.
 
-What is read back are the numbers of :func:`snip_megatron.quantization.fake_quantize`, bit for bit. The operands of
-Hopper's GEMMs are such bytes already (:mod:`snip_megatron.quantization.packed`); this module serves the reference GEMMs
-and every format.
+Decoding gives the numbers of :func:`snip_megatron.quantization.fake_quantize`, bit for bit. The reference GEMMs use
+this module, for all formats. The operands of Hopper's GEMMs have this form already
+(:mod:`snip_megatron.quantization.packed`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LOWEST_E8M0 = 0x00400000  # 2^-127 in FP32, which is subnormal there
 
 @dataclass(frozen=True)
 class WireMatrix:
-    """A quantised matrix [rows, cols]. Those of consecutive rows form one matrix if their tensors are concatenated.
+    """A quantised matrix [rows, cols]. Concatenated along rows, the tensors of several matrices form one matrix.
 
     Attributes:
         elements: uint8 [rows, cols] (E4M3) or [rows, ceil(cols/2)] (E2M1, see :func:`~.fours.pack_fours`).
-        scales: of tiles: FP32, or uint8 for E4M3 and E8M0. None if the whole tensor has one scale.
+        scales: scales of the tiles: FP32, or uint8 for E4M3 and E8M0. None if the whole tensor has one scale.
         tensor_scale: 0-dim FP32, the scale of the whole tensor. None if the format has none.
     """
 
@@ -39,8 +39,9 @@ class WireMatrix:
 
 
 def bytes_per_element(format: Format | None, *, unquantised: int = 2) -> float:
-    """Return the bytes of an element with its share of the scales; 0 for None. ``unquantised``: of an element in the
-    training dtype.
+    """Return the bytes of an element with its share of the scales; 0 for None.
+
+    ``unquantised`` is the number of bytes in bf16, where elements stay in the training dtype.
     """
     if format is None:
         return 0.0

@@ -28,7 +28,10 @@ def _store(words_ptr, state, gemm_mixed):
 def key_kernel(
     state_ptr, counts_ptr, identities_ptr, words_ptr, place, FIRST_MIXED: tl.constexpr, SECOND_MIXED: tl.constexpr
 ):
-    """Words of both GEMMs at ``place``, then one microbatch more. Identities have 4 numbers, words 8, a linear."""
+    """Write the key words of both GEMMs of the linear at ``place`` and increment its count.
+
+    A linear has 4 numbers in the identities and 8 words.
+    """
     count = tl.load(counts_ptr + place)
     tl.store(counts_ptr + place, count + 1)
     identity = identities_ptr + 4 * place
@@ -41,7 +44,7 @@ def key_kernel(
 
 
 def advance(state, counts, identities, words, place, gemms):
-    """As :func:`snip_megatron.quantization.device_keys.advance`."""
+    """See :func:`snip_megatron.quantization.device_keys.advance`."""
     tensors = (state, counts, identities, words)
     constants = {"FIRST_MIXED": splitmix64(gemms[0]), "SECOND_MIXED": splitmix64(gemms[1])}
     launch(key_kernel, (1, 1), tensors, tuple(t.dtype for t in tensors), (), (place,), constants, {"num_warps": 1})

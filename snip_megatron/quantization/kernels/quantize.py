@@ -158,7 +158,7 @@ def quantize_tensor(
 
 
 def _tensor_outputs(x: Tensor, bits: Tensor | None, row: bool, col: bool) -> tuple[Operand | None, Operand | None]:
-    """Both over one scale, which lies behind the bits of the amax: one fill for both."""
+    """Allocate both operands with one scale, which lies behind the bits of the amax, so that one fill serves both."""
     M, K = x.shape
     scale = torch.ones(1, device=x.device) if bits is None else bits[_SCALE:].view(torch.float32)
     row_side = Operand(_values(x, M, K), scale, "tensor", K) if row else None
@@ -166,9 +166,11 @@ def _tensor_outputs(x: Tensor, bits: Tensor | None, row: bool, col: bool) -> tup
 
 
 def largest_magnitude(x: Tensor, current: Tensor | None = None) -> Tensor:
-    """int32 [5]: the FP32 bits of max|x| (NaN if x holds one), and last room for a scale. ``x`` [M, K], not empty.
+    """Return the FP32 bits of max|x|, and room for a scale behind them, int32 [5]. The maximum is NaN if x holds a NaN.
 
-    ``current`` (int32 on the device): where it is not zero, nobody will read the result and nothing is searched.
+    Args:
+        x: [M, K], not empty.
+        current: int32 on the device. If it is not zero, the result is not needed and x is not read.
     """
     M, K = x.shape
     bits = torch.zeros(_SCALE + 1, dtype=torch.int32, device=x.device)  # one fill for both
@@ -183,7 +185,7 @@ def largest_magnitude(x: Tensor, current: Tensor | None = None) -> Tensor:
 
 
 def _amax_bits(x: Tensor, amax: Tensor | None, current: Tensor | None = None) -> Tensor | None:
-    """As :func:`largest_magnitude`; None for an empty matrix."""
+    """Return the bits of ``amax`` if it is given, otherwise :func:`largest_magnitude`. None for an empty matrix."""
     if not x.numel():
         return None
     if amax is None:
@@ -231,7 +233,7 @@ def _block_output(
 
 
 def _memory(side: Operand | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scales; any memory where the side is not wanted."""
+    """Return memory for values and scales. It is arbitrary memory if the operand is not requested."""
     return (unused, unused) if side is None else (side.values, side.scale)
 
 
@@ -248,19 +250,19 @@ def _scale_stride(side: Operand | None) -> int:
 
 
 def _words(seed: Key | None) -> list[int]:
-    """The seed's key words as signed 32-bit numbers: one kernel signature for every seed."""
+    """Return the seed's key words as signed 32-bit numbers, so that all seeds have one kernel signature."""
     if seed is None or isinstance(seed, Tensor):
         return [0, 0]
     return [word - (word >> 31 << 32) for word in key_words(seed)]
 
 
 def _loaded(seed: Key | None, unused: Tensor) -> Tensor:
-    """Key words on the device; any memory where they are arguments."""
+    """Return the key words on the device, or arbitrary memory if they are passed as arguments."""
     return seed if isinstance(seed, Tensor) else unused
 
 
 def _paired(cols: Tensor | None, start: int) -> bool:
-    """Whether neighbouring columns are pairs (2i, 2i + 1): known of counted ids, looked at once for given ones."""
+    """Return whether neighbouring columns are pairs (2i, 2i + 1). Given ids are inspected on the device once."""
     if cols is None:
         return start % 2 == 0
     known = _PAIRED.get(id(cols))
@@ -291,7 +293,7 @@ def _source(x: Tensor) -> _Source:
 
 
 def _wants_reference(x: Tensor, *, stochastic: bool, sums: bool) -> bool:
-    """Whether torch's functions must replace the kernels.
+    """Return whether torch's functions must replace the kernels.
 
     For a matrix of 777 columns, which is not read as words of two numbers, the kernels on an H200 drew other bits than
     the reference along rows, and summed other errors. No linear of a model has such a shape.
@@ -300,8 +302,9 @@ def _wants_reference(x: Tensor, *, stochastic: bool, sums: bool) -> bool:
 
 
 def _hardware(x: Tensor) -> bool:
-    """Whether the device has Hopper's instructions on pairs. Triton's interpreter and older GPUs build the bytes from
-    FP32 bits.
+    """Return whether the device has Hopper's instructions on pairs.
+
+    Without them (Triton's interpreter, older GPUs) the kernels build bytes from FP32 bits.
     """
     return x.is_cuda and not triton.knobs.runtime.interpret and _has_hopper_instructions(x.device)
 
