@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -232,6 +233,20 @@ def test_quantize_holds_element_values_and_scales(fmt: str, block: bool) -> None
     assert q.tile == oracle.tile_shape(fmt, "block" if block else "tile", (200, 300))
     assert q.scale.shape == (-(-200 // q.tile[0]), -(-300 // q.tile[1]))
     assert torch.equal(q.dequantize(), fake_quantize(x, fmt, block=block))
+    assert (q.factors is not None) == (fmt == "nvfp4")
+    if q.factors is not None:
+        tiles, whole = q.factors
+        assert torch.equal(tiles * whole, q.scale)
+        np.testing.assert_array_equal(tiles.numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float32), tiles.numpy())
+
+
+def test_the_scale_of_a_tile_of_negative_zeros_is_a_positive_zero() -> None:
+    x = torch.full((2, 16), -0.0)
+    x[1] = 3.0
+    factors = quantize(x, "nvfp4").factors
+    assert factors is not None
+    assert factors[0].flatten().tolist() == [0.0, 448.0]
+    assert not factors[0].signbit().any()
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (5, 0), (0, 0)])

@@ -134,3 +134,11 @@ def test_scales_are_those_of_ml_dtypes(fmt: Format) -> None:
         numbers = np.stack([values[raw & 15], values[raw >> 4]], -1).reshape(raw.shape[0], -1)
     expected = torch.from_numpy(numbers) * (scales * tensor).repeat_interleave(tile, 1)
     assert_same(fake_quantize(x, fmt), expected)
+
+
+@pytest.mark.parametrize("amax", [None, torch.tensor(5376.0)])
+def test_an_empty_shard_has_the_scale_of_the_whole_tensor(amax: torch.Tensor | None) -> None:
+    packed = encode(torch.empty(0, 128), Format.NVFP4, 1, tensor_amax=amax)
+    assert packed.tensor_scale is not None
+    assert packed.tensor_scale.item() == (1.0 if amax is None else 2.0)
+    assert decode(packed, Format.NVFP4, 1, 128).shape == (0, 128)
