@@ -14,7 +14,7 @@ from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.phases import PrecisionPlan
 from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity.late import late_plan
-from snip_megatron.sensitivity.persistence import carried_weights
+from snip_megatron.sensitivity.persistence import STANDING_WEIGHTS, carried_weights
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow
 
@@ -70,7 +70,7 @@ def timeline_of(
             return late_plan(request, flops, origin, last, unquantised, step=step, spent=spent)
 
     return Timeline(
-        last, schedule, fixed, carried, standing=config.deployed == "map", timed=config.wanted[0] == "speedup"
+        last, schedule, fixed, carried, standing=STANDING_WEIGHTS[config.deployed], timed=config.wanted[0] == "speedup"
     )
 
 

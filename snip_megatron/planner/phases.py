@@ -13,7 +13,7 @@ from snip_megatron.planner.question import Question
 from snip_megatron.planner.step_time import ALL_BF16, StepModel, StepTime
 from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
 from snip_megatron.precision import Format, Gemm, split_option_id
-from snip_megatron.sensitivity.persistence import STANDING_SHARE, carried_weights
+from snip_megatron.sensitivity.persistence import STANDING_SHARE, STANDING_WEIGHTS, carried_weights
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.phased_problem import phased_items
 from snip_megatron.solver import Problem, Solution
@@ -97,7 +97,7 @@ def _request(run: PlannedRun) -> PhasedRequest:
         (0, run.steps),
         0,
         carried=lambda begins: carried_weights(0, begins, run.steps, rates),
-        standing=run.deployed == "map",
+        standing=STANDING_WEIGHTS[run.deployed],
     )
 
 

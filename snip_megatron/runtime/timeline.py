@@ -26,7 +26,7 @@ class Timeline:
             policies.
         carried: returns the weight of the carried loss in every phase (``sensitivity.persistence``). Its arguments are
             the first step of the run, the first steps of its remaining phases, and ``last``.
-        standing: whether the model is deployed in the formats of the last phase.
+        standing: weight of the standing loss in the last phase (``sensitivity.persistence.STANDING_WEIGHTS``).
         timed: whether the average over the run is one of predicted time instead of the fp4 share.
     """
 
@@ -34,5 +34,5 @@ class Timeline:
     schedule: Schedule | None = None
     fixed: Callable[[int, int, int, float], PrecisionPlan] | None = None
     carried: Callable[[int, Sequence[int], int], Sequence[float]] = even_weights
-    standing: bool = True
+    standing: float = 1.0
     timed: bool = False

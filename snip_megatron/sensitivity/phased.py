@@ -25,8 +25,8 @@ class PhasedRequest:
             (``SolveRequest.target``); or the smallest speedup if ``SolveRequest.speedup`` is set. None: no requirement.
         change: globs over ``<linear>`` and ``<linear>:<gemm>`` of the options whose format may differ from the
             preceding phase's. None: all of them. The first entry is not used.
-        standing: weight of the standing loss: 1.0 for the last phase of a run whose model is deployed in the formats of
-            its map, otherwise 0.0.
+        standing: weight of the standing loss: ``persistence.STANDING_WEIGHTS`` for the last phase of a run, and 0.0
+            for its other phases.
         carried: weight of the carried loss (``persistence.carried_weights``): the loss of an option that is imprecise
             throughout the phase, relative to one that is imprecise throughout the run.
         spent_steps: number of past steps of the run. They count towards the average.
@@ -69,7 +69,7 @@ class PhasedRequest:
         step: int,
         *,
         carried: Callable[[Sequence[int]], Sequence[float]],
-        standing: bool,
+        standing: float,
         spent_steps: int = 0,
         spent: float = 0.0,
     ) -> PhasedRequest:
@@ -80,7 +80,7 @@ class PhasedRequest:
             run: the first step of the run, and the step before which it ends.
             step: the step from which phases are planned, before the end of the run.
             carried: returns the weights of the carried loss, given the first steps of the remaining phases.
-            standing: whether the model is deployed in the formats of the last phase, whose standing loss then counts.
+            standing: weight of the standing loss in the last phase.
             spent_steps, spent: as the attributes.
         """
         rest = schedule.remaining(*run, step)
@@ -91,7 +91,7 @@ class PhasedRequest:
             steps=tuple(steps for _, _, steps in rest),
             budgets=tuple(None if phase.floor is None else phase.floor[1] for phase in phases),
             change=tuple(phase.change for phase in phases),
-            standing=(*[0.0] * (len(rest) - 1), 1.0 if standing else 0.0),
+            standing=(*[0.0] * (len(rest) - 1), standing),
             carried=tuple(carried(begins)),
             spent_steps=spent_steps,
             spent=spent,

@@ -209,7 +209,11 @@ def test_phases_meet_the_share_on_average_and_harm_less_than_one_map() -> None:
     assert found["average_fp4_share"] == pytest.approx(average)
     assert found["loss"] < found["static_loss"]
     assert found["phases"][-1]["fp4_share"] < 0.8  # the standing loss of the last phase is what is deployed
-    assert phased("fp4=0.8", PlannedRun(AUTO, "auto", 1000, "bf16"))["phases"]["phases"][-1]["fp4_share"] > 0.8
+    in_bf16 = phased("fp4=0.8", PlannedRun(AUTO, "auto", 1000, "bf16"))["phases"]
+    # Little of the standing loss is left in bf16, and more of the choice depends on what steps leave in the weights.
+    *before, end = (phase["fp4_share"] for phase in in_bf16["phases"])
+    assert found["phases"][-1]["fp4_share"] <= end < max(before)
+    assert in_bf16["loss"] < found["loss"]
     text = render(body)
     assert "phases of --schedule auto over 1000 steps, deployed in the formats of the last phase" in text
     assert "in training: --snip-schedule auto --snip-deploy map --train-iters 1000" in text

@@ -88,11 +88,11 @@ def test_the_lag_is_spent_under_the_maps_that_the_plan_has_for_it() -> None:
     assert (asked.begins, asked.steps) == ((12,), (8,))
 
 
-def test_a_deployment_in_bf16_has_no_standing_part() -> None:
+def test_the_standing_part_has_the_weight_of_what_is_deployed() -> None:
     script = Script({1: [planned(1, 20, at_4=FP4)]})
-    run_of(script, timeline=phased(standing=False)).steps(0, 3)
+    run_of(script, timeline=phased(standing=0.15)).steps(0, 3)
     assert script.phases[0] is not None
-    assert script.phases[0].standing == (0.0, 0.0)
+    assert script.phases[0].standing == (0.0, 0.15)
 
 
 def test_an_update_whose_plan_would_come_after_the_end_is_left_out() -> None:

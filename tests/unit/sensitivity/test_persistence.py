@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE, carried_weights
+from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE, STANDING_WEIGHTS, carried_weights
 
 COSINE = [(1 + math.cos(math.pi * i / 200)) / 2 for i in range(201)]
 
@@ -83,3 +83,19 @@ def test_the_standing_share_is_near_the_best_fit_and_the_runs_leave_forgetting_o
     # Repair of the carried part and a smaller carried part look alike in these runs, up to a point.
     assert best[2.0][0] == pytest.approx(best[0.0][0], rel=0.1)
     assert best[10.0][0] > 2 * best[0.0][0]
+
+
+# The same in bf16, from two comparisons: (all fp4 in its own formats; in bf16; fprop fp4 for a part of the steps, then
+# fp8, backward always fp4, in bf16; that part).
+IN_BF16 = ((0.01077, 0.00293, 0.00190, 0.9), (0.00956, 0.00399, 0.00230, 0.85))
+
+
+def test_deployed_in_bf16_a_small_part_of_the_standing_loss_counts() -> None:
+    """What a precise end takes away in bf16, in units of the standing loss."""
+    taken = [(all_fp4 - late) / (STANDING_SHARE * own) for own, all_fp4, late, _ in IN_BF16]
+    carried = [
+        (1 - STANDING_SHARE) * carried_weights(0, (round(1000 * part),), 1000, COSINE)[0] for *_, part in IN_BF16
+    ]
+    weights = [one - other / STANDING_SHARE for one, other in zip(taken, carried, strict=True)]
+    assert min(weights) - 0.03 < STANDING_WEIGHTS["bf16"] < max(weights) + 0.03
+    assert STANDING_WEIGHTS["map"] == 1.0

@@ -58,7 +58,7 @@ def test_budget_spent_and_what_keeps_its_format() -> None:
     assert built(phases=replace(PHASES, spent_steps=0)).spent is None
 
 
-def test_deployed_in_bf16_nothing_stands() -> None:
+def test_without_a_weight_nothing_stands() -> None:
     problem = built(phases=replace(PHASES, standing=(0.0, 0.0, 0.0)))
     for item in problem.items:
         first, _, last = losses(item)

@@ -40,7 +40,7 @@ def test_what_remains_of_a_schedule() -> None:
         return [0.4, 0.2, 0.1]
 
     arguments: dict[str, Any] = {"carried": carried, "spent_steps": 20, "spent": 0.9}
-    request = PhasedRequest.of_schedule(Schedule(phases), (10, 110), 40, standing=True, **arguments)
+    request = PhasedRequest.of_schedule(Schedule(phases), (10, 110), 40, standing=1.0, **arguments)
     assert request == PhasedRequest(
         begins=(40, 60, 85),
         steps=(20, 25, 25),
@@ -52,8 +52,8 @@ def test_what_remains_of_a_schedule() -> None:
         spent=0.9,
     )
     assert seen == [(40, 60, 85)]
-    deployed_in_bf16 = PhasedRequest.of_schedule(Schedule(phases), (10, 110), 40, standing=False, **arguments)
-    assert deployed_in_bf16 == replace(request, standing=(0.0, 0.0, 0.0))
+    deployed_in_bf16 = PhasedRequest.of_schedule(Schedule(phases), (10, 110), 40, standing=0.15, **arguments)
+    assert deployed_in_bf16 == replace(request, standing=(0.0, 0.0, 0.15))
 
 
 def test_round_trip() -> None:
