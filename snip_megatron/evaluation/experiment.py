@@ -102,7 +102,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Phase:
-    """Runs of one kind, ``from_warm`` or ``from_scratch``, of ``steps`` training steps each."""
+    """Runs of one kind, ``from_warm`` or ``from_scratch``, of ``steps`` training steps each.
+
+    ``save`` keeps the final weights of every run, without optimizer state.
+    """
 
     kind: str
     steps: int
@@ -112,6 +115,7 @@ class Phase:
     formats: tuple[str, ...]
     updates: Updates
     candidates: tuple[Candidate, ...]
+    save: bool = False
 
     def budgets_of(self, candidate: Candidate) -> tuple[float, ...]:
         """Return the budgets at which ``candidate`` runs: its own, or else those of the phase."""
@@ -253,6 +257,7 @@ def _phase(body: Any, where: str, kind: str) -> Phase:
         formats=fields.texts("formats", ("fp8", "fp4")),
         updates=_updates(fields.raw("updates") or {}, fields.at("updates")),
         candidates=candidates,
+        save=fields.flag("save", False),
     )
     fields.close()
     if not phase.seeds or 0 in phase.seeds:

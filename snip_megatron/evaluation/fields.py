@@ -67,6 +67,13 @@ class Fields:
             raise SnipError(f"{self.at(name)}: expected a list of distinct whole numbers, not {quoted(list(values))}")
         return tuple(values)
 
+    def flag(self, name: str, default: Any = _MISSING) -> bool:
+        """Return true or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise SnipError(f"{self.at(name)}: expected true or false, not {quoted(value)}")
+        return value
+
     def text(self, name: str, default: Any = _MISSING) -> str:
         """Return a non-empty string."""
         value = self._value(name, default)

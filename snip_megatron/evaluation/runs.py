@@ -18,6 +18,8 @@ from snip_megatron.evaluation.models import model
 
 MODULE = "snip_megatron.pretrain_gpt"
 NEVER = "1000000000"
+CHECKPOINT = "checkpoint"
+"""Folder of the final weights in the run directory of a phase with ``save``."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,9 @@ def _runs(experiment: Experiment, data: Data, phase: Phase, candidate: Candidate
     common += ["--eval-interval", NEVER, "--eval-iters", str(-(-experiment.validation_tokens // batch))]
     if phase.kind == "from_warm":
         common += ["--load", "{warm}", "--ckpt-step", str(start), "--ckpt-format", "torch_dist"]
+    if phase.save:  # Megatron saves after the last step, before it validates
+        common += ["--save", f"{{run}}/{CHECKPOINT}", "--save-interval", NEVER, "--ckpt-format", "torch_dist"]
+        common += ["--no-save-optim", "--no-save-rng"]
     common += ["--snip", "--snip-eval", "both", "--snip-seed", str(seed), "--snip-dir", "{run}"]
     common += ["--data-cache-path", "{run}/cache"]
     runs: list[Run] = []

@@ -94,6 +94,8 @@ def test_an_interrupted_comparison_goes_on_and_agrees_with_one_that_was_not(
     for run in figures(first).values():
         run["side_by_side"] = other[run["id"]]["side_by_side"]
         assert run == other[run["id"]]
+    for identity in other:  # "save": true
+        assert (work / "runs" / identity / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "14"
     check_figures(figures(first), results(first))
     average = next(run for run in results(first)["runs"] if run["label"] == "snip")["average_share"]
     assert 0.4 < average < 0.75  # bf16 in the first two of six steps

@@ -93,9 +93,8 @@ IN_BF16 = ((0.01077, 0.00293, 0.00190, 0.9), (0.00956, 0.00399, 0.00230, 0.85))
 def test_deployed_in_bf16_a_small_part_of_the_standing_loss_counts() -> None:
     """What a precise end takes away in bf16, in units of the standing loss."""
     taken = [(all_fp4 - late) / (STANDING_SHARE * own) for own, all_fp4, late, _ in IN_BF16]
-    carried = [
-        (1 - STANDING_SHARE) * carried_weights(0, (round(1000 * part),), 1000, COSINE)[0] for *_, part in IN_BF16
-    ]
+    left = [carried_weights(0, (round(1000 * part),), 1000, COSINE)[0] for *_, part in IN_BF16]
+    carried = [(1 - STANDING_SHARE) * weight for weight in left]
     weights = [one - other / STANDING_SHARE for one, other in zip(taken, carried, strict=True)]
     assert min(weights) - 0.03 < STANDING_WEIGHTS["bf16"] < max(weights) + 0.03
     assert STANDING_WEIGHTS["map"] == 1.0
