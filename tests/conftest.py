@@ -1,8 +1,10 @@
-"""What the folders under tests/ mean: their marker, who runs beside whom, and the settings of property tests."""
+"""What the folders under tests/ mean: marker, who runs beside whom; warm ranks; settings of property tests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,7 +15,7 @@ TESTS = Path(__file__).resolve().parent
 GROUPS = {
     "distributed": "ranks",
     "e2e": "commands",
-    "faults": "commands",
+    "faults": "ranks",
     "gpu": "ranks",
     "slurm": "slurm",
     "compatibility": "ranks",
@@ -30,6 +32,16 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Any]:
+    """One server of warm ranks for all tests that use it: those of the group ``ranks``."""
+    from warm_ranks import WarmRanks
+
+    server = WarmRanks()
+    yield server
+    server.close()
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip_gpu = None
@@ -40,6 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if folder in GROUPS:
             item.add_marker(getattr(pytest.mark, folder))
             item.add_marker(pytest.mark.xdist_group(GROUPS[folder]))
+        elif "interpreter" in item.fixturenames:  # tests/unit/conftest.py: one process for all of them
+            item.add_marker(pytest.mark.xdist_group("interpreter"))
         if folder == "gpu":
             if skip_gpu is None:
                 skip_gpu = not cuda_is_available()

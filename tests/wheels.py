@@ -38,11 +38,14 @@ def extract(release: str, folder: Path, into: Path, *, only: str = "") -> Path:
 
 
 def copy_installed(into: Path) -> Path:
-    """``into`` with a copy of the installed ``megatron`` package, to be changed."""
+    """``into`` with a copy of the installed ``megatron`` package, to be changed.
+
+    Its byte code comes along: Python compiles again what has another time or size than its source had.
+    """
     import importlib.util
 
     spec = importlib.util.find_spec("megatron.training")
     assert spec is not None
     assert spec.origin is not None
-    shutil.copytree(Path(spec.origin).parents[1], into / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(spec.origin).parents[1], into / "megatron")
     return into

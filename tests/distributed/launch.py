@@ -17,7 +17,7 @@ _LLAMA = shlex.split("""
 --group-query-attention --num-query-groups 2 --seq-length 64 --max-position-embeddings 64
 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
---micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --eval-interval 1000
+--micro-batch-size 2 --global-batch-size 4 --eval-iters 0 --eval-interval 1000
 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0
 --log-interval 1 --num-workers 0
 """)
@@ -51,6 +51,22 @@ def run_ranks(
     """
     process = start_ranks(nproc, args, module=module, env=env, tmp=tmp, launcher=launcher)
     return finish(process, timeout)
+
+
+def run_alone(
+    args: Sequence[str], *, env: Mapping[str, str] | None = None, tmp: Path
+) -> subprocess.CompletedProcess[str]:
+    """The entry in one process without a launcher, as :func:`run_ranks` otherwise."""
+    outer = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, "-m", "snip_megatron.pretrain_gpt", *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=tmp,
+        env={**outer, **cpu_environment(), **(env or {})},
+    )
 
 
 def start_ranks(

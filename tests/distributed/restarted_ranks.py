@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import torch.distributed as dist
+from launch import REPOSITORY
 from torch.distributed.distributed_c10d import _get_default_store
 
-from snip_megatron.megatron.compat import restart_store
+# The module alone: its package would import Megatron, in every rank of every attempt.
+specification = importlib.util.spec_from_file_location(
+    "restart_store", REPOSITORY / "snip_megatron" / "megatron" / "compat" / "restart_store.py"
+)
+assert specification is not None
+assert specification.loader is not None
+restart_store = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(restart_store)
 
 
 def main() -> None:

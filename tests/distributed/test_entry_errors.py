@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launch import cpu_environment, error_lines, run_ranks, tiny_llama_args
+from launch import error_lines, run_alone, run_ranks, tiny_llama_args
+from warm_ranks import WarmRanks
 
 from snip_megatron.megatron.startup import COMPAT_SETS
 
-
-def run_alone(tmp: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """The entry in one process without a launcher."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(
-        [sys.executable, "-m", "snip_megatron.pretrain_gpt", *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        cwd=tmp,
-        env=environment | cpu_environment(),
-    )
+# Of a model with one layer more.
+MAP = """{"schema": "snip.map/1", "choices": {"decoder.layers.4.mlp.linear_fc1": "fp4"}}"""
 
 
 def test_unknown_compat_set_is_one_line_over_all_ranks(tmp_path: Path) -> None:
@@ -40,13 +28,35 @@ def test_unknown_compat_set_is_one_line_over_all_ranks(tmp_path: Path) -> None:
     [
         (["--snip-lag", "soon"], "argument --snip-lag: invalid int value: 'soon'"),
         (["--snip-no-compat", "cpu"], "no CUDA device is visible and --snip-no-compat cpu forbids running on the CPU"),
-        (["--snip-colour", "blue"], "unrecognized arguments: --snip-colour blue"),
         (["--yaml-cfg", "run.yaml", "--snip"], "--yaml-cfg is not supported: "),
-        (["--tensor-model-parallel-size", "2"], "Megatron refuses the arguments: world size (1) is not divisible"),
     ],
 )
-def test_wrong_argument_is_one_line(extra: list[str], message: str, tmp_path: Path) -> None:
-    process = run_alone(tmp_path, *tiny_llama_args(*extra))
+def test_wrong_argument_is_one_line_without_a_launcher(extra: list[str], message: str, tmp_path: Path) -> None:
+    check_refusal(run_alone(tiny_llama_args(*extra), tmp=tmp_path), message)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--snip-colour", "blue"], "unrecognized arguments: --snip-colour blue"),
+        (["--tensor-model-parallel-size", "2"], "Megatron refuses the arguments: world size (1) is not divisible"),
+        (["--snip", "--fp16"], "--fp16 cannot be combined with --snip: "),
+        (
+            ["--snip", "--snip-map", "map.json"],
+            "--snip-map map.json: names decoder.layers.4.mlp.linear_fc1, which this ",
+        ),
+    ],
+)
+def test_what_is_refused_beside_megatron_is_one_line(
+    extra: list[str], message: str, warm: WarmRanks, tmp_path: Path
+) -> None:
+    (tmp_path / "map.json").write_text(MAP)
+    saving = ("--save", "checkpoint", "--save-interval", "1")
+    check_refusal(warm.run(1, tiny_llama_args(*extra, *saving), tmp=tmp_path), message)
+    assert {path.name for path in tmp_path.iterdir()} == {"map.json", "rank0.out", "rank0.err"}  # nothing is written
+
+
+def check_refusal(process: subprocess.CompletedProcess[str], message: str) -> None:
     assert process.returncode == 2
     (line,) = error_lines(process)
     assert line.startswith(f"pretrain_gpt: {message}")

@@ -27,19 +27,20 @@ MODEL = shlex.split(
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 COLUMN = ("self_attention.linear_qkv", "mlp.linear_fc1")
 ROW = ("self_attention.linear_proj", "mlp.linear_fc2")
-STEPS = 4
+STEPS = 3
+WAYS = ("bf16", "gather")
 Formats = tuple[Format, Format, Format]
 MIXED: tuple[Formats, ...] = ((FP8, FP4, FP8), (FP4, FP8, BF16), (BF16, FP4, FP4), (FP4, FP4, FP4))
 MAPS: dict[str, tuple[Formats, ...]] = {
     "fp8": ((FP8, FP8, FP8),),
     "fp4": ((FP4, FP4, FP4),),
     "mixed": MIXED,
-    # Every format that is left; on request, because test_layers_parallel.py has these formats too.
+    # On request: one format alone, all of whose uses are in "mixed"; the others, which test_layers_parallel.py has too.
     "others": ((Format.NVFP4, Format.MXFP4, Format.FP8_TENSOR), (Format.MXFP8, Format.NVFP4, Format.NVFP4)),
 }
 
 
-NAMES = [pytest.param(name, marks=pytest.mark.matrix) if name == "others" else name for name in MAPS]
+NAMES = [name if name == "mixed" else pytest.param(name, marks=pytest.mark.matrix) for name in MAPS]
 
 
 def formats_of(name: str) -> dict[LinearId, Formats]:
@@ -63,6 +64,7 @@ class Trainings:
     def __init__(self, warm: WarmRanks, folder: Path) -> None:
         self._warm, self._folder = warm, folder
         self.static = functools.cache(self._static)
+        self.updated = functools.cache(self._updated)
 
     def train(self, name: str, *extra: str, steps: int = STEPS) -> Run:
         run, saved = self._folder / name, self._folder / f"{name}-saved"
@@ -85,6 +87,11 @@ class Trainings:
         label = "-".join((name, communication, *(part.strip("-") for part in extra[:2])))
         return self.train(label, "--snip-map", str(path), "--snip-communication", communication, *extra)
 
+    def _updated(self, communication: str) -> Run:
+        """A map of the run's own from its last step on."""
+        update = shlex.split("--snip-first-update 1 --snip-update-interval 1000 --snip-lag 1 --snip-wait 240")
+        return self.train(f"updated-{communication}", *update, "--snip-communication", communication)
+
 
 @pytest.fixture(scope="module")
 def trainings(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
@@ -103,9 +110,10 @@ def test_bits_are_those_of_bf16_communication(trainings: Trainings, name: str) -
     assert_same_training(packed, trainings.static(name, "bf16"))
 
 
-def test_other_maps_have_other_bits(trainings: Trainings) -> None:
-    """What the comparisons above could miss if no map were in force."""
-    assert differences(trainings.static("fp8", "gather").checkpoint, trainings.static("fp4", "gather").checkpoint)
+def test_a_map_changes_the_first_loss(trainings: Trainings) -> None:
+    """What the comparisons above could miss if no map were in force: without an update the first step is in bf16."""
+    for way in WAYS:
+        assert trainings.static("mixed", way).figures[0] != trainings.updated(way).figures[0]
 
 
 def test_recomputation_gathers_again_and_keeps_the_bits(trainings: Trainings) -> None:
@@ -133,8 +141,7 @@ def test_bytes_of_a_step_fall_by_those_of_the_gathers(trainings: Trainings, name
 
 def test_updates_measure_and_choose_as_with_bf16(trainings: Trainings) -> None:
     """Statistics are measured in bf16 passes: the same maps, and the same training under them."""
-    update = shlex.split("--snip-first-update 1 --snip-update-interval 1000 --snip-lag 1 --snip-wait 240")
-    runs = {way: trainings.train(f"updated-{way}", *update, "--snip-communication", way) for way in ("bf16", "gather")}
+    runs = {way: trainings.updated(way) for way in WAYS}
     assert_same_training(runs["gather"], runs["bf16"])
     maps = [read_maps(trainings._folder / f"updated-{way}") for way in runs]
     assert len(maps[0]) == 1

@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, cpu_environment, run_ranks, tiny_llama_args
-from warm_ranks import WarmRanks
+from launch import REPOSITORY, cpu_environment, run_alone, tiny_llama_args
+from warm_ranks import WarmRanks, free_port
 from wheels import copy_installed
 
 from snip_megatron.records.readers import read_events, read_metrics
 
-STEPS = 10
+STEPS = 8
 SNIP = shlex.split(
-    "--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 4 --snip-wait 120 --snip-eval both"
+    "--num-layers 2 --snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 2 --snip-wait 120"
+    " --snip-eval both"
 )
 
 
@@ -46,11 +47,13 @@ def test_bitwise_the_run_time_way(tmp_path: Path, warm: WarmRanks) -> None:
         pytest.skip("the installed megatron-core is not one of the releases that have a diff")
     assert applied.returncode == 0, applied.stderr
 
-    path = f"{vendored}:{cpu_environment()['PYTHONPATH']}"
+    environment = {
+        "PYTHONPATH": f"{vendored}:{cpu_environment()['PYTHONPATH']}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     # Off by name: a patch at run time would refuse to start.
-    patched = run_ranks(
-        1, arguments(tmp_path / "patched", "--snip-no-compat", "step-hook"), tmp=tmp_path, env={"PYTHONPATH": path}
-    )
+    patched = run_alone(arguments(tmp_path / "patched", "--snip-no-compat", "step-hook"), tmp=tmp_path, env=environment)
     assert patched.returncode == 0, patched.stderr[-4000:]
     assert "compat: step-hook" not in patched.stdout
 

@@ -29,7 +29,11 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "world-1": (1, ""),
     "tensor-and-sequence-bf16": (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16"),
     "pipeline": (2, "--pipeline-model-parallel-size 2"),
-    "distributed-optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    # Two microbatches on each rank: gradients are reduced after the last one.
+    "distributed-optimizer": (
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1",
+    ),
     # All that routers keep between forwards: jitter, biases, tokens counted for two of three auxiliary losses.
     "expert-parallel": (
         2,
@@ -43,7 +47,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 ALL_BF16 = ("--snip", "--snip-policy", "bf16")
 # Everything pinned to bf16: updates run, maps are solved and adopted, and change nothing.
 PROBES = shlex.split(
-    "--snip --snip-budget fp4=0 --snip-pin *=bf16 --snip-first-update 3 --snip-update-interval 6 --snip-lag 3"
+    "--snip --snip-budget fp4=0 --snip-pin *=bf16 --snip-first-update 3 --snip-update-interval 3 --snip-lag 2"
     " --snip-backward-noise --snip-probe-tokens 48"
 )
 # Options forced alone; what follows from them is still on its way when the run ends.
@@ -52,7 +56,7 @@ MEASUREMENT = shlex.split(
     " --snip-update-interval 100 --snip-lag 50 --snip-probe-tokens 48"
 )
 HAWQ = (*PROBES, "--snip-policy", "hawq", "--snip-hessian-probes", "2")
-STEPS = 13  # two updates, adopted
+STEPS = 9  # two updates, adopted
 
 
 def check(process: subprocess.CompletedProcess[str]) -> None:
@@ -160,7 +164,7 @@ def test_snip_plan_counts_the_passes_that_an_update_runs(
     events = [event for event in read_events(directory) if event["event"] == "probe"]
     tiny = ModelShape("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64)
     pp = 2 if layout == "pipeline" else 1
-    planned = calls(Layout(tiny, 1, pp, 1, 1, 64, 2, 8), probes, ("fp8", "fp4"))
+    planned = calls(Layout(tiny, 1, pp, 1, 1, 64, 2, 4), probes, ("fp8", "fp4"))
     first = events[0]["step"]
     assert microbatches_by_kind(planned) == {e["kind"]: e["passes"] for e in events if e["step"] == first}
 

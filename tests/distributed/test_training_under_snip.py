@@ -16,10 +16,10 @@ from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
 from snip_megatron.statistics.table import StatisticsTable
 
-STEPS = 24
+STEPS, SAVED = 13, 9
 STAGE_TOLERANCE = 0.02
 # Due decisions wait for the solver: on a busy machine these small steps are over before its process has started.
-SNIP = shlex.split("--snip --snip-first-update 2 --snip-update-interval 10 --snip-lag 8 --snip-wait 120")
+SNIP = shlex.split("--snip --snip-first-update 2 --snip-update-interval 5 --snip-lag 4 --snip-wait 120")
 
 
 def arguments(run: Path, *extra: str, steps: int = STEPS) -> list[str]:
@@ -85,7 +85,7 @@ def test_every_layout_adopts_optimal_maps(
     assert (tmp_path / "run.out").read_text().count("snip: not multiples of 128 on a rank: ") == sharded
     assert list(curve) == list(range(STEPS))
     assert None not in curve.values()  # rank 0 knows the last stage's loss
-    assert curve[STEPS - 1] < curve[0] - 1.0
+    assert curve[STEPS - 1] < curve[0] - 0.5
     assert (run / "report.html").stat().st_size > 100_000
 
 
@@ -111,7 +111,7 @@ def test_two_agents_with_c10d_rendezvous(tmp_path: Path) -> None:
 
 def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: WarmRanks, tmp_path: Path) -> None:
     """The checkpoint lies between submitting an update and adopting it."""
-    saves = ("--save", str(tmp_path / "ckpt"), "--save-interval", "15")
+    saves = ("--save", str(tmp_path / "ckpt"), "--save-interval", str(SAVED))
     run, curve = train(warm, tmp_path, 1, *saves)
     adoptions = {event["step"]: event["version"] for event in events(run, "adopt")}
     assert len(adoptions) >= 2
@@ -119,17 +119,17 @@ def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: War
     _, replayed = train(warm, tmp_path, 1, "--snip-replay", str(run), name="replayed")
     assert replayed == curve
 
-    resume = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", "15")
+    resume = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", str(SAVED))
     _, resumed = train(warm, tmp_path, 1, *resume, "--snip-replay", str(run), name="resumed")
     assert resumed == {step: loss for step, loss in curve.items() if step in resumed}
-    assert list(resumed) == list(range(15, STEPS))
+    assert list(resumed) == list(range(SAVED, STEPS))
 
     later, own = train(warm, tmp_path, 1, *resume, name="again")
-    before = [step for step in adoptions if step <= 15]
-    expected = {15: adoptions[max(before)]} | {step: v for step, v in adoptions.items() if step > 15}
+    before = [step for step in adoptions if step <= SAVED]
+    expected = {SAVED: adoptions[max(before)]} | {step: v for step, v in adoptions.items() if step > SAVED}
     # The map in force came out of the checkpoint, and so did the update that was on its way.
     assert {event["step"]: event["version"] for event in events(later, "adopt")} == expected
-    assert own == {step: loss for step, loss in curve.items() if step >= 15}
+    assert own == {step: loss for step, loss in curve.items() if step >= SAVED}
 
 
 def test_a_static_map_needs_no_update(warm: WarmRanks, tmp_path: Path) -> None:

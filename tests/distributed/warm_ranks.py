@@ -145,6 +145,8 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **job["env"]}
         sys.argv = [job["module"], *job["args"]]
         _separate_wandb_media()
+        if "--save" in job["args"]:
+            _fork_the_writers_queue()
         code = importlib.import_module(job["module"]).main() or 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
@@ -161,6 +163,16 @@ def _separate_wandb_media() -> None:
     """wandb stages tables in a folder made when it is imported, here in the server, and removed when a rank ends."""
     if private := sys.modules.get("wandb.sdk.data_types._private"):
         private.MEDIA_TMP.name = tempfile.mkdtemp(suffix="wandb-media")
+
+
+def _fork_the_writers_queue() -> None:
+    """Megatron spawns a process for the results of its checkpoint writer, which imports torch and Megatron again.
+
+    A fork has them. It comes first, so that the process holds no connection of the rank.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue("fork")
 
 
 def _wait(pids: list[int], deadline: float) -> list[int]:

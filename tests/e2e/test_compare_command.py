@@ -88,13 +88,16 @@ def test_an_interrupted_comparison_goes_on_and_agrees_with_one_that_was_not(
     assert kept in results(first)["runs"]
     assert "warm checkpoint" not in resumed.stderr  # it was there
 
-    whole = snip(*arguments, "--out", tmp_path / "second", "--per-gpu", "2")
+    # The interrupted run alone, in one go.
+    body = json.loads(NANO.read_text())
+    body["from_warm"]["policies"] = ["uniform-fp4"]
+    alone, second = tmp_path / "alone.json", tmp_path / "second"
+    alone.write_text(json.dumps(body))
+    whole = snip("compare", alone, *arguments[2:], "--out", second)
     assert whole.returncode == 0, whole.stderr
-    other = figures(tmp_path / "second")
-    for run in figures(first).values():
-        run["side_by_side"] = other[run["id"]]["side_by_side"]
-        assert run == other[run["id"]]
-    for identity in other:  # "save": true
+    ((name, other),) = figures(second).items()
+    assert figures(first)[name] == other | {"side_by_side": 2}
+    for identity in figures(first):  # "save": true
         assert (work / "runs" / identity / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "14"
     check_figures(figures(first), results(first))
     average = next(run for run in results(first)["runs"] if run["label"] == "snip")["average_share"]

@@ -1,8 +1,9 @@
-"""scripts/demo.sh as a user runs it, with half the steps, in a folder of its own, on the environment of this run."""
+"""scripts/demo.sh as a user runs it, with fewer steps, in a folder of its own, on the environment of this run."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# Maps are adopted before steps 90 and 110: bf16 learns in half the time of formats that a CPU emulates.
+SHORT = shlex.split("--train-iters 120 --snip-first-update 80 --snip-update-interval 20 --eval-iters 8")
 
 
 @pytest.mark.skipif(
@@ -19,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_demonstration_meets_its_own_demands(tmp_path: Path) -> None:
     environment = {**os.environ, "SNIP_VENV": sys.prefix, "SNIP_DEMO_DIR": str(tmp_path)}
     result = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "demo.sh"), "--train-iters", "150"],
+        ["bash", str(ROOT / "scripts" / "demo.sh"), *SHORT],
         cwd=tmp_path,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -29,7 +32,7 @@ def test_the_demonstration_meets_its_own_demands(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert "NOT MET" not in result.stdout
-    assert sum(line.startswith("step ") for line in result.stdout.splitlines()) >= 15  # progress while it trains
+    assert sum(line.startswith("step ") for line in result.stdout.splitlines()) >= 12  # progress while it trains
     report = Path(result.stdout.splitlines()[-1].removeprefix("report: "))
     assert report.is_relative_to(tmp_path)
     page = report.read_text()

@@ -19,13 +19,6 @@ from faults.table import table, write_table
 TWO_STAGES = ("--pipeline-model-parallel-size", "2")
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[WarmRanks]:
-    server = WarmRanks()
-    yield server
-    server.close()
-
-
 def judged(warm: WarmRanks, tmp_path: Path, batch: Batch) -> list[str]:
     results = run_batch(batch, warm, tmp_path)
     assert [(result["number"], result["lost"]) for result in results] == [(f.number, None) for f in batch.faults]

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
-
-
-def choose_interpreter() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
 
 
 def differences(shape: tuple[int, int, int], formats: tuple[str, str, str]) -> list[str]:

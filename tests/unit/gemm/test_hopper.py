@@ -6,8 +6,6 @@ What a GPU computes is tested in tests/gpu; here, that every operand has the lay
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -23,7 +21,7 @@ from snip_megatron.precision import Format
 from snip_megatron.quantization import packed
 
 from .emulated_scaled_mm import scaled_mm
-from .interpreted import choose_interpreter, differences
+from .interpreted import differences
 
 BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
 UNIFORM = [(fmt, fmt, fmt) for fmt in (FP8, FP4, TENSOR)]
@@ -240,13 +238,6 @@ def test_formats_of_every_pair_of_gemms() -> None:
 
 
 # -- the kernels ---------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=choose_interpreter) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("shape", [(136, 144, 208), (130, 136, 200)])
 @pytest.mark.parametrize("formats", [("fp8", "fp8", "fp8"), ("fp8", "fp4", "fp4"), ("fp8_tensor", "fp4", "fp8_tensor")])
 def test_triton_s_quantisers_in_the_interpreter(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -28,7 +26,7 @@ from snip_megatron.quantization.hadamard import ROTATED
 from snip_megatron.quantization.wire import bytes_per_element
 
 from .emulated_scaled_mm import scaled_mm
-from .interpreted import choose_interpreter, parcel_differences
+from .interpreted import parcel_differences
 from .test_hopper import keys, operands
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
@@ -157,13 +155,6 @@ def test_backends_without_gathers_say_so() -> None:
 
 
 # -- Triton's kernels ------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=choose_interpreter) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("formats", [("fp8", "fp4", "fp4"), ("fp4", "fp8", "fp8"), ("fp8_tensor", "fp8", "fp8_tensor")])
 def test_kernels_give_the_bits_of_the_whole(interpreter: ProcessPoolExecutor, formats: tuple[str, str, str]) -> None:
     assert not interpreter.submit(parcel_differences, (384, 128, 256), formats).result(timeout=300)

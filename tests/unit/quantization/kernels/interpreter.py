@@ -1,16 +1,10 @@
-"""Runs the Triton quantisers: on the GPU if there is one, otherwise in Triton's interpreter in a process of its own.
-
-The interpreter must be chosen before the first import of triton, and Megatron imports it: hence the process.
-"""
+"""Runs the Triton quantisers: on the GPU if there is one, otherwise in Triton's interpreter in a process of its own."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 
 from snip_megatron.quantization.exact import ExactOperand, HeldPair
@@ -31,28 +25,15 @@ def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.T
 class Quantizers:
     """``call("quantize_tiles", x, "fp8", None)`` and so on; tensors go in and come back on the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
         self.on_gpu = torch.cuda.is_available()
-        self._pool: ProcessPoolExecutor | None = None
+        self._pool = pool
 
     def call(self, name: str, *arguments: Any, **options: Any) -> Any:
         if self.on_gpu:
             return _to(_run(name, _to(arguments, "cuda"), _to(options, "cuda")), "cpu")
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_choose_interpreter)
         packed = self._pool.submit(_run_packed, name, _pack(arguments), _pack(options)).result(timeout=300)
         return _unpack(packed)
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-
-def _choose_interpreter() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
-    np.seterr(all="ignore")  # NaN and Inf are part of the tests
 
 
 def _run(name: str, arguments: Any, options: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,8 @@ KEYS = torch.tensor([[11, -7], [2**31 - 1, -(2**31)]], dtype=torch.int32)
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[Quantizers]:
-    quantizers = Quantizers()
-    yield quantizers
-    quantizers.close()
+def kernels(interpreter: ProcessPoolExecutor) -> Quantizers:
+    return Quantizers(interpreter)
 
 
 def matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,10 +24,8 @@ FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor", "nvfp4_46", "n
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[Quantizers]:
-    running = Quantizers()
-    yield running
-    running.close()
+def kernels(interpreter: ProcessPoolExecutor) -> Quantizers:
+    return Quantizers(interpreter)
 
 
 def assert_same(found: ExactPair, expected: ExactPair) -> None:

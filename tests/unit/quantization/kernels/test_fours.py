@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -13,10 +13,8 @@ from .interpreter import Quantizers
 
 
 @pytest.fixture(scope="module")
-def quantizers() -> Iterator[Quantizers]:
-    running = Quantizers()
-    yield running
-    running.close()
+def quantizers(interpreter: ProcessPoolExecutor) -> Quantizers:
+    return Quantizers(interpreter)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 130), (5, 2 * 2048 + 2), (0, 128)])

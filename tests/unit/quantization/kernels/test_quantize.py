@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -15,10 +15,8 @@ from .interpreter import Quantizers, matrix
 
 
 @pytest.fixture(scope="module")
-def quantizers() -> Iterator[Quantizers]:
-    running = Quantizers()
-    yield running
-    running.close()
+def quantizers(interpreter: ProcessPoolExecutor) -> Quantizers:
+    return Quantizers(interpreter)
 
 
 def assert_same(found: Operand | None, expected: Operand | None) -> None:

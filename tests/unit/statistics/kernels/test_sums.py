@@ -4,30 +4,20 @@ be chosen before the first import of triton, and Megatron imports it. Compiled k
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 Run = Callable[..., Any]
 
 
-def choose_interpreter() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
-    np.seterr(all="ignore")  # NaN and Inf are part of the tests
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Run]:
+@pytest.fixture
+def interpreted(interpreter: ProcessPoolExecutor) -> Run:
     """Calls a function of this module where kernels are interpreted."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), choose_interpreter) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=300)
+    return lambda function, *arguments: interpreter.submit(function, *arguments).result(timeout=300)
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
