@@ -9,7 +9,7 @@ from typing import Any
 from snip_megatron.megatron.startup import prepare
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 
-FACTOR = 30.0
+FACTOR = 100.0
 
 
 def main() -> None:

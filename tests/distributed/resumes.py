@@ -77,7 +77,7 @@ SAME_LAYOUT: dict[str, Interrupted] = {
     "dp2-distributed-optimizer-async-save": Interrupted(
         2,
         f"{_NOISE} {_DROPOUT} {_TWO_LAYERS} --use-distributed-optimizer --overlap-grad-reduce --async-save",
-        8,
+        12,
         every=2,
         fast=(4,),
     ),
@@ -85,7 +85,7 @@ SAME_LAYOUT: dict[str, Interrupted] = {
         2,
         f"{_NOISE} {_DROPOUT} {EXPERTS} --expert-model-parallel-size 2 --moe-input-jitter-eps 0.05"
         " --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
-        8,
+        9,
         every=4,
         fast=(4,),
     ),

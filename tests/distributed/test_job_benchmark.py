@@ -17,13 +17,13 @@ def test_a_table_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     out = tmp_path / "job.json"
     contenders = "snip_fp8,te_fp8_tensor,snip_fp4_75,snip_bf16_graphs"
-    command = ["--model", "tiny", "--contenders", contenders, "--out", str(out), "--commit", "abc", "--steps", "8"]
+    command = ["--model", "tiny", "--contenders", contenders, "--out", str(out), "--commit", "abc", "--steps", "16"]
     assert job.main([*command, "--work", str(tmp_path / "work"), "--beside", "2"]) == 0
     result = json.loads(out.read_text())
     assert (result["device"], result["commit"], result["model"]) == ("cpu", "abc", "tiny")
     assert list(result["ms"]) == ["snip_fp8", "snip_fp4_75"]
     assert read_events(next((tmp_path / "work").glob("snip_fp8-*/run")))[0]["event"] == "adopt"
-    assert all(len(run["steps_ms"]) == 8 for runs in result["runs"].values() for run in runs)
+    assert all(len(run["steps_ms"]) == 16 for runs in result["runs"].values() for run in runs)
     assert result["skipped"] == {
         "te_fp8_tensor": "needs a GPU: Transformer Engine's FP8",
         "snip_bf16_graphs": "needs a GPU: CUDA graphs",

@@ -64,7 +64,10 @@ def test_resumed_is_uninterrupted_bit_for_bit(resumes: ResumeRuns, name: str, po
     assert row["passed"], row
 
 
-@pytest.mark.parametrize(("source", "target", "point"), FAST_OTHER)
+@pytest.mark.parametrize(
+    ("source", "target", "point"),
+    [*FAST_OTHER, pytest.param("dp2-sharded", "world-1-sharded", 4, marks=pytest.mark.matrix)],
+)
 def test_another_layout_takes_over_the_update_on_its_way(
     resumes: ResumeRuns, source: str, target: str, point: int
 ) -> None:

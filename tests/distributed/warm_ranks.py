@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import ctypes
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +171,18 @@ def _separate_wandb_media() -> None:
 def _fork_the_writers_queue() -> None:
     """Megatron spawns a process for the results of its checkpoint writer, which imports torch and Megatron again.
 
-    A fork has them. It comes first, so that the process holds no connection of the rank.
+    A fork has them. It comes first, so that the process holds no connection of the rank, and ends with a killed rank.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async.get_write_results_queue("fork")
+    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+    manager.start(_end_with_the_parent)
+    filesystem_async._results_queue = manager.Queue()
+
+
+def _end_with_the_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
 def _wait(pids: list[int], deadline: float) -> list[int]:
