@@ -15,7 +15,7 @@ TESTS = Path(__file__).resolve().parent
 GROUPS = {
     "distributed": "ranks",
     "e2e": "commands",
-    "faults": "ranks",
+    "faults": "commands",
     "gpu": "ranks",
     "slurm": "slurm",
     "compatibility": "ranks",
@@ -34,7 +34,7 @@ def cuda_is_available() -> bool:
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Any]:
-    """One server of warm ranks for all tests that use it: those of the group ``ranks``."""
+    """One server of warm ranks for all tests of a worker that use it."""
     from warm_ranks import WarmRanks
 
     server = WarmRanks()
