@@ -34,7 +34,8 @@ class SnipMLP(MLP):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run Megatron's own code if a probe or a measuring pass runs, or if the map keeps both linears in bf16."""
         fc1, fc2 = self.linear_fc1.snip, self.linear_fc2.snip
-        if per_token_scale is not None or kwargs or not may_fuse(fc1, fc2):
+        asked = (per_token_scale, *kwargs.values())  # a layer passes padding_mask=None
+        if any(each is not None for each in asked) or not may_fuse(fc1, fc2):
             return super().forward(hidden_states, per_token_scale, **kwargs)  # type: ignore[no-any-return]
         y, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(fused_swiglu(y, fc1, fc2, self.snip_swiglu))  # type: ignore[no-any-return]

@@ -92,7 +92,7 @@ def unfused(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def fused(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    return mlp(x)[0]  # type: ignore[no-any-return]
+    return mlp(x, padding_mask=None)[0]  # type: ignore[no-any-return]  # as Megatron's layer calls it
 
 
 def recomputed(mlp: Any, x: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ def test_validation_quantises_for_fprop_alone() -> None:
 def test_probes_and_measuring_passes_run_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(MAPS["fp8"])
     stock: list[Any] = []
-    monkeypatch.setattr(MLP, "forward", lambda self, *arguments: (stock.append(arguments), None))
+    monkeypatch.setattr(MLP, "forward", lambda self, *arguments, **named: (stock.append(arguments), None))
     run.registry.context.probing = True
     fused(run.mlp, tensors(0)[0])
     run.registry.context.probing = False
