@@ -30,7 +30,12 @@ from snip_megatron.quantization.kernels.swiglu import LAUNCH
 
 SHAPES = ((16384, 5632), (8192, 14336), (8192, 28672))  # of Llamas of 1 B, 8 B and 70 B
 FORMATS = (Format.FP8, Format.FP4)
-SWEEP = [{"num_warps": warps, "maxnreg": registers} for warps in (4, 8, 16) for registers in (64, 80, 96, 128, 168)]
+SWEEP = [
+    {"num_warps": warps, "maxnreg": registers}
+    for warps in (4, 8, 16)
+    for registers in (64, 80, 96, 128, 168)
+    if 32 * warps * registers <= 65536  # of a multiprocessor
+]
 Call = Callable[[], Sides]
 
 

@@ -193,8 +193,9 @@ def test_graphs_change_no_bit(on_one: Trainings, kind: str, graphs: str) -> None
 
 
 @pytest.mark.parametrize("graphs", [None, "local", "transformer_engine"])
-def test_fused_swiglu_changes_no_bit(on_one: Trainings, graphs: str | None) -> None:
-    plain, fused = on_one.begin("compiled", None).result(), on_one.begin("fused", graphs).result()
+def test_fused_swiglu_changes_no_bit(trainings: Trainings, graphs: str | None) -> None:
+    runs = trainings.begin("compiled", None), trainings.begin("fused", graphs)
+    plain, fused = (run.result() for run in runs)
     assert f"fused with quantisation: SwiGLU of {LAYERS} layers" in (Path(fused["folder"]) / "log0").read_text()
     assert any(fused["replays"].values()) is (graphs is not None)
     same_steps(plain, fused)
