@@ -5,7 +5,8 @@
 A sequence has 8192 tokens, a microbatch one sequence, a step four microbatches (weights are quantised once a step).
 Gradients go into Megatron's FP32 DDP buffer. Contenders take turns: Megatron's own Transformer Engine layers with fused
 accumulation (bf16), SNIP's layer spec as built (bf16), and converted layers under an all-bf16 map and under fp8,
-fp8_tensor and fp4 maps. ``speedup`` is relative to the faster of the first two. The model has no embedding, output
+fp8_tensor and fp4 maps. ``speedup`` is relative to the faster of the first two. ``fused`` layers quantise
+SwiGLU where it is computed (``--snip-fusions auto``); ``speedup_fused`` is theirs. The model has no embedding, output
 layer or optimizer. Without Transformer Engine the layers are Megatron's local ones, whose attention is not fused; the
 result says so.
 """
@@ -43,6 +44,7 @@ from snip_megatron.precision import LINEAR_KINDS, Format, PrecisionMap
 
 MICROBATCHES = 4
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
+FUSED = (Format.FP8, Format.FP4)
 
 
 def transformer_config(arguments: argparse.Namespace, *, fused_accumulation: bool) -> TransformerConfig:
@@ -72,7 +74,9 @@ def transformer_config(arguments: argparse.Namespace, *, fused_accumulation: boo
 class Stack:
     """The blocks under Megatron's DDP, and a step of them."""
 
-    def __init__(self, arguments: argparse.Namespace, *, ours: bool, convert: bool = False) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, *, ours: bool, convert: bool = False, fusions: str = "none"
+    ) -> None:
         config = transformer_config(arguments, fused_accumulation=not ours)
         model = GPTModel(
             config,
@@ -85,7 +89,7 @@ class Stack:
         ).to("cuda")
         self.registry: LinearRegistry | None = None
         if convert:
-            self.registry = convert_model([model], SnipConfig(enabled=True, gemm=arguments.gemm))
+            self.registry = convert_model([model], SnipConfig(enabled=True, gemm=arguments.gemm, fusions=fusions))
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(config, ddp, model.bfloat16())
         self.x = torch.randn(arguments.seq, 1, arguments.hidden, device="cuda").bfloat16().requires_grad_()
@@ -178,7 +182,9 @@ def contenders(arguments: argparse.Namespace) -> dict[str, tuple[Stack, Format |
         "our spec bf16, not converted": (Stack(arguments, ours=True), None),
         "snip bf16": (snip, Format.BF16),
     }
-    return found | {f"snip {fmt.value}": (snip, fmt) for fmt in FORMATS}
+    fused = Stack(arguments, ours=True, convert=True, fusions="auto")
+    found |= {f"snip {fmt.value}": (snip, fmt) for fmt in FORMATS}
+    return found | {f"snip {fmt.value} fused": (fused, fmt) for fmt in FUSED}
 
 
 def run_step(stack: Stack, fmt: Format | None, microbatches: int = MICROBATCHES) -> None:
@@ -206,6 +212,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "bf16": baseline,
         "speedup": {fmt: times[baseline] / times[f"snip {fmt}"] for fmt in formats},
+        "speedup_fused": {fmt.value: times[baseline] / times[f"snip {fmt.value} fused"] for fmt in FUSED},
         "saved_inputs": {fmt: rows[f"snip {fmt}"]["linears_saved_bytes"] / saved for fmt in formats},
         "all_bf16_map_over_unconverted": all_bf16_map_over_unconverted(stacks, 2 * arguments.rounds),
     }
@@ -262,7 +269,12 @@ def main() -> int:
         saved, peak = row["linears_saved_bytes"] / 2**20, row["peak_bytes_above_start"] / 2**30
         speed = f"{row['ms_a_step']:9.2f} ms a step {row['tokens_a_second']:10.0f} tokens/s"
         print(f"{name:30s} {speed}  saved by linears {saved:8.1f} MiB  peak above start {peak:6.2f} GiB")
-    print({key: result[key] for key in ("bf16", "speedup", "saved_inputs", "all_bf16_map_over_unconverted")})
+    print(
+        {
+            key: result[key]
+            for key in ("bf16", "speedup", "speedup_fused", "saved_inputs", "all_bf16_map_over_unconverted")
+        }
+    )
     return 0
 
 

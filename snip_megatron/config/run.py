@@ -18,6 +18,7 @@ from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, candidates_f
 GRANULARITIES = ("gemm", "layer")
 EVAL_MODES = ("map", "bf16", "both")
 COMMUNICATION = ("bf16", "gather")
+FUSIONS = ("none", "auto")
 FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 BUDGETS = ("fp4", "speedup", "loss")
 COSTS = ("auto", "time", "flops")
@@ -169,6 +170,12 @@ class SnipConfig:
         "what linears gather under sequence parallelism: bf16, or shards that are quantised before (gather: X, and G"
         " where that is less); the numbers are the same",
         choices=COMMUNICATION,
+    )
+    fusions: str = _option(
+        "none",
+        "quantisation in the kernel that computes a tensor: auto computes SwiGLU, and its gradient, with the"
+        " quantisation for the linears that read them, if the bits stay those of Megatron's functions on this device",
+        choices=FUSIONS,
     )
     eval: str = _option("map", "formats of validation: those of the map, bf16, or both", choices=EVAL_MODES)
     solver_time: float = _option(
@@ -322,6 +329,7 @@ class SnipConfig:
             ("gemm", self.gemm, BACKENDS),
             ("gemm-library", self.gemm_library, LIBRARIES),
             ("communication", self.communication, COMMUNICATION),
+            ("fusions", self.fusions, FUSIONS),
             ("eval", self.eval, EVAL_MODES),
             ("cost", self.cost, COSTS),
         ):

@@ -120,6 +120,26 @@ class GemmBackend:
             g, (dgrad, wgrad), amax, keys=both, cols=keys.cols, first_row=keys.first_row, rotation=rotation
         )
 
+    def quantizes_swiglu(self, y: Tensor, formats: Formats) -> bool:
+        """Return whether the two functions below take y [T, 2K] and these formats of the operands. None: no operand."""
+        return False
+
+    def quantize_swiglu(self, y: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
+        """Return SwiGLU [T, K] of y [T, 2K], gates first, as :meth:`quantize_input` does.
+
+        Requires :meth:`quantizes_swiglu`.
+        """
+        raise NotImplementedError
+
+    def quantize_swiglu_gradient(
+        self, d: Tensor, y: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys
+    ) -> Sides:
+        """Return the gradient [T, 2K] of SwiGLU of y as :meth:`quantize_gradient` does. ``d`` [T, K] is contiguous.
+
+        Requires :meth:`quantizes_swiglu`.
+        """
+        raise NotImplementedError
+
     def pack(self, side: Side, format: Format, axis: int) -> Parcel:
         """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend, Sides
-from snip_megatron.gemm.operands import HeldSides, Plain, Side
+from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
 from snip_megatron.gemm.parcels import Fours, Parcel, operand_parcel
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
@@ -36,6 +36,14 @@ class Quantizers(Fours, Protocol):
     quantize_tensor: Callable[..., Operands]
 
 
+class Activations(Protocol):
+    """The functions of ``quantization.swiglu`` and, as kernels, of ``quantization.kernels.swiglu``."""
+
+    fits: Callable[..., bool]
+    quantize_swiglu: Callable[..., Operands]
+    quantize_swiglu_gradient: Callable[..., Operands]
+
+
 class HopperBackend(GemmBackend):
     """GEMMs on the FP8 tensor cores of a Hopper GPU.
 
@@ -43,14 +51,22 @@ class HopperBackend(GemmBackend):
         quantizers: the module that quantises.
         products: the library GEMMs.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
+        activations: the module that quantises the results of activation functions; None if none does.
     """
 
     name = "hopper"
 
-    def __init__(self, quantizers: Quantizers, products: ScaledProducts, others: GemmBackend = REFERENCE) -> None:
+    def __init__(
+        self,
+        quantizers: Quantizers,
+        products: ScaledProducts,
+        others: GemmBackend = REFERENCE,
+        activations: Activations | None = None,
+    ) -> None:
         self._quantizers = quantizers
         self._products = products
         self._others = others
+        self._activations = activations
 
     # -- quantisation --------------------------------------------------------------------------------------------
     def _quantize(
@@ -81,6 +97,26 @@ class HopperBackend(GemmBackend):
             x, _of_others(formats), amax, weight=weight, keys=keys, cols=cols, first_row=first_row, rotation=rotation
         )
         return tiled.row or whole.row or rest[0], tiled.col or whole.col or rest[1]
+
+    def quantizes_swiglu(self, y: Tensor, formats: Formats) -> bool:
+        """See the base class. Formats with tiles are made in the pass that computes SwiGLU."""
+        return self._activations is not None and {*STORED, None}.issuperset(formats) and self._activations.fits(y)
+
+    def quantize_swiglu(self, y: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
+        """See the base class."""
+        assert self._activations is not None
+        found = self._activations.quantize_swiglu(y, fprop, wgrad)
+        return found.row, found.col
+
+    def quantize_swiglu_gradient(
+        self, d: Tensor, y: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys
+    ) -> Sides:
+        """See the base class."""
+        assert self._activations is not None
+        found = self._activations.quantize_swiglu_gradient(
+            d, y, dgrad, wgrad, row_seed=keys.dgrad, col_seed=keys.wgrad, cols=keys.cols
+        )
+        return found.row, found.col
 
     def check_gathers(self, formats: Collection[Format]) -> None:
         """See the base class."""

@@ -180,6 +180,7 @@ def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, s
     from snip_megatron.gemm.proposals import measured_choices
     from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.quantization.kernels import quantize as triton_quantize
+    from snip_megatron.quantization.kernels import swiglu as triton_swiglu
 
     library = cublaslt()
     choices = {} if library is None else measured_choices(library.version, torch.cuda.get_device_name())
@@ -187,7 +188,8 @@ def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, s
     if library_name != "cublas":
         faster, products = deepgemm(library, required=library_name == "deepgemm")
     scaled = ScaledProducts(library=library, choices=choices, faster=faster)
-    return HopperBackend(triton_quantize, scaled, _emulated() if emulates else REFERENCE), products
+    others = _emulated() if emulates else REFERENCE
+    return HopperBackend(triton_quantize, scaled, others, triton_swiglu), products
 
 
 # -- small linears -------------------------------------------------------------------------------------------------

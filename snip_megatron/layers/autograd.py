@@ -29,6 +29,7 @@ from snip_megatron.layers.exchange import (
     start_reduce_scatter,
 )
 from snip_megatron.layers.forcing import nudged, output_error, report_error
+from snip_megatron.layers.handover import check_nothing
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import derive_seeds
 from snip_megatron.quantization.formats import STOCHASTIC
@@ -90,19 +91,30 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LinearCall
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: LinearCall,
+        given: Sides | None = None,
     ) -> torch.Tensor:
-        """Run fprop, and save the operand of wgrad and the formats of the call for the backward."""
+        """Run fprop, and save the operand of wgrad and the formats of the call for the backward.
+
+        With ``given``, the operands of X, nothing reads the numbers of x.
+        """
         handle, backend = call.handle, call.backend
         # The parameter itself is kept on ctx. Activation checkpointing may replace a saved tensor by one that has no
         # main_grad.
         ctx.weight, ctx.x_shape, ctx.has_bias, ctx.call = weight, x.shape, bias is not None, call
         ctx.formats, ctx.error = call.formats, None
+        ctx.given = None  # or the operands of G, which the backward of an activation hands over
         ctx.recorder = handle.recorder if handle.context.probing else None
         handle.to(weight.device)
         fprop, dgrad, wgrad = ctx.formats
         total, kept = x, None
-        if call.packs(x):
+        if given is not None:
+            x_side, kept = given
+        elif call.packs(x):
             x_side, kept = _exchanged_input(call, _matrix(x).contiguous())
         elif call.sequence_parallel:
             total = gather_tokens(x, call.tp_group)
@@ -129,23 +141,30 @@ class QuantizedLinear(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any, None]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any, None, None]:
         """Run dgrad, start the reduction of its result, and run wgrad while that reduction is in progress."""
         call: LinearCall = ctx.call
         handle, backend, weight = call.handle, call.backend, ctx.weight
         fprop, dgrad, wgrad = ctx.formats
         kept, x_gather, g_gather = ctx.assemble(*ctx.saved_tensors), None, None
-        g = _matrix(grad_outputs[0]).contiguous()
+        given, ctx.given = ctx.given, None
+        if given is None:
+            g, here = _matrix(grad_outputs[0]).contiguous(), not call.scatters
+        else:
+            check_nothing(grad_outputs[0], f"the output gradient of {handle.name}")
+            g, here = _matrix(grad_outputs[0]), False
         # These collectives come before the gather: those of one group run in order, so that quantising G would
         # otherwise wait for the whole gather.
-        amax = None if call.scatters else handle.shared_amax("g", g, (dgrad, wgrad))
-        rotation = None if call.scatters else _rotation(call, "g", g, wgrad)
+        amax = handle.shared_amax("g", g, (dgrad, wgrad)) if here else None
+        rotation = _rotation(call, "g", g, wgrad) if here else None
         if isinstance(kept, Parcel):
             x_gather = start_gather(kept, call.tp_group)
-        if call.scatters:
+        if given is not None:
+            g_row, g_col = given
+        elif call.scatters:
             g_row, g_gather = _exchanged_gradient(call, g, dgrad, wgrad)
         else:
-            keys = _keys(call, dgrad, wgrad)
+            keys = gradient_keys(call, dgrad, wgrad)
             g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, keys, amax=amax, rotation=rotation)
         handle.backwards += 1
         _, w_side = _weight(call, weight, fprop, dgrad, refresh=False)
@@ -169,7 +188,7 @@ class QuantizedLinear(torch.autograd.Function):
             with torch.no_grad():
                 whole = _expert_gradient(handle, d) if handle.expert is not None else d
                 ctx.recorder.on_backward(x_col.tensor, weight.detach(), g, d_local, whole.reshape(-1, d.shape[-1]))
-        return d.view(ctx.x_shape), grad_weight, grad_bias, None
+        return d.view(ctx.x_shape), grad_weight, grad_bias, None, None
 
 
 def _exchanged_input(call: LinearCall, x: torch.Tensor) -> tuple[Side, Parcel | None]:
@@ -190,7 +209,7 @@ def _exchanged_input(call: LinearCall, x: torch.Tensor) -> tuple[Side, Parcel | 
 def _exchanged_gradient(call: LinearCall, g: torch.Tensor, dgrad: Format, wgrad: Format) -> tuple[Side, Gather]:
     """Quantise a shard of G [T/tp, N] and gather it. Returns G as dgrad takes it, and the gather for wgrad."""
     backend, group = call.backend, call.tp_group
-    keys = replace(_keys(call, dgrad, wgrad), first_row=call.handle.tp_rank * g.shape[0])
+    keys = replace(gradient_keys(call, dgrad, wgrad), first_row=call.handle.tp_rank * g.shape[0])
     quantise = partial(_quantize_gradient, backend, keys)
     row, col = quantised_by(quantise, g, (dgrad, wgrad), gathered_amaxes(g, (dgrad, wgrad), group))
     first, second = start_gather(backend.pack(row, dgrad, 1), group), start_gather(backend.pack(col, wgrad, 0), group)
@@ -224,8 +243,11 @@ def _weight(
     return handle.weights.get(call.backend, weight, fprop, dgrad, partial(handle.shared_amax, "w"))
 
 
-def _keys(call: LinearCall, *formats: Format) -> GradientKeys:
-    """Return the keys of stochastic rounding of G. They are None unless dgrad or wgrad uses it."""
+def gradient_keys(call: LinearCall, *formats: Format) -> GradientKeys:
+    """Return the keys of stochastic rounding of G. They are None unless dgrad or wgrad uses it.
+
+    With CUDA graphs this counts a microbatch, so that it is called once in each backward.
+    """
     handle = call.handle
     if STOCHASTIC.isdisjoint(formats):
         return GradientKeys(None, None, handle.out_features)

@@ -113,6 +113,7 @@ class LinearHandle:
             ``weights`` also with graphs.
         device_keys: returns the keys of stochastic rounding of the next backward on the device; None without graphs.
         device_signs: the signs of this step's Hadamard transforms on the device, int32 [1]; None without graphs.
+        beside_swiglu: whether SwiGLU, of this linear's output or as its input, may be fused with quantisation.
         expert: global index of the expert that the linear belongs to; None if it belongs to none. The same linear of
             all experts of a layer has one name.
     """
@@ -135,6 +136,7 @@ class LinearHandle:
     held: HeldWeight | None = field(default=None, repr=False)
     device_keys: Callable[[], Words] | None = field(default=None, repr=False)
     device_signs: torch.Tensor | None = field(default=None, repr=False)
+    beside_swiglu: bool = False
     expert: int | None = None
     backwards: int = field(default=0)
     """Number of backwards in this step so far. Every pipeline schedule runs backwards in microbatch order, with and

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from snip_megatron.gemm.operands import GradientKeys
-from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, gradient_keys
 from snip_megatron.layers.context import ALL_BF16, LinearHandle
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.exchange import packs_gradient
@@ -46,6 +46,7 @@ class StandIn:
 
 _IDENTITY = (
     "id", "parallel", "n", "k", "stage", "tp_rank", "tp_size", "out_features", "in_features", "context", "expert",
+    "beside_swiglu",
 )  # fmt: skip
 
 
@@ -90,6 +91,8 @@ def rehearse_gemms(linear: StandIn, formats: Iterable[Formats]) -> None:
             rotation = handle.rotation("x", linear.x, chosen[2], on_device=True)
             backend.quantize_input(linear.x, None, chosen[2], rotation=rotation)
         _rehearse_gathers(linear)
+        if handle.beside_swiglu:
+            _rehearse_swiglu(linear, call)
     handle.formats = ALL_BF16
 
 
@@ -111,6 +114,21 @@ def _rehearse_gathers(linear: StandIn) -> None:
     for side, fmt, axis in zip(sides, formats, (1, 0), strict=True):
         parcel = backend.pack(side, fmt, axis)
         parcel.opened(tuple(torch.stack([t] * handle.tp_size) for t in parcel.tensors))
+
+
+def _rehearse_swiglu(linear: StandIn, call: LinearCall) -> None:
+    """Quantise SwiGLU as the second linear of an MLP takes it, or its gradient as the first one does."""
+    handle, backend = linear.handle, linear.handle.context.backend
+    fprop, dgrad, wgrad = handle.formats
+    if handle.parallel == "column":
+        y, d = linear.g, linear.g.new_zeros(len(linear.g), linear.g.shape[1] // 2)
+        if backend.quantizes_swiglu(y, (dgrad, wgrad)):
+            backend.quantize_swiglu_gradient(d, y, dgrad, wgrad, gradient_keys(call, dgrad, wgrad))
+        return
+    y = linear.x.new_zeros(len(linear.x), 2 * linear.x.shape[1])
+    for kept in (wgrad, None):  # in training; in validation and recomputation
+        if backend.quantizes_swiglu(y, (fprop, kept)):
+            backend.quantize_swiglu(y, fprop, kept)
 
 
 def covering(options: tuple[Sequence[Format], Sequence[Format], Sequence[Format]], *, alike: bool) -> list[Formats]:

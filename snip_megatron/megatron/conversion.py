@@ -19,6 +19,7 @@ from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, linear_kinds
+from snip_megatron.megatron.fused_mlp import fuse_swiglu
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.runtime.coordinator import replay_schedule
@@ -73,6 +74,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     if int(os.environ.get("RANK", "0")) == 0:
         _announce(selection, registry)
         _announce_experts(experts)
+    if config.fusions == "auto":
+        fuse_swiglu(layers, selection.backend)
     return registry
 
 

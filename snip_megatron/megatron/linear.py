@@ -15,6 +15,7 @@ from snip_megatron.errors import SnipError, quoted
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.exchange import packs_gradient
+from snip_megatron.layers.handover import handed_over
 
 # Arguments of Megatron's GEMM that the quantised path does not implement, with the values that it may ignore.
 _MUST_BE_DEFAULT: dict[str, tuple[Any, ...]] = {
@@ -65,7 +66,8 @@ def quantized_forward(
         forced=None if forcing is None else forcing(handle),
         scatters=scatters,
     )
-    return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call)  # type: ignore[no-untyped-call,no-any-return]
+    bias, given = kwargs.get("bias"), handed_over(input_)
+    return QuantizedLinear.apply(input_, weight, bias, call, given)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _QuantizedForward:

@@ -39,6 +39,7 @@ _WITH_MEGATRON = (
     "timings",
     "cost",
     "communication",
+    "fusions",
     "wait",
     "deadline",
     "no_compat",

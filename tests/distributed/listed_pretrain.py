@@ -6,6 +6,7 @@ rehearses and which ones training launches afterwards, of this rank.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -60,19 +61,28 @@ def install() -> None:
 
     from snip_megatron.gemm import hopper, selection
     from snip_megatron.gemm.scaled import ScaledProducts
+    from snip_megatron.layers.swiglu import SwiGLU
+    from snip_megatron.megatron import conversion, fused_mlp
     from snip_megatron.megatron.probing import drift_probe, gradient_norms
     from snip_megatron.megatron.warmup import WarmUp
     from snip_megatron.optimizers import rehearsal, updates, weight_drift
-    from snip_megatron.quantization import packed
+    from snip_megatron.quantization import packed, swiglu
     from snip_megatron.quantization.kernels import quantize
+    from snip_megatron.quantization.kernels import swiglu as kernel_swiglu
     from snip_megatron.statistics import boundaries, errors, recorder, sums
     from snip_megatron.statistics import rehearsal as recording
     from snip_megatron.statistics.kernels import sums as kernel_sums
 
     names = ("quantize_tiles", "quantize_blocks", "quantize_tensor")
     quantisers = {name: both(getattr(quantize, name), getattr(packed, name)) for name in names}
+    names = ("quantize_swiglu", "quantize_swiglu_gradient")
+    activations = {name: both(getattr(kernel_swiglu, name), getattr(swiglu, name)) for name in names}
+    activations["fits"] = kernel_swiglu.fits
+    stock = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)
+    conversion.fuse_swiglu = functools.partial(fused_mlp.fuse_swiglu, stock=stock)
+    fused_mlp.difference = lambda *_: None  # takes half a minute in plain torch
     products = ScaledProducts(scaled_mm)
-    backend = hopper.HopperBackend(SimpleNamespace(**quantisers), products)
+    backend = hopper.HopperBackend(SimpleNamespace(**quantisers), products, activations=SimpleNamespace(**activations))
     selection._why_not_hopper = lambda: None
     selection._hopper = lambda library, **_: (backend, "emulated products")
     names = ("tensor_sums", "weight_sums", "output_sums")

@@ -19,6 +19,7 @@ SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4
     ("ranks", "arguments"),
     [
         (2, "--snip-budget fp4=0.5 --use-distributed-optimizer --eval-iters 1 --eval-interval 4"),
+        (1, "--snip-budget fp4=0.5 --eval-iters 1 --eval-interval 4 --ffn-hidden-size 256 --snip-fusions auto"),
         (1, "--snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4,fp8 --snip-pin *linear_proj=bf16"),
         (2, "--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel --snip-granularity layer"),
     ],
@@ -39,3 +40,4 @@ def test_nothing_is_launched_that_was_not_rehearsed(
         assert set(seen["launched"]) <= set(seen["rehearsed"])
         names = {text.partition("name='")[2].partition("'")[0] for text in seen["launched"]}
         assert {"tile_kernel", "block_kernel", "drift_kernel", "output_kernel", "squares_kernel"} <= names
+        assert ({"swiglu_kernel", "swiglu_gradient_kernel"} <= names) is ("--snip-fusions" in arguments)

@@ -42,9 +42,13 @@ MAPS = {
     "fp8": "--snip --snip-policy uniform-fp8",
     "fp8_tensor": "--snip --snip-map {folder}/fp8_tensor.json",
     "fp4": f"--snip --snip-budget fp4=0.75 {UPDATED}",
+    "compiled": f"--snip --snip-budget fp4=0.75 {UPDATED}",
+    "fused": f"--snip --snip-budget fp4=0.75 --snip-fusions auto {UPDATED}",
     "tensor_and_fp4": f"--snip --snip-budget fp4=0.5 --snip-formats fp8_tensor,fp4 {UPDATED}",
 }
-"""The last two probe before steps 3 and 9, from 0, and adopt before 5 and 11."""
+"""All from fp4 on probe before steps 3 and 9, from 0, and adopt before 5 and 11."""
+COMPILED = ("compiled", "fused")
+"""Those whose SwiGLU torch compiles: fused kernels have the bits of that."""
 LAYOUTS = {
     "one": (1, ""),
     "tensor": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -103,7 +107,8 @@ class Trainings:
         snip += ["--snip-dir", str(run / "snip")] if snip else []
         captured = [] if graphs is None else ["--cuda-graph-impl", graphs]
         ranks, parallel = LAYOUTS[layout]
-        arguments = [*LLAMA, "--train-iters", str(STEPS), *snip, *captured, *shlex.split(parallel)]
+        llama = [each for each in LLAMA if kind not in COMPILED or each != "--disable-jit-fuser"]
+        arguments = [*llama, "--train-iters", str(STEPS), *snip, *captured, *shlex.split(parallel)]
         arguments += [each.format(run=run) for each in extra]
         processes = [_start(run, number, rank, ranks, arguments) for rank in range(ranks)]
         codes = [process.wait(timeout=420) for process in processes]
@@ -150,6 +155,9 @@ def on_one(trainings: Trainings) -> Trainings:
             trainings.begin(kind, graphs)
     for kind in ("bf16", "plain"):
         trainings.begin(kind, "local")
+    trainings.begin("compiled", None)
+    for graphs in (None, "local", "transformer_engine"):
+        trainings.begin("fused", graphs)
     for graphs in ("local", "transformer_engine"):
         trainings.saving("fp4", graphs)
     for graphs in ("local", "transformer_engine"):
@@ -182,6 +190,15 @@ def test_graphs_change_no_bit(on_one: Trainings, kind: str, graphs: str) -> None
     assert captured["replays"][STEPS] > 0
     assert len(captured["losses"]) == len(set(captured["losses"].values())) == STEPS
     same_steps(eager, captured)
+
+
+@pytest.mark.parametrize("graphs", [None, "local", "transformer_engine"])
+def test_fused_swiglu_changes_no_bit(trainings: Trainings, graphs: str | None) -> None:
+    runs = trainings.begin("compiled", None), trainings.begin("fused", graphs)
+    plain, fused = (run.result() for run in runs)
+    assert f"fused with quantisation: SwiGLU of {LAYERS} layers" in (Path(fused["folder"]) / "log0").read_text()
+    assert any(fused["replays"].values()) is (graphs is not None)
+    same_steps(plain, fused)
 
 
 def test_an_all_bf16_map_trains_plain_megatron_s_bits_in_graphs(on_one: Trainings) -> None:

@@ -34,7 +34,7 @@ _RANDOM_ARGUMENTS = ["row_start", "col_start", *(f"{side}_word_{i}" for side in 
 
 
 @triton.jit
-def _ids(ids_ptr, start, index, mask, GIVEN: tl.constexpr):
+def global_ids(ids_ptr, start, index, mask, GIVEN: tl.constexpr):
     """Return global ids of the local ``index``: loaded if ``GIVEN``, otherwise counted from ``start``."""
     if GIVEN:
         ids = tl.load(ids_ptr + index, mask=mask, other=0)
@@ -84,7 +84,7 @@ def _store_sums(ptr, lo, hi, lo_mask, hi_mask):
 
 
 @triton.jit
-def _side(
+def quantize_side(
     a, b, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, word_0, word_1, out_ptr, out_stride, scale_ptr, m, k,
     row_mask, lo_mask, hi_mask, sum_ptr, sum_stride,
     AXIS: tl.constexpr, FORMAT: tl.constexpr, STORE: tl.constexpr, SUM: tl.constexpr, RANDOM: tl.constexpr,
@@ -143,9 +143,9 @@ def tile_kernel(
     row_mask, lo_mask, hi_mask = rows < M, cols < K, cols + 1 < K
     row_ids, lo_ids, hi_ids = rows, cols, cols
     if ROW_RANDOM or COL_RANDOM:
-        row_ids = _ids(rows_ptr, row_start, rows, row_mask, GIVEN_ROWS)
-        lo_ids = _ids(cols_ptr, col_start, cols, lo_mask, GIVEN_COLS)
-        hi_ids = lo_ids if PAIRED else _ids(cols_ptr, col_start, cols + 1, hi_mask, GIVEN_COLS)
+        row_ids = global_ids(rows_ptr, row_start, rows, row_mask, GIVEN_ROWS)
+        lo_ids = global_ids(cols_ptr, col_start, cols, lo_mask, GIVEN_COLS)
+        hi_ids = lo_ids if PAIRED else global_ids(cols_ptr, col_start, cols + 1, hi_mask, GIVEN_COLS)
     if LOADED:
         if ROW_RANDOM:
             row_word_0, row_word_1 = tl.load(row_key_ptr), tl.load(row_key_ptr + 1)
@@ -160,7 +160,7 @@ def tile_kernel(
         scale_ptr = row_scale_ptr + k.to(tl.int64) * M + m * EDGE
         for FORMAT in tl.static_range(4, 9, 4):
             if (ROW == FORMAT) or ((SUM_8 if FORMAT == 8 else SUM_4) > 0):
-                _side(
+                quantize_side(
                     a, b, amax, amax, row_ids, lo_ids, hi_ids, row_word_0, row_word_1,
                     row_ptr, row_stride, scale_ptr, m, k, row_mask, lo_mask, hi_mask, sum_ptr, place,
                     1, FORMAT, ROW == FORMAT, SUM_8 if FORMAT == 8 else SUM_4, ROW_RANDOM and (FORMAT == 4),
@@ -175,7 +175,7 @@ def tile_kernel(
             _store_sums(sum_ptr, lo, hi, lo_mask, hi_mask)
         for FORMAT in tl.static_range(4, 9, 4):
             if (COL == FORMAT) or ((SUM_8 if FORMAT == 8 else SUM_4) > 0):
-                _side(
+                quantize_side(
                     a, b, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, col_word_0, col_word_1,
                     col_ptr, col_stride, scale_ptr, m, k, row_mask, lo_mask, hi_mask, sum_ptr, place,
                     0, FORMAT, COL == FORMAT, SUM_8 if FORMAT == 8 else SUM_4, COL_RANDOM and (FORMAT == 4),

@@ -5,25 +5,37 @@ Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.kernels.arguments import (
+    COL_TYPES,
+    ROW_TYPES,
+    WIDTH,
+    are_pairs,
+    has_hopper_instructions,
+    key_arguments,
+    key_memory,
+    memory_of,
+    parts_of,
+    stride_of,
+    tile_output,
+    types_of,
+    values_like,
+)
 from snip_megatron.quantization.kernels.fours import pack_fours as pack_fours
 from snip_megatron.quantization.kernels.fours import unpack_fours as unpack_fours
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.kernels.programs import amax_kernel, block_kernel, tensor_kernel, tile_kernel
 from snip_megatron.quantization.packed import Held, Operand, Operands, stored_format
-from snip_megatron.quantization.rounding import Key, key_words
+from snip_megatron.quantization.rounding import Key
 
 _AMAX_PARTS = 4
 _SCALE = 4  # place of the scale behind the amax: 16 bytes away, the alignment that cuBLASLt wants
@@ -39,14 +51,6 @@ LAUNCH: dict[str, dict[str, int]] = {
 """Launch options of each kind of kernel (``benchmarks/quantize.py --sweep`` tries others): tiles do not cross warps, so
 that many warps with few registers each hide each other's latency."""
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_WIDTH = {Format.FP8: 8, Format.FP4: 4}
-# Of values and scales: a kernel writes values along rows as pairs of bytes.
-_ROW, _COL = (torch.int16, torch.float32), (torch.uint8, torch.float32)
-_PAIRED: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}
-"""id(ids of columns) → (the ids, their version, whether they are pairs (2i, 2i + 1)).
-
-It is looked up for every gradient. torch's ``WeakIdKeyDictionary`` would create three weak references for that.
-"""
 
 
 def quantize_tiles(
@@ -70,33 +74,33 @@ def quantize_tiles(
             row_seed=row_seed, col_seed=col_seed, offset=offset, rows=rows, cols=cols, candidates=candidates,
         )  # fmt: skip
     M, K = x.shape
-    row, row_width = _tile_output(x, row_format, M, K)
-    col, col_width = _tile_output(x, col_format, K, M)
+    row, row_width = tile_output(x, row_format, M, K)
+    col, col_width = tile_output(x, col_format, K, M)
     places = {stored_format(candidate): 1 + 2 * i for i, candidate in enumerate(candidates)}
     row_random, col_random = row_seed is not None, col_seed is not None
     if not (row_random or col_random):
         rows = cols = None  # one kernel with and without them
-    row_key, col_key = _loaded(row_seed, x), _loaded(col_seed, x)
-    partial = x.new_zeros((1 + 2 * len(places), _parts(M), K), dtype=torch.float32) if places else x
+    row_key, col_key = key_memory(row_seed, x), key_memory(col_seed, x)
+    partial = x.new_zeros((1 + 2 * len(places), parts_of(M), K), dtype=torch.float32) if places else x
     if x.numel():
         source = _source(x)
         random = (row_random and row_width == 4) or (col_random and col_width == 4)
         row_ids, col_ids = x if rows is None else rows, x if cols is None else cols
         launch(
-            tile_kernel, (_parts(K), _parts(M)),
-            (x, *_memory(row, x), *_memory(col, x), partial, row_ids, col_ids, row_key, col_key),
+            tile_kernel, (parts_of(K), parts_of(M)),
+            (x, *memory_of(row, x), *memory_of(col, x), partial, row_ids, col_ids, row_key, col_key),
             (
-                source.dtype, *_types(row, _ROW, x), *_types(col, _COL, x), partial.dtype, row_ids.dtype, col_ids.dtype,
-                row_key.dtype, col_key.dtype,
+                source.dtype, *types_of(row, ROW_TYPES, x), *types_of(col, COL_TYPES, x), partial.dtype,
+                row_ids.dtype, col_ids.dtype, row_key.dtype, col_key.dtype,
             ),
-            (M, K, source.width, _stride(col)), (*offset, *_words(row_seed), *_words(col_seed)),
+            (M, K, source.width, stride_of(col)), (*offset, *key_arguments(row_seed), *key_arguments(col_seed)),
             {
-                "x_stride": source.stride, "row_stride": _stride(row) // 2,
+                "x_stride": source.stride, "row_stride": stride_of(row) // 2,
                 "ROW": row_width, "COL": col_width, "ROW_RANDOM": row_random, "COL_RANDOM": col_random,
                 "LOADED": row_key is not x or col_key is not x,
                 "SUMS": bool(places), "SUM_8": places.get(Format.FP8, 0), "SUM_4": places.get(Format.FP4, 0),
                 "GIVEN_ROWS": rows is not None, "GIVEN_COLS": cols is not None,
-                "PAIRED": _paired(cols, offset[1]) if row_random or col_random else True, **source.options,
+                "PAIRED": are_pairs(cols, offset[1]) if row_random or col_random else True, **source.options,
             },
             LAUNCH["sums" if places else "stochastic" if random else "fp8 rows" if row_width == 8 and col else "tiles"],
         )  # fmt: skip
@@ -115,11 +119,11 @@ def quantize_blocks(
         source = _source(w)
         current = w if held is None else held.current
         launch(
-            block_kernel, (_parts(K), _parts(N)), (w, *_memory(row, w), *_memory(col, w), current),
-            (source.dtype, *_types(row, _ROW, w), *_types(col, _COL, w), current.dtype),
-            (N, K, source.width, _stride(col), _scale_stride(row), _scale_stride(col)), (),
+            block_kernel, (parts_of(K), parts_of(N)), (w, *memory_of(row, w), *memory_of(col, w), current),
+            (source.dtype, *types_of(row, ROW_TYPES, w), *types_of(col, COL_TYPES, w), current.dtype),
+            (N, K, source.width, stride_of(col), _scale_stride(row), _scale_stride(col)), (),
             {
-                "x_stride": source.stride, "row_stride": _stride(row) // 2, "ROW": row_width, "COL": col_width,
+                "x_stride": source.stride, "row_stride": stride_of(row) // 2, "ROW": row_width, "COL": col_width,
                 "GUARDED": held is not None, **source.options,
             },
             LAUNCH["blocks"],
@@ -141,15 +145,15 @@ def quantize_tensor(
         source, scale = _source(x), written.scale
         flag = bits if current is None else current
         launch(
-            tensor_kernel, (_parts(K), _parts(M)),
-            (x, bits, _memory(row_side, x)[0], _memory(col_side, x)[0], scale, flag),
+            tensor_kernel, (parts_of(K), parts_of(M)),
+            (x, bits, memory_of(row_side, x)[0], memory_of(col_side, x)[0], scale, flag),
             (
-                source.dtype, bits.dtype, _types(row_side, _ROW, x)[0], _types(col_side, _COL, x)[0], scale.dtype,
-                flag.dtype,
+                source.dtype, bits.dtype, types_of(row_side, ROW_TYPES, x)[0], types_of(col_side, COL_TYPES, x)[0],
+                scale.dtype, flag.dtype,
             ),
-            (M, K, source.width, _stride(col_side)), (),
+            (M, K, source.width, stride_of(col_side)), (),
             {
-                "x_stride": source.stride, "row_stride": _stride(row_side) // 2, "ROW": row, "COL": col,
+                "x_stride": source.stride, "row_stride": stride_of(row_side) // 2, "ROW": row, "COL": col,
                 "GUARDED": current is not None, **source.options,
             },
             LAUNCH["tensor"],
@@ -161,8 +165,8 @@ def _tensor_outputs(x: Tensor, bits: Tensor | None, row: bool, col: bool) -> tup
     """Allocate both operands with one scale, which lies behind the bits of the amax, so that one fill serves both."""
     M, K = x.shape
     scale = torch.ones(1, device=x.device) if bits is None else bits[_SCALE:].view(torch.float32)
-    row_side = Operand(_values(x, M, K), scale, "tensor", K) if row else None
-    return row_side, Operand(_values(x, K, M), scale, "tensor", M) if col else None
+    row_side = Operand(values_like(x, M, K), scale, "tensor", K) if row else None
+    return row_side, Operand(values_like(x, K, M), scale, "tensor", M) if col else None
 
 
 def largest_magnitude(x: Tensor, current: Tensor | None = None) -> Tensor:
@@ -176,7 +180,7 @@ def largest_magnitude(x: Tensor, current: Tensor | None = None) -> Tensor:
     bits = torch.zeros(_SCALE + 1, dtype=torch.int32, device=x.device)  # one fill for both
     source, flag = _source(x), bits if current is None else current
     launch(
-        amax_kernel, (-(-K // (TILE * _AMAX_PARTS)), _parts(M)), (x, bits, flag),
+        amax_kernel, (-(-K // (TILE * _AMAX_PARTS)), parts_of(M)), (x, bits, flag),
         (source.dtype, bits.dtype, flag.dtype), (M, source.width), (),
         {"x_stride": source.stride, "PARTS": _AMAX_PARTS, "GUARDED": current is not None, **source.options},
         LAUNCH["amax"],
@@ -202,76 +206,22 @@ def _checked(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _parts(size: int) -> int:
-    return -(-size // TILE)
-
-
-def _values(x: Tensor, rows: int, depth: int) -> Tensor:
-    return torch.empty(rows, _parts(depth) * TILE, dtype=torch.float8_e4m3fn, device=x.device)
-
-
-def _tile_output(x: Tensor, format: Format | str | None, rows: int, depth: int) -> tuple[Operand | None, int]:
-    if format is None:
-        return None, 0
-    width = _WIDTH.get(format) or _WIDTH[stored_format(format)]  # type: ignore[call-overload]
-    scale = torch.empty_strided((rows, _parts(depth)), (1, rows), dtype=torch.float32, device=x.device)
-    return Operand(_values(x, rows, depth), scale, "tile", depth), width
-
-
 def _block_output(
     w: Tensor, format: Format | str | None, rows: int, depth: int, held: Operand | None
 ) -> tuple[Operand | None, int]:
     if format is None:
         return None, 0
-    width = _WIDTH.get(format) or _WIDTH[stored_format(format)]  # type: ignore[call-overload]
+    width = WIDTH.get(format) or WIDTH[stored_format(format)]  # type: ignore[call-overload]
     if held is not None:
         return held, width
-    padded = -(-_parts(depth) // 4) * 4
-    create = torch.empty if padded == _parts(depth) else torch.ones
-    scale = create(_parts(rows), padded, dtype=torch.float32, device=w.device)
-    return Operand(_values(w, rows, depth), scale.t(), "block", depth), width
-
-
-def _memory(side: Operand | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for values and scales. It is arbitrary memory if the operand is not requested."""
-    return (unused, unused) if side is None else (side.values, side.scale)
-
-
-def _types(side: Operand | None, types: tuple[torch.dtype, torch.dtype], unused: Tensor) -> tuple[torch.dtype, ...]:
-    return (unused.dtype, unused.dtype) if side is None else types
-
-
-def _stride(side: Operand | None) -> int:
-    return 0 if side is None else side.values.stride(0)
+    padded = -(-parts_of(depth) // 4) * 4
+    create = torch.empty if padded == parts_of(depth) else torch.ones
+    scale = create(parts_of(rows), padded, dtype=torch.float32, device=w.device)
+    return Operand(values_like(w, rows, depth), scale.t(), "block", depth), width
 
 
 def _scale_stride(side: Operand | None) -> int:
     return 0 if side is None else side.scale.stride(1)
-
-
-def _words(seed: Key | None) -> list[int]:
-    """Return the seed's key words as signed 32-bit numbers, so that all seeds have one kernel signature."""
-    if seed is None or isinstance(seed, Tensor):
-        return [0, 0]
-    return [word - (word >> 31 << 32) for word in key_words(seed)]
-
-
-def _loaded(seed: Key | None, unused: Tensor) -> Tensor:
-    """Return the key words on the device, or arbitrary memory if they are passed as arguments."""
-    return seed if isinstance(seed, Tensor) else unused
-
-
-def _paired(cols: Tensor | None, start: int) -> bool:
-    """Return whether neighbouring columns are pairs (2i, 2i + 1). Given ids are inspected on the device once."""
-    if cols is None:
-        return start % 2 == 0
-    known = _PAIRED.get(id(cols))
-    if known is None or known[0]() is not cols or known[1] != cols._version:
-        even, odd = cols[: cols.numel() // 2 * 2].view(-1, 2).unbind(1)
-        paired = bool(((cols[::2] % 2 == 0).all() & (odd == even + 1).all()).item())
-        key = id(cols)
-        known = _PAIRED[key] = (weakref.ref(cols, lambda _: _PAIRED.pop(key, None)), cols._version, paired)
-    return known[2]
 
 
 class _Source(NamedTuple):
@@ -288,7 +238,7 @@ class _Source(NamedTuple):
 def _source(x: Tensor) -> _Source:
     (_, width), stride, size = x.shape, x.stride(0), x.element_size()
     words = size == 2 and stride % 2 == 0 and width % 2 == 0 and x.storage_offset() % 2 == 0
-    options = {"DTYPE": _DTYPES[x.dtype], "WORDS": words, "HARDWARE": _hardware(x)}
+    options = {"DTYPE": _DTYPES[x.dtype], "WORDS": words, "HARDWARE": has_hopper_instructions(x)}
     return _Source(torch.int32, width // 2, stride // 2, options) if words else _Source(x.dtype, width, stride, options)
 
 
@@ -298,17 +248,4 @@ def _wants_reference(x: Tensor, *, stochastic: bool, sums: bool) -> bool:
     For a matrix of 777 columns, which is not read as words of two numbers, the kernels on an H200 drew other bits than
     the reference along rows, and summed other errors. No linear of a model has such a shape.
     """
-    return (stochastic or sums) and _hardware(x) and not _source(x).options["WORDS"]
-
-
-def _hardware(x: Tensor) -> bool:
-    """Return whether the device has Hopper's instructions on pairs.
-
-    Without them (Triton's interpreter, older GPUs) the kernels build bytes from FP32 bits.
-    """
-    return x.is_cuda and not triton.knobs.runtime.interpret and _has_hopper_instructions(x.device)
-
-
-@functools.cache
-def _has_hopper_instructions(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return (stochastic or sums) and has_hopper_instructions(x) and not _source(x).options["WORDS"]

@@ -38,7 +38,7 @@ class Quantizers:
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.gemm import tiled_kernel
-    from snip_megatron.quantization.kernels import exact, keys
+    from snip_megatron.quantization.kernels import exact, keys, swiglu
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     if name == "advance":  # of keys: writes to its arguments
@@ -49,6 +49,8 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
         return arguments[-1]
     if name == "quantize_exact":
         return exact.quantize_exact(*arguments, **options)
+    if name.startswith("quantize_swiglu"):
+        return getattr(swiglu, name)(*arguments, **options)
     return getattr(triton_quantize, name)(*arguments, **options)
 
 

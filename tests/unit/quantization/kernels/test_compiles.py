@@ -12,7 +12,9 @@ from triton.compiler import ASTSource
 from snip_megatron.quantization.kernels import fours as triton_fours
 from snip_megatron.quantization.kernels import keys as triton_keys
 from snip_megatron.quantization.kernels import programs as triton_kernels
+from snip_megatron.quantization.kernels import swiglu_programs as triton_swiglu
 from snip_megatron.quantization.kernels.quantize import LAUNCH
+from snip_megatron.quantization.kernels.swiglu import LAUNCH as SWIGLU_LAUNCH
 from snip_megatron.quantization.rounding import splitmix64
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -31,7 +33,7 @@ POINTERS = {
     "x_ptr": "*i32", "row_ptr": "*i16", "col_ptr": "*u8", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
     "sums_ptr": "*fp32", "rows_ptr": "*i64", "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
     "row_key_ptr": "*i32", "col_key_ptr": "*i32", "current_ptr": "*i32",
-    "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
+    "y_ptr": "*i32", "d_ptr": "*i32", "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
     "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64", "words_ptr": "*i32",
 }  # fmt: skip
 
@@ -46,7 +48,7 @@ def assembled(
     divisible = [n for n, a in enumerate(kernel.arg_names) if a not in constants and "word" not in a]
     attributes = {(n,): [["tt.divisibility", 16]] for n in divisible}
     source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=HOPPER, options=dict(LAUNCH.get(launch, {"num_warps": 1})))
+    return triton.compile(source, target=HOPPER, options=dict((LAUNCH | SWIGLU_LAUNCH).get(launch, {"num_warps": 1})))
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,29 @@ def test_the_kernel_of_keys_compiles_for_hopper() -> None:
 def test_the_kernels_of_fours_compile_for_hopper(name: str) -> None:
     compiled = assembled(name, {"BLOCK": 2048}, "fours", module=triton_fours)
     assert ".target sm_90a" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("fmt", [4, 8])
+def test_the_kernel_of_swiglu_compiles_for_hopper(fmt: int) -> None:
+    """The division and libdevice's exponential are those to which torch compiles SwiGLU; nothing is spilled."""
+    constants = {"y_stride": 4096, "row_stride": 2048, "ROW": fmt, "COL": fmt, "HARDWARE": True}
+    compiled = assembled("swiglu_kernel", constants, "swiglu", module=triton_swiglu)
+    assert "div.full.f32" in compiled.asm["ptx"]
+    assert "fma.rm.ftz.f32" in compiled.asm["ptx"]
+    assert "cvt.rn.bf16x2.f32" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 8192  # bytes of results change hands, no numbers
+
+
+@pytest.mark.parametrize("fmt", [4, 8])
+def test_the_kernel_of_its_gradient_compiles_for_hopper(fmt: int) -> None:
+    constants = {
+        "d_stride": 2048, "y_stride": 4096, "row_stride": 2048, "ROW": fmt, "COL": fmt, "ROW_RANDOM": fmt == 4,
+        "COL_RANDOM": fmt == 4, "LOADED": fmt == 4, "PAIRED": True, "HARDWARE": True,
+    }  # fmt: skip
+    compiled = assembled("swiglu_gradient_kernel", constants, "gradient", module=triton_swiglu)
+    assert "ex2.approx.f32" in compiled.asm["ptx"]  # of the sigmoid: not libdevice's
+    assert "fma.rm.ftz.f32" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 8192
 
 
 @pytest.mark.parametrize("random", [False, True])

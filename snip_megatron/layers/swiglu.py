@@ -1,0 +1,96 @@
+"""SwiGLU between the two linears of an MLP, in one kernel with the quantisation of its result and of its gradient.
+
+Unfused, SwiGLU writes X of fc2 in bf16, and fc2 reads it to quantise it; the backward writes G of fc1 in bf16, and fc1
+reads it to quantise it. Each half is fused where the formats of the map in force have a kernel. Where they have none,
+Megatron's own function runs, so that the numbers of a training do not depend on what is fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from snip_megatron.gemm.backend import Sides
+from snip_megatron.layers.autograd import LinearCall, gradient_keys
+from snip_megatron.layers.context import LinearHandle
+from snip_megatron.layers.handover import hand_over, nothing
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """SwiGLU and its gradient as the training computes them without fusion.
+
+    Attributes:
+        forward: y [T, 2K], gates first → [T, K].
+        backward: (gradient of the result [T, K], y) → gradient of y [T, 2K].
+    """
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def may_fuse(fc1: LinearHandle, fc2: LinearHandle) -> bool:
+    """Return whether the next forward may be fused: not in probes, measuring passes and linears that are all bf16."""
+    context = fc2.context
+    return not (context.probing or context.forcing is not None or (fc1.is_stock and fc2.is_stock))
+
+
+def fused_swiglu(y: torch.Tensor, fc1: LinearHandle, fc2: LinearHandle, stock: SwiGLU) -> torch.Tensor:
+    """Return the input of fc2 [s, b, K] for the output of fc1.
+
+    Args:
+        y: output of fc1 [s, b, 2K]. Nothing else may use it.
+        fc1, fc2: the linears. :func:`may_fuse` holds.
+        stock: what runs where nothing is fused.
+    """
+    sides = None if fc2.is_stock else _quantised(y, fc2)
+    x: torch.Tensor = _FusedSwiGLU.apply(y, stock, sides is not None, _receiver(y, fc1))  # type: ignore[no-untyped-call]
+    return x if sides is None else hand_over(x, sides)
+
+
+class _FusedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, stock: SwiGLU, quantised: bool, receiver: Any) -> torch.Tensor:
+        """Return the result, or a tensor without numbers if it is quantised already."""
+        ctx.save_for_backward(y)
+        ctx.stock, ctx.receiver = stock, receiver
+        shape = (*y.shape[:-1], y.shape[-1] // 2)
+        return nothing(shape, y) if quantised else stock.forward(_matrix(y)).view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Hand the quantised gradient to fc1, or compute it as the training does without fusion."""
+        (y,) = ctx.saved_tensors
+        d, matrix = _matrix(grad_outputs[0]).contiguous(), _matrix(y)
+        if ctx.receiver is not None:
+            call: LinearCall = ctx.receiver.call
+            _, dgrad, wgrad = ctx.receiver.formats
+            keys = gradient_keys(call, dgrad, wgrad)
+            ctx.receiver.given = call.backend.quantize_swiglu_gradient(d, matrix, dgrad, wgrad, keys)
+            return nothing(y.shape, y), None, None, None
+        return ctx.stock.backward(d, matrix).view(y.shape), None, None, None
+
+
+def _quantised(y: torch.Tensor, fc2: LinearHandle) -> Sides | None:
+    backend = fc2.context.backend
+    fprop, _, wgrad = fc2.formats
+    formats = (fprop, wgrad if torch.is_grad_enabled() else None)
+    matrix = _matrix(y.detach())
+    return backend.quantize_swiglu(matrix, *formats) if backend.quantizes_swiglu(matrix, formats) else None
+
+
+def _receiver(y: torch.Tensor, fc1: LinearHandle) -> Any:
+    """Return the graph node of fc1 that takes a quantised gradient; None if it does not."""
+    node: Any = y.grad_fn
+    call = getattr(node, "call", None)
+    if not isinstance(call, LinearCall) or call.handle is not fc1 or not call.trains or node.has_bias:
+        return None
+    _, dgrad, wgrad = node.formats
+    return node if call.backend.quantizes_swiglu(_matrix(y.detach()), (dgrad, wgrad)) else None
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])

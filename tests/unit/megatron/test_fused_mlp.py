@@ -1,0 +1,332 @@
+"""A real MLP of Megatron with SwiGLU fused into quantisation: the bits of the unfused sequence, in every combination.
+
+The fused functions are those of ``quantization/swiglu.py`` in torch; kernels have the same interface and are compared
+elsewhere. Unfused is the same MLP with SwiGLU as an autograd function of its own between the two linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.hopper import HopperBackend
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.layers import LinearRegistry, convert_model
+from snip_megatron.layers.context import Forced
+from snip_megatron.layers.device_step import DeviceStep
+from snip_megatron.layers.handover import handed_over
+from snip_megatron.layers.swiglu import SwiGLU
+from snip_megatron.layers.swiglu_check import difference
+from snip_megatron.megatron import fused_mlp
+from snip_megatron.megatron.fused_mlp import SnipMLP, fuse_swiglu
+from snip_megatron.precision import Format, Gemm, PrecisionMap
+from snip_megatron.quantization import packed, swiglu
+
+pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
+
+STOCK = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)
+BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
+FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"
+Formats = tuple[Format, Format, Format]
+MAPS: dict[str, tuple[Formats, Formats]] = {  # of fc1 and of fc2: (fprop, dgrad, wgrad)
+    "fp8": ((FP8,) * 3, (FP8,) * 3),
+    "fp4": ((FP4,) * 3, (FP4,) * 3),
+    "mixed": ((FP8, FP4, FP8), (FP4, FP8, FP8)),
+    "fc1 alone": ((FP8, FP8, FP4), (BF16,) * 3),
+    "fc2 alone": ((BF16,) * 3, (FP8, FP4, FP4)),
+    "forward alone": ((FP8, BF16, FP8), (FP8, FP8, FP4)),
+    "backward alone": ((BF16, FP4, FP4), (FP8, FP8, BF16)),
+    "neither": ((TENSOR,) * 3, (TENSOR,) * 3),
+}
+
+
+class Products(ScaledProducts):
+    """Dequantised products in FP32: any device."""
+
+    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, fast: bool = True) -> torch.Tensor:
+        return (a.dequantize() @ b.dequantize().t()).to(dtype)
+
+
+class Counting:
+    """The functions of ``quantization/swiglu.py``, which note what they are asked for."""
+
+    fits = staticmethod(swiglu.fits)
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            self.called.append(name)
+            return getattr(swiglu, name)(*arguments, **options)
+
+        return noted
+
+
+class Unfused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y)
+        return STOCK.forward(y.view(-1, y.shape[-1])).view(*y.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        (y,), g = ctx.saved_tensors, grad_outputs[0]
+        return STOCK.backward(g.reshape(-1, g.shape[-1]), y.view(-1, y.shape[-1])).view(y.shape)
+
+
+def unfused(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    y, _ = mlp.linear_fc1(x)
+    return mlp.linear_fc2(Unfused.apply(y))[0]  # type: ignore[no-any-return,no-untyped-call]
+
+
+def fused(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    return mlp(x, padding_mask=None)[0]  # type: ignore[no-any-return]  # as Megatron's layer calls it
+
+
+def recomputed(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(mlp, x, use_reentrant=True)[0]  # type: ignore[no-any-return]
+
+
+ACTIVATIONS = Counting()
+BACKEND = HopperBackend(packed, Products(), activations=ACTIVATIONS)  # one: its functions are compared once
+
+
+class Run:
+    """One layer whose MLP is fused, under a map, and what was fused."""
+
+    def __init__(self, chosen: tuple[Formats, Formats], *, device: bool = False, **changes: Any) -> None:
+        model = gpt(**changes)
+        self.registry: LinearRegistry = convert_model([model], SnipConfig(enabled=True, seed=7))
+        self.registry.context.backend = BACKEND
+        self.layers = list(model.decoder.layers)
+        self.mlp: Any = self.layers[0].mlp
+        self.number = fuse_swiglu(self.layers, BACKEND, STOCK)
+        ACTIVATIONS.called.clear()
+        choices = {
+            f"{name}:{gemm.value}": fmt
+            for name in self.registry.names
+            for gemm, fmt in zip(Gemm, dict(zip((FC1, FC2), chosen, strict=True)).get(name, (BF16,) * 3), strict=True)
+        }
+        self.registry.adopt(PrecisionMap(choices=choices))
+        for handle in self.registry:
+            handle.weight.main_grad = torch.zeros(handle.weight.shape)  # type: ignore[attr-defined]
+            handle.weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        if device:
+            self.registry.device = DeviceStep(list(self.registry), [0] * len(self.registry), torch.device("cpu"))
+
+    def step(self, forward: Callable[[Any, torch.Tensor], torch.Tensor] = fused) -> list[torch.Tensor]:
+        """Two microbatches: results, input gradients and accumulated weight gradients."""
+        self.registry.start_step(3)
+        found = []
+        for microbatch in range(2):
+            if self.registry.device is not None and microbatch == 1:
+                self.registry.device.weights_are_current(0)
+            x, g = tensors(microbatch)
+            y = forward(self.mlp, x)
+            y.backward(g)
+            assert x.grad is not None
+            found += [y.detach(), x.grad]
+        self.registry.end_step()
+        for linear in (self.mlp.linear_fc1, self.mlp.linear_fc2):
+            weight = linear.weight
+            found.append(weight.main_grad.clone() if weight.grad_added_to_main_grad else weight.grad)
+            weight.main_grad.zero_()
+            weight.grad, weight.grad_added_to_main_grad = None, False
+        return found
+
+
+def gpt(**changes: Any) -> GPTModel:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 128,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": True,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "use_cpu_initialization": True,
+        "params_dtype": torch.bfloat16,
+    }
+    config = TransformerConfig(**options | changes)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return GPTModel(config, spec, vocab_size=128, max_sequence_length=32, position_embedding_type="rope")
+
+
+def tensors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, g = (torch.randn(80, 2, 64, generator=generator) for _ in range(2))
+    return (40 * x).to(torch.bfloat16).requires_grad_(), (1e-3 * g).to(torch.bfloat16)
+
+
+def assert_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype is b.dtype
+        assert torch.equal(a, b)
+        assert a.any()
+
+
+@pytest.fixture(autouse=True)
+def _cheap_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with one number beside each gate: the torch functions take seconds for each."""
+    monkeypatch.setattr(fused_mlp, "difference", partial(difference, repeats=1))
+    monkeypatch.setenv("RANK", "0")
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["counted on the host", "counted on the device"])
+@pytest.mark.parametrize("chosen", MAPS)
+def test_bits_are_those_of_the_unfused_sequence(chosen: str, device: bool) -> None:
+    run, plain = Run(MAPS[chosen], device=device), Run(MAPS[chosen], device=device)
+    assert run.number == 1
+    expected = plain.step(unfused)
+    assert not ACTIVATIONS.called
+    assert_bits(run.step(), expected)
+    kinds = set(ACTIVATIONS.called)
+    forward, backward = chosen in ("fp8", "fp4", "mixed", "fc2 alone", "forward alone"), chosen in (
+        "fp8", "fp4", "mixed", "fc1 alone", "backward alone",
+    )  # fmt: skip
+    assert kinds == {*["quantize_swiglu"] * forward, *["quantize_swiglu_gradient"] * backward}
+
+
+def test_every_layer_and_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(MAPS["fp8"], num_layers=2)
+    assert run.number == 2
+    assert type(run.mlp) is SnipMLP
+    assert "fused with quantisation: SwiGLU of 2 layers" in capsys.readouterr().out
+    assert set(run.mlp.state_dict()) == set(gpt().decoder.layers[0].mlp.state_dict())
+
+
+@pytest.mark.parametrize("forward", [fused, recomputed])
+def test_repeated_steps_and_recomputation(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    run, plain = Run(MAPS["mixed"]), Run(MAPS["mixed"])
+    for _ in range(2):
+        assert_bits(run.step(forward), plain.step(unfused))
+
+
+def test_gradients_are_those_of_float64() -> None:
+    run = Run(MAPS["fp8"])
+    x, g = tensors(0)
+    fused(run.mlp, x).backward(g)
+    exact, grad = x.detach().double().requires_grad_(), g.double()
+    first, second = (linear.weight.detach().double() for linear in (run.mlp.linear_fc1, run.mlp.linear_fc2))
+    first.requires_grad_(), second.requires_grad_()
+    gate, up = (exact @ first.t()).chunk(2, -1)
+    (torch.nn.functional.silu(gate) * up @ second.t()).backward(grad)
+    main = [linear.weight.main_grad for linear in (run.mlp.linear_fc1, run.mlp.linear_fc2)]
+    for found, expected in zip((x.grad, *main), (exact.grad, first.grad, second.grad), strict=True):
+        assert found is not None
+        assert expected is not None
+        assert (found.double() - expected).norm() < 10 ** (-22 / 20) * expected.norm()  # 22 dB
+
+
+def test_validation_quantises_for_fprop_alone() -> None:
+    run, plain = Run(MAPS["fp8"]), Run(MAPS["fp8"])
+    with torch.no_grad():
+        assert torch.equal(fused(run.mlp, tensors(0)[0]), unfused(plain.mlp, tensors(0)[0]))
+    assert ACTIVATIONS.called == ["quantize_swiglu"]
+    run.registry.context.bf16_eval = True
+    with torch.no_grad():
+        fused(run.mlp, tensors(0)[0])
+    assert ACTIVATIONS.called == ["quantize_swiglu"]
+
+
+def test_probes_and_measuring_passes_run_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(MAPS["fp8"])
+    stock: list[Any] = []
+    monkeypatch.setattr(MLP, "forward", lambda self, *arguments, **named: (stock.append(arguments), None))
+    run.registry.context.probing = True
+    fused(run.mlp, tensors(0)[0])
+    run.registry.context.probing = False
+    run.registry.context.forcing = lambda handle: Forced()
+    fused(run.mlp, tensors(0)[0])
+    run.registry.context.forcing = None
+    run.registry.adopt(PrecisionMap.uniform(run.registry.names, BF16))
+    fused(run.mlp, tensors(0)[0])
+    assert len(stock) == 3
+    assert not ACTIVATIONS.called
+
+
+def test_a_use_of_what_lies_between_the_linears_is_noticed() -> None:
+    """Its numbers are NaN, and a second gradient of fc1's output is an error."""
+    run = Run(MAPS["fp8"])
+    inputs: list[torch.Tensor] = []
+    run.mlp.linear_fc2.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    fused(run.mlp, tensors(0)[0])
+    assert inputs[0].isnan().all()
+    assert handed_over(inputs[0]) is not None
+    extra: list[torch.Tensor] = []
+    run.mlp.linear_fc1.register_forward_hook(lambda *arguments: extra.append(arguments[2][0]))
+    x, g = tensors(0)
+    y = fused(run.mlp, x)
+    with pytest.raises(SnipError, match="--snip-fusions none"):
+        torch.autograd.backward([y, extra[0].sum()], [g, torch.ones((), dtype=torch.bfloat16)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"activation_func": torch.nn.functional.gelu}, "the activation is not SwiGLU"),
+        ({"add_bias_linear": True}, "linears have a bias"),
+        ({"bias_activation_fusion": False}, "--no-bias-swiglu-fusion"),
+    ],
+)
+def test_other_mlps_stay_unfused(changes: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(MAPS["fp8"], **changes)
+    assert run.number == 0
+    assert type(run.mlp) is MLP
+    assert why in capsys.readouterr().out
+
+
+def test_a_backend_without_kernels_fuses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    convert_model([gpt()], SnipConfig(enabled=True, fusions="auto"))
+    assert "nothing (the reference GEMMs have no kernel for torch.bfloat16 and 128" in capsys.readouterr().out
+
+
+# -- the comparison before training ------------------------------------------------------------------------------------
+def eager(y: torch.Tensor) -> torch.Tensor:
+    """What Megatron's function is without torch.compile: it rounds twice."""
+    gate, up = y.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def off_by_one(y: torch.Tensor) -> torch.Tensor:
+    """SwiGLU whose silu is one unit too large in the last place of FP32."""
+    gate, up = y.float().chunk(2, -1)
+    silu = gate / (1.0 + torch.exp(-gate))
+    return (torch.nextafter(silu, torch.full_like(silu, torch.inf)) * up).to(y.dtype)
+
+
+def gradient_off_by_one(d: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The gradient, with one unit too much in the last place of the FP32 sigmoid."""
+    d, (gate, up) = d.float(), y.float().chunk(2, -1)
+    sigmoid = 1.0 / (1.0 + torch.exp(-gate))
+    wrong = torch.nextafter(sigmoid, torch.full_like(sigmoid, torch.inf))
+    of_gate = d * wrong * (1.0 + gate * (1.0 - wrong)) * up
+    return torch.cat((of_gate, d * (gate / (1.0 + torch.exp(-gate)))), -1).to(y.dtype)
+
+
+@pytest.mark.parametrize(
+    ("stock", "repeats", "expected"),
+    [
+        (STOCK, 1, None),
+        (SwiGLU(eager, STOCK.backward), 1, "SwiGLU"),
+        (SwiGLU(off_by_one, STOCK.backward), 1, "SwiGLU"),
+        (SwiGLU(STOCK.forward, gradient_off_by_one), 2, "the gradient of SwiGLU"),
+    ],
+)
+def test_functions_are_compared(stock: SwiGLU, repeats: int, expected: str | None) -> None:
+    assert difference(BACKEND, stock, torch.device("cpu"), repeats=repeats) == expected

@@ -1,0 +1,121 @@
+"""The kernels that quantise SwiGLU and its gradient, bit for bit: interpreted on a CPU, compiled where a GPU is found.
+
+The expected activation comes from numpy on a CPU, whose exponential the interpreter uses; ``quantization/swiglu.py``
+uses torch's, which differs in the last bit. On a GPU it comes from Megatron's own functions (tests/gpu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from snip_megatron.quantization import packed, swiglu
+from snip_megatron.quantization.kernels import swiglu as kernels
+from snip_megatron.quantization.packed import Operands
+
+from .interpreter import Quantizers
+from .test_quantize import assert_same
+
+FORMATS = [("fp8", "fp8"), ("fp8", "fp4"), ("fp4", "fp8"), ("fp4", None), (None, "fp8")]
+
+
+@pytest.fixture(scope="module")
+def quantizers() -> Iterator[Quantizers]:
+    running = Quantizers()
+    if running.on_gpu:
+        pytest.skip("tests/gpu/test_swiglu.py compares the kernels with compiled functions")
+    yield running
+    running.close()
+
+
+def tensors(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """d [rows, k] and y [rows, 2k] in bf16, with rows of very different size, zeros, NaN and gates that saturate."""
+    generator = torch.Generator().manual_seed(rows + k)
+    spread = torch.randn(rows, 1, generator=generator).mul(2).exp()
+    d, y = (torch.randn(rows, n, generator=generator) * spread for n in (k, 2 * k))
+    y[0], y[-1, 0], y[1, 3], d[2, 5] = 0.0, -300.0, 89.0, float("nan")
+    return d.to(torch.bfloat16), y.to(torch.bfloat16)
+
+
+def rounded(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(x).to(torch.bfloat16)
+
+
+@np.errstate(all="ignore")
+def activation(y: torch.Tensor) -> torch.Tensor:
+    gate, up = np.split(y.float().numpy(), 2, axis=1)
+    return rounded(gate / (1 + np.exp(-gate)) * up)
+
+
+@np.errstate(all="ignore")
+def gradient(d: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    gate, up = np.split(y.float().numpy(), 2, axis=1)
+    g, sigmoid = d.float().numpy(), 1 / (1 + np.exp(-gate))
+    return rounded(np.concatenate([g * sigmoid * (1 + gate * (1 - sigmoid)) * up, g * (gate / (1 + np.exp(-gate)))], 1))
+
+
+def assert_operands(found: Operands, expected: Operands) -> None:
+    assert_same(found.row, expected.row)
+    assert_same(found.col, expected.col)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_swiglu(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
+    _, y = tensors(200, 256)
+    expected = packed.quantize_tiles(activation(y), *formats)
+    assert_operands(quantizers.call("quantize_swiglu", y, *formats), expected)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_gradient_of_swiglu(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
+    d, y = tensors(200, 256)
+    expected = packed.quantize_tiles(gradient(d, y), *formats)
+    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, *formats), expected)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("step", [1, 3])
+def test_gradient_is_rounded_stochastically(quantizers: Quantizers, step: int, on_device: bool) -> None:
+    d, y = tensors(136, 128)
+    keys: list[int | torch.Tensor] = [2**63 + 5, 7]
+    if on_device:
+        keys = [torch.tensor(packed_words(key), dtype=torch.int64).to(torch.int32) for key in (2**63 + 5, 7)]
+    options = {"row_seed": keys[0], "col_seed": keys[1], "cols": torch.arange(256) * step + 4}
+    expected = packed.quantize_tiles(gradient(d, y), "fp4", "fp4", **{**options, "row_seed": 2**63 + 5, "col_seed": 7})
+    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, "fp4", "fp4", **options), expected)
+
+
+def packed_words(seed: int) -> list[int]:
+    from snip_megatron.quantization.rounding import key_words
+
+    return [word - (word >> 31 << 32) for word in key_words(seed)]
+
+
+def test_no_tokens(quantizers: Quantizers) -> None:
+    found = quantizers.call("quantize_swiglu", torch.zeros(0, 512, dtype=torch.bfloat16), "fp8", "fp4")
+    assert_operands(found, packed.quantize_tiles(torch.zeros(0, 256, dtype=torch.bfloat16), "fp8", "fp4"))
+
+
+@pytest.mark.parametrize(
+    ("y", "fits"),
+    [
+        (torch.zeros(4, 256, dtype=torch.bfloat16), True),
+        (torch.zeros(4, 256), False),
+        (torch.zeros(4, 384, dtype=torch.bfloat16), False),
+        (torch.zeros(4, 257, dtype=torch.bfloat16)[:, 1:], False),
+    ],
+)
+def test_which_matrices_the_kernels_take(y: torch.Tensor, fits: bool) -> None:
+    assert kernels.fits(y) is fits
+
+
+def test_the_reference_rounds_once() -> None:
+    d, y = tensors(64, 128)
+    for found, expected in ((swiglu.swiglu(y), activation(y)), (swiglu.swiglu_gradient(d, y), gradient(d, y))):
+        known = ~expected.isnan()
+        assert torch.equal(found.isnan(), ~known)
+        torch.testing.assert_close(found[known], expected[known], rtol=2**-7, atol=0)
+        assert (found[known] == expected[known]).float().mean() > 0.99
