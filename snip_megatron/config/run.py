@@ -17,7 +17,7 @@ from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, candidates_f
 
 GRANULARITIES = ("gemm", "layer")
 EVAL_MODES = ("map", "bf16", "both")
-COMMUNICATION = ("bf16", "gather")
+COMMUNICATION = ("bf16", "gather", "all")
 FUSIONS = ("none", "auto")
 FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 BUDGETS = ("fp4", "speedup", "loss")
@@ -167,8 +167,9 @@ class SnipConfig:
     )
     communication: str = _option(
         "bf16",
-        "what linears gather under sequence parallelism: bf16, or shards that are quantised before (gather: X, and G"
-        " where that is less); the numbers are the same",
+        "how linears communicate under sequence parallelism. gather: shards of X, and of G where that is less, are"
+        " quantised before they are gathered, with the same numbers; all: in addition, partial sums of quantised GEMMs"
+        " are exchanged in FP8, which adds an error",
         choices=COMMUNICATION,
     )
     fusions: str = _option(

@@ -49,8 +49,8 @@ class GemmBackend:
         """Raise SnipError if :meth:`pack` does not support one of ``formats``. This base class transforms no shards."""
         if turned := sorted(fmt.value for fmt in formats if fmt in ROTATED):
             raise SnipError(
-                f"--snip-communication gather cannot be combined with {', '.join(turned)}: shards are not transformed"
-                " before they are gathered so far; use --snip-communication bf16"
+                f"--snip-communication gather and all cannot be combined with {', '.join(turned)}: shards are not"
+                " transformed before they are gathered so far; use --snip-communication bf16"
             )
 
     # -- quantisation --------------------------------------------------------------------------------------------
@@ -227,8 +227,8 @@ def refuse_gathers(backend: str, formats: Collection[Format]) -> None:
     """Raise SnipError if one of ``formats`` is quantised, for a backend whose operands are not gathered."""
     if quantised := sorted(fmt.value for fmt in formats if fmt is not Format.BF16):
         raise SnipError(
-            f"--snip-communication gather cannot be combined with {', '.join(quantised)} on the {backend} GEMMs, whose"
-            " operands are not gathered so far; use --snip-communication bf16"
+            f"--snip-communication gather and all cannot be combined with {', '.join(quantised)} on the {backend}"
+            " GEMMs, whose operands are not gathered so far; use --snip-communication bf16"
         )
 
 

@@ -26,10 +26,10 @@ from snip_megatron.layers.exchange import (
     plain_shard,
     quantised_by,
     start_gather,
-    start_reduce_scatter,
 )
 from snip_megatron.layers.forcing import nudged, output_error, report_error
 from snip_megatron.layers.handover import check_nothing
+from snip_megatron.layers.reductions import Reduction, no_reduction, start_all_reduce, start_reduce_scatter
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import derive_seeds
 from snip_megatron.quantization.formats import STOCHASTIC
@@ -49,7 +49,8 @@ class LinearCall:
             reduce-scattered.
         allreduce_dgrad: whether the input is replicated. Its gradient is then all-reduced.
         scatters: whether the output is reduce-scattered, so that the output gradient is this rank's token shard. It is
-            then quantised and gathered.
+            then gathered.
+        packs_gradient: with ``scatters``, whether the output gradient is quantised before it is gathered.
         tp_group: the tensor parallel group. All of the above need it.
         has_backward: whether a backward may follow. X is quantised for wgrad only then.
         forced: what a measuring pass requests; None during training and in probes.
@@ -63,6 +64,7 @@ class LinearCall:
     has_backward: bool = True
     forced: Forced | None = None
     scatters: bool = False
+    packs_gradient: bool = False
 
     @property
     def formats(self) -> tuple[Format, Format, Format]:
@@ -80,6 +82,10 @@ class LinearCall:
         """Whether the token shard x [s/tp, b, K] is quantised before it is gathered."""
         tokens = math.prod(x.shape[:-1])
         return self.sequence_parallel and self.trains and self.handle.context.packs and has_whole_tiles(tokens)
+
+    def reduces(self, fmt: Format) -> bool:
+        """Whether the partial results of a GEMM in ``fmt`` are quantised before they are summed over ranks."""
+        return self.trains and self.handle.reduces(fmt)
 
 
 class QuantizedLinear(torch.autograd.Function):
@@ -135,8 +141,7 @@ class QuantizedLinear(torch.autograd.Function):
             if call.has_backward:
                 ctx.error = output_error(call.forced, handle, backend, _matrix(total), weight, y)
         if call.scatters:
-            y, reduction = start_reduce_scatter(y, call.tp_group)
-            reduction.wait()
+            y = start_reduce_scatter(y, call.tp_group, quantised=call.reduces(fprop)).result()
         y = y.view(-1 if y.numel() else 0, *x.shape[1:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -149,7 +154,9 @@ class QuantizedLinear(torch.autograd.Function):
         kept, x_gather, g_gather = ctx.assemble(*ctx.saved_tensors), None, None
         given, ctx.given = ctx.given, None
         if given is None:
-            g, here = _matrix(grad_outputs[0]).contiguous(), not call.scatters
+            g, here = _matrix(grad_outputs[0]).contiguous(), not call.packs_gradient
+            if call.scatters and here:
+                g = gather_tokens(g, call.tp_group)
         else:
             check_nothing(grad_outputs[0], f"the output gradient of {handle.name}")
             g, here = _matrix(grad_outputs[0]), False
@@ -161,7 +168,7 @@ class QuantizedLinear(torch.autograd.Function):
             x_gather = start_gather(kept, call.tp_group)
         if given is not None:
             g_row, g_col = given
-        elif call.scatters:
+        elif call.packs_gradient:
             g_row, g_gather = _exchanged_gradient(call, g, dgrad, wgrad)
         else:
             keys = gradient_keys(call, dgrad, wgrad)
@@ -178,12 +185,11 @@ class QuantizedLinear(torch.autograd.Function):
 
         # A recorder reads the unreduced input gradient as well. The all-reduce works in place, so it gets a copy.
         copied = ctx.recorder is not None and call.allreduce_dgrad
-        d, reduction = _reduce_async(d_local.clone() if copied else d_local, call)
+        reduction = _start_reduction(d_local.clone() if copied else d_local, call, dgrad)
         x_col: Any = kept if x_gather is None else x_gather.opened()
         grad_weight = _accumulate(backend, weight, g_col if g_gather is None else g_gather.opened(), x_col)
         grad_bias = g.sum(dim=0) if ctx.has_bias else None
-        if reduction is not None:
-            reduction.wait()
+        d = reduction.result()
         if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
             with torch.no_grad():
                 whole = _expert_gradient(handle, d) if handle.expert is not None else d
@@ -294,10 +300,8 @@ def _accumulate(backend: GemmBackend, weight: torch.Tensor, g: Side, x: Side) ->
     return make(weight)
 
 
-def _reduce_async(d: torch.Tensor, call: LinearCall) -> tuple[torch.Tensor, Any]:
-    """Start the reduction of d [T, K], the input gradient, over tensor parallel ranks. Returns result and work."""
+def _start_reduction(d: torch.Tensor, call: LinearCall, dgrad: Format) -> Reduction:
+    """Start the reduction of d [T, K], the input gradient, over tensor parallel ranks."""
     if call.sequence_parallel:
-        return start_reduce_scatter(d, call.tp_group)
-    if call.allreduce_dgrad:
-        return d, dist.all_reduce(d, group=call.tp_group, async_op=True)
-    return d, None
+        return start_reduce_scatter(d, call.tp_group, quantised=call.reduces(dgrad))
+    return start_all_reduce(d, call.tp_group) if call.allreduce_dgrad else no_reduction(d)

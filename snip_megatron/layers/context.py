@@ -77,6 +77,8 @@ class StepContext:
             accumulates in FP32.
         bf16_eval: whether forwards without gradients run in bf16 under any map.
         packs: whether shards of tokens are quantised before they are gathered (``--snip-communication gather``).
+        reduces: whether partial results of quantised GEMMs are quantised before they are summed over tensor parallel
+            ranks (``--snip-communication all``).
     """
 
     step: int = 0
@@ -90,6 +92,7 @@ class StepContext:
     forcing: Callable[[LinearHandle], Forced] | None = None
     bf16_eval: bool = False
     packs: bool = False
+    reduces: bool = False
 
 
 @dataclass
@@ -201,6 +204,10 @@ class LinearHandle:
             return self.id.layer * len(LINEAR_KINDS) + LINEAR_KINDS.index(self.id.kind)
         of_layer = self.id.layer * len(EXPERT_KINDS) + EXPERT_KINDS.index(self.id.kind)
         return _EXPERTS + of_layer * _EXPERTS_A_LINEAR + self.expert
+
+    def reduces(self, fmt: Format) -> bool:
+        """Return whether training quantises the partial results of a GEMM in ``fmt`` before they are summed."""
+        return self.context.reduces and fmt is not Format.BF16
 
     def global_microbatch(self, microbatch: int) -> int:
         """Return the index of this rank's ``microbatch`` among those of all ranks that have the same weight."""

@@ -1,4 +1,4 @@
-"""The collectives of a linear: gathers of token shards, in bf16 or quantised, and reductions of results.
+"""The gathers of a linear: of token shards, in bf16 or quantised.
 
 Under sequence parallelism a rank holds consecutive tokens of X (column parallel linears) and of G (row parallel ones),
 and gathers those of all ranks. In Megatron's layout [s, b, h] a shard of s is a range of the rows of the matrix
@@ -128,10 +128,3 @@ def quantised_by(
         quantise(shard, formats[0], None, amax=amaxes[0])[0],
         quantise(shard, None, formats[1], amax=amaxes[1])[1],
     )
-
-
-# -- reductions --------------------------------------------------------------------------------------------------------
-def start_reduce_scatter(partial: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
-    """Start the reduce-scatter of ``partial`` [T, ...] over tokens. Returns this rank's part and the work."""
-    shard = partial.new_empty((partial.shape[0] // dist.get_world_size(group), *partial.shape[1:]))
-    return shard, dist.reduce_scatter_tensor(shard, partial, group=group, async_op=True)

@@ -16,6 +16,7 @@ from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, gradient_
 from snip_megatron.layers.context import ALL_BF16, LinearHandle
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.exchange import packs_gradient
+from snip_megatron.layers.reductions import rehearse_quantised
 from snip_megatron.precision import Format
 
 Formats = tuple[Format, Format, Format]
@@ -93,6 +94,7 @@ def rehearse_gemms(linear: StandIn, formats: Iterable[Formats]) -> None:
         _rehearse_gathers(linear)
         if handle.beside_swiglu:
             _rehearse_swiglu(linear, call)
+        _rehearse_reductions(linear)
     handle.formats = ALL_BF16
 
 
@@ -129,6 +131,16 @@ def _rehearse_swiglu(linear: StandIn, call: LinearCall) -> None:
     for kept in (wgrad, None):  # in training; in validation and recomputation
         if backend.quantizes_swiglu(y, (fprop, kept)):
             backend.quantize_swiglu(y, fprop, kept)
+
+
+def _rehearse_reductions(linear: StandIn) -> None:
+    """Quantise and add partial sums of Y or ∂L/∂X (``--snip-communication all``)."""
+    handle = linear.handle
+    fprop, dgrad, _ = handle.formats
+    fmt, partial = (fprop, linear.g) if handle.parallel == "row" else (dgrad, linear.x)
+    shards = handle.tp_size > 1 and handle.expert is None
+    if shards and handle.reduces(fmt) and len(partial) % handle.tp_size == 0:
+        rehearse_quantised(partial, handle.tp_size)
 
 
 def covering(options: tuple[Sequence[Format], Sequence[Format], Sequence[Format]], *, alike: bool) -> list[Formats]:

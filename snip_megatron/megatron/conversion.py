@@ -59,10 +59,10 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     selection = select_backend(
         config.gemm, formats_in_use(config), tensor_parallel=tensor_parallel, library=config.gemm_library
     )
-    packs = config.communication == "gather"
+    packs, reduces = config.communication != "bf16", config.communication == "all"
     if packs:
         selection.backend.check_gathers(formats_of_maps(config))
-    context = StepContext(seed=config.seed, backend=selection.backend, packs=packs)
+    context = StepContext(seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces)
     experts = ExpertLayers.of(model_config)
     names = decoder_linear_names(model_config.num_layers, experts)
     registry = LinearRegistry(names, context, (1, 1) if experts is None else experts.mixture)

@@ -35,6 +35,7 @@ def quantized_forward(
     kwargs: dict[str, Any],
     *,
     scatters: bool = False,
+    packs_gradient: bool = False,
 ) -> torch.Tensor:
     """Run one linear through :class:`QuantizedLinear`.
 
@@ -44,6 +45,7 @@ def quantized_forward(
         weight: Weight of the linear.
         kwargs: The other arguments that Megatron passes to its own GEMM.
         scatters: Whether the output is reduce-scattered over the tokens of tensor parallel ranks.
+        packs_gradient: With ``scatters``, whether the output gradient is quantised before it is gathered.
 
     Raises:
         SnipError: If an argument requires what the quantised path does not implement.
@@ -65,6 +67,7 @@ def quantized_forward(
         has_backward=torch.is_grad_enabled(),
         forced=None if forcing is None else forcing(handle),
         scatters=scatters,
+        packs_gradient=packs_gradient,
     )
     bias, given = kwargs.get("bias"), handed_over(input_)
     return QuantizedLinear.apply(input_, weight, bias, call, given)  # type: ignore[no-untyped-call,no-any-return]
@@ -91,20 +94,31 @@ class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: igno
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the linear, and reduce its output over tensor parallel ranks.
 
-        Megatron's own reduction gathers the output gradient in its backward before the linear sees it. To be quantised
-        before the gather, it must reach the linear as a shard: then the reduction is part of the linear.
+        Megatron's own reduction is in the training dtype, and gathers the output gradient in its backward before the
+        linear sees it. For partial sums to be quantised before they are exchanged, or the output gradient before it is
+        gathered, the reduction must be part of the linear.
         """
-        if not self._packs_gradient(input_):
+        packs = self._packs_gradient(input_)
+        if not packs and not self._reduces():
             return super().forward(input_)  # type: ignore[no-any-return]
-        output = quantized_forward(self.snip, input_, self.weight, {"tp_group": self.tp_group}, scatters=True)
+        given = {"tp_group": self.tp_group}
+        output = quantized_forward(self.snip, input_, self.weight, given, scatters=True, packs_gradient=packs)
         if self.skip_bias_add or self.bias is None:
             return output, self.bias if self.skip_bias_add else None
         return output + self.bias, None
 
     def _packs_gradient(self, x: torch.Tensor) -> bool:
+        return self._scatters() and torch.is_grad_enabled() and packs_gradient(self.snip, x)
+
+    def _reduces(self) -> bool:
+        """Return whether partial sums of the output are quantised: in every forward under the map, with and without
+        gradients, so that recomputation repeats the forward.
+        """
+        return self._scatters() and not self.snip.is_stock and self.snip.reduces(self.snip.formats[0])
+
+    def _scatters(self) -> bool:
+        """Return whether the output is reduce-scattered in a pass of training, so that the linear may do it itself."""
         shards = self.sequence_parallel and not self.explicit_expert_comm and self.snip.tp_group is not None
         if not shards or self.config.cpu_offloading:
             return False
-        context = self.snip.context
-        trains = context.forcing is None and not context.probing and torch.is_grad_enabled()
-        return trains and packs_gradient(self.snip, x)
+        return self.snip.context.forcing is None and not self.snip.context.probing

@@ -9,17 +9,27 @@ from snip_megatron.megatron.model_linears import model_linears
 from snip_megatron.quantization.formats import TILE
 
 
-def check_gathers(args: argparse.Namespace) -> None:
-    """Check that shards can be quantised before they are gathered (``--snip-communication gather``).
+def check_gathers(args: argparse.Namespace, communication: str = "gather") -> None:
+    """Check that shards can be quantised before they are gathered, and partial sums before they are exchanged.
+
+    Args:
+        args: Megatron's arguments.
+        communication: ``--snip-communication``: gather or all.
 
     Raises:
-        SnipError: If nothing is gathered, or if the shards of a rank cut tiles.
+        SnipError: If nothing is gathered, if the shards of a rank cut tiles, or if Megatron must reduce the output.
     """
-    here = "--snip-communication gather"
+    here = f"--snip-communication {communication}"
     if not args.sequence_parallel or args.tensor_model_parallel_size == 1:
+        does = "gather nothing" if communication == "gather" else "neither gather nor scatter"
         raise SnipError(
-            f"{here}: linears gather nothing without --sequence-parallel and --tensor-model-parallel-size 2 or more;"
+            f"{here}: linears {does} without --sequence-parallel and --tensor-model-parallel-size 2 or more;"
             " add them, or leave it out"
+        )
+    if communication == "all" and getattr(args, "cpu_offloading_num_layers", 0) > 0:
+        raise SnipError(
+            f"{here} cannot be combined with --cpu-offloading-num-layers {args.cpu_offloading_num_layers}, under which"
+            " Megatron reduces outputs itself; use --snip-communication gather or bf16"
         )
     ranks = args.tensor_model_parallel_size * args.context_parallel_size
     tokens = args.seq_length * args.micro_batch_size

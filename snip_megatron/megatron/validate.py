@@ -166,8 +166,8 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     _check_graphs(config, args)
     _check_optimizer(config, args)
     _check_main_grad(args)
-    if config.communication == "gather":
-        check_gathers(args)
+    if config.communication != "bf16":
+        check_gathers(args, config.communication)
     _check_fixed_map(config, args)
     if config.phases is not None:
         _check_globs(config.phases, linear_names(args))

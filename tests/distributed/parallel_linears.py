@@ -5,7 +5,9 @@ records of its quantisation errors; rank 0 also ``whole.pt`` and ``recorded.pt``
 parallelism. ``amax<k>.pt``: the shared amax of tensors that differ from rank to rank. ``saved<k>.pt``: bytes that
 autograd saves of X, by case, for sequence parallel cases. ``packed<k>.pt`` and ``packed_saved<k>.pt``: the same where
 shards are quantised before they are gathered. ``broken<k>.pt``: case -> the results in both kinds of gathers,
-with a NaN in one shard. ``sent<k>.pt``: case -> bytes sent by kind of collective, in both kinds of gathers.
+with a NaN in one shard. ``sent<k>.pt``: case -> bytes sent by kind of collective, in both kinds of gathers, and where
+partial sums are quantised too. ``reduced<k>.pt``: case -> the results there, twice, and the partial sums.
+``reduced_broken<k>.pt``: case -> the results with a NaN in one shard.
 """
 
 from __future__ import annotations
@@ -123,13 +125,15 @@ def run(
     recorded: dict[str, torch.Tensor] | None = None,
     saved: list[int] | None = None,
     packs: bool = False,
+    reduces: bool = False,
     broken: bool = False,
 ) -> Tensors:
     """Build Megatron's linear over ``group``, convert it, and run it forward and backward once.
 
     With ``recorded`` it runs as in a probe, and that gets the recorder's sums by candidate format. ``saved`` gets the
     bytes of each tensor that the forward saves for the backward, the weight aside. With ``packs`` shards are quantised
-    before they are gathered; ``broken`` puts a NaN and an Inf into the shards of one rank.
+    before they are gathered; with ``reduces`` partial sums too before they are exchanged; ``broken`` puts a NaN and an
+    Inf into the shards of one rank.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -168,7 +172,7 @@ def run(
     _convert_linear(module, linear, registry, None)
     registry[str(linear)].formats = case.formats
     registry.start_step(6)
-    registry.context.packs = packs
+    registry.context.packs, registry.context.reduces = packs, reduces
     recorder = LinearRecorder(registry[str(linear)], CANDIDATES, sample_tokens=16)
     if recorded is not None:
         registry.context.probing, registry[str(linear)].recorder = True, recorder
@@ -207,16 +211,32 @@ def saved_bytes(case: Case, group: dist.ProcessGroup, *, packs: bool = False) ->
 
 
 def sent(case: Case, group: dist.ProcessGroup) -> list[dict[str, int]]:
-    """Bytes by kind of collective, without and with quantised shards."""
+    """Bytes by kind of collective: bf16, with quantised shards, and with quantised partial sums too."""
     from snip_megatron.megatron.compat import Traffic
 
     found, traffic = [], Traffic()
     undo = traffic.install()
-    for packs in (False, True):
-        run(case, group, packs=packs)
+    for packs, reduces in ((False, False), (True, False), (True, True)):
+        run(case, group, packs=packs, reduces=reduces)
         found.append(traffic.take())
     undo()
     return found
+
+
+def reduced(case: Case, group: dist.ProcessGroup) -> tuple[list[Tensors], list[torch.Tensor]]:
+    """The results of two runs that quantise partial sums, and what this rank quantised of them in the first."""
+    from snip_megatron.quantization import partials
+
+    original, seen = partials.pack_partial, []
+
+    def pack(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(x.clone())
+        return original(x)
+
+    partials.pack_partial = pack
+    results = [run(case, group, packs=True, reduces=True) for _ in range(2)]
+    partials.pack_partial = original
+    return results, seen[: len(seen) // 2]
 
 
 def amaxes(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor | None]:
@@ -255,6 +275,10 @@ def main() -> None:
     }
     torch.save(broken, folder / f"broken{rank}.pt")
     torch.save({str(case): sent(case, both) for case in sequence_parallel}, folder / f"sent{rank}.pt")
+    reducing = [case for case in sequence_parallel if HADAMARD not in case.formats]
+    torch.save({str(case): reduced(case, both) for case in reducing}, folder / f"reduced{rank}.pt")
+    reduced_broken = {str(case): run(case, both, packs=True, reduces=True, broken=True) for case in reducing}
+    torch.save(reduced_broken, folder / f"reduced_broken{rank}.pt")
     torch.save(amaxes(rank, both), folder / f"amax{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""Trainings whose linears gather quantised shards have the bits of trainings that gather bf16, and send fewer bytes."""
+"""Trainings whose linears gather quantised shards have the bits of those that gather bf16, and send fewer bytes.
+
+With ``--snip-communication all`` partial sums are quantised too: other bits, which a recomputation and a resume repeat.
+"""
 
 from __future__ import annotations
 
@@ -141,29 +144,53 @@ def test_bytes_of_a_step_fall_by_those_of_the_gathers(trainings: Trainings, name
 
 def test_updates_measure_and_choose_as_with_bf16(trainings: Trainings) -> None:
     """Statistics are measured in bf16 passes: the same maps, and the same training under them."""
-    runs = {way: trainings.updated(way) for way in WAYS}
+    runs = {way: trainings.updated(way) for way in (*WAYS, "all")}
     assert_same_training(runs["gather"], runs["bf16"])
     maps = [read_maps(trainings._folder / f"updated-{way}") for way in runs]
     assert len(maps[0]) == 1
-    assert [m.choices for m in maps[0].values()] == [m.choices for m in maps[1].values()]
-    assert runs["gather"].sent[0] == runs["bf16"].sent[0]  # in bf16
+    for of_way in maps[1:]:
+        assert [m.choices for m in of_way.values()] == [m.choices for m in maps[0].values()]
+    assert runs["all"].sent[0] == runs["gather"].sent[0] == runs["bf16"].sent[0]  # in bf16
     assert runs["gather"].sent[-1]["all_gather"] < runs["bf16"].sent[-1]["all_gather"]
+    assert runs["all"].sent[-1]["reduce_scatter"] < runs["bf16"].sent[-1]["reduce_scatter"]
+    assert runs["all"].figures[:2] == runs["bf16"].figures[:2]  # the map is adopted at step 2
+    assert runs["all"].figures[-1] != runs["bf16"].figures[-1]
 
 
-def test_a_run_resumes_with_the_other_communication(trainings: Trainings) -> None:
-    """The checkpoint of a step does not know how shards were gathered."""
-    whole, folder = trainings.static("mixed", "bf16"), trainings._folder
-    run = folder / "resumed"
-    args = (
-        "--snip",
-        "--snip-dir",
-        str(run),
-        "--snip-map",
-        str(folder / "mixed.json"),
-        "--snip-communication",
-        "gather",
-    )
-    saved = ("--load", str(folder / "mixed-bf16-saved"), "--ckpt-step", "2")
-    done = trainings._warm.run(2, tiny_llama_args(*MODEL, *args, *saved, iters=STEPS), tmp=folder / "r", timeout=300)
+@pytest.mark.parametrize(("began", "goes_on"), [("bf16", "gather"), ("all", "all")])
+def test_a_run_resumes_with_the_same_bits(trainings: Trainings, began: str, goes_on: str) -> None:
+    """The checkpoint of a step does not know how shards were gathered, and sums keep nothing from step to step."""
+    whole, folder = trainings.static("mixed", began), trainings._folder
+    run = folder / f"resumed-{goes_on}"
+    args = ("--snip", "--snip-dir", str(run), "--snip-map", str(folder / "mixed.json"), "--snip-communication", goes_on)
+    saved = ("--load", str(folder / f"mixed-{began}-saved"), "--ckpt-step", "2")
+    tmp = folder / f"r-{goes_on}"
+    done = trainings._warm.run(2, tiny_llama_args(*MODEL, *args, *saved, iters=STEPS), tmp=tmp, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run)] == whole.figures[2:]
+
+
+# -- quantised partial sums -------------------------------------------------------------------------------------------
+def test_sums_of_quantised_parts_are_near_those_of_bf16(trainings: Trainings) -> None:
+    """Other numbers from the first forward on, whose loss is that of an untrained model either way."""
+    reduced, gathered = trainings.static("mixed", "all"), trainings.static("mixed", "gather")
+    for (_, one, _), (_, other, _) in zip(reduced.figures, gathered.figures, strict=True):
+        assert one != other
+        assert one == pytest.approx(other, rel=1e-2)
+
+
+def test_recomputation_sums_again_with_the_same_bits(trainings: Trainings) -> None:
+    again, without = trainings.static("mixed", "all", *RECOMPUTE), trainings.static("mixed", "all")
+    assert_same_training(again, without)
+    assert again.sent[-1]["all_to_all"] > without.sent[-1]["all_to_all"]
+
+
+def test_bytes_of_a_step_fall_by_those_of_the_sums(trainings: Trainings) -> None:
+    """Of two ranks each sends half of its partial Y or ∂L/∂X, where fprop or dgrad is quantised."""
+    before, after = trainings.static("mixed", "gather").sent, trainings.static("mixed", "all").sent
+    sums = [dgrad if linear.kind in COLUMN else fprop for linear, (fprop, dgrad, _) in formats_of("mixed").items()]
+    elements = MICROBATCHES * TOKENS // 2 * HIDDEN * sum(fmt is not BF16 for fmt in sums)
+    for one, other in zip(before, after, strict=True):
+        assert one["all_gather"] == other["all_gather"]
+        assert one["reduce_scatter"] - other["reduce_scatter"] == 2 * elements
+        assert other["all_to_all"] == elements * bytes_per_element(FP8)

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from parallel_linears import (
+    BATCH,
     BF16,
     CANDIDATES,
     CASES,
     HADAMARD,
     NVFP4,
+    SEQUENCE,
     TENSOR,
     WHOLE_TENSOR_CASES,
     Case,
@@ -22,6 +24,8 @@ from parallel_linears import (
 )
 from warm_ranks import WarmRanks
 
+from snip_megatron.precision import Format
+from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.wire import bytes_per_element
 
 Results = dict[str, Tensors]
@@ -146,12 +150,74 @@ def test_bytes_of_gathers_are_those_of_the_formats(case: Case, folder: Path) -> 
         plain = 2 * x.numel() * size
         expected = x.numel() * sum(bytes_per_element(fmt, unquantised=size) for fmt in (fprop, wgrad))
     for rank in range(2):
-        before, after = torch.load(folder / f"sent{rank}.pt")[str(case)]
+        before, after, _ = torch.load(folder / f"sent{rank}.pt")[str(case)]
         assert before["all_gather"] == plain
         assert after["all_gather"] == expected
         assert after["reduce_scatter"] == before["reduce_scatter"]
         # The amax of a whole tensor, four bytes each for two ranks.
         assert after.get("all_reduce", 0) - before.get("all_reduce", 0) in (0, 4, 8)
+
+
+# -- quantised partial sums -------------------------------------------------------------------------------------------
+def reduced_format(case: Case) -> Format:
+    """Of the GEMM whose result the linear sums over ranks: fprop of row parallel linears, dgrad of column ones."""
+    return case.formats[0] if case.row else case.formats[1]
+
+
+REDUCED = [case for case in SEQUENCE_PARALLEL if reduced_format(case) is not BF16]
+
+
+@pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)
+def test_sums_of_quantised_partial_results(case: Case, folder: Path) -> None:
+    """Bit by bit what one process makes of the partial results of all ranks, in every run; all else as without."""
+    ranks = [torch.load(folder / f"reduced{rank}.pt")[str(case)] for rank in range(2)]
+    place = 0 if case.row else 1
+    for rank, ((first, second), partials) in enumerate(ranks):
+        assert len(partials) == (case in REDUCED)
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one, other)
+        packed = torch.load(folder / f"packed{rank}.pt")[str(case)]
+        for i, (one, other) in enumerate(zip(first, packed, strict=True)):
+            assert torch.equal(one, other) == (i != place or case not in REDUCED)
+        if partials:
+            terms = [fake_quantize(ranks[other][1][0], Format.FP8).chunk(2)[rank] for other in range(2)]
+            terms[rank] = partials[0].chunk(2)[rank].float()
+            assert torch.equal(first[place].flatten(0, 1), (terms[0] + terms[1]).to(case.dtype))
+
+
+@pytest.mark.parametrize("case", REDUCED, ids=str)
+def test_errors_of_the_sums_are_those_of_fp8(case: Case, folder: Path) -> None:
+    """Against the sum of the partial results in float64. One of two terms has the error of E4M3, at 31.8 dB."""
+    ranks = [torch.load(folder / f"reduced{rank}.pt")[str(case)] for rank in range(2)]
+    exact = sum(partials[0].double() for _, partials in ranks)
+    found = torch.cat([results[0][0 if case.row else 1].flatten(0, 1) for results, _ in ranks])
+    assert 33 < decibel(exact, found) < 37
+
+
+@pytest.mark.parametrize("case", REDUCED, ids=str)
+def test_a_nan_survives_quantised_sums(case: Case, folder: Path) -> None:
+    """Where the sums of bf16 communication are not finite, these are not either."""
+    for rank in range(2):
+        _, packed = torch.load(folder / f"broken{rank}.pt")[str(case)]
+        found = torch.load(folder / f"reduced_broken{rank}.pt")[str(case)]
+        assert any(not one.isfinite().all() for one in packed)
+        for one, other in zip(found, packed, strict=True):
+            assert not one[~other.isfinite()].isfinite().any()
+
+
+@pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)
+def test_bytes_of_sums_are_those_of_fp8(case: Case, folder: Path) -> None:
+    """Each of two ranks sends the other's half."""
+    _, w, _ = local_tensors(case, 0, 2)
+    elements = SEQUENCE * BATCH * w.shape[0 if case.row else 1]
+    for rank in range(2):
+        _, gathers, everything = torch.load(folder / f"sent{rank}.pt")[str(case)]
+        assert everything["all_gather"] == gathers["all_gather"]
+        if case in REDUCED:
+            assert everything["all_to_all"] == elements // 2 * bytes_per_element(Format.FP8)
+            assert "reduce_scatter" not in everything
+        else:
+            assert everything == gathers
 
 
 def test_one_other_draw_would_show() -> None:

@@ -93,6 +93,23 @@ def test_shards_of_whole_tiles_may_be_quantised_before_a_gather() -> None:
 )
 def test_layouts_without_gathers_of_whole_tiles_are_refused(tp: int, given: dict[str, Any], words: str) -> None:
     with pytest.raises(SnipError) as refusal:
-        check_gathers(arguments(tp, **given))
+        check_gathers(arguments(tp, **given), "gather")
     assert str(refusal.value).startswith("--snip-communication gather: ")
     assert words in str(refusal.value)
+
+
+def test_layouts_without_sums_over_shards_are_refused() -> None:
+    check_gathers(arguments(2, sequence_parallel=True, cpu_offloading_num_layers=0), "all")
+    check_gathers(arguments(2, sequence_parallel=True, cpu_offloading_num_layers=1), "gather")
+    for tp, given, words in (
+        (2, {}, "--snip-communication all: linears neither gather nor scatter without --sequence-parallel"),
+        (4, {"sequence_parallel": True}, "--snip-communication all: the 256 tokens of a microbatch on 4 ranks"),
+        (
+            2,
+            {"sequence_parallel": True, "cpu_offloading_num_layers": 1},
+            "--snip-communication all cannot be combined with --cpu-offloading-num-layers 1",
+        ),
+    ):
+        with pytest.raises(SnipError) as refusal:
+            check_gathers(arguments(tp, **given), "all")
+        assert str(refusal.value).startswith(words)

@@ -168,6 +168,8 @@ def test_quantised_gathers_need_a_layout_that_gathers() -> None:
     gathers = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 256, "micro_batch_size": 1}
     validate.check(snip, arguments(**gathers))
     assert "no multiple of 128" in refused(snip, arguments(**gathers | {"seq_length": 128}))
+    assert refused(config(communication="all"), arguments()).startswith("--snip-communication all: ")
+    validate.check(config(communication="all"), arguments(**gathers))
 
 
 def test_bf16_gradients() -> None:

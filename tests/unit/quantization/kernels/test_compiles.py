@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from snip_megatron.quantization.kernels import fours as triton_fours
 from snip_megatron.quantization.kernels import keys as triton_keys
+from snip_megatron.quantization.kernels import partials as triton_partials
 from snip_megatron.quantization.kernels import programs as triton_kernels
 from snip_megatron.quantization.kernels import swiglu_programs as triton_swiglu
 from snip_megatron.quantization.kernels.quantize import LAUNCH
@@ -34,6 +35,7 @@ POINTERS = {
     "sums_ptr": "*fp32", "rows_ptr": "*i64", "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
     "row_key_ptr": "*i32", "col_key_ptr": "*i32", "current_ptr": "*i32",
     "y_ptr": "*i32", "d_ptr": "*i32", "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
+    "elements_ptr": "*u8", "scales_ptr": "*fp32", "own_ptr": "*bf16", "out_ptr": "*bf16",
     "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64", "words_ptr": "*i32",
 }  # fmt: skip
 
@@ -48,7 +50,8 @@ def assembled(
     divisible = [n for n, a in enumerate(kernel.arg_names) if a not in constants and "word" not in a]
     attributes = {(n,): [["tt.divisibility", 16]] for n in divisible}
     source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=HOPPER, options=dict((LAUNCH | SWIGLU_LAUNCH).get(launch, {"num_warps": 1})))
+    options = {"partials": triton_partials.LAUNCH} | LAUNCH | SWIGLU_LAUNCH
+    return triton.compile(source, target=HOPPER, options=dict(options.get(launch, {"num_warps": 1})))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,15 @@ def test_the_kernel_of_keys_compiles_for_hopper() -> None:
 def test_the_kernels_of_fours_compile_for_hopper(name: str) -> None:
     compiled = assembled(name, {"BLOCK": 2048}, "fours", module=triton_fours)
     assert ".target sm_90a" in compiled.asm["ptx"]
+
+
+def test_the_kernel_of_partial_sums_rounds_products() -> None:
+    """As the reference does: a fused multiply-add would not."""
+    compiled = assembled("add_kernel", {"RANKS": 4, "PIECE": 16}, "partials", module=triton_partials)
+    assert ".target sm_90a" in compiled.asm["ptx"]
+    assert "mul.rn.f32" in compiled.asm["ptx"]
+    assert "fma" not in compiled.asm["ptx"]
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]  # sixteen elements at once
 
 
 @pytest.mark.parametrize("fmt", [4, 8])

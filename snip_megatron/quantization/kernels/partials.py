@@ -1,0 +1,88 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The functions of ``partials.py`` in Triton: same arguments and bits. Import it only where Triton can run."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.kernels.launch import launch
+from snip_megatron.quantization.kernels.quantize import quantize_tiles
+
+_PIECE = 16  # tiles of a program
+# Without fusion: a fused multiply-add would not round the product of an element and its scale, as the reference does.
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@triton.jit
+def add_kernel(
+    elements_ptr, scales_ptr, own_ptr, out_ptr, rows, columns, tiles, own_stride, rank,
+    RANKS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Add ``PIECE`` tiles of one row over ``RANKS`` matrices of ``rows`` rows."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    i = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = i < columns
+    own = _to_float32(tl.load(own_ptr + row * own_stride + i, mask=inside, other=0.0))
+    total = tl.zeros([PIECE, 128], dtype=tl.float32)
+    for place in range(RANKS):
+        source = place * rows + row
+        element = tl.load(elements_ptr + source * columns + i, mask=inside, other=0).to(tl.int32)
+        scale = tl.load(scales_ptr + source * tiles + tile, mask=tile < tiles, other=0.0)
+        term = tl.where(place == rank, own, _value(element) * scale[:, None])
+        total = tl.where(place == 0, term, total + term)
+    _store(out_ptr + row * columns + i, total, inside)
+
+
+@triton.jit
+def _value(byte):
+    """Return the E4M3 number of a byte: its bits at their place in an FP32 number, whose exponent has another bias."""
+    magnitude = byte & 0x7F
+    number = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    number = tl.where(magnitude == 0x7F, float("nan"), number)
+    return tl.where(byte > 0x7F, -number, number)
+
+
+@triton.jit
+def _to_float32(x):
+    if x.dtype == tl.bfloat16:  # bf16 is the upper half of FP32; the interpreter's own conversion loses subnormals
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _store(pointers, total, inside):
+    if pointers.dtype.element_ty == tl.bfloat16:  # in integers, because the interpreter does not round to nearest even
+        bits = total.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        halves = tl.where(total != total, 0x7FC0, rounded).to(tl.uint16)
+        tl.store(pointers, halves.to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        tl.store(pointers, total.to(pointers.dtype.element_ty), mask=inside)
+
+
+def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`snip_megatron.quantization.partials.pack_partial`."""
+    made = quantize_tiles(x, "fp8", None).row
+    assert made is not None
+    return made.values.view(torch.uint8)[:, : x.shape[1]].contiguous(), made.scale.contiguous()
+
+
+def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Tensor:
+    """See :func:`snip_megatron.quantization.partials.add_partials`."""
+    ranks, rows, columns = elements.shape
+    out = torch.empty(rows, columns, dtype=own.dtype, device=own.device)
+    if out.numel():
+        tiles = -(-columns // TILE)
+        piece = min(_PIECE, triton.next_power_of_2(tiles))
+        launch(
+            add_kernel, (rows, -(-tiles // piece)), (elements, scales, own, out),
+            (elements.dtype, scales.dtype, own.dtype, out.dtype),
+            (rows, columns, tiles, own.stride(0), rank), (), {"RANKS": ranks, "PIECE": piece}, LAUNCH,
+        )  # fmt: skip
+    return out

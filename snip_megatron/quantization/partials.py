@@ -1,0 +1,59 @@
+"""Partial sums as the bytes in which ranks exchange them, and their sum, in plain torch.
+
+Each of R ranks holds a term of a sum of matrices, and each wants some rows of the sum. A rank quantises its term to FP8
+(E4M3) with one FP32 scale for each 1×128 tile, sends every other rank the rows that this one wants, and adds what it
+gets in FP32 in the order of the ranks. Rows that a rank keeps are not sent, so that they are not quantised. Tiles run
+along a row, so that no choice of rows cuts them.
+
+:mod:`snip_megatron.quantization.kernels.partials` has the same functions in Triton, with the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from snip_megatron.precision import Format
+from snip_megatron.quantization.wire import WireMatrix, decode, encode
+
+FORMAT = Format.FP8
+"""The format in which partial sums are exchanged: 1.031 bytes an element."""
+
+
+def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a partial sum, to nearest.
+
+    Args:
+        x: fp32, bf16 or fp16 [rows, cols].
+
+    Returns:
+        The elements, uint8 [rows, cols], and the scales of the tiles, FP32 [rows, ceil(cols/128)]; both contiguous. A
+        tile that holds a NaN or an Inf has a scale that is NaN.
+    """
+    made = encode(x.detach(), FORMAT, 1)
+    assert made.scales is not None
+    return made.elements, made.scales
+
+
+def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Tensor:
+    """Return the sum of the rows that all ranks hold.
+
+    Terms are converted to FP32 and added in the order of the ranks. The sum is rounded once.
+
+    Args:
+        elements: uint8 [ranks, rows, cols], of :func:`pack_partial` on each rank. Those of ``rank`` are not read.
+        scales: FP32 [ranks, rows, ceil(cols/128)].
+        own: this rank's own rows [rows, cols], as they are.
+        rank: this rank.
+
+    Returns:
+        [rows, cols] in the dtype of ``own``.
+    """
+    terms = [
+        own.to(torch.float32) if place == rank else decode(WireMatrix(values, scale, None), FORMAT, 1, own.shape[1])
+        for place, (values, scale) in enumerate(zip(elements, scales, strict=True))
+    ]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total.to(own.dtype)
