@@ -48,6 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time", type=float, default=110.0, metavar="S", help="start no measurement after S seconds; default: 110")
     add("--gemm", default="auto", help="GEMM backend, as --snip-gemm; default: auto")
     add("--device", default=None, metavar="cuda|cpu", help="device to measure; default: a GPU if there is one")
+    add(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="also measure collectives over N GPUs of this machine (on a CPU: N processes); default: 1, none",
+    )
+    add(
+        "--add-to",
+        type=Path,
+        metavar="FILE.json",
+        help="measure only the collectives of --ranks, and write this table with them",
+    )
     add("--no-host", dest="host", action="store_false", help="do not measure how long the host takes to launch a step")
     add("--commit", default=None, help="commit of the measured code, which the table records")
 
@@ -62,6 +75,10 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.timing.calibration.workload import grid_workload, model_workload
 
     device = _device(args.device)
+    if args.ranks < 1:
+        raise SnipError(f"--ranks {args.ranks}: must be a whole number of 1 or more")
+    if args.add_to is not None:
+        return _add_collectives(args, device)
     if args.shapes == "grid":
         workload = grid_workload(device.type)
     else:
@@ -69,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     table = calibrate(_measurer(device, args.gemm, formats), workload, started + args.time, _about(args))
     if args.host:
         table = with_launching(table, device, args.gemm, formats)
+    table = with_collectives(table, device, args.ranks)
     deliver("--out", args.out, table.to_json())
     seconds = time.monotonic() - started
     incomplete = "" if table.about["complete"] else ", incomplete: give it more --time"
@@ -77,6 +95,30 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _add_collectives(args: argparse.Namespace, device: Any) -> int:
+    """Write the table of ``--add-to`` with the collectives of ``--ranks``. Returns 0."""
+    from snip_megatron.timing.table import TimingTable
+
+    table, name = TimingTable.load(args.add_to), _name(device)
+    if args.ranks < 2:
+        raise SnipError(f"--add-to {args.add_to}: collectives need ranks; give --ranks 2 or more")
+    if table.device != name:
+        raise SnipError(f"--add-to {args.add_to}: was measured on {table.device}, this is {name}")
+    table = with_collectives(table, device, args.ranks)
+    deliver("--out", args.out, table.to_json())
+    print(f"snip calibrate: {name}, {len(table.collectives)} collectives", file=sys.stderr)
+    return 0
+
+
+def with_collectives(table: TimingTable, device: Any, ranks: int) -> TimingTable:
+    """Return the table with the seconds of collectives over ``ranks`` ranks; the table itself for one rank."""
+    if ranks == 1:
+        return table
+    from snip_megatron.timing.calibration.collectives import measure_collectives
+
+    return replace(table, collectives={**table.collectives, **measure_collectives(device.type, ranks)})
 
 
 def calibrate(measurer: Measurer, workload: Workload, deadline: float, about: dict[str, Any]) -> TimingTable:
@@ -120,7 +162,7 @@ def calibrate(measurer: Measurer, workload: Workload, deadline: float, about: di
         raise SnipError(f"no shape could be measured: {'; '.join(skipped)}")
     notes = ["operands of GEMMs are quantised before; medians of calls that took turns on a busy device", *skipped]
     return TimingTable(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device=_name(device),
         backend=measurer.backend.name,
         formats=(Format.BF16, *measurer.formats),
         gemms=gemms,
@@ -161,6 +203,12 @@ def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
     on_cpu = device.type == "cpu" and gemm == "auto"  # --device cpu on a machine with a GPU
     backend: GemmBackend = REFERENCE if on_cpu else select_backend(gemm).backend
     return Measurer(backend, clock_for(device), formats)
+
+
+def _name(device: Any) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _device(name: str | None) -> Any:

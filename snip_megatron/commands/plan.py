@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from snip_megatron.planner.rates import Links
 
 _RECOMPUTE = ("none", "selective", "full")
+_COMMUNICATION = ("bf16", "gather", "all")
 _GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
 _SHARE = positive("a share above 0, 1 at most", math.nextafter(1.0, 2.0))
 _BANDWIDTH = positive("a bandwidth above 0", 1e9)
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="activations to recompute in the backward; default: none",
     )
     add("--cuda-graph-impl", choices=_GRAPHS, default="none", help="as Megatron's argument; default: none")
+    add("--communication", choices=_COMMUNICATION, default="bf16", help="as --snip-communication; default: bf16")
     add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
     for flag, text in _FLAGS.items():
         add(f"--{flag}", action="store_true", help=text)
@@ -191,6 +193,7 @@ def _layout(args: argparse.Namespace) -> Layout:
         embedding_as_layer=args.account_for_embedding_in_pipeline_split,
         loss_as_layer=args.account_for_loss_in_pipeline_split,
         cuda_graph_impl=args.cuda_graph_impl,
+        communication=args.communication,
     )
 
 

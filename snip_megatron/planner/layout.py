@@ -11,6 +11,8 @@ from snip_megatron.timing.shapes import LinearShape, local_shape
 
 RECOMPUTE = ("none", "selective", "full")
 CUDA_GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
+COMMUNICATION = ("bf16", "gather", "all")
+_TILE = 128
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
 
 
@@ -43,9 +45,10 @@ class Layout:
         embedding_as_layer: ``--account-for-embedding-in-pipeline-split``.
         loss_as_layer: ``--account-for-loss-in-pipeline-split``.
         cuda_graph_impl: ``--cuda-graph-impl``: ``none``, ``local``, ``transformer_engine`` or ``full_iteration``.
+        communication: ``--snip-communication``: ``bf16``, ``gather`` or ``all``.
 
     Raises:
-        SnipError: Megatron would refuse the sizes.
+        SnipError: Megatron or SNIP would refuse the sizes.
     """
 
     model: ModelShape
@@ -64,12 +67,14 @@ class Layout:
     embedding_as_layer: bool = False
     loss_as_layer: bool = False
     cuda_graph_impl: str = "none"
+    communication: str = "bf16"
 
     def __post_init__(self) -> None:
         self._check_positive()
         self._check_tensor_parallel()
         self._check_pipeline()
         self._check_batch()
+        self._check_communication()
 
     # -- derived -------------------------------------------------------------------------------------------------
     @property
@@ -190,6 +195,20 @@ class Layout:
             raise SnipError(f"--tp {tp}: {model.name}'s MLP of {model.ffn} features cannot be split over {tp} ranks")
         if self.sequence_parallel and self.seq_length % tp:
             raise SnipError(f"--sequence-parallel: --seq-length {self.seq_length} cannot be split over --tp {tp} ranks")
+
+    def _check_communication(self) -> None:
+        here = f"--communication {self.communication}"
+        if self.communication not in COMMUNICATION:
+            raise SnipError(f"{here}: choose one of {', '.join(COMMUNICATION)}")
+        if self.communication == "bf16":
+            return
+        if not self.sequence_parallel or self.tp == 1:
+            raise SnipError(f"{here}: needs --sequence-parallel and --tp 2 or more")
+        if self.tokens % (self.tp * _TILE):
+            raise SnipError(
+                f"{here}: the {self.tokens} tokens of a microbatch on {self.tp} ranks are {self.tokens / self.tp:g}"
+                f" each, no multiple of {_TILE}, so that shards cut tiles"
+            )
 
     def _check_pipeline(self) -> None:
         chunks = self.pp * self.vpp

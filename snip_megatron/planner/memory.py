@@ -150,18 +150,32 @@ def _kept_without_recompute(
     return norms + heads + output + swiglu + inputs
 
 
+def scale_bytes(fmt: Format) -> float:
+    """Return the bytes of scales for each element of a quantised operand of X or G."""
+    base = fmt.base
+    if base is Format.FP8_TENSOR:
+        return 0.0
+    return 4.0 / _TILE if base in _TILED else 1.0 / (16 if base is Format.NVFP4 else 32)
+
+
+def packed_bytes(fmt: Format) -> float:
+    """Return the bytes in which ranks exchange an element, with its share of the scales."""
+    return 2.0 if fmt is Format.BF16 else fmt.bits / 8 + scale_bytes(fmt)
+
+
 def saved_input(layout: Layout, kind: str, formats: Formats, native: Collection[Format] = NATIVE) -> float:
     """Return the bytes of X that a linear keeps of one microbatch, without what other modules keep anyway.
 
     A linear keeps the operand of wgrad: elements in E4M3, or in bf16 if the format is emulated, and FP32 scales of
-    tiles. If sequence parallelism gathers X, it keeps the bf16 shard instead. In bf16, ``linear_proj`` shares X with
-    the attention, which keeps its output itself.
+    tiles. If sequence parallelism gathers X, it keeps the shard instead, in bf16 or as it is gathered. In bf16,
+    ``linear_proj`` shares X with the attention, which keeps its output itself.
     """
     shape = layout.linear_shapes()[kind]
-    if shape.gathered:
-        return 2.0 * layout.tokens * shape.k / layout.tp
-    elements = float(layout.tokens * shape.k)
     wgrad = formats[2]
+    if shape.gathered:
+        each = 2.0 if layout.communication == "bf16" else packed_bytes(wgrad)
+        return each * layout.tokens * shape.k / layout.tp
+    elements = float(layout.tokens * shape.k)
     if wgrad is Format.BF16:
         shared = kind == "self_attention.linear_proj" and layout.recompute != "selective"
         return 0.0 if shared else 2.0 * elements

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from snip_megatron.timing.collectives import MeasuredCollectives
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel
 from snip_megatron.timing.log_grid import LogGrid
 from snip_megatron.timing.table_model import TimingModel
@@ -42,12 +43,13 @@ class Rates:
     """Times of everything except the decoder's linears.
 
     Args:
-        model: the cost model. If it has a table, the rates of attention and memory are taken from it.
+        model: the cost model. If it has a table, the rates of attention, memory and collectives are taken from it.
     """
 
     def __init__(self, model: CostModel) -> None:
         table = model.table if isinstance(model, TimingModel) else None
         attention = {} if table is None else table.attention
+        self.collectives = None if table is None or not table.collectives else MeasuredCollectives(table.collectives)
         self._measured_copy = None if table is None else table.copy_rate
         self._copy = STATED_COPY if self._measured_copy is None else self._measured_copy
         self._grid = LogGrid(attention) if attention else None
@@ -81,7 +83,14 @@ class Rates:
             f" {self._copy / 1e12:.2f} TB/s ({copy})",
             f"links (stated), a GPU: {links.within / 1e9:g} GB/s within a node of {links.node_size},"
             f" {links.between / 1e9:g} GB/s between nodes",
+            *self._collectives_assumption(),
         )
+
+    def _collectives_assumption(self) -> list[str]:
+        if self.collectives is None:
+            return []
+        ranks = " and ".join(map(str, self.collectives.ranks()))
+        return [f"gathers and sums over tensor parallel ranks of one node: as measured with {ranks} ranks"]
 
 
 def _attention_flops(sequence: int, heads: int, head_size: int) -> float:

@@ -24,6 +24,7 @@ def _head(plan: Body) -> str:
     virtual = f" × VPP {layout['vpp']}" if layout["vpp"] > 1 else ""
     extras = [name for name in ("sequence_parallel", "distributed_optimizer") if layout[name]]
     extras += [f"recompute {layout['recompute']}"] if layout["recompute"] != "none" else []
+    extras += [f"communication {layout['communication']}"] if layout["communication"] != "bf16" else []
     extras += [f"CUDA graphs {layout['cuda_graph_impl']}"] if layout["cuda_graph_impl"] != "none" else []
     noted = f"; {', '.join(extras).replace('_', ' ')}" if extras else ""
     return (

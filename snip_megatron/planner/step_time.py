@@ -10,6 +10,7 @@ from snip_megatron.planner.host import Host, host_seconds
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf
 from snip_megatron.planner.rates import Links, Rates
+from snip_megatron.planner.tensor_parallel import TensorParallel
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import Formats, LinearShape
@@ -17,8 +18,9 @@ from snip_megatron.timing.shapes import Formats, LinearShape
 ASSUMPTIONS = (
     "step: the slowest stage's work times 1 + (pp − 1) / (vpp · microbatches), plus exposed gradient and parameter"
     " communication and the optimizer; data parallel ranks are equally fast",
-    "tensor parallel communication: the forward's is exposed, the backward's hides behind weight gradients; pipeline"
-    " sends are exposed unless the pipeline is virtual",
+    "tensor parallel communication: the forward's is exposed, and under sequence parallelism the gather of an output"
+    " gradient; the rest of the backward's hides behind its GEMMs; pipeline sends are exposed unless the pipeline is"
+    " virtual",
     "data loading, logging and checkpoints take no time",
 )
 
@@ -61,7 +63,7 @@ class StageTime:
 
     @property
     def other(self) -> float:
-        """Seconds that do not depend on formats."""
+        """Seconds outside the linears. They depend on formats only by ``--communication`` gather or all."""
         return math.fsum((self.attention, self.elementwise, self.ends, self.tensor_parallel, self.pipeline))
 
     @property
@@ -128,6 +130,7 @@ class StepModel:
         self.rates = Rates(model)
         self.host = Host(layout, model)
         self.shapes: Mapping[str, LinearShape] = layout.linear_shapes()
+        self._exchanges = TensorParallel(layout, self.rates, self.links)
         self._linears: dict[tuple[str, Formats], float] = {}
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -138,7 +141,7 @@ class StepModel:
         return StepTime(stages, self.layout.bubble, data_parallel, optimizer)
 
     def fixed_seconds(self) -> dict[int, float]:
-        """Return stage → seconds of a step that do not depend on formats, for the ``fixed_cost`` of a budget.
+        """Return stage → seconds of a step outside the linears in bf16, for the ``fixed_cost`` of a budget.
 
         The time after the pipeline is divided by the factor of the bubble, so that the sum of the slowest stage times
         this factor is the step time.
@@ -177,7 +180,7 @@ class StepModel:
             attention=count * ((1 + again) * forward + backward),
             elementwise=count * self.rates.memory(self._block_bytes()),
             ends=layout.microbatches * self._ends(stage),
-            tensor_parallel=count * self._tensor_parallel(),
+            tensor_parallel=layout.microbatches * math.fsum(self._exchanges.seconds(*linear) for linear in each),
             pipeline=layout.microbatches * self._pipeline(stage),
             host=self._host(stage, [formats for _, formats in each]),
             host_known=self.host.known,
@@ -225,18 +228,6 @@ class StepModel:
         return self.layout.microbatches * math.fsum(alone(formats) for formats in linears)
 
     # -- communication -------------------------------------------------------------------------------------------
-    def _tensor_parallel(self) -> float:
-        """Return the exposed seconds of tensor parallel communication of one block in one microbatch.
-
-        The forward reduces the residual stream twice (with sequence parallelism: reduce-scatter and all-gather).
-        """
-        layout = self.layout
-        if layout.tp == 1:
-            return 0.0
-        sent = 2 * (layout.tp - 1) / layout.tp * 2.0 * layout.tokens * layout.model.hidden
-        runs = 2 if layout.recompute == "full" else 1
-        return runs * 2 * sent / self.links.of(layout.tp)
-
     def _pipeline(self, stage: int) -> float:
         """Return the seconds of one microbatch's sends to both neighbours."""
         layout = self.layout

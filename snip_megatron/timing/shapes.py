@@ -38,7 +38,7 @@ class LinearShape:
         return 2.0 * self.tokens * self.n * self.k
 
 
-_COLUMN_PARALLEL = ("self_attention.linear_qkv", "mlp.linear_fc1", "mlp.experts.linear_fc1")
+COLUMN_PARALLEL = ("self_attention.linear_qkv", "mlp.linear_fc1", "mlp.experts.linear_fc1")
 
 
 def local_shape(
@@ -67,7 +67,7 @@ def local_shape(
     Raises:
         SnipError: the features cannot be divided by the tensor parallel size.
     """
-    column = kind in _COLUMN_PARALLEL
+    column = kind in COLUMN_PARALLEL
     split = n if column else k
     if split % tensor_parallel:
         raise SnipError(f"{kind} [{n}, {k}]: {split} features cannot be split over {tensor_parallel} ranks")

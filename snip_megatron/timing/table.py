@@ -14,6 +14,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Format
+from snip_megatron.timing.collectives import COLLECTIVES, DTYPES, Exchange
 
 TIMINGS_SCHEMA = "snip.timings/1"
 MAX_SECONDS = 1e4
@@ -61,6 +62,7 @@ class TimingTable:
             linears without autograd.
         launching: seconds for which training occupies the launching thread; None if not measured.
         recapture: seconds of capturing CUDA graphs anew, for each captured layer and microbatch; None if not measured.
+        collectives: seconds of a collective over GPUs of one node; empty if not measured.
         about: date, commit, command, versions and other facts about the measurement.
     """
 
@@ -75,6 +77,7 @@ class TimingTable:
     host: Mapping[Format, float] = field(default_factory=dict)
     launching: Launching | None = None
     recapture: float | None = None
+    collectives: Mapping[Exchange, float] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -138,6 +141,8 @@ class TimingTable:
             "weights": weights,
             "attention": attention,
         }
+        if self.collectives:
+            lists["collectives"] = [key._asdict() | {"seconds": s} for key, s in sorted(self.collectives.items())]
         parts = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items()]
         parts += [f"{json.dumps(key)}: {_lines(rows)}" for key, rows in lists.items()]
         return "{\n " + ",\n ".join(parts) + "\n}\n"
@@ -185,6 +190,7 @@ def _table(body: dict[str, Any]) -> TimingTable:
         host=_by_format(host, formats, _seconds, "host") if host else {},
         launching=None if body.get("launching") is None else _launching(body["launching"], formats),
         recapture=None if recapture is None else _seconds(recapture, "recapture"),
+        collectives=_collectives(body.get("collectives", [])),
         about={key: body[key] for key in _ABOUT if key in body},
     )
 
@@ -197,6 +203,24 @@ def _launching(raw: Any, formats: tuple[Format, ...]) -> Launching:
         microbatch=_seconds(fields.get("microbatch"), "launching.microbatch"),
         step=_seconds(fields.get("step"), "launching.step"),
     )
+
+
+def _collectives(raw: Any) -> dict[Exchange, float]:
+    if not isinstance(raw, list):
+        raise SnipError("collectives: must be an array of objects")
+    rows: dict[Exchange, float] = {}
+    for i, row in enumerate(raw):
+        path = f"collectives[{i}]"
+        fields = _object(row, path)
+        for name, known in (("collective", COLLECTIVES), ("dtype", DTYPES)):
+            if fields.get(name) not in known:
+                raise SnipError(f"{path}.{name}: must be one of {', '.join(known)}, got {quoted(fields.get(name))}")
+        ranks, sent = (_edge(fields.get(name), f"{path}.{name}") for name in ("ranks", "bytes"))
+        key = Exchange(fields["collective"], fields["dtype"], ranks, sent)
+        if key in rows:
+            raise SnipError(f"{path}: {' '.join(map(str, key))} stands twice")
+        rows[key] = _seconds(fields.get("seconds"), f"{path}.seconds")
+    return rows
 
 
 def _formats(raw: Any) -> tuple[Format, ...]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from snip_megatron.cli import main
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.table import TimingTable
 
 
 def snip(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -56,14 +58,45 @@ def test_a_models_own_shapes_on_standard_output(tmp_path: Path) -> None:
     )
     done = snip("--shapes", config, "--tp", 2, "--tokens", "16,32", "--formats", "fp8", "--no-host")
     assert done.returncode == 0, done.stderr
+    assert "collectives" not in json.loads(done.stdout)
     rows = [(row["tokens"], row["n"], row["k"]) for row in json.loads(done.stdout)["gemms"]]
     weights = ((96, 64), (64, 32), (64, 48))  # linear_qkv and linear_fc1 are alike
     assert sorted(rows) == sorted((m, *weight) for m in (16, 32) for weight in weights)
 
 
+def small_table(device: str) -> str:
+    """The least that a table may hold."""
+    gemms = [{"tokens": 8, "n": 8, "k": 8, "seconds": {"bf16": [1e-5, 1e-5, 1e-5]}}]
+    return json.dumps(
+        {"schema": "snip.timings/1", "device": device, "backend": "reference", "formats": ["bf16"], "gemms": gemms}
+    )
+
+
+def test_collectives_are_added_to_a_table(tmp_path: Path) -> None:
+    table, out = tmp_path / "cpu.json", tmp_path / "with.json"
+    table.write_text(small_table("cpu"))
+    done = snip("--ranks", 2, "--add-to", table, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "snip calibrate: cpu, 10 collectives"
+    before, after = TimingTable.load(table), TimingTable.load(out)
+    assert len(after.collectives) == 10
+    assert replace(after, collectives={}) == before
+
+
+def test_a_table_of_another_device_gets_no_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "other.json"
+    table.write_text(small_table("Another"))
+    common = ["calibrate", "--device", "cpu", "--add-to", str(table)]
+    assert main([*common, "--ranks", "2"]) == 2
+    assert "was measured on Another, this is cpu" in capsys.readouterr().err
+    assert main(common) == 2
+    assert "collectives need ranks; give --ranks 2 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--ranks", "0"], "--ranks 0: must be a whole number of 1 or more"),
         (["--formats", "fp9"], "--formats fp9: give distinct names among fp8, fp4"),
         (["--formats", ""], "--formats : give distinct names"),
         (["--shapes", "900b"], "model 900b: unknown"),

@@ -15,6 +15,7 @@ from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.rehearsal import covering, rehearse_gemms, stand_in
 from snip_megatron.precision import Format, LinearId
+from snip_megatron.quantization import partials
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 
@@ -87,6 +88,36 @@ def test_shards_that_training_packs_are_packed_in_each_format(
     handle.context.packs, handle.context.backend = True, Packing()
     rehearse_gemms(stand_in(handle, 256, whole_x=parallel == "column"), [formats])
     assert packed == expected
+
+
+@pytest.mark.parametrize(
+    ("parallel", "formats", "expected"),
+    [
+        ("column", (BF16, FP8, FP4), [(256, 32)]),  # ∂L/∂X
+        ("column", (FP8, BF16, FP8), []),
+        ("row", (FP4, BF16, BF16), [(256, 48)]),  # Y
+        ("row", (BF16, FP8, FP8), []),
+    ],
+)
+def test_partial_sums_that_training_quantises_are_quantised(
+    parallel: str,
+    formats: tuple[Format, Format, Format],
+    expected: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With ``--snip-communication all``."""
+    seen, original = [], partials.pack_partial
+
+    def pack(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(tuple(x.shape))
+        return original(x)
+
+    monkeypatch.setattr(partials, "pack_partial", pack)
+    handle = replace(a_linear(), parallel=parallel, tp_size=2)
+    for reduces in (False, True):
+        handle.context.reduces = reduces
+        rehearse_gemms(stand_in(handle, 256, whole_x=parallel == "column"), [formats])
+        assert seen == (expected if reduces else [])
 
 
 def test_the_linear_itself_is_left_alone() -> None:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timing.timing_tables import formula_table
 
+from snip_megatron.errors import SnipError
+from snip_megatron.planner.memory import packed_bytes, saved_input
 from snip_megatron.planner.rates import ATTENTION_BACKWARD, ELEMENTWISE, STATED_COPY, Links
 from snip_megatron.planner.step_time import ALL_BF16, StepModel
 from snip_megatron.precision import LINEAR_KINDS, Format
-from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel
+from snip_megatron.quantization.wire import bytes_per_element
+from snip_megatron.timing.collectives import Exchange
+from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.models import ModelShape
+from snip_megatron.timing.table_model import TimingModel
 
 from .formula import SMALL, layout, step_model, with_blocks
 
@@ -71,6 +79,67 @@ def test_communication() -> None:
     assert step.data_parallel == pytest.approx(6 * parameters / 2 / 1e11)
     hidden = layout("8b", tp=4, pp=2, dp=2, global_batch_size=8, overlap_grad_reduce=True, overlap_param_gather=True)
     assert StepModel(hidden, FlopsModel(), links).step(lambda block, kind: ALL_BF16).data_parallel == 0
+
+
+LINKS = Links(node_size=8, within=1e11, between=1e10)
+PARALLEL = {"tp": 4, "sequence_parallel": True}
+
+
+def exposed(communication: str, formats: tuple[Format, Format, Format], model: CostModel | None = None) -> float:
+    """Seconds of tensor parallel communication of a block in a microbatch."""
+    chosen = layout("8b", communication=communication, **PARALLEL)
+    step = StepModel(chosen, model or FlopsModel(), LINKS).step(lambda block, kind: formats)
+    return step.stages[0].tensor_parallel / 32 / chosen.microbatches
+
+
+def test_quantised_communication() -> None:
+    """Two gathers of X, two sums of Y and two gathers of G, each of 3/4 of 8,192 tokens' hidden features."""
+    one = 3 / 4 * 8192 * 4096 / 1e11
+    fp8 = (Format.FP8,) * 3
+    assert exposed("bf16", ALL_BF16) == exposed("bf16", FP4) == exposed("all", ALL_BF16) == pytest.approx(12 * one)
+    assert exposed("gather", FP4) == pytest.approx((2 * 0.53125 + 4 + 2 * 0.53125) * one)
+    assert exposed("gather", fp8) == pytest.approx((2 * 1.03125 + 4 + 4) * one)  # two 8-bit operands are not less
+    kernels = 8192 * 4096 * (2 + 2 * 1.03125 + 4 / 4) / (ELEMENTWISE * STATED_COPY)
+    assert exposed("all", FP4) == pytest.approx((4 * 0.53125 + 2 * 1.03125) * one + 2 * kernels)
+
+
+def test_measured_collectives_replace_stated_links() -> None:
+    """As long as the group is inside a node."""
+    kinds = (("all_gather", "bf16"), ("all_gather", "uint8"), ("reduce_scatter", "bf16"), ("all_to_all", "uint8"))
+    seconds = {Exchange(*kind, 2, 1 << 20): 1e-5 * (i + 1) for i, kind in enumerate(kinds)}
+    model = TimingModel(replace(formula_table(), collectives=seconds))
+    sent = 3 / 4 * 8192 * 4096 / (1 << 20) * 1e-5
+    assert exposed("bf16", FP4, model) == pytest.approx(2 * sent * (2 * 1 + 2 * 3 + 2 * 1))
+    packed = 0.5 + 1 / 32
+    expected = sent * (4 * 2 * packed + 2 * 2 * 3)
+    assert exposed("gather", FP4, model) == pytest.approx(expected, rel=1e-2)  # scales take as long as the least bytes
+    beyond = StepModel(layout("8b", **PARALLEL), model, replace(LINKS, node_size=2)).step(lambda block, kind: FP4)
+    assert beyond.stages[0].tensor_parallel == pytest.approx(32 * 8 * 12 * 3 / 4 * 8192 * 4096 / 1e10)
+
+
+@pytest.mark.parametrize("fmt", Format)
+def test_bytes_of_an_element_are_those_of_training(fmt: Format) -> None:
+    assert packed_bytes(fmt) == bytes_per_element(fmt)
+
+
+def test_the_shard_is_kept_as_it_is_gathered() -> None:
+    shards = [layout("8b", communication=way, **PARALLEL) for way in ("bf16", "gather")]
+    assert [saved_input(each, "mlp.linear_fc1", FP4) for each in shards] == [
+        2048 * 4096 * 2, 2048 * 4096 * 0.53125,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 4}, "--communication all: needs --sequence-parallel and --tp 2 or more"),
+        ({"sequence_parallel": True}, "--communication all: needs --sequence-parallel and --tp 2 or more"),
+        (PARALLEL | {"seq_length": 384}, "the 384 tokens of a microbatch on 4 ranks are 96 each, no multiple of 128"),
+    ],
+)
+def test_layouts_that_training_refuses(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SnipError, match=message):
+        layout("8b", communication="all", **sizes)
 
 
 def test_the_optimizer_reads_and_writes_its_share() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
+from snip_megatron.timing.collectives import Exchange
 from snip_megatron.timing.loading import TIMINGS
 from snip_megatron.timing.table import Launching, TimingTable
 
@@ -19,14 +20,17 @@ from .timing_tables import formula_table
 
 TABLE = formula_table(features=(512, 4096))
 LAUNCHED = replace(
-    TABLE, launching=Launching("local", dict.fromkeys(TABLE.formats, 2e-3), microbatch=5e-4, step=1e-3), recapture=0.05
+    TABLE,
+    launching=Launching("local", dict.fromkeys(TABLE.formats, 2e-3), microbatch=5e-4, step=1e-3),
+    recapture=0.05,
+    collectives={Exchange("all_gather", "uint8", 2, 4096): 2e-5, Exchange("reduce_scatter", "bf16", 2, 4096): 3e-5},
 )
 BODY: dict[str, Any] = json.loads(LAUNCHED.to_json())
 
 
 def test_round_trip() -> None:
     assert TimingTable.from_json(TABLE.to_json()) == TABLE
-    assert (TABLE.launching, TABLE.recapture) == (None, None)
+    assert (TABLE.launching, TABLE.recapture, TABLE.collectives) == (None, None, {})
     assert TimingTable.from_json(LAUNCHED.to_json()) == LAUNCHED
 
 
@@ -53,6 +57,11 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
     [
         (("schema",), "snip.timings/2", 't.json: schema: must be "snip.timings/1"'),
         (("device",), "", "t.json: device: must be a non-empty string"),
+        (("collectives",), {}, "t.json: collectives: must be an array of objects"),
+        (("collectives", 0, "collective"), "send", "t.json: collectives[0].collective: must be one of all_gather,"),
+        (("collectives", 0, "dtype"), "fp8", "t.json: collectives[0].dtype: must be one of bf16, uint8, got 'fp8'"),
+        (("collectives", 0, "bytes"), 0, "t.json: collectives[0].bytes: must be a whole number of 1 or more"),
+        (("collectives", 1, "seconds"), 0, "t.json: collectives[1].seconds: must be a number above 0"),
         (("formats",), ["fp8"], "t.json: formats: must name bf16, and each format once"),
         (("formats", 1), "fp9", "t.json: formats: unknown format 'fp9'"),
         (("gemms",), [], "t.json: gemms: must hold at least one row"),
