@@ -18,6 +18,7 @@ from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, candidates_f
 GRANULARITIES = ("gemm", "layer")
 EVAL_MODES = ("map", "bf16", "both")
 COMMUNICATION = ("bf16", "gather", "all")
+GRADIENT_REDUCTION = ("fp32", "fp8")
 FUSIONS = ("none", "auto")
 FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 BUDGETS = ("fp4", "speedup", "loss")
@@ -171,6 +172,12 @@ class SnipConfig:
         " quantised before they are gathered, with the same numbers; all: in addition, partial sums of quantised GEMMs"
         " are exchanged in FP8, which adds an error",
         choices=COMMUNICATION,
+    )
+    gradient_reduction: str = _option(
+        "fp32",
+        "how the distributed optimizer reduces gradients over data parallel ranks. fp8: partial sums are exchanged in"
+        " FP8 and added in FP32, which adds an error",
+        choices=GRADIENT_REDUCTION,
     )
     fusions: str = _option(
         "none",
@@ -330,6 +337,7 @@ class SnipConfig:
             ("gemm", self.gemm, BACKENDS),
             ("gemm-library", self.gemm_library, LIBRARIES),
             ("communication", self.communication, COMMUNICATION),
+            ("gradient-reduction", self.gradient_reduction, GRADIENT_REDUCTION),
             ("fusions", self.fusions, FUSIONS),
             ("eval", self.eval, EVAL_MODES),
             ("cost", self.cost, COSTS),

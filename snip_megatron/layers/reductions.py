@@ -1,13 +1,16 @@
-"""The sums of a linear over tensor parallel ranks: of Y (row parallel linears) and of ∂L/∂X (column parallel ones).
+"""Sums over ranks, exchanged in the training dtype or as quantised partial sums.
 
-Under sequence parallelism every rank has a partial result for all tokens, and wants the sum for its own tokens. That is
-a reduce-scatter in the training dtype, or with ``--snip-communication all`` an exchange of quantised partial sums
-(:mod:`snip_megatron.quantization.partials`), which is half the bytes.
+Those of a linear over tensor parallel ranks are of Y (row parallel linears) and of ∂L/∂X (column parallel ones). Under
+sequence parallelism every rank has a partial result for all tokens, and wants the sum for its own tokens. That is a
+reduce-scatter in the training dtype, or with ``--snip-communication all`` an exchange of quantised partial sums
+(:mod:`snip_megatron.quantization.partials`), which is half the bytes. The distributed optimizer's reduce-scatter of
+gradients may be such an exchange too (``--snip-gradient-reduction fp8``), which is a quarter of FP32's bytes.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from snip_megatron.quantization import partials
+from snip_megatron.quantization.formats import TILE
 
 Group = dist.ProcessGroup | None
+_ROW = 16 * TILE  # elements of gradients that kernels treat as a row
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,25 @@ def _start_quantised(x: Tensor, group: Group) -> Reduction:
     elements, scales = (t.view(ranks, -1, t.shape[1]) for t in received)
     own = x.view(ranks, -1, x.shape[1])[rank]
     return Reduction(works, partial(arithmetic.add_partials, elements, scales, own, rank))
+
+
+def start_gradient_reduction(shard: Tensor, whole: Tensor, group: Group) -> Reduction:
+    """Start the sum over data parallel ranks of gradients, of which this rank gets its part.
+
+    Partial sums are exchanged in FP8 with a scale for every 128 consecutive elements of a rank's part.
+
+    Args:
+        shard: [n], where the sum is written; it may be this rank's part of ``whole``.
+        whole: [ranks·n], this rank's gradients.
+        group: the data parallel group.
+    """
+    ranks, n = dist.get_world_size(group), shard.numel()
+    if ranks == 1:
+        return Reduction((), lambda: shard.copy_(whole))
+    parts = functional.pad(whole.view(ranks, n), (0, -n % TILE))
+    # Rows are as long as possible for the kernels: tiles are the same.
+    reduction = _start_quantised(parts.reshape(-1, math.gcd(parts.shape[1], _ROW)), group)
+    return Reduction(reduction.works, lambda: shard.copy_(reduction.finish().view(-1)[:n]))
 
 
 def rehearse_quantised(x: Tensor, ranks: int) -> None:

@@ -73,6 +73,8 @@ def install(config: SnipConfig, *, args: argparse.Namespace) -> SnipRun:
     check_evaluation(config.eval, args)
     run = SnipRun(config, args)
     run.undo.callback(compat.wrap_train_step(run.wrap))
+    if config.gradient_reduction == "fp8":
+        run.undo.callback(compat.reduce_gradients_in_fp8(args))
     return run
 
 

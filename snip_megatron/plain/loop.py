@@ -39,6 +39,7 @@ _WITH_MEGATRON = (
     "timings",
     "cost",
     "communication",
+    "gradient_reduction",
     "fusions",
     "wait",
     "deadline",

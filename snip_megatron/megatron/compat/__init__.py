@@ -6,6 +6,7 @@ These names are checked when the modules are imported.
 from snip_megatron.megatron.compat.batches import PeekedBatches, peek
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.defaults import check, set_defaults
+from snip_megatron.megatron.compat.gradient_reduction import check_gradient_reduction, reduce_gradients_in_fp8
 from snip_megatron.megatron.compat.graphs import (
     FIRST_WITH_GRAPHS,
     graph_implementation,
@@ -50,6 +51,7 @@ __all__ = [
     "TrainStep",
     "apply",
     "check",
+    "check_gradient_reduction",
     "check_signature",
     "check_version",
     "checkpoint_holds",
@@ -64,6 +66,7 @@ __all__ = [
     "peek",
     "process_groups",
     "quiet_schedule",
+    "reduce_gradients_in_fp8",
     "rerun_disabled",
     "rng_state",
     "routers_kept",

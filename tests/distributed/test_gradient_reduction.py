@@ -1,0 +1,80 @@
+"""Gradients that data parallel ranks sum in FP8: the bits of a readable sum, on every way through a training."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import differences, read_checkpoint
+from launch import tiny_llama_args
+from summed_gradients import LENGTHS
+from warm_ranks import WarmRanks
+
+from snip_megatron.quantization import fake_quantize
+from snip_megatron.records.readers import read_metrics
+
+MODEL = shlex.split("--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --use-distributed-optimizer --bf16")
+SNIP = shlex.split("--snip --snip-policy uniform-fp8")
+STEPS = 4
+
+
+def test_bits_of_a_sum(warm: WarmRanks, tmp_path: Path) -> None:
+    """Each of three ranks adds its own part as it is, and those of the others as E4M3 numbers, in the ranks' order."""
+    done = warm.run(3, [], module="summed_gradients", tmp=tmp_path, env={"OUT": str(tmp_path)})
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(3)]
+    for place, length in enumerate(LENGTHS):
+        for rank in range(3):
+            parts = [found[place][0].view(3, length)[rank] for found in ranks]
+            terms = [fake_quantize(part.view(1, -1), "fp8")[0] for part in parts]
+            terms[rank] = parts[rank]
+            found = ranks[rank][place][1]
+            torch.testing.assert_close(found, terms[0] + terms[1] + terms[2], rtol=0, atol=0, equal_nan=True)
+            known = found.isfinite()
+            assert known.sum() == (256 if (length, rank) == (384, 0) else length)
+            exact = torch.stack(parts).double().sum(0)
+            assert float((found - exact)[known].norm() / exact[known].norm()) < 0.05
+
+
+class Trainings:
+    """Each made once."""
+
+    def __init__(self, warm: WarmRanks, folder: Path) -> None:
+        self._warm, self.folder = warm, folder
+
+    def train(self, name: str, *extra: str) -> list[dict[str, Any]]:
+        run = self.folder / name
+        saved = ("--save", str(self.folder / f"{name}-saved"), "--save-interval", "2")
+        args = tiny_llama_args(*MODEL, *SNIP, "--snip-dir", str(run), *saved, *extra, iters=STEPS)
+        done = self._warm.run(2, args, tmp=self.folder / f"{name}-ranks", timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return read_metrics(run)
+
+
+def figures(metrics: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics]
+
+
+def test_trainings(warm: WarmRanks, tmp_path: Path) -> None:
+    """Beside FP32: a quarter of the bytes, other numbers, and the same ones with overlap and after a resume."""
+    trainings, quantised = Trainings(warm, tmp_path), ("--snip-gradient-reduction", "fp8")
+    plain, reduced = trainings.train("fp32"), trainings.train("fp8", *quantised)
+    for one, other in zip(plain, reduced, strict=True):
+        assert "reduce_scatter" not in other["wire_bytes"]
+        ratio = other["wire_bytes"]["all_to_all"] / one["wire_bytes"]["reduce_scatter"]
+        assert ratio == pytest.approx(1.03125 / 4, rel=1e-3)
+        assert one["grad_norm"] != other["grad_norm"]
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.02)
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-2)
+    assert plain[0]["loss"] == reduced[0]["loss"]  # before the first update of the weights
+
+    overlapped = trainings.train("overlapped", *quantised, "--overlap-grad-reduce")
+    assert figures(overlapped) == figures(reduced)
+    resume = ("--load", str(tmp_path / "fp8-saved"), "--ckpt-step", "2")
+    resumed = trainings.train("resumed", *quantised, *resume)
+    assert figures(resumed) == figures(reduced)[2:]
+    checkpoints = [read_checkpoint(tmp_path / f"{name}-saved", STEPS) for name in ("resumed", "fp8")]
+    assert differences(*checkpoints) == []
