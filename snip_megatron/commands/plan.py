@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _RECOMPUTE = ("none", "selective", "full")
 _COMMUNICATION = ("bf16", "gather", "all")
+_GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")
 _GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
 _SHARE = positive("a share above 0, 1 at most", math.nextafter(1.0, 2.0))
 _BANDWIDTH = positive("a bandwidth above 0", 1e9)
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--cuda-graph-impl", choices=_GRAPHS, default="none", help="as Megatron's argument; default: none")
     add("--communication", choices=_COMMUNICATION, default="bf16", help="as --snip-communication; default: bf16")
+    add(
+        "--gradient-reduction",
+        choices=_GRADIENT_REDUCTION,
+        default="fp32",
+        help="as --snip-gradient-reduction; default: fp32",
+    )
     add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
     for flag, text in _FLAGS.items():
         add(f"--{flag}", action="store_true", help=text)
@@ -194,6 +201,7 @@ def _layout(args: argparse.Namespace) -> Layout:
         loss_as_layer=args.account_for_loss_in_pipeline_split,
         cuda_graph_impl=args.cuda_graph_impl,
         communication=args.communication,
+        gradient_reduction=args.gradient_reduction,
     )
 
 

@@ -18,7 +18,7 @@ from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, candidates_f
 GRANULARITIES = ("gemm", "layer")
 EVAL_MODES = ("map", "bf16", "both")
 COMMUNICATION = ("bf16", "gather", "all")
-GRADIENT_REDUCTION = ("fp32", "fp8")
+GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")
 FUSIONS = ("none", "auto")
 FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 BUDGETS = ("fp4", "speedup", "loss")
@@ -176,7 +176,7 @@ class SnipConfig:
     gradient_reduction: str = _option(
         "fp32",
         "how the distributed optimizer reduces gradients over data parallel ranks. fp8: partial sums are exchanged in"
-        " FP8 and added in FP32, which adds an error",
+        " FP8 and added in FP32, which adds an error; fp8-feedback: what is lost is added in the next step",
         choices=GRADIENT_REDUCTION,
     )
     fusions: str = _option(

@@ -74,34 +74,70 @@ def start_reduce_scatter(x: Tensor, group: Group, *, quantised: bool = False) ->
     return Reduction((work,), lambda: shard)
 
 
-def _start_quantised(x: Tensor, group: Group) -> Reduction:
+def _start_quantised(x: Tensor, group: Group, lost: Tensor | None = None) -> Reduction:
+    """Start the sum of quantised ``x`` [rows, cols]. ``lost`` gets what quantisation loses of it."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     arithmetic = _arithmetic(x)
     sent = arithmetic.pack_partial(x)
     received = tuple(torch.empty_like(t) for t in sent)
     pairs = zip(received, sent, strict=True)
     works = tuple(dist.all_to_all_single(out, t, group=group, async_op=True) for out, t in pairs)
+    if lost is not None:
+        packed = (t.unsqueeze(0) for t in sent)
+        error = x - arithmetic.add_partials(*packed, x, -1)  # of one rank, which is another one
+        lost.copy_(error.nan_to_num_(0.0, 0.0, 0.0))
+        lost.view(ranks, -1)[rank] = 0.0  # not sent
     elements, scales = (t.view(ranks, -1, t.shape[1]) for t in received)
     own = x.view(ranks, -1, x.shape[1])[rank]
     return Reduction(works, partial(arithmetic.add_partials, elements, scales, own, rank))
 
 
-def start_gradient_reduction(shard: Tensor, whole: Tensor, group: Group) -> Reduction:
+class ErrorFeedback:
+    """What quantisation has lost of a rank's gradients, in bf16. It is added to the gradients of the next step.
+
+    Checkpoints do not hold it. It is reset whenever one is written, so that a resumed run has the bits of the run that
+    wrote the checkpoint and went on.
+    """
+
+    def __init__(self) -> None:
+        self._lost: dict[tuple[int, int], Tensor] = {}
+
+    def reset(self) -> None:
+        """Forget what was lost."""
+        self._lost.clear()
+
+    def of(self, whole: Tensor, rows: Tensor) -> Tensor:
+        """Return what was lost of the gradients at the address of ``whole``, in the shape of ``rows``."""
+        key = (whole.data_ptr(), rows.numel())
+        if key not in self._lost:
+            self._lost[key] = torch.zeros_like(rows, dtype=torch.bfloat16)
+        return self._lost[key]
+
+
+def start_gradient_reduction(
+    shard: Tensor, whole: Tensor, group: Group, feedback: ErrorFeedback | None = None
+) -> Reduction:
     """Start the sum over data parallel ranks of gradients, of which this rank gets its part.
 
     Partial sums are exchanged in FP8 with a scale for every 128 consecutive elements of a rank's part.
 
     Args:
         shard: [n], where the sum is written; it may be this rank's part of ``whole``.
-        whole: [ranks·n], this rank's gradients.
+        whole: [ranks·n], this rank's gradients. With ``feedback`` they are changed.
         group: the data parallel group.
+        feedback: keeps what quantisation loses until the next step; None to lose it.
     """
     ranks, n = dist.get_world_size(group), shard.numel()
     if ranks == 1:
         return Reduction((), lambda: shard.copy_(whole))
-    parts = functional.pad(whole.view(ranks, n), (0, -n % TILE))
-    # Rows are as long as possible for the kernels: tiles are the same.
-    reduction = _start_quantised(parts.reshape(-1, math.gcd(parts.shape[1], _ROW)), group)
+    parts = whole.view(ranks, n)
+    if n % TILE:
+        parts = functional.pad(parts, (0, -n % TILE))
+    rows = parts.view(-1, math.gcd(parts.shape[1], _ROW))  # long ones suit the kernels; tiles are the same
+    lost = None if feedback is None else feedback.of(whole, rows)
+    if lost is not None:
+        rows.add_(lost)
+    reduction = _start_quantised(rows, group, lost)
     return Reduction(reduction.works, lambda: shard.copy_(reduction.finish().view(-1)[:n]))
 
 

@@ -17,6 +17,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.layers import LinearRegistry, convert_model
+from snip_megatron.layers.reductions import ErrorFeedback
 from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
@@ -73,8 +74,8 @@ def install(config: SnipConfig, *, args: argparse.Namespace) -> SnipRun:
     check_evaluation(config.eval, args)
     run = SnipRun(config, args)
     run.undo.callback(compat.wrap_train_step(run.wrap))
-    if config.gradient_reduction == "fp8":
-        run.undo.callback(compat.reduce_gradients_in_fp8(args))
+    if config.gradient_reduction != "fp32":
+        run.undo.callback(compat.reduce_gradients_in_fp8(args, run.feedback))
     return run
 
 
@@ -91,6 +92,7 @@ class SnipRun:
         self._norms: GradientNorms | None = None
         self.scheduler: Any = None  # of the learning rate; known from the first step on
         self._checkpoint: SnipState | None = None
+        self.feedback = ErrorFeedback() if config.gradient_reduction == "fp8-feedback" else None
         self.undo = ExitStack()
         self._undo_evaluation = self.undo.enter_context(ExitStack())  # renewed with the model by an in-process restart
         self._traffic: compat.Traffic | None = None
@@ -183,6 +185,8 @@ class SnipRun:
 
     # -- checkpoint --------------------------------------------------------------------------------------------
     def _state_to_save(self) -> bytes | None:
+        if self.feedback is not None:
+            self.feedback.reset()
         return None if self._controller is None else self._controller.state_to_save()
 
     def _checkpoint_has_state(self) -> bool:
@@ -299,6 +303,8 @@ class SnipRun:
     def _build(self, model: Sequence[torch.nn.Module], optimizer: Any, step: int) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
         args, config, registry = self._current_arguments(), self._config, self._registry
+        if config.gradient_reduction != "fp32":
+            compat.check_reduced_models(model)
         process_groups = compat.process_groups(model[0])
         groups = ProbeGroups(tp=process_groups.tp, dp=process_groups.dp_cp, experts=_expert_groups(process_groups))
         device = next(model[0].parameters()).device

@@ -168,8 +168,8 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     _check_main_grad(args)
     if config.communication != "bf16":
         check_gathers(args, config.communication)
-    if config.gradient_reduction == "fp8":
-        compat.check_gradient_reduction(args)
+    if config.gradient_reduction != "fp32":
+        compat.check_gradient_reduction(args, config.gradient_reduction)
     _check_fixed_map(config, args)
     if config.phases is not None:
         _check_globs(config.phases, linear_names(args))

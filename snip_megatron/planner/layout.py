@@ -46,6 +46,7 @@ class Layout:
         loss_as_layer: ``--account-for-loss-in-pipeline-split``.
         cuda_graph_impl: ``--cuda-graph-impl``: ``none``, ``local``, ``transformer_engine`` or ``full_iteration``.
         communication: ``--snip-communication``: ``bf16``, ``gather`` or ``all``.
+        gradient_reduction: ``--snip-gradient-reduction``: ``fp32``, ``fp8`` or ``fp8-feedback``.
 
     Raises:
         SnipError: Megatron or SNIP would refuse the sizes.
@@ -68,6 +69,7 @@ class Layout:
     loss_as_layer: bool = False
     cuda_graph_impl: str = "none"
     communication: str = "bf16"
+    gradient_reduction: str = "fp32"
 
     def __post_init__(self) -> None:
         self._check_positive()
@@ -197,6 +199,11 @@ class Layout:
             raise SnipError(f"--sequence-parallel: --seq-length {self.seq_length} cannot be split over --tp {tp} ranks")
 
     def _check_communication(self) -> None:
+        if self.gradient_reduction != "fp32" and (self.dp == 1 or not self.distributed_optimizer):
+            raise SnipError(
+                f"--gradient-reduction {self.gradient_reduction}: needs --dp 2 or more, without"
+                " --no-distributed-optimizer"
+            )
         here = f"--communication {self.communication}"
         if self.communication not in COMMUNICATION:
             raise SnipError(f"{here}: choose one of {', '.join(COMMUNICATION)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from snip_megatron.planner.host import Host, host_seconds
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import FormatsOf
+from snip_megatron.planner.memory import FormatsOf, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.tensor_parallel import TensorParallel
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
@@ -248,6 +248,11 @@ class StepModel:
             return 0.0, optimizer
         ring = (layout.dp - 1) / layout.dp / self.links.of(layout.tp * layout.dp)
         gradients = 4.0 * parameters * ring * (1 if layout.distributed_optimizer else 2)
+        if layout.gradient_reduction != "fp32":
+            each = packed_bytes(Format.FP8)
+            moved = 4.0 + 2 * each + 8.0 / layout.dp  # quantised, and added to a part
+            moved += 0.0 if layout.gradient_reduction == "fp8" else 4.0 + each + 2 * 2.0  # what was lost, in bf16
+            gradients = each * parameters * ring + self.rates.memory(moved * parameters)
         weights = 2.0 * parameters * ring if layout.distributed_optimizer else 0.0
         microbatch = slowest / layout.microbatches
         if layout.overlap_grad_reduce:

@@ -38,6 +38,11 @@ def test_bits_of_a_sum(warm: WarmRanks, tmp_path: Path) -> None:
             exact = torch.stack(parts).double().sum(0)
             assert float((found - exact)[known].norm() / exact[known].norm()) < 0.05
 
+    for rank in range(3):
+        exact, without, fed_back = torch.load(tmp_path / f"steps{rank}.pt")
+        # Equal gradients lose the same in every step. Fed back, all steps together lose what one loses.
+        assert float((fed_back - exact).norm() / (without - exact).norm()) < 0.25
+
 
 class Trainings:
     """Each made once."""
@@ -59,7 +64,7 @@ def figures(metrics: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
 
 
 def test_trainings(warm: WarmRanks, tmp_path: Path) -> None:
-    """Beside FP32: a quarter of the bytes, other numbers, and the same ones with overlap and after a resume."""
+    """Beside FP32: a quarter of the bytes, other numbers, and the same ones after a resume, which overlaps them."""
     trainings, quantised = Trainings(warm, tmp_path), ("--snip-gradient-reduction", "fp8")
     plain, reduced = trainings.train("fp32"), trainings.train("fp8", *quantised)
     for one, other in zip(plain, reduced, strict=True):
@@ -71,10 +76,15 @@ def test_trainings(warm: WarmRanks, tmp_path: Path) -> None:
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-2)
     assert plain[0]["loss"] == reduced[0]["loss"]  # before the first update of the weights
 
-    overlapped = trainings.train("overlapped", *quantised, "--overlap-grad-reduce")
-    assert figures(overlapped) == figures(reduced)
-    resume = ("--load", str(tmp_path / "fp8-saved"), "--ckpt-step", "2")
+    resume = ("--load", str(tmp_path / "fp8-saved"), "--ckpt-step", "2", "--overlap-grad-reduce")
     resumed = trainings.train("resumed", *quantised, *resume)
     assert figures(resumed) == figures(reduced)[2:]
     checkpoints = [read_checkpoint(tmp_path / f"{name}-saved", STEPS) for name in ("resumed", "fp8")]
     assert differences(*checkpoints) == []
+
+    fed_back = trainings.train("fed-back", "--snip-gradient-reduction", "fp8-feedback")
+    assert figures(fed_back)[0] == figures(reduced)[0]
+    assert figures(fed_back)[1] != figures(reduced)[1]
+    resume = ("--load", str(tmp_path / "fed-back-saved"), "--ckpt-step", "2")
+    resumed = trainings.train("fed-back-resumed", "--snip-gradient-reduction", "fp8-feedback", *resume)
+    assert figures(resumed) == figures(fed_back)[2:]

@@ -93,6 +93,7 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "gemm": (["reference"], "reference"),
     "gemm_library": (["cublas"], "cublas"),
     "communication": (["gather"], "gather"),
+    "gradient_reduction": (["fp8"], "fp8"),
     "fusions": (["auto"], "auto"),
     "eval": (["bf16"], "bf16"),
     "solver_time": (["2.5"], 2.5),

@@ -6,7 +6,11 @@ These names are checked when the modules are imported.
 from snip_megatron.megatron.compat.batches import PeekedBatches, peek
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.defaults import check, set_defaults
-from snip_megatron.megatron.compat.gradient_reduction import check_gradient_reduction, reduce_gradients_in_fp8
+from snip_megatron.megatron.compat.gradient_reduction import (
+    check_gradient_reduction,
+    check_reduced_models,
+    reduce_gradients_in_fp8,
+)
 from snip_megatron.megatron.compat.graphs import (
     FIRST_WITH_GRAPHS,
     graph_implementation,
@@ -52,6 +56,7 @@ __all__ = [
     "apply",
     "check",
     "check_gradient_reduction",
+    "check_reduced_models",
     "check_signature",
     "check_version",
     "checkpoint_holds",

@@ -1,4 +1,4 @@
-"""Replaces the reduce-scatter of gradient buckets (``--snip-gradient-reduction fp8``).
+"""Replaces the reduce-scatter of gradient buckets (``--snip-gradient-reduction``).
 
 Megatron's ``--ddp-reduce-scatter-with-fp32-accumulation`` has what this takes: bucket groups of one bucket, and a
 handle of its own that finishes the sum. That argument is set, and its function is replaced.
@@ -7,7 +7,8 @@ handle of its own that finishes the sum. That argument is set, and its function 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import megatron.core.distributed.param_and_grad_buffer as buffers
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.reductions import Reduction, start_gradient_reduction
+from snip_megatron.layers.reductions import ErrorFeedback, Reduction, start_gradient_reduction
 from snip_megatron.megatron.compat.versions import check_signature
 
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
@@ -23,12 +24,17 @@ _FUNCTION, _CHOSEN = "reduce_scatter_with_fp32_accumulation", "dist_reduce_scatt
 _PARAMETERS = ("output_tensor", "input_tensor", "op", "group", "async_op")
 
 
-def check_gradient_reduction(args: argparse.Namespace) -> None:
-    """Raise SnipError if gradients cannot be reduced in FP8 with these arguments."""
-    here = "--snip-gradient-reduction fp8"
+def check_gradient_reduction(args: argparse.Namespace, way: str = "fp8") -> None:
+    """Raise SnipError if gradients cannot be reduced in FP8 with these arguments.
+
+    Args:
+        args: Megatron's validated arguments.
+        way: ``--snip-gradient-reduction``.
+    """
+    here = f"--snip-gradient-reduction {way}"
     if not hasattr(args, _ARGUMENT) or not hasattr(buffers, _FUNCTION):
         raise SnipError(
-            f"{here}: needs Megatron's own training loop with --{_ARGUMENT.replace('_', '-')}; leave it out"
+            f"{here}: needs Megatron's own training loop with its --{_ARGUMENT.replace('_', '-')}; leave it out"
         )
     if not args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False):
         raise SnipError(f"{here}: only the distributed optimizer scatters gradients; add --use-distributed-optimizer")
@@ -40,13 +46,21 @@ def check_gradient_reduction(args: argparse.Namespace) -> None:
         raise SnipError(f"{here}: there is one data parallel rank, so that gradients are not reduced; leave it out")
 
 
-def reduce_gradients_in_fp8(args: argparse.Namespace) -> Callable[[], None]:
-    """Let models that are built from ``args`` reduce gradients in FP8. Returns a function that ends it."""
+def reduce_gradients_in_fp8(args: argparse.Namespace, feedback: ErrorFeedback | None = None) -> Callable[[], None]:
+    """Let models that are built from ``args`` reduce gradients in FP8.
+
+    Args:
+        args: Megatron's validated arguments.
+        feedback: keeps what quantisation loses until the next step; None to lose it.
+
+    Returns:
+        A function that ends it.
+    """
     genuine = {name: getattr(buffers, name) for name in (_FUNCTION, _CHOSEN)}
     check_signature(genuine[_FUNCTION], _PARAMETERS, f"Megatron's {_FUNCTION}")
     given = getattr(args, _ARGUMENT)
     setattr(args, _ARGUMENT, True)
-    setattr(buffers, _FUNCTION, _reduce_scatter)
+    setattr(buffers, _FUNCTION, functools.partial(_reduce_scatter, feedback))
 
     def undo() -> None:
         setattr(args, _ARGUMENT, given)
@@ -54,6 +68,19 @@ def reduce_gradients_in_fp8(args: argparse.Namespace) -> Callable[[], None]:
             setattr(buffers, name, function)
 
     return undo
+
+
+def check_reduced_models(models: Sequence[Any]) -> None:
+    """Raise SnipError if a model that :class:`DistributedDataParallel` wraps does not reduce as was asked.
+
+    A script may wrap its model with a configuration of its own, and 0.17 parses its arguments again.
+    """
+    for model in models:
+        if not getattr(getattr(model, "ddp_config", None), _FUNCTION, False):
+            raise SnipError(
+                "--snip-gradient-reduction: the model was wrapped without Megatron's"
+                f" --{_ARGUMENT.replace('_', '-')}; give that argument too, or leave this one out"
+            )
 
 
 class _Handle:
@@ -68,11 +95,16 @@ class _Handle:
 
 
 def _reduce_scatter(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+    feedback: ErrorFeedback | None,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    op: Any,
+    group: dist.ProcessGroup,
+    async_op: bool,
 ) -> _Handle | None:
     """Write the sum over ranks of this rank's part of ``input_tensor`` to ``output_tensor``, which is that part."""
     assert op == dist.ReduceOp.SUM
-    handle = _Handle(start_gradient_reduction(output_tensor, input_tensor, group))
+    handle = _Handle(start_gradient_reduction(output_tensor, input_tensor, group, feedback))
     if async_op:
         return handle
     handle.wait()

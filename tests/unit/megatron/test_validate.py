@@ -51,6 +51,8 @@ VALUES: dict[str, Any] = {
 # Arguments that exist only with an optional library.
 OPTIONAL = {"--kitchen-config-file", "--use-kitchen"}
 
+CONTEXT = {"transformer_impl": "transformer_engine"}
+
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "moe_layer_freq": [0, 1, 1, 0],
@@ -170,6 +172,25 @@ def test_quantised_gathers_need_a_layout_that_gathers() -> None:
     assert "no multiple of 128" in refused(snip, arguments(**gathers | {"seq_length": 128}))
     assert refused(config(communication="all"), arguments()).startswith("--snip-communication all: ")
     validate.check(config(communication="all"), arguments(**gathers))
+
+
+@pytest.mark.parametrize("way", ["fp8", "fp8-feedback"])
+def test_gradients_in_fp8_need_a_reduce_scatter_of_megatrons(way: str) -> None:
+    snip = config(gradient_reduction=way)
+    scatters = {"use_distributed_optimizer": True, "data_parallel_size": 2}
+    validate.check(snip, arguments(**scatters))
+    validate.check(snip, arguments(**scatters | {"data_parallel_size": 1, "context_parallel_size": 2} | CONTEXT))
+    here = f"--snip-gradient-reduction {way}"
+    for given, message in (
+        ({"use_distributed_optimizer": False}, ": only the distributed optimizer scatters gradients; add"),
+        ({"use_layer_wise_distributed_optimizer": True}, ": only the distributed optimizer scatters gradients"),
+        ({"ddp_average_in_collective": True}, " cannot be combined with --ddp-average-in-collective"),
+        ({"data_parallel_size": 1}, ": there is one data parallel rank"),
+    ):
+        assert refused(snip, arguments(**scatters | given)).startswith(here + message)
+    bridge = arguments(**scatters)
+    del bridge.ddp_reduce_scatter_with_fp32_accumulation
+    assert refused(snip, bridge).startswith(f"{here}: needs Megatron's own training loop with its --ddp-reduce-scatter")
 
 
 def test_bf16_gradients() -> None:

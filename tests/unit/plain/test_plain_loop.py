@@ -211,6 +211,7 @@ def _wrapped(name: str) -> nn.Module:
         (example.Model(), {"budget": "fp4=0.9", "pin": ("*=fp8",)}, "fp4=0.9 is unreachable"),
         (example.Model(), {"colour": "blue"}, "unknown option colour="),
         (example.Model(), {"communication": "gather"}, "communication= has no effect in a plain loop"),
+        (example.Model(), {"gradient_reduction": "fp8"}, "gradient_reduction= has no effect in a plain loop"),
         (example.Model(), {"dir": "runs"}, "dir= has no effect in a plain loop"),
         (example.Model(), {"estimator": "measured"}, "estimator='measured' is not supported"),
     ],
