@@ -127,18 +127,19 @@ def run(
     packs: bool = False,
     reduces: bool = False,
     broken: bool = False,
+    forced: bool = False,
 ) -> Tensors:
     """Build Megatron's linear over ``group``, convert it, and run it forward and backward once.
 
     With ``recorded`` it runs as in a probe, and that gets the recorder's sums by candidate format. ``saved`` gets the
     bytes of each tensor that the forward saves for the backward, the weight aside. With ``packs`` shards are quantised
     before they are gathered; with ``reduces`` partial sums too before they are exchanged; ``broken`` puts a NaN and an
-    Inf into the shards of one rank.
+    Inf into the shards of one rank; ``forced`` runs a measuring pass.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from snip_megatron.layers.context import StepContext
+    from snip_megatron.layers.context import Forced, StepContext
     from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
     from snip_megatron.megatron.conversion import _convert_linear
     from snip_megatron.statistics.recorder import LinearRecorder
@@ -173,6 +174,7 @@ def run(
     registry[str(linear)].formats = case.formats
     registry.start_step(6)
     registry.context.packs, registry.context.reduces = packs, reduces
+    registry.context.forcing = (lambda _: Forced(case.formats)) if forced else None
     recorder = LinearRecorder(registry[str(linear)], CANDIDATES, sample_tokens=16)
     if recorded is not None:
         registry.context.probing, registry[str(linear)].recorder = True, recorder
@@ -235,8 +237,11 @@ def reduced(case: Case, group: dist.ProcessGroup) -> tuple[list[Tensors], list[t
 
     partials.pack_partial = pack
     results = [run(case, group, packs=True, reduces=True) for _ in range(2)]
+    found = seen[: len(seen) // 2]
+    run(case, group, packs=True, reduces=True, forced=True)
+    assert len(seen) == 2 * len(found), "a measuring pass has quantised partial sums"
     partials.pack_partial = original
-    return results, seen[: len(seen) // 2]
+    return results, found
 
 
 def amaxes(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor | None]:
