@@ -6,7 +6,7 @@ uses torch's, which differs in the last bit. On a GPU it comes from Megatron's o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -23,12 +23,11 @@ FORMATS = [("fp8", "fp8"), ("fp8", "fp4"), ("fp4", "fp8"), ("fp4", None), (None,
 
 
 @pytest.fixture(scope="module")
-def quantizers() -> Iterator[Quantizers]:
-    running = Quantizers()
+def quantizers(interpreter: ProcessPoolExecutor) -> Quantizers:
+    running = Quantizers(interpreter)
     if running.on_gpu:
         pytest.skip("tests/gpu/test_swiglu.py compares the kernels with compiled functions")
-    yield running
-    running.close()
+    return running
 
 
 def tensors(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
