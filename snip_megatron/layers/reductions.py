@@ -103,7 +103,12 @@ class ErrorFeedback:
         self._lost: dict[tuple[int, int], Tensor] = {}
 
     def reset(self) -> None:
-        """Forget what was lost."""
+        """Take nothing into the next step. The memory stays where it is, because a captured CUDA graph reads it."""
+        for lost in self._lost.values():
+            lost.zero_()
+
+    def forget(self) -> None:
+        """Release the memory of a model that is no more. Another model's gradients may get the same addresses."""
         self._lost.clear()
 
     def of(self, whole: Tensor, rows: Tensor) -> Tensor:

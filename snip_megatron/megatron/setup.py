@@ -153,6 +153,8 @@ class SnipRun:
         Nothing here is collective, because ranks of the previous start may have died.
         """
         self._undo_evaluation.close()
+        if self.feedback is not None:
+            self.feedback.forget()
         if self._controller is not None:
             self._controller.close(together=False)
         self._controller = self._coordinator = self._probes = None

@@ -43,3 +43,12 @@ def test_backwards_of_a_step_run_in_its_own_thread_and_other_code_s_as_before(mo
     with pytest.raises(RuntimeError, match="a step"):
         run.around_step(fails, call)
     assert torch._C._is_multithreading_enabled()
+
+
+def test_an_in_process_restart_forgets_what_the_gradients_of_its_first_model_lost() -> None:
+    run = SnipRun(SnipConfig(enabled=True, gradient_reduction="fp8-feedback"), argparse.Namespace())
+    assert run.feedback is not None
+    whole = torch.ones(1, 128)
+    lost = run.feedback.of(whole, whole)
+    run._leave_earlier_start()
+    assert run.feedback.of(whole, whole) is not lost
