@@ -26,7 +26,8 @@ from snip_megatron.quantization import partials
 from snip_megatron.quantization.formats import TILE
 
 Group = dist.ProcessGroup | None
-_ROW = 16 * TILE  # elements of gradients that kernels treat as a row
+_ROW = 16 * TILE  # elements of gradients that kernels treat as a row, at most
+_LARGE, _LONG_ROW = 2**29, 256 * TILE  # a bucket of so many elements, and its rows
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ def _start_quantised(x: Tensor, group: Group, lost: Tensor | None = None) -> Red
     works = tuple(dist.all_to_all_single(out, t, group=group, async_op=True) for out, t in pairs)
     if lost is not None:
         packed = (t.unsqueeze(0) for t in sent)
-        error = x - arithmetic.add_partials(*packed, x, -1)  # of one rank, which is another one
+        sent_values = arithmetic.add_partials(*packed, x, -1)  # of one rank, which is another one
+        error = torch.sub(x, sent_values, out=sent_values)
         lost.copy_(error.nan_to_num_(0.0, 0.0, 0.0))
         lost.view(ranks, -1)[rank] = 0.0  # not sent
     elements, scales = (t.view(ranks, -1, t.shape[1]) for t in received)
@@ -135,15 +137,24 @@ def start_gradient_reduction(
     ranks, n = dist.get_world_size(group), shard.numel()
     if ranks == 1:
         return Reduction((), lambda: shard.copy_(whole))
-    parts = whole.view(ranks, n)
-    if n % TILE:
-        parts = functional.pad(parts, (0, -n % TILE))
-    rows = parts.view(-1, math.gcd(parts.shape[1], _ROW))  # long ones suit the kernels; tiles are the same
+    rows = as_rows(whole.view(ranks, n))
     lost = None if feedback is None else feedback.of(whole, rows)
     if lost is not None:
         rows.add_(lost)
     reduction = _start_quantised(rows, group, lost)
     return Reduction(reduction.works, lambda: shard.copy_(reduction.finish().view(-1)[:n]))
+
+
+def as_rows(parts: Tensor) -> Tensor:
+    """Return the parts [ranks, n] of gradients as a matrix of whole tiles whose rows end where parts end.
+
+    Long rows suit the kernels, and tiles are the same for any length. A launch has at most 65535 programs of 128 rows,
+    so that a large bucket needs long rows. The parts are copied if they must be padded.
+    """
+    unit, longest = (TILE, _ROW) if parts.numel() < _LARGE else (_LONG_ROW, _LONG_ROW)
+    if padding := -parts.shape[1] % unit:
+        parts = functional.pad(parts, (0, padding))
+    return parts.view(-1, math.gcd(parts.shape[1], longest))
 
 
 def rehearse_quantised(x: Tensor, ranks: int) -> None:

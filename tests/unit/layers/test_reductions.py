@@ -5,9 +5,11 @@ tests/distributed/test_gradient_reduction.py has the bits of the sums.
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from snip_megatron.layers.reductions import ErrorFeedback
+from snip_megatron.layers import reductions
+from snip_megatron.layers.reductions import ErrorFeedback, as_rows
 
 
 def test_a_reset_clears_the_memory_that_a_cuda_graph_reads() -> None:
@@ -31,3 +33,28 @@ def test_a_model_that_is_built_anew_has_lost_nothing() -> None:
     anew = feedback.of(whole, whole.view(2, 128))
     assert anew is not lost
     assert not anew.any()
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 72])
+@pytest.mark.parametrize("each", [1, 128 * 3, 128 * 77 + 5, 2048 * 5, 128 * (2**16 + 1), 2**27 + 128, 2**30 + 5])
+def test_kernels_can_be_launched_on_a_bucket_of_any_size(ranks: int, each: int) -> None:
+    """Without --overlap-grad-reduce a bucket is the whole model. CUDA has 65535 programs along the second dimension,
+    each of which quantises 128 rows.
+    """
+    parts = torch.empty(ranks, each, device="meta")
+    rows = as_rows(parts)
+    assert rows.shape[1] % 128 == 0
+    assert len(rows) % ranks == 0
+    assert len(rows) <= 65535 * 128
+    padding = rows.numel() // ranks - each
+    assert 0 <= padding < max(128, parts.numel() / 2**14)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_rows_hold_the_parts(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reductions, "_LARGE", 1 if large else 2**29)
+    parts = torch.arange(3.0 * 300).view(3, 300)
+    rows = as_rows(parts)
+    assert rows.shape == ((3, 32768) if large else (9, 128))
+    assert torch.equal(rows.view(3, -1)[:, :300], parts)
+    assert not rows.view(3, -1)[:, 300:].any()
