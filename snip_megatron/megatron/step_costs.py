@@ -47,14 +47,14 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
     except SnipError as error:
         argument = f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-cost {config.cost}"
         raise SnipError(f"{argument} with --snip-budget {config.budget}: {error}") from None
-    step = step_model(args, model)
+    step = step_model(args, model, config.gradient_reduction)
     if step is None:
         return times
     host = step.host_seconds()
     return replace(times, rest=step.fixed_seconds(), host=None if host is None else HostSeconds(*host))
 
 
-def step_model(args: argparse.Namespace, model: CostModel) -> StepModel | None:
+def step_model(args: argparse.Namespace, model: CostModel, gradient_reduction: str = "fp32") -> StepModel | None:
     """Return what ``snip plan`` predicts the steps of this run with.
 
     Returns None if the planner does not support the model or its layout. It supports dense Llamas whose layers are
@@ -100,6 +100,7 @@ def step_model(args: argparse.Namespace, model: CostModel) -> StepModel | None:
             embedding_as_layer=args.account_for_embedding_in_pipeline_split,
             loss_as_layer=args.account_for_loss_in_pipeline_split,
             cuda_graph_impl=compat.graph_implementation(args) or "none",
+            gradient_reduction=gradient_reduction,
         )
         return StepModel(layout, model)
     except SnipError:  # the planner does not support this layout, and the report omits the rest of the step
