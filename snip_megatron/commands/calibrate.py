@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     if not args.time > 0:
         raise SnipError(f"--time {args.time}: must be a number of seconds above 0")
     check_folder("--out", args.out)
+    from snip_megatron.timing.calibration.collectives import check_ranks
     from snip_megatron.timing.calibration.workload import grid_workload, model_workload
 
     device = _device(args.device)
-    if args.ranks < 1:
-        raise SnipError(f"--ranks {args.ranks}: must be a whole number of 1 or more")
+    check_ranks(device.type, args.ranks)
     if args.add_to is not None:
         return _add_collectives(args, device)
     if args.shapes == "grid":

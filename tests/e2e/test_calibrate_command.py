@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from snip_megatron.cli import main
+from snip_megatron.commands import calibrate
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
@@ -91,6 +93,15 @@ def test_a_table_of_another_device_gets_no_collectives(tmp_path: Path, capsys: p
     assert "was measured on Another, this is cpu" in capsys.readouterr().err
     assert main(common) == 2
     assert "collectives need ranks; give --ranks 2 or more" in capsys.readouterr().err
+
+
+def test_too_many_ranks_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise minutes of measurements would be lost."""
+    monkeypatch.setattr(calibrate, "_device", lambda _: torch.device("cuda"))
+    assert main(["calibrate", "--ranks", "999"]) == 2
+    assert "snip calibrate: --ranks 999: this machine has" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,14 @@ _MEASURED = (
 _DTYPES = {"bf16": torch.bfloat16, "uint8": torch.uint8}
 
 
+def check_ranks(device_type: str, ranks: int) -> None:
+    """Raise SnipError if collectives over ``ranks`` ranks cannot be measured on this machine."""
+    if ranks < 1:
+        raise SnipError(f"--ranks {ranks}: must be a whole number of 1 or more")
+    if device_type == "cuda" and ranks > torch.cuda.device_count():
+        raise SnipError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs")
+
+
 def measure_collectives(device_type: str, ranks: int) -> dict[Exchange, float]:
     """Measure all-gathers, reduce-scatters and all-to-alls of several sizes in bf16 and in bytes.
 
@@ -46,8 +54,7 @@ def measure_collectives(device_type: str, ranks: int) -> dict[Exchange, float]:
     Raises:
         SnipError: There are fewer GPUs than ranks, or a rank failed.
     """
-    if device_type == "cuda" and ranks > torch.cuda.device_count():
-        raise SnipError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs")
+    check_ranks(device_type, ranks)
     with tempfile.TemporaryDirectory() as folder:
         rank = partial(_rank, device_type, ranks, str(Path(folder) / "store"))
         context = multiprocessing.get_context("spawn")
