@@ -204,6 +204,10 @@ class Layout:
                 f"--gradient-reduction {self.gradient_reduction}: needs --dp 2 or more, without"
                 " --no-distributed-optimizer"
             )
+        if self.gradient_reduction != "fp32" and self.tp > 1 and not self.sequence_parallel:
+            raise SnipError(
+                f"--gradient-reduction {self.gradient_reduction}: needs --sequence-parallel with --tp {self.tp}"
+            )
         here = f"--communication {self.communication}"
         if self.communication not in COMMUNICATION:
             raise SnipError(f"{here}: choose one of {', '.join(COMMUNICATION)}")

@@ -88,3 +88,23 @@ def test_trainings(warm: WarmRanks, tmp_path: Path) -> None:
     resume = ("--load", str(tmp_path / "fed-back-saved"), "--ckpt-step", "2")
     resumed = trainings.train("fed-back-resumed", "--snip-gradient-reduction", "fp8-feedback", *resume)
     assert figures(resumed) == figures(fed_back)[2:]
+
+
+def test_tensor_parallel_ranks_have_one_gradient_of_what_they_all_hold(warm: WarmRanks, tmp_path: Path) -> None:
+    """Under sequence parallelism, where they sum what data parallel ranks have summed. Otherwise it is refused: a tile
+    that a norm shares with a sharded weight has another scale on each rank.
+    """
+    args = tiny_llama_args(
+        *shlex.split("--num-layers 1 --micro-batch-size 1 --global-batch-size 2 --use-distributed-optimizer --bf16"),
+        *shlex.split("--tensor-model-parallel-size 2 --sequence-parallel --snip-gradient-reduction fp8-feedback"),
+        *(*SNIP, "--snip-dir", str(tmp_path / "run")), iters=3,
+    )  # fmt: skip
+    env = {"OUT": str(tmp_path)}
+    done = warm.run(4, args, module="replicas_pretrain", tmp=tmp_path / "ranks", env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(4)]
+    assert len(ranks[0]) == 3
+    for first in (0, 2):  # of data parallel ranks 0 and 1
+        for name, gradient in ranks[first].items():
+            assert gradient.any()
+            assert torch.equal(gradient, ranks[first + 1][name])

@@ -44,6 +44,27 @@ def check_gradient_reduction(args: argparse.Namespace, way: str = "fp8") -> None
         )
     if args.data_parallel_size * args.context_parallel_size == 1:
         raise SnipError(f"{here}: there is one data parallel rank, so that gradients are not reduced; leave it out")
+    _check_replicas(args, here)
+
+
+def _check_replicas(args: argparse.Namespace, here: str) -> None:
+    """Check that tensor parallel ranks get one gradient of each parameter that all of them hold.
+
+    A tile of such a parameter may hold neighbours that are sharded, so that its scale differs between these ranks. That
+    does not matter where Megatron sums the reduced gradients over these ranks, as it does for norms and routers under
+    sequence parallelism. Otherwise the copies would drift apart.
+    """
+    if args.tensor_model_parallel_size == 1:
+        return
+    here += f" with --tensor-model-parallel-size {args.tensor_model_parallel_size}"
+    drift = "parameters that all tensor parallel ranks hold would differ between them"
+    if not args.sequence_parallel:
+        raise SnipError(f"{here}: add --sequence-parallel; without it {drift}")
+    if getattr(args, "position_embedding_type", None) == "learned_absolute":
+        raise SnipError(
+            f"{here} cannot be combined with --position-embedding-type learned_absolute: {drift}; use rope, or leave"
+            " one out"
+        )
 
 
 def reduce_gradients_in_fp8(args: argparse.Namespace, feedback: ErrorFeedback | None = None) -> Callable[[], None]:

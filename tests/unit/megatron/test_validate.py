@@ -186,8 +186,15 @@ def test_gradients_in_fp8_need_a_reduce_scatter_of_megatrons(way: str) -> None:
         ({"use_layer_wise_distributed_optimizer": True}, ": only the distributed optimizer scatters gradients"),
         ({"ddp_average_in_collective": True}, " cannot be combined with --ddp-average-in-collective"),
         ({"data_parallel_size": 1}, ": there is one data parallel rank"),
+        ({"tensor_model_parallel_size": 2}, " with --tensor-model-parallel-size 2: add --sequence-parallel;"),
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "position_embedding_type": "learned_absolute"},
+            " with --tensor-model-parallel-size 2 cannot be combined with --position-embedding-type learned_absolute:",
+        ),
     ):
         assert refused(snip, arguments(**scatters | given)).startswith(here + message)
+    replicated = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "position_embedding_type": "rope"}
+    validate.check(snip, arguments(**scatters | replicated))
     bridge = arguments(**scatters)
     del bridge.ddp_reduce_scatter_with_fp32_accumulation
     assert refused(snip, bridge).startswith(f"{here}: needs Megatron's own training loop with its --ddp-reduce-scatter")

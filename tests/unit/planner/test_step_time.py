@@ -125,6 +125,8 @@ def test_gradients_in_fp8_are_a_quarter_of_the_bytes_and_kernels() -> None:
         assert step.data_parallel == pytest.approx(expected)
     with pytest.raises(SnipError, match="--gradient-reduction fp8: needs --dp 2 or more"):
         layout("8b", gradient_reduction="fp8")
+    with pytest.raises(SnipError, match="--gradient-reduction fp8: needs --sequence-parallel with --tp 2"):
+        layout("8b", dp=2, tp=2, gradient_reduction="fp8")
 
 
 @pytest.mark.parametrize("fmt", Format)
