@@ -8,7 +8,7 @@ Megatron prints, over the second half of the steps. Trainings start side by side
 the GPU, and then train one after the other. With ``--rounds 2`` all of them train a second time in the reverse order,
 and the medians are over both rounds. ``*_graphs`` is the fastest of the implementations of CUDA graphs that are tried.
 
-``snip_fp4_75_graphs`` runs two real updates. ``updates`` in the result has the time by which their steps took longer,
+``snip_fp4_75*`` run two real updates. ``updates`` in the result has the time by which their steps took longer,
 and the times in the run's events. SNIP's other contenders keep one map, with the same format in every GEMM.
 
 A training that fails is listed in ``failed`` with its last error line, one that this machine cannot run in ``skipped``.
@@ -170,7 +170,7 @@ class Table:
 
     def missing(self) -> list[str]:
         """Return the contenders of the table that no command has timed."""
-        return [name for name in CONTENDERS if name != EXTRA and name not in self.result["ms"]]
+        return [name for name in CONTENDERS if name not in EXTRA and name not in self.result["ms"]]
 
     def start(self, contender: str) -> None:
         """Remove what an earlier command recorded about a contender that is about to run."""

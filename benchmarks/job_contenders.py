@@ -65,6 +65,9 @@ CONTENDERS = {
     "snip_fp4_75": Contender(updates=True),
     "snip_fp4_75_graphs": Contender(graphs=_BOTH, updates=True),
     "snip_bf16_graphs": Contender(graphs=_BOTH, map=Format.BF16),
+    "snip_fp4_75_fused_graphs": Contender(("--snip-fusions", "auto"), graphs=_BOTH, updates=True),
+    "snip_fp4_75_gather_graphs": Contender(("--snip-communication", "gather"), graphs=_BOTH, updates=True),
+    "snip_fp4_75_all_graphs": Contender(("--snip-communication", "all"), graphs=_BOTH, updates=True),
 }
-EXTRA = "snip_fp4_75"
-"""The contender that is in a table only if it is asked for by name."""
+EXTRA = ("snip_fp4_75", "snip_fp4_75_fused_graphs", "snip_fp4_75_gather_graphs", "snip_fp4_75_all_graphs")
+"""The contenders that are in a table only if they are asked for by name."""
