@@ -62,6 +62,7 @@ TWO_GPUS = [
     for graphs in IMPLEMENTATIONS
     if (layout, graphs) != ("pipeline", "full_iteration")  # refused
 ]
+FP8_SUMS = {"tensor": ("--snip-communication", "all"), "data": ("--snip-gradient-reduction", "fp8-feedback")}
 
 
 class Trainings:
@@ -172,6 +173,10 @@ def on_two(trainings: Trainings) -> Trainings:
     for layout, graphs in TWO_GPUS:
         trainings.begin("tensor_and_fp4", None, layout=layout)
         trainings.begin("tensor_and_fp4", graphs, layout=layout)
+    for graphs in (None, *IMPLEMENTATIONS):
+        for layout, sums in FP8_SUMS.items():
+            trainings.begin("tensor_and_fp4", graphs, *sums, layout=layout)
+        trainings.begin("tensor_and_fp4", graphs, "--snip-communication", "gather", layout="tensor")
     return trainings
 
 
@@ -245,3 +250,14 @@ def test_gathers_of_quantised_shards_change_no_bit_on_two_gpus(on_two: Trainings
     expected = on_two.begin("tensor_and_fp4", None, layout="tensor").result()
     gather = ("--snip-communication", "gather")
     same_steps(expected, on_two.begin("tensor_and_fp4", graphs, *gather, layout="tensor").result())
+
+
+@pytest.mark.parametrize("graphs", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", FP8_SUMS)
+def test_graphs_change_no_bit_of_sums_in_fp8_on_two_gpus(on_two: Trainings, layout: str, graphs: str) -> None:
+    eager = on_two.begin("tensor_and_fp4", None, *FP8_SUMS[layout], layout=layout).result()
+    captured = on_two.begin("tensor_and_fp4", graphs, *FP8_SUMS[layout], layout=layout).result()
+    assert captured["replays"][STEPS] > 0
+    same_steps(eager, captured)
+    exact = on_two.begin("tensor_and_fp4", None, layout=layout).result()
+    assert exact["losses"][STEPS] != eager["losses"][STEPS]
