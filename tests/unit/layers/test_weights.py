@@ -14,6 +14,7 @@ from snip_megatron.gemm.backend import GemmBackend, Sides
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.quantization.hadamard import Rotation
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 
@@ -25,10 +26,16 @@ class Counting(GemmBackend):
         self.weights = 0
 
     def quantize_weight(
-        self, w: torch.Tensor, fprop: Format | None, dgrad: Format | None, *, amax: torch.Tensor | None = None
+        self,
+        w: torch.Tensor,
+        fprop: Format | None,
+        dgrad: Format | None,
+        *,
+        amax: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Sides:
         self.weights += 1
-        return super().quantize_weight(w.detach().clone(), fprop, dgrad, amax=amax)
+        return super().quantize_weight(w.detach().clone(), fprop, dgrad, amax=amax, rotation=rotation)
 
 
 @pytest.fixture(scope="module")
