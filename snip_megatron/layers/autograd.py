@@ -129,7 +129,7 @@ class QuantizedLinear(torch.autograd.Function):
         else:
             kept_format = wgrad if call.has_backward else None
             amax = handle.shared_amax("x", x, (fprop, kept_format))
-            rotation = _rotation(call, "x", _matrix(x), fprop, kept_format)
+            rotation = _rotation(call, "x", _matrix(x), None, kept_format)
             x_side, kept = backend.quantize_input(_matrix(x), fprop, kept_format, amax=amax, rotation=rotation)
         w_side, _ = _weight(call, weight, fprop, dgrad, refresh=True)
         if kept is not None:
@@ -242,7 +242,11 @@ def _weight(
     call: LinearCall, weight: torch.Tensor, fprop: Format, dgrad: Format, *, refresh: bool
 ) -> tuple[Side, Side]:
     handle = call.handle
-    shared_amax, rotation = partial(handle.shared_amax, "w"), partial(_rotation, call, "w")
+    shared_amax = partial(handle.shared_amax, "w")
+
+    def rotation() -> Rotation | None:
+        return _rotation(call, "w", weight, None, dgrad)
+
     if handle.held is not None and call.trains:
         if not refresh:
             return handle.held.sides

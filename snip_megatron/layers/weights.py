@@ -35,7 +35,7 @@ class WeightCache:
         fprop: Format,
         dgrad: Format,
         shared_amax: Callable[[Tensor, Iterable[Format]], Tensor | None] | None = None,
-        rotation: Callable[[Tensor, Format, Format], Rotation | None] | None = None,
+        rotation: Callable[[], Rotation | None] | None = None,
     ) -> tuple[Side, Side]:
         """Return the weight [N, K] as the operands of fprop and of dgrad.
 
@@ -46,13 +46,13 @@ class WeightCache:
             shared_amax: returns the amax of the unsharded weight. It is called whenever the weight is quantised and may
                 be a collective, so that all tensor parallel ranks must quantise their shards in the same calls. None:
                 the amax of ``weight`` is used.
-            rotation: returns how formats transform the weight, likewise; None: with the key 0. It changes from step to
+            rotation: returns how dgrad transforms the weight, likewise; None: with the key 0. It changes from step to
                 step, at whose end the cache is cleared.
         """
         key = (backend, fprop, dgrad, weight.data_ptr(), weight._version)
         if self._sides is None or key != self._key:
             amax = None if shared_amax is None else shared_amax(weight, (fprop, dgrad))
-            turned = None if rotation is None else rotation(weight, fprop, dgrad)
+            turned = None if rotation is None else rotation()
             row, col = backend.quantize_weight(weight, fprop, dgrad, amax=amax, rotation=turned)
             self._key, self._sides = key, (row, col)
         return self._sides
@@ -85,7 +85,7 @@ class HeldWeight:
         fprop: Format,
         dgrad: Format,
         shared_amax: Callable[[Tensor, Iterable[Format]], Tensor | None],
-        rotation: Callable[[Tensor, Format, Format], Rotation | None],
+        rotation: Callable[[], Rotation | None],
     ) -> tuple[Side, Side]:
         """Return the weight [N, K] as the operands of fprop and of dgrad, and quantise it unless ``current`` is set.
 
@@ -98,7 +98,7 @@ class HeldWeight:
         amax = shared_amax(weight, (fprop, dgrad))
         if amax is not None:
             self._amax = amax.clone() if self._amax is None else self._amax.copy_(amax)
-        turned = rotation(weight, fprop, dgrad)
+        turned = rotation()
         if self._held is None:
             row, col = backend.quantize_weight(weight, fprop, dgrad, amax=self._amax, rotation=turned)
             self._key, self._held = key, HeldSides((row, col), self._current)
