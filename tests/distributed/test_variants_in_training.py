@@ -21,7 +21,7 @@ PINNED = "decoder.layers.1.mlp.linear_fc2:wgrad"
 EDEN = ("decoder.layers.0.mlp.linear_fc1:dgrad", "decoder.layers.1.self_attention.linear_proj:dgrad",
         "decoder.layers.0.mlp.linear_fc1:wgrad")  # fmt: skip
 SNIP = shlex.split(
-    f"--snip --snip-pin {' '.join(f'{key}=nvfp4_eden' for key in EDEN)} {PINNED}=nvfp4_hadamard"
+    f"--snip {' '.join(f'--snip-pin {key}=nvfp4_eden' for key in EDEN)} --snip-pin {PINNED}=nvfp4_hadamard"
     f" --snip-formats {CANDIDATES} --snip-first-update 1 --snip-update-interval 100 --snip-lag 1 --snip-wait 240"
     " --snip-probe-tokens 32"
 )
