@@ -154,6 +154,16 @@ def test_of_a_vector_with_itself_the_error_stays() -> None:
     assert (excess < 0.02).all()
 
 
+def test_beside_a_number_that_dominates_its_group_the_rest_is_lost() -> None:
+    """All transformed numbers are nearly ±a then, and round to the same number: the other limit."""
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(2)) * 0.01
+    x[:, 5] = 10.0
+    y = x.clone()
+    y[:, 5] = 0.0
+    kept = torch.stack([(quantised(x, key) * rotate(y, key, 128, 1)).double().sum(1) for key in keys(60)]).mean(0)
+    assert (kept < 0.2 * y.double().square().sum(1)).all()
+
+
 def test_errors_are_half_of_those_of_stochastic_rounding() -> None:
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
     total = float(x.double().square().sum())
