@@ -7,6 +7,7 @@ graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -77,6 +78,7 @@ class HeldWeight:
         self._key: tuple[object, ...] | None = None
         self._held: HeldSides | None = None
         self._amax: Tensor | None = None
+        self._turned_amax: Tensor | None = None
 
     def refresh(
         self,
@@ -99,6 +101,9 @@ class HeldWeight:
         if amax is not None:
             self._amax = amax.clone() if self._amax is None else self._amax.copy_(amax)
         turned = rotation()
+        if turned is not None and turned.amax is not None:
+            kept = turned.amax.clone() if self._turned_amax is None else self._turned_amax.copy_(turned.amax)
+            turned, self._turned_amax = replace(turned, amax=kept), kept
         if self._held is None:
             row, col = backend.quantize_weight(weight, fprop, dgrad, amax=self._amax, rotation=turned)
             self._key, self._held = key, HeldSides((row, col), self._current)
@@ -114,4 +119,4 @@ class HeldWeight:
 
     def clear(self) -> None:
         """Free the memory. Graphs that were captured with it must not run afterwards."""
-        self._key = self._held = self._amax = None
+        self._key = self._held = self._amax = self._turned_amax = None
