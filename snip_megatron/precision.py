@@ -49,6 +49,7 @@ class Format(str, Enum):
     MXFP4_HADAMARD = "mxfp4_hadamard"
     MXFP4_HADAMARD_FIXED = "mxfp4_hadamard_fixed"
     MXFP4_HADAMARD_NEAREST = "mxfp4_hadamard_nearest"
+    NVFP4_EDEN = "nvfp4_eden"
 
     @property
     def code(self) -> int:
@@ -109,6 +110,7 @@ VARIANTS: Mapping[Format, Variant] = {
     Format.MXFP4_HADAMARD: Variant(Format.MXFP4, (Gemm.WGRAD,)),
     Format.MXFP4_HADAMARD_FIXED: Variant(Format.MXFP4, (Gemm.WGRAD,)),
     Format.MXFP4_HADAMARD_NEAREST: Variant(Format.MXFP4, (Gemm.WGRAD,)),
+    Format.NVFP4_EDEN: Variant(Format.NVFP4, (Gemm.DGRAD, Gemm.WGRAD), own_weight=True),
 }
 """The formats that are variants of another one."""
 

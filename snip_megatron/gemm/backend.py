@@ -69,8 +69,8 @@ class GemmBackend:
             x: X [T, K] in the training dtype.
             fprop, wgrad: formats of the two GEMMs; None if a GEMM does not run.
             amax: see the module.
-            rotation: how the operand of wgrad is transformed if ``wgrad`` has a Hadamard transform. None: without sign
-                changes.
+            rotation: how the operand of wgrad is transformed if ``wgrad`` has a Hadamard transform. None: with the key
+                0.
         """
         return self._quantize(x, (fprop, wgrad), amax, rotation=rotation)
 
@@ -81,6 +81,7 @@ class GemmBackend:
         dgrad: Format | None,
         *,
         amax: Tensor | None = None,
+        rotation: Rotation | None = None,
         held: HeldSides | None = None,
     ) -> Sides:
         """Return W [N, K] as the operands of fprop (reduction along K) and of dgrad (reduction along N).
@@ -89,11 +90,12 @@ class GemmBackend:
             w: W [N, K] in the training dtype.
             fprop, dgrad: formats of the two GEMMs; None if a GEMM does not run.
             amax: see the module.
+            rotation: how the operand of dgrad is transformed if ``dgrad`` transforms weights.
             held: operands of an earlier call. They are overwritten and returned, and no new memory is allocated.
         """
         if held is None:
-            return self._quantize(w, (fprop, dgrad), amax, weight=True)
-        self._renew(w, (fprop, dgrad), amax, held)
+            return self._quantize(w, (fprop, dgrad), amax, weight=True, rotation=rotation)
+        self._renew(w, (fprop, dgrad), amax, held, rotation)
         return held.sides
 
     def quantize_gradient(
@@ -113,7 +115,7 @@ class GemmBackend:
             dgrad, wgrad: formats of the two GEMMs; None if a GEMM does not run.
             keys: keys of stochastic rounding, for the formats that use it.
             amax: see the module.
-            rotation: as in :meth:`quantize_input`, with the same signs.
+            rotation: as in :meth:`quantize_input`, with the same signs; its ``row`` is that of the operand of dgrad.
         """
         both = (keys.dgrad, keys.wgrad)
         return self._quantize(
@@ -173,15 +175,19 @@ class GemmBackend:
             keys: keys of stochastic rounding of the two GEMMs.
             cols: global indices of x's columns, which stochastic rounding reads.
             first_row: global index of x's first row, likewise.
-            rotation: how the second operand is transformed if its format has a Hadamard transform.
+            rotation: how the second operand is transformed if its format has a Hadamard transform, and its ``row`` how
+                the first is.
         """
         first, second = formats
+        of_row, of_col = (None, None) if rotation is None else (rotation.of(1), rotation.of(0))
         return (
-            None if first is None else Plain(x, first, keys[0], cols, amax, first_row),
-            None if second is None else Plain(x, second, keys[1], cols, amax, first_row, rotation=rotation),
+            None if first is None else Plain(x, first, keys[0], cols, amax, first_row, rotation=of_row),
+            None if second is None else Plain(x, second, keys[1], cols, amax, first_row, rotation=of_col),
         )
 
-    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
+    def _renew(
+        self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides, rotation: Rotation | None
+    ) -> None:
         """Quantise W into the operands of ``held``. Plain operands are the weight itself and need no update."""
 
     # -- products ------------------------------------------------------------------------------------------------
@@ -202,6 +208,7 @@ class GemmBackend:
             offset=(g.first_row, 0),
             cols=g.cols,
             amax=(g.amax, w.amax),
+            rotation=(g.rotation, w.rotation),
             quantised=g.quantised,
             out_dtype=dtype,
         )

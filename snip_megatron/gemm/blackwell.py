@@ -87,7 +87,9 @@ class BlackwellBackend(GemmBackend):
                 (sides[place],) = self._native(x, fmt, (usage,), amax, weight, seeds[place])
         return sides[0], sides[1]
 
-    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
+    def _renew(
+        self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides, rotation: Rotation | None
+    ) -> None:
         """See the base class. Weights are held only for CUDA graphs."""
         self.check_graphs()
 

@@ -48,7 +48,7 @@ class Plain:
         amax: max|x| of the unsharded matrix if ``tensor`` is a shard (0-dim FP32). None: that of ``tensor``.
         first_row: global index of the first row for stochastic rounding.
         quantised: whether ``tensor`` holds quantised numbers in FP32 already, which the GEMM uses unchanged.
-        rotation: how the matrix is transformed if it is an operand of a wgrad with a Hadamard transform.
+        rotation: how the matrix is transformed if ``format`` has a Hadamard transform for it.
     """
 
     tensor: Tensor

@@ -1,8 +1,9 @@
 """The three GEMMs of a linear with quantised operands, in plain torch. All other backends are compared with these.
 
 X and G are quantised in tiles along the GEMM's reduction dimension (1×128 in fp8 and fp4), W in blocks (128×128). Only
-G is rounded stochastically, in the formats of ``STOCHASTIC`` (docs/method.md, Formats). Operands are dequantised to
-FP32 and multiplied in FP32, so that the only error beside quantisation is that of FP32 summation.
+G is rounded stochastically, in the formats of ``STOCHASTIC`` (docs/method.md, Formats). nvfp4_eden rounds the scales of
+all operands stochastically. Operands are dequantised to FP32 and multiplied in FP32, so that the only error beside
+quantisation is that of FP32 summation.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor
 from snip_megatron.precision import Format
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.formats import STOCHASTIC, resolve
-from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
+from snip_megatron.quantization.hadamard import Rotation, turned
 from snip_megatron.quantization.rounding import Key
 
 Amaxes = tuple[Tensor | None, Tensor | None]
 """The amaxes of the two unsharded operands, 0-dim, for fp8_tensor and nvfp4. None: the amax of the given operand."""
 Rotations = tuple[Rotation | None, Rotation | None]
-"""How the two operands are transformed in formats with a Hadamard transform. None: without sign changes."""
+"""How the two operands are transformed in formats with a Hadamard transform. None: with the key 0."""
 
 
 def fprop(
@@ -48,8 +49,8 @@ def fprop(
     """
     if fmt == Format.BF16:
         return (x @ w.t()).to(out_dtype or x.dtype)
-    left = x if quantised else fake_quantize(x, fmt, tensor_amax=amax[0])
-    right = fake_quantize(w, fmt, block=True, tensor_amax=amax[1])
+    left = x if quantised else _operand(x, fmt, 1, None, amax[0])
+    right = _operand(w, fmt, 1, None, amax[1], weight=True)
     return (left @ right.t()).to(out_dtype or x.dtype)
 
 
@@ -63,6 +64,7 @@ def dgrad(
     rows: Tensor | None = None,
     cols: Tensor | None = None,
     amax: Amaxes = (None, None),
+    rotation: Rotations = (None, None),
     quantised: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -75,6 +77,7 @@ def dgrad(
         seed: key of stochastic rounding. The formats that use it require it.
         offset, rows, cols: global positions of G's elements. See :func:`snip_megatron.quantization.fake_quantize`.
         amax: see :data:`Amaxes`, for (g, w).
+        rotation: see :data:`Rotations`, for (g, w).
         quantised: whether ``g`` is Q(G) in FP32 already.
         out_dtype: dtype of the result; default that of ``g``.
     """
@@ -83,9 +86,9 @@ def dgrad(
     if quantised:
         left = g
     else:
-        left = fake_quantize(g, fmt, tensor_amax=amax[0], **gradient_rounding(fmt, seed, offset, rows, cols))
-    # axis=0 (along N, the reduction) applies to formats whose weights have no square blocks.
-    return (left @ fake_quantize(w, fmt, axis=0, block=True, tensor_amax=amax[1])).to(out_dtype or g.dtype)
+        left = _operand(g, fmt, 1, rotation[0], amax[0], **gradient_rounding(fmt, seed, offset, rows, cols))
+    # Axis 0 (along N, the reduction) applies to formats whose weights have no square blocks.
+    return (left @ _operand(w, fmt, 0, rotation[1], amax[1], weight=True)).to(out_dtype or g.dtype)
 
 
 def wgrad(
@@ -120,13 +123,25 @@ def wgrad(
     else:
         left, right = g, x
         if not quantised[0]:
-            draws = gradient_rounding(fmt, seed, offset, rows, cols)
-            g, of_g = wgrad_operand(g, fmt, rotation[0], amax[0])
-            left = fake_quantize(g, fmt, axis=0, tensor_amax=of_g, **draws)
+            left = _operand(g, fmt, 0, rotation[0], amax[0], **gradient_rounding(fmt, seed, offset, rows, cols))
         if not quantised[1]:
-            x, of_x = wgrad_operand(x, fmt, rotation[1], amax[1])
-            right = fake_quantize(x, fmt, axis=0, tensor_amax=of_x)
+            right = _operand(x, fmt, 0, rotation[1], amax[1])
     return left.t() @ right if out is None else out.addmm_(left.t(), right)
+
+
+def _operand(
+    x: Tensor,
+    fmt: Format | str,
+    axis: int,
+    rotation: Rotation | None,
+    amax: Tensor | None,
+    *,
+    weight: bool = False,
+    **rounding: Any,
+) -> Tensor:
+    """Return Q(x), or Q of its transform, for a GEMM that reduces over ``axis``."""
+    x, options = turned(x, fmt, axis, rotation, amax, weight=weight)
+    return fake_quantize(x, fmt, axis=axis, block=weight, **(rounding | options))
 
 
 def gradient_rounding(

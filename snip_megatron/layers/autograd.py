@@ -125,11 +125,11 @@ class QuantizedLinear(torch.autograd.Function):
         elif call.sequence_parallel:
             total = gather_tokens(x, call.tp_group)
             x_side, _ = backend.quantize_input(_matrix(total), fprop, None)
-            kept = plain_shard(x, backend, wgrad, _rotation(call, "x", _matrix(x), wgrad))
+            kept = plain_shard(x, backend, wgrad, _rotation(call, "x", _matrix(x), None, wgrad))
         else:
             kept_format = wgrad if call.has_backward else None
             amax = handle.shared_amax("x", x, (fprop, kept_format))
-            rotation = _rotation(call, "x", _matrix(x), kept_format)
+            rotation = _rotation(call, "x", _matrix(x), None, kept_format)
             x_side, kept = backend.quantize_input(_matrix(x), fprop, kept_format, amax=amax, rotation=rotation)
         w_side, _ = _weight(call, weight, fprop, dgrad, refresh=True)
         if kept is not None:
@@ -163,7 +163,7 @@ class QuantizedLinear(torch.autograd.Function):
         # These collectives come before the gather: those of one group run in order, so that quantising G would
         # otherwise wait for the whole gather.
         amax = handle.shared_amax("g", g, (dgrad, wgrad)) if here else None
-        rotation = _rotation(call, "g", g, wgrad) if here else None
+        rotation = _rotation(call, "g", g, dgrad, wgrad) if here else None
         if isinstance(kept, Parcel):
             x_gather = start_gather(kept, call.tp_group)
         if given is not None:
@@ -242,11 +242,16 @@ def _weight(
     call: LinearCall, weight: torch.Tensor, fprop: Format, dgrad: Format, *, refresh: bool
 ) -> tuple[Side, Side]:
     handle = call.handle
+    shared_amax = partial(handle.shared_amax, "w")
+
+    def rotation() -> Rotation | None:
+        return _rotation(call, "w", weight, None, dgrad)
+
     if handle.held is not None and call.trains:
         if not refresh:
             return handle.held.sides
-        return handle.held.refresh(call.backend, weight, fprop, dgrad, partial(handle.shared_amax, "w"))
-    return handle.weights.get(call.backend, weight, fprop, dgrad, partial(handle.shared_amax, "w"))
+        return handle.held.refresh(call.backend, weight, fprop, dgrad, shared_amax, rotation)
+    return handle.weights.get(call.backend, weight, fprop, dgrad, shared_amax, rotation)
 
 
 def gradient_keys(call: LinearCall, *formats: Format) -> GradientKeys:
@@ -265,8 +270,10 @@ def gradient_keys(call: LinearCall, *formats: Format) -> GradientKeys:
     return GradientKeys(dgrad, wgrad, handle.out_features)
 
 
-def _rotation(call: LinearCall, operand: str, x: torch.Tensor, wgrad: Format | None) -> Rotation | None:
-    return call.handle.rotation(operand, x, wgrad, on_device=call.trains)
+def _rotation(
+    call: LinearCall, operand: str, x: torch.Tensor, row: Format | None, col: Format | None
+) -> Rotation | None:
+    return call.handle.rotation(operand, x, row, col, on_device=call.trains)
 
 
 def _expert_gradient(handle: LinearHandle, d: torch.Tensor) -> torch.Tensor:

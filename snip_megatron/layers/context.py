@@ -14,7 +14,7 @@ from snip_megatron.layers.amax import is_shared, shared_amax, shared_rotation
 from snip_megatron.layers.weights import HeldWeight, WeightCache
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
-from snip_megatron.quantization.hadamard import POINTS, ROTATED, Rotation
+from snip_megatron.quantization.hadamard import ROTATED, SIGN_BITS, Rotation
 from snip_megatron.quantization.rounding import derive_seeds
 
 ALL_BF16 = (Format.BF16, Format.BF16, Format.BF16)
@@ -166,24 +166,25 @@ class LinearHandle:
         return shared_amax(x, formats, self.tp_group if is_shared(self.parallel, operand) else None)
 
     def rotation(
-        self, operand: str, x: torch.Tensor, wgrad: Format | None, *, on_device: bool = False
+        self, operand: str, x: torch.Tensor, row: Format | None, col: Format | None, *, on_device: bool = False
     ) -> Rotation | None:
-        """Return how wgrad transforms an operand; None if its format has no Hadamard transform.
+        """Return how an operand is transformed; None if none of its formats has a Hadamard transform.
 
         See :func:`snip_megatron.layers.amax.shared_rotation`. It may be a collective of the tensor parallel group.
 
         Args:
-            operand: "x" or "g".
+            operand: "x", "w" or "g".
             x: this rank's shard of the operand, with all tokens.
-            wgrad: the format of wgrad; None if wgrad does not run.
+            row, col: formats of the GEMMs that reduce over its columns and over its rows; None for one that does not
+                run or takes the operand untransformed.
             on_device: take the signs from ``device_signs`` if the linear has them.
         """
-        if wgrad not in ROTATED:
+        if row not in ROTATED and col not in ROTATED:
             return None
         context = self.context
         captured = self.device_signs if on_device else None
         signs = signs_of([self], context.seed, context.step)[0] if captured is None else captured
-        return shared_rotation(x, wgrad, signs, self.tp_group if is_shared(self.parallel, operand) else None)
+        return shared_rotation(x, row, col, signs, self.tp_group if is_shared(self.parallel, operand) else None)
 
     @property
     def name(self) -> str:
@@ -234,4 +235,5 @@ def signs_of(linears: Sequence[LinearHandle], seed: int, step: int) -> list[int]
     microbatches of a step have the same, because X is transformed in a forward and G in a later backward.
     """
     words = derive_seeds((seed, step, _SIGNS), [handle.index for handle in linears])
-    return [word >> (64 - POINTS) for word in words]
+    # The lowest 16 bits are the signs of the transform of 16 points, the upper bits of a word.
+    return [(word >> 48 | (word & 0xFFFFFFFF) << 16) & ((1 << SIGN_BITS) - 1) for word in words]

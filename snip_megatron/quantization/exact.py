@@ -17,7 +17,7 @@ from torch import Tensor
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import SPECS, STOCHASTIC, Scaling, resolve
-from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
+from snip_megatron.quantization.hadamard import Rotation, turned
 from snip_megatron.quantization.reference import Quantized, quantize
 from snip_megatron.quantization.rounding import Key
 
@@ -86,8 +86,9 @@ def quantize_exact(
             nearest.
         cols: integer [K], global ids of the columns for stochastic rounding; default: 0, 1, …
         amax: max|x| of the unsharded tensor (0-dim), for formats with a scale for the whole tensor.
-        rotation: how the second operand is transformed if ``col_format`` has a Hadamard transform and ``x`` is not a
-            weight. None: without sign changes. The transformed operand has ⌈M/16⌉·16 rows.
+        rotation: how the second operand is transformed if ``col_format`` has a Hadamard transform for it, and its
+            ``row`` how the first is. None: with the key 0. A transformed operand has whole groups of 16 or 128 rows, or
+            of 128 columns as the first operand.
         held: operands to write the result to, which are returned. Default: new ones.
 
     Returns:
@@ -98,14 +99,8 @@ def quantize_exact(
     """
     formats = tuple(None if f is None else resolve(f) for f in (row_format, col_format))
     sides = [
-        None if f is None else _operand(operand, f, axis, square, seed, cols, whole)
-        for f, axis, seed, (operand, whole) in zip(
-            formats,
-            (1, 0),
-            (row_seed, col_seed),
-            ((x, amax), _of_col(x, None if square else formats[1], rotation, amax)),
-            strict=True,
-        )
+        None if f is None else _operand(x, f, axis, square, seed, cols, amax, rotation and rotation.of(axis))
+        for f, axis, seed in zip(formats, (1, 0), (row_seed, col_seed), strict=True)
     ]
     made = (sides[0], sides[0] if shared(*formats, square=square) else sides[1])
     if held is None:
@@ -116,12 +111,6 @@ def quantize_exact(
                 if kept is not None and fresh is not None:
                     kept.copy_(torch.where(held.current != 0, kept, fresh))
     return held.operands
-
-
-def _of_col(
-    x: Tensor, fmt: Format | None, rotation: Rotation | None, amax: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    return (x, amax) if fmt is None else wgrad_operand(x, fmt, rotation, amax)
 
 
 def shared(row: Format | None, col: Format | None, *, square: bool) -> bool:
@@ -139,12 +128,20 @@ def shared(row: Format | None, col: Format | None, *, square: bool) -> bool:
 
 
 def _operand(
-    x: Tensor, fmt: Format, axis: int, square: bool, seed: Key | None, cols: Tensor | None, amax: Tensor | None
+    x: Tensor,
+    fmt: Format,
+    axis: int,
+    square: bool,
+    seed: Key | None,
+    cols: Tensor | None,
+    amax: Tensor | None,
+    rotation: Rotation | None,
 ) -> ExactOperand:
     rounding: dict[str, Any] = {}
     if seed is not None and fmt in STOCHASTIC:
         rounding = {"rounding": "stochastic", "seed": seed, "cols": cols}
-    q = quantize(x, fmt, axis=axis, block=square, tensor_amax=amax, **rounding)
+    x, options = turned(x, fmt, axis, rotation, amax, weight=square)
+    q = quantize(x, fmt, axis=axis, block=square, **(rounding | options))
     spec = SPECS[fmt]
     if spec.scaling is Scaling.FP32:
         return ExactOperand(q.values.bfloat16(), q.scale, q.tile)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from snip_megatron.precision import Gemm
-from snip_megatron.quantization import fake_quantize, quantize
-from snip_megatron.quantization.formats import SPECS, STOCHASTIC, resolve
-from snip_megatron.quantization.hadamard import Rotation, wgrad_operand
+from snip_megatron.quantization import Quantized, fake_quantize, quantize
+from snip_megatron.quantization.formats import E4M3, SPECS, STOCHASTIC, resolve
+from snip_megatron.quantization.hadamard import Rotation, turned
 from snip_megatron.quantization.rounding import spacing
 from snip_megatron.statistics.squares import squares
 
@@ -55,16 +55,17 @@ def tensor_sums(
         stochastic: whether x is a gradient, which some formats round stochastically.
         amax: max|·| (0-dim) of the tensor that x is a shard of, for formats with one scale per tensor. Default: that of
             x.
-        rotations: how formats with a Hadamard transform transform wgrad's operand; None: without sign changes. Their
-            errors are those of the transformed tensor, whose column norms are the same.
+        rotations: how formats with a Hadamard transform transform x; None: with the key 0. Their errors are those of
+            the transformed tensor, whose norms are the same.
         d: any floating dtype [R, C]. If given, the inner products of its rows with x and with errors of x, rounded to
             nearest, are summed as well.
 
     Raises:
         SnipError: a format, the dtype or the number of dimensions is not supported.
     """
-    of_rows = torch.stack([_row_error(x, fmt, stochastic, amax) for fmt in formats])
-    of_cols = torch.stack([_col_errors(x, fmt, stochastic, amax, (rotations or {}).get(fmt)) for fmt in formats])
+    known = rotations or {}
+    of_rows = torch.stack([_row_error(x, fmt, stochastic, amax, known.get(fmt)) for fmt in formats])
+    of_cols = torch.stack([_col_errors(x, fmt, stochastic, amax, known.get(fmt)) for fmt in formats])
     dots = None
     if d is not None:
         dots = torch.stack([_dots(d, x.float()), *(_error_dots(d, x, fmt, stochastic, amax) for fmt in formats)])
@@ -80,17 +81,19 @@ def _takes_rows(fmt: str, gradient: bool) -> bool:
     return _takes(fmt, Gemm.DGRAD if gradient else Gemm.FPROP)
 
 
-def _row_error(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None) -> Tensor:
+def _row_error(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None, rotation: Rotation | None) -> Tensor:
     if not _takes_rows(fmt, stochastic):
         return torch.zeros((), dtype=torch.float64, device=x.device)
-    return squared_errors(x, fmt, stochastic=stochastic, amax=amax).sum(dtype=torch.float64)
+    operand, options = turned(x, fmt, 1, rotation and rotation.of(1), amax)
+    return squared_errors(operand, fmt, stochastic=stochastic, amax=options["tensor_amax"]).sum(dtype=torch.float64)
 
 
 def _col_errors(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None, rotation: Rotation | None) -> Tensor:
     if not _takes(fmt, Gemm.WGRAD):
         return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-    operand, whole = wgrad_operand(x, fmt, rotation, amax)
-    return squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=whole).sum(0, dtype=torch.float64)
+    operand, options = turned(x, fmt, 0, rotation and rotation.of(0), amax)
+    errors = squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=options["tensor_amax"])
+    return errors.sum(0, dtype=torch.float64)
 
 
 def _error_dots(d: Tensor, x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None) -> Tensor:
@@ -103,16 +106,28 @@ def _dots(d: Tensor, x: Tensor) -> Tensor:
     return (d * x).sum(1, dtype=torch.float64)
 
 
-def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
-    """Return ‖W‖² and ‖Q(W) − W‖² of each format in blocks, float64 [1 + F]. Arguments as of :func:`tensor_sums`."""
-    nothing = torch.zeros((), dtype=torch.float64, device=w.device)
-    errors = [
-        squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64)
-        if _takes(fmt, Gemm.FPROP, Gemm.DGRAD)
-        else nothing
-        for fmt in formats
-    ]
+def weight_sums(
+    w: Tensor,
+    formats: Sequence[str],
+    *,
+    amax: Tensor | None = None,
+    rotations: Mapping[str, Rotation] | None = None,
+) -> Tensor:
+    """Return ‖W‖² and ‖Q(W) − W‖² of each format in blocks, float64 [1 + F]. Arguments as of :func:`tensor_sums`.
+
+    A format that fprop cannot run in has tiles along the rows, over which dgrad reduces.
+    """
+    known = rotations or {}
+    errors = [_weight_error(w, fmt, amax, known.get(fmt)).sum(dtype=torch.float64) for fmt in formats]
     return torch.stack([squares(w), *errors])
+
+
+def _weight_error(w: Tensor, fmt: str, amax: Tensor | None, rotation: Rotation | None) -> Tensor:
+    if not _takes(fmt, Gemm.FPROP, Gemm.DGRAD):
+        return torch.zeros((), dtype=torch.float64, device=w.device)
+    axis = 1 if _takes(fmt, Gemm.FPROP) else 0
+    operand, options = turned(w, fmt, axis, rotation and rotation.of(axis), amax, weight=True)
+    return squared_errors(operand, fmt, axis=axis, block=True, amax=options["tensor_amax"])
 
 
 def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,12 +153,15 @@ def squared_errors(
     """Return (Q(x) − x)² of every element, FP32 [R, C]; its expectation if rounding is stochastic.
 
     ``axis`` and ``block`` are those of :func:`snip_megatron.quantization.fake_quantize`, ``amax`` is its
-    ``tensor_amax``.
+    ``tensor_amax``. In formats with a Hadamard transform ``x`` is transformed already. nvfp4_eden rounds the scales of
+    every operand stochastically.
     """
+    if SPECS[resolve(fmt)].eden:
+        return _eden_errors(x, quantize(x, fmt, axis=axis, block=block, rounding="mean", tensor_amax=amax))
     if not (stochastic and resolve(fmt) in STOCHASTIC):
         return (fake_quantize(x, fmt, axis=axis, block=block, tensor_amax=amax) - x.float()).square()
     q = quantize(x, fmt, axis=axis, block=block, tensor_amax=amax)
-    scale = q.scale.repeat_interleave(q.tile[0], 0)[: x.shape[0]].repeat_interleave(q.tile[1], 1)[:, : x.shape[1]]
+    scale = _of_elements(q.scale, q)
     element = SPECS[resolve(fmt)].element
     y = x.float() / scale
     inside = y.clamp(-element.maximum, element.maximum)
@@ -152,3 +170,23 @@ def squared_errors(
     error = distance * (spacing(inside, element) - distance) + (inside - y).square()
     # A tile whose stored scale underflows becomes zero.
     return torch.where(scale == 0, x.float().square(), error * scale.square())
+
+
+def _eden_errors(x: Tensor, q: Quantized) -> Tensor:
+    """Return the expectation of (Q(x) − x)² over the roundings of scales. ``q`` has the mean scales.
+
+    A scale s between neighbours at distances d and h − d has the variance d·(h − d).
+    """
+    assert q.factors is not None
+    scale, whole = q.factors
+    inside = scale.clamp(max=E4M3.maximum)
+    step = spacing(inside, E4M3)
+    above = inside % step
+    of_scale, variance = (_of_elements(each, q) for each in (inside * whole, above * (step - above) * whole.square()))
+    return (q.values * of_scale - x.float()).square() + q.values.square() * variance
+
+
+def _of_elements(tiles: Tensor, q: Quantized) -> Tensor:
+    """Return the number of each element's tile, in the shape of ``q.values``."""
+    rows, cols = q.values.shape
+    return tiles.repeat_interleave(q.tile[0], 0)[:rows].repeat_interleave(q.tile[1], 1)[:, :cols]

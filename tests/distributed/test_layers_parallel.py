@@ -12,7 +12,6 @@ from parallel_linears import (
     BF16,
     CANDIDATES,
     CASES,
-    HADAMARD,
     NVFP4,
     SEQUENCE,
     TENSOR,
@@ -26,6 +25,7 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization import fake_quantize
+from snip_megatron.quantization.hadamard import ROTATED
 from snip_megatron.quantization.wire import bytes_per_element
 
 Results = dict[str, Tensors]
@@ -105,7 +105,7 @@ def test_under_sequence_parallelism_a_rank_saves_its_own_tokens(case: Case, fold
         assert torch.load(folder / f"saved{rank}.pt")[str(case)] == expected
 
 
-SEQUENCE_PARALLEL = [case for case in CASES if case.sequence_parallel and HADAMARD not in case.formats]
+SEQUENCE_PARALLEL = [case for case in CASES if case.sequence_parallel and ROTATED.isdisjoint(case.formats)]
 
 
 @pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)

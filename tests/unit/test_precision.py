@@ -130,7 +130,7 @@ def test_codes_on_the_wire_never_change() -> None:
     expected = {"bf16": 0, "fp8": 1, "fp4": 2, "fp8_tensor": 3, "nvfp4": 4, "mxfp4": 5, "mxfp8": 6}
     expected |= {"nvfp4_46": 7, "nvfp4_1d": 8, "nvfp4_nearest": 9, "mxfp4_nearest": 10}
     expected |= {"nvfp4_hadamard": 11, "nvfp4_hadamard_fixed": 12, "mxfp4_hadamard": 13, "mxfp4_hadamard_fixed": 14}
-    expected |= {"mxfp4_hadamard_nearest": 15}
+    expected |= {"mxfp4_hadamard_nearest": 15, "nvfp4_eden": 16}
     assert {f.value: f.code for f in Format} == expected
 
 

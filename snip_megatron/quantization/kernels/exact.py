@@ -16,7 +16,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair, shared
 from snip_megatron.quantization.formats import E2M1, SPECS, STOCHASTIC, Scaling, resolve
-from snip_megatron.quantization.hadamard import POINTS, ROTATED, Rotation
+from snip_megatron.quantization.hadamard import Rotation, points
 from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel, exact_kernel
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.rounding import Key, key_words
@@ -39,6 +39,7 @@ class _Side:
         operand: where its numbers go.
         seed: key of stochastic rounding.
         square: whether its tiles are square blocks.
+        points: points of the transform of the matrix, or 0.
         rotation: how the matrix is transformed first.
     """
 
@@ -46,7 +47,8 @@ class _Side:
     operand: ExactOperand
     seed: Key | None
     square: bool
-    rotation: Rotation | None = None
+    points: int
+    rotation: Rotation
 
 
 def quantize_exact(
@@ -67,9 +69,9 @@ def quantize_exact(
     row, col = (None if f is None else resolve(f) for f in (row_format, col_format))
     both = shared(row, col, square=square)
     kept = (None, None) if held is None else held.operands
-    first = _side(x, row, 1, square, row_seed, kept[0])
-    turned = rotation or Rotation() if col in ROTATED and not square else None
-    second = None if both else _side(x, col, 0, square, col_seed, kept[1], turned)
+    rotation = rotation or Rotation()
+    first = _side(x, row, 1, square, row_seed, kept[0], rotation.of(1))
+    second = None if both else _side(x, col, 0, square, col_seed, kept[1], rotation.of(0))
     if x.numel():
         _quantize(x, first, second, cols, amax, None if held is None else held.current)
     of_row = None if first is None else first.operand
@@ -83,15 +85,16 @@ def _side(
     square: bool,
     seed: Key | None,
     kept: ExactOperand | None,
-    rotation: Rotation | None = None,
+    rotation: Rotation | None,
 ) -> _Side | None:
     if fmt is None:
         return None
     spec = SPECS[fmt]
-    blocks = square and spec.square_blocks
+    blocks, size = square and spec.square_blocks, points(fmt, axis, weight=square)
     if kept is None:
-        rows = x.shape[0] if rotation is None else -(-x.shape[0] // POINTS) * POINTS
-        values = torch.empty(rows, x.shape[1], dtype=torch.bfloat16, device=x.device)
+        shape = list(x.shape)
+        shape[axis] += -shape[axis] % (size or 1)
+        values = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
         scale, tile = None, None
         if spec.scaling is Scaling.FP32:
             tile = spec.tile_shape(axis, blocks)
@@ -100,7 +103,7 @@ def _side(
         elif spec.scaling in _WHOLE:
             scale = torch.ones(1, device=x.device) if x.numel() == 0 else torch.empty(1, device=x.device)
         kept = ExactOperand(values, scale, tile)
-    return _Side(fmt, kept, seed if fmt in STOCHASTIC else None, blocks, rotation)
+    return _Side(fmt, kept, seed if fmt in STOCHASTIC else None, blocks, size, rotation or Rotation())
 
 
 def _quantize(
@@ -116,17 +119,17 @@ def _quantize(
     ids = cols if cols is not None and any(side.seed is not None for side in sides) else None
     memory = [tensor for side, bits in zip((row, col), amaxes, strict=True) for tensor in _memory(side, bits, x)]
     keys = [side.seed if side is not None and isinstance(side.seed, Tensor) else x for side in (row, col)]
-    signs, turned = _signs(col, x)
-    tensors = (x, *memory, x if ids is None else ids, *keys, x if current is None else current, signs)
+    pointers, signs, turning = _turning((row, col), x)
+    tensors = (x, *memory, x if ids is None else ids, *keys, x if current is None else current, *pointers)
     # bf16 numbers are written as 16-bit words.
     dtypes = tuple(torch.int16 if i in _VALUES and t is not x else t.dtype for i, t in enumerate(tensors))
     launch(
         exact_kernel, (-(-K // width), -(-M // rows)), tensors, dtypes,
-        (M, K, x.stride(0)), (*_words(row), *_words(col), turned),
+        (M, K, x.stride(0)), (*_words(row), *_words(col), *signs),
         {
             **_constants("ROW", row), **_constants("COL", col),
             "SQUARE_ROW": row is not None and row.square, "SQUARE_COL": col is not None and col.square,
-            **_turning(col, signs, x), "GIVEN_COLS": ids is not None, "GUARDED": current is not None, "GPU": _on_gpu(x),
+            **turning, "GIVEN_COLS": ids is not None, "GUARDED": current is not None, "GPU": _on_gpu(x),
             "R": rows, "C": width, "WIDE": wide,
         },
         {"num_warps": warps},
@@ -134,23 +137,23 @@ def _quantize(
 
 
 def _constants(name: str, side: _Side | None) -> dict[str, object]:
-    """The kernel's constants of a side: bits of an element, scaling, tile, rounding, whether keys are loaded, and
-    whether the amax of a tile may become 4.
+    """The kernel's constants of a side: bits of an element, scaling, tile, rounding, whether keys are loaded, whether
+    the amax of a tile may become 4, and whether tiles are rescaled by EDEN.
     """
     if side is None:
-        values: tuple[object, ...] = (0, "", 1, False, False, False)
+        values: tuple[object, ...] = (0, "", 1, False, False, False, False)
     else:
         spec = SPECS[side.format]
         bits, tile, loaded = 4 if spec.element is E2M1 else 8, spec.tile or 1, isinstance(side.seed, Tensor)
-        values = (bits, spec.scaling.value, tile, side.seed is not None, loaded, spec.four_over_six)
-    names = ("", "_SCALING", "_TILE", "_RANDOM", "_LOADED", "_FOUR")
+        values = (bits, spec.scaling.value, tile, side.seed is not None, loaded, spec.four_over_six, spec.eden)
+    names = ("", "_SCALING", "_TILE", "_RANDOM", "_LOADED", "_FOUR", "_EDEN")
     return dict(zip((name + end for end in names), values, strict=True))
 
 
 def _rows(side: _Side, row: _Side | None) -> int:
     """Return how many rows a part needs so that it has whole tiles of ``side``."""
     spec = SPECS[side.format]
-    if spec.scaling is Scaling.FP32:
+    if spec.scaling is Scaling.FP32 or (side.points == 128 and side is not row):
         return 128
     return 16 if (side is row and not side.square) or not spec.tile else spec.tile
 
@@ -172,14 +175,12 @@ def _amaxes(
     for place, side in enumerate(sides):
         if side is None or SPECS[side.format].scaling not in _WHOLE:
             found.append(None)
-        elif side.rotation is not None and side.rotation.amax is not None:
-            found.append(_bits(side.rotation.amax))
-        elif amax is not None and side.rotation is None:
-            found.append(_bits(amax))
+        elif (given := side.rotation.amax if side.points else amax) is not None:
+            found.append(_bits(given))
         else:
             kind = (SPECS[side.format].tile, side.square)
             if kind not in searched:
-                searched[kind] = _searched(x, *kind, sides[1], current)
+                searched[kind] = _searched(x, *kind, sides, current)
             found.append(searched[kind][place * _APART :])
     return found
 
@@ -188,36 +189,46 @@ def _bits(amax: Tensor) -> Tensor:
     return amax.detach().to(torch.float32).reshape(1).view(torch.int32)
 
 
-def _searched(x: Tensor, tile: int, square: bool, col: _Side | None, current: Tensor | None) -> Tensor:
-    """Return int32: the bits of the amax over tiles along columns at 0, and along rows, of the matrix as ``col``
-    transforms it, at ``_APART``.
+def _searched(
+    x: Tensor, tile: int, square: bool, sides: tuple[_Side | None, _Side | None], current: Tensor | None
+) -> Tensor:
+    """Return int32: the bits of the amax over tiles along columns at 0 and along rows at ``_APART``, of the matrix as
+    the two sides transform it.
     """
     bits = torch.zeros(2 * _APART, dtype=torch.int32, device=x.device)
     M, K = x.shape
-    width, wide, warps = _PARTS[16]
-    signs, turned = _signs(col, x)
-    tensors = (x, bits, bits if current is None else current, signs)
+    rows = 128 if sides[1] is not None and sides[1].points == 128 else 16
+    width, wide, warps = _PARTS[rows]
+    pointers, signs, turning = _turning(sides, x)
+    tensors = (x, bits, bits if current is None else current, *pointers)
     launch(
-        exact_amax_kernel, (-(-K // width), -(-M // 16)), tensors, tuple(t.dtype for t in tensors),
-        (M, K, x.stride(0)), (turned,),
+        exact_amax_kernel, (-(-K // width), -(-M // rows)), tensors, tuple(t.dtype for t in tensors),
+        (M, K, x.stride(0)), signs,
         {
-            "TILE": tile, "SQUARE": square, **_turning(col, signs, x), "GUARDED": current is not None,
-            "R": 16, "C": width, "WIDE": wide,
+            "TILE": tile, "SQUARE": square, **turning, "GUARDED": current is not None,
+            "R": rows, "C": width, "WIDE": wide,
         },
         {"num_warps": warps},
     )  # fmt: skip
     return bits
 
 
-def _signs(col: _Side | None, unused: Tensor) -> tuple[Tensor, int]:
-    """Return the signs of the transform: as a tensor, any if they are not on the device, and as a number."""
-    signs = 0 if col is None or col.rotation is None else col.rotation.signs
-    return (signs, 0) if isinstance(signs, Tensor) else (unused, signs)
-
-
-def _turning(col: _Side | None, signs: Tensor, unused: Tensor) -> dict[str, object]:
-    """The kernels' constants of the transform: whether there is one, and whether its signs are loaded."""
-    return {"TURNED": col is not None and col.rotation is not None, "TURNED_LOADED": signs is not unused}
+def _turning(
+    sides: tuple[_Side | None, _Side | None], unused: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, object]]:
+    """Return what the kernels need of the sides' transforms: signs as tensors, any memory if they are not on the
+    device, and as numbers; and the constants, the points and whether signs are loaded.
+    """
+    pointers: list[Tensor] = []
+    numbers: list[int] = []
+    constants: dict[str, object] = {}
+    for name, side in zip(("ROW", "COL"), sides, strict=True):
+        signs = side.rotation.signs if side is not None and side.points else 0
+        loaded = isinstance(signs, Tensor)
+        pointers.append(signs if isinstance(signs, Tensor) else unused)
+        numbers.append(0 if isinstance(signs, Tensor) else signs)
+        constants |= {f"{name}_TURNED": 0 if side is None else side.points, f"{name}_SIGNS_LOADED": loaded}
+    return tuple(pointers), tuple(numbers), constants
 
 
 def _words(side: _Side | None) -> list[int]:

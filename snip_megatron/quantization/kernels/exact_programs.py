@@ -15,7 +15,10 @@ from snip_megatron.quantization.kernels.elements import lift_of
 from snip_megatron.quantization.kernels.stochastic import mix32, truncated_product
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-_RANDOM_ARGUMENTS = [*(f"{side}_word_{i}" for side in ("row", "col") for i in range(2)), "signs"]
+_RANDOM_ARGUMENTS = [f"{side}_{name}" for side in ("row", "col") for name in ("word_0", "word_1", "signs")]
+# As in ``hadamard.py`` and ``eden.py``.
+_SIGN_STREAM, _DRAW_STREAM = tl.constexpr(0x5F356495), tl.constexpr(0x3C6EF372)
+_EDEN_VALUE = tl.constexpr(6.0 / (17 / 16 * 0.93))
 
 
 @triton.jit
@@ -51,15 +54,44 @@ def _sums(x, APART: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _transformed(x, signs_ptr, signs, LOADED: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Return the Hadamard transform of groups of 16 rows: the sums of ``hadamard.py`` in the same order."""
-    if LOADED:
-        signs = tl.load(signs_ptr)
-    flips = (signs >> (tl.arange(0, R) & 15)) & 1
-    x = x * (1 - 2 * flips).to(tl.float32)[:, None]
-    for i in tl.static_range(4):
-        x = _sums(x, 8 >> i, R, C)
-    return x * 0.25
+def _sums_along(x, APART: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """The same for columns."""
+    first, second = tl.split(tl.permute(tl.reshape(x, (R, C // (2 * APART), 2, APART)), (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2)), (R, C))
+
+
+@triton.jit
+def _signs(signs_ptr, signs, LOADED: tl.constexpr):
+    return tl.load(signs_ptr) if LOADED else signs
+
+
+@triton.jit
+def _factors(signs, POINTS: tl.constexpr, SIZE: tl.constexpr):
+    """Return ±1 for each of ``SIZE`` rows or columns, in groups of ``POINTS``."""
+    places = tl.arange(0, SIZE) & (POINTS - 1)
+    if POINTS == 16:
+        flips = (signs >> places) & 1
+    else:
+        flips = (mix32(places.to(tl.uint32) * 0x9E3779B1 + (signs.to(tl.uint32) ^ _SIGN_STREAM)) >> 31).to(tl.int32)
+    return (1 - 2 * flips).to(tl.float32)
+
+
+@triton.jit
+def _transformed(x, signs, POINTS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Return the Hadamard transform of groups of rows: the sums of ``hadamard.py`` in the same order."""
+    x = x * _factors(signs, POINTS, R)[:, None]
+    for i in tl.static_range(4 if POINTS == 16 else 7):
+        x = _sums(x, (POINTS // 2) >> i, R, C)
+    return x * (0.25 if POINTS == 16 else 0.08838834764831845)  # 1/√16, 1/√128
+
+
+@triton.jit
+def _transformed_along(x, signs, R: tl.constexpr, C: tl.constexpr):
+    """Return the transform of groups of 128 columns."""
+    x = x * _factors(signs, 128, C)[None, :]
+    for i in tl.static_range(7):
+        x = _sums_along(x, 64 >> i, R, C)
+    return x * 0.08838834764831845
 
 
 @triton.jit
@@ -96,11 +128,12 @@ def _constant(value: tl.constexpr, x):
 
 
 @triton.jit
-def tensor_scale(amax, SCALING: tl.constexpr, FOUR: tl.constexpr):
+def tensor_scale(amax, SCALING: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr):
     """Return the FP32 scale of a tensor, amax / 448, amax / (6·448) or, with ``FOUR``, amax / (6·256), as IEEE
-    division; 1 if that is zero.
+    division; 1 if that is zero. With ``EDEN`` the 6 is a little larger.
     """
-    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else 1536.0 if FOUR else 2688.0
+    value: tl.constexpr = _EDEN_VALUE if EDEN else 6.0
+    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else value * (256.0 if FOUR or EDEN else 448.0)
     scale = tl.div_rn(amax, _constant(maximum, amax))
     scale = tl.where(scale == 0.0, 1.0, scale)
     if SCALING == "fp32_tensor":
@@ -198,6 +231,58 @@ def _four_over_six(tiles, amax_bits, whole, GPU: tl.constexpr):
 
 
 @triton.jit
+def _of_group(tiles, ALONG: tl.constexpr):
+    """Replace the number of each tile [row tiles, 1, column tiles, 1] by the sum over the tiles of its group.
+
+    With ``ALONG`` groups are eight tiles of a row, otherwise all tiles of a column.
+    """
+    if ALONG:
+        groups = tl.reshape(tiles, (tiles.shape[0], tiles.shape[2] // 8, 8, 1))
+        sums = tl.sum(groups, axis=2, keep_dims=True)
+        return tl.reshape(tl.broadcast_to(sums, groups.shape), tiles.shape)
+    else:
+        return tl.broadcast_to(tl.sum(tiles, axis=0, keep_dims=True), tiles.shape)
+
+
+@triton.jit
+def _folded(number):
+    return (number ^ (number >> 32)).to(tl.uint32)
+
+
+@triton.jit
+def _eden(tiles, amax_bits, whole, signs, ALONG: tl.constexpr, GPU: tl.constexpr):
+    """Return E2M1 values and E4M3 scales of a transformed part: the functions of ``eden.py``."""
+    divisor, factor = _e4m3_scale(amax_bits, whole, _EDEN_VALUE)
+    y = _quotient(tiles, divisor, "e4m3_fp32", GPU)
+    values = _rounded(y, tiles, 4)
+    known = amax_bits < _INFINITY_BITS
+    y = tl.where(known, tl.minimum(tl.maximum(y, -10.0), 10.0), 0.0)
+    weight = (tl.where(known, factor, 0.0) * 512.0).to(tl.int64)
+    squares = (y * y * 4096.0).to(tl.int32)
+    products = (y * tl.where(known, values, 0.0) * 4096.0).to(tl.int32)
+    square = tl.sum(tl.sum(squares, axis=3, keep_dims=True), axis=1, keep_dims=True)
+    product = tl.sum(tl.sum(products, axis=3, keep_dims=True), axis=1, keep_dims=True)
+    square, product = _of_group(square * weight * weight, ALONG), _of_group(product * weight * weight, ALONG)
+    ratio = tl.div_rn(square.to(tl.float32), tl.where(product == 0, 1, product).to(tl.float32))
+    scale = tl.minimum(factor * tl.where(product == 0, 1.0, ratio), 448.0)
+    h = mix32(_folded(square) + (signs.to(tl.uint32) ^ _DRAW_STREAM))
+    h = mix32(_folded(product) + h)
+    if ALONG:
+        place = (tl.arange(0, tiles.shape[2]) & 7)[None, None, :, None]
+    else:
+        place = tl.arange(0, tiles.shape[0])[:, None, None, None]
+    draws = mix32(place.to(tl.uint32) * 0x9E3779B1 + h)
+    # The spacing of E4M3 at the scale, 2^(e − 3) with e ≥ −6, and its reciprocal. The scale has less than 2^24 of their
+    # 2^-20th parts, to which the draw is added.
+    power = tl.maximum(scale.to(tl.int32, bitcast=True) & _INFINITY_BITS, 121 << 23) - (3 << 23)
+    inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
+    parts = (tl.where(known, scale, 0.0) * tl.where(known, inverse, 1.0) * 1048576.0).to(tl.int32)
+    steps = (parts + (draws >> 12).to(tl.int32)) >> 20
+    scale = steps.to(tl.float32) * tl.where(known, power.to(tl.float32, bitcast=True), float("nan"))
+    return values, scale
+
+
+@triton.jit
 def _stochastic(x, divisor, draws, GPU: tl.constexpr):
     """Multiply x by the reciprocal of its scale and round it to E2M1 stochastically, as ``rounding.py`` does.
 
@@ -236,9 +321,9 @@ def _draws(rows, cols, word_0, word_1):
 
 @triton.jit
 def _side(
-    x, whole, draws, out_ptr, scale_ptr, M, K, m, k,
+    x, whole, draws, signs, out_ptr, scale_ptr, M, K, m, k,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
-    RANDOM: tl.constexpr, FOUR: tl.constexpr, GPU: tl.constexpr,
+    RANDOM: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr, GPU: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise a part in tiles of ``TILE_ROWS`` × ``TILE_COLS`` and store it, with scales that stay apart."""
@@ -257,6 +342,8 @@ def _side(
         amax = _largest(_magnitude(tiles))
     if FOUR:
         values, factor = _four_over_six(tiles, amax, whole, GPU)
+    elif EDEN:
+        values, factor = _eden(tiles, amax, whole, signs, TILE_ROWS == 1, GPU)
     else:
         divisor, factor = _scales(amax, whole, ELEMENT, SCALING)
         if RANDOM:
@@ -283,11 +370,11 @@ def _words(key_ptr, word_0, word_1, LOADED: tl.constexpr):
 
 
 @triton.jit
-def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr, FOUR: tl.constexpr):
+def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr):
     """Return the scale of the tensor, which the first program stores."""
     if (SCALING == "e4m3_fp32") or (SCALING == "fp32_tensor"):
         one = tl.zeros((1, 1, 1, 1), tl.int32)
-        whole = tensor_scale(tl.load(amax_ptr + one).to(tl.float32, bitcast=True), SCALING, FOUR)
+        whole = tensor_scale(tl.load(amax_ptr + one).to(tl.float32, bitcast=True), SCALING, FOUR, EDEN)
         tl.store(scale_ptr + one, whole, mask=one + first == 0)
         return whole
     else:
@@ -297,20 +384,23 @@ def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr, FOUR: tl.constexpr
 @triton.jit(do_not_specialize=_RANDOM_ARGUMENTS)
 def exact_kernel(
     x_ptr, row_ptr, row_scale_ptr, row_amax_ptr, col_ptr, col_scale_ptr, col_amax_ptr, cols_ptr,
-    row_key_ptr, col_key_ptr, current_ptr, signs_ptr,
-    M, K, x_stride, row_word_0, row_word_1, col_word_0, col_word_1, signs,
+    row_key_ptr, col_key_ptr, current_ptr, row_signs_ptr, col_signs_ptr,
+    M, K, x_stride, row_word_0, row_word_1, col_word_0, col_word_1, row_signs, col_signs,
     ROW: tl.constexpr, ROW_SCALING: tl.constexpr, ROW_TILE: tl.constexpr, ROW_RANDOM: tl.constexpr,
-    ROW_LOADED: tl.constexpr, ROW_FOUR: tl.constexpr,
+    ROW_LOADED: tl.constexpr, ROW_FOUR: tl.constexpr, ROW_EDEN: tl.constexpr,
     COL: tl.constexpr, COL_SCALING: tl.constexpr, COL_TILE: tl.constexpr, COL_RANDOM: tl.constexpr,
-    COL_LOADED: tl.constexpr, COL_FOUR: tl.constexpr,
-    SQUARE_ROW: tl.constexpr, SQUARE_COL: tl.constexpr, TURNED: tl.constexpr, TURNED_LOADED: tl.constexpr,
+    COL_LOADED: tl.constexpr, COL_FOUR: tl.constexpr, COL_EDEN: tl.constexpr,
+    SQUARE_ROW: tl.constexpr, SQUARE_COL: tl.constexpr,
+    ROW_TURNED: tl.constexpr, ROW_SIGNS_LOADED: tl.constexpr,
+    COL_TURNED: tl.constexpr, COL_SIGNS_LOADED: tl.constexpr,
     GIVEN_COLS: tl.constexpr, GUARDED: tl.constexpr,
     GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise a matrix [M, K] in tiles along its columns (row side) and along its rows (col side).
 
-    ``ROW`` and ``COL`` are the bits of an element, 0 for no side. ``TURNED``: the col side is that of the transformed
-    matrix, filled up to a multiple of 16 rows. ``current_ptr``: see ``programs.py``.
+    ``ROW`` and ``COL`` are the bits of an element, 0 for no side. ``ROW_TURNED`` and ``COL_TURNED`` are the points of
+    the transform of a side, which is filled up to whole groups of columns or rows, or 0. ``current_ptr``: see
+    ``programs.py``.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
@@ -325,23 +415,27 @@ def exact_kernel(
         if ROW_RANDOM:
             word_0, word_1 = _words(row_key_ptr, row_word_0, row_word_1, ROW_LOADED)
             draws = _draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-        whole = _whole(row_amax_ptr, row_scale_ptr, k + m, ROW_SCALING, ROW_FOUR)
+        whole = _whole(row_amax_ptr, row_scale_ptr, k + m, ROW_SCALING, ROW_FOUR, ROW_EDEN)
+        turned, width, row_signs = x, K, _signs(row_signs_ptr, row_signs, ROW_SIGNS_LOADED)
+        if ROW_TURNED:
+            turned, width = _transformed_along(x, row_signs, R, C), (K + 127) // 128 * 128
         _side(
-            x, whole, draws, row_ptr, row_scale_ptr, M, K, m, k,
-            ROW, ROW_SCALING, ROW_TILE if SQUARE_ROW else 1, ROW_TILE, ROW_RANDOM, ROW_FOUR, GPU,
+            turned, whole, draws, row_signs, row_ptr, row_scale_ptr, M, width, m, k,
+            ROW, ROW_SCALING, ROW_TILE if SQUARE_ROW else 1, ROW_TILE, ROW_RANDOM, ROW_FOUR, ROW_EDEN, GPU,
             R, C, WIDE,
         )  # fmt: skip
     if COL:
-        if TURNED:
-            x = _transformed(x, signs_ptr, signs, TURNED_LOADED, R, C)
-            M = (M + 15) // 16 * 16
+        col_signs = _signs(col_signs_ptr, col_signs, COL_SIGNS_LOADED)
+        if COL_TURNED:
+            x = _transformed(x, col_signs, COL_TURNED, R, C)
+            M = (M + (COL_TURNED - 1)) // COL_TURNED * COL_TURNED
         if COL_RANDOM:
             word_0, word_1 = _words(col_key_ptr, col_word_0, col_word_1, COL_LOADED)
             draws = _draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-        whole = _whole(col_amax_ptr, col_scale_ptr, k + m, COL_SCALING, COL_FOUR)
+        whole = _whole(col_amax_ptr, col_scale_ptr, k + m, COL_SCALING, COL_FOUR, COL_EDEN)
         _side(
-            x, whole, draws, col_ptr, col_scale_ptr, M, K, m, k,
-            COL, COL_SCALING, COL_TILE, COL_TILE if SQUARE_COL else 1, COL_RANDOM, COL_FOUR, GPU,
+            x, whole, draws, col_signs, col_ptr, col_scale_ptr, M, K, m, k,
+            COL, COL_SCALING, COL_TILE, COL_TILE if SQUARE_COL else 1, COL_RANDOM, COL_FOUR, COL_EDEN, GPU,
             R, C, WIDE,
         )  # fmt: skip
 
@@ -354,16 +448,20 @@ def _finite(tiles):
     return tl.max(tl.reshape(largest, (largest.shape[0] * largest.shape[2],)), axis=0)
 
 
-@triton.jit(do_not_specialize=["signs"])
+@triton.jit(do_not_specialize=["row_signs", "col_signs"])
 def exact_amax_kernel(
-    x_ptr, amax_ptr, current_ptr, signs_ptr, M, K, x_stride, signs,
-    TILE: tl.constexpr, SQUARE: tl.constexpr, TURNED: tl.constexpr, TURNED_LOADED: tl.constexpr, GUARDED: tl.constexpr,
+    x_ptr, amax_ptr, current_ptr, row_signs_ptr, col_signs_ptr, M, K, x_stride, row_signs, col_signs,
+    TILE: tl.constexpr, SQUARE: tl.constexpr,
+    ROW_TURNED: tl.constexpr, ROW_SIGNS_LOADED: tl.constexpr,
+    COL_TURNED: tl.constexpr, COL_SIGNS_LOADED: tl.constexpr,
+    GUARDED: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Update ``amax_ptr`` (int32, zero before) with the bits of max|x| over the tiles of either side.
 
     With ``TILE`` 0 a NaN or Inf is the maximum. Otherwise only finite tiles of ``TILE`` numbers count, along the
-    columns at 0 and along the rows at 4; with ``SQUARE`` blocks for both. ``TURNED``: see :func:`exact_kernel`.
+    columns at 0 and along the rows at 4; with ``SQUARE`` blocks for both. ``ROW_TURNED`` and ``COL_TURNED``: see
+    :func:`exact_kernel`.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
@@ -371,9 +469,13 @@ def exact_amax_kernel(
     x = _load(x_ptr, x_stride, M, K, tl.program_id(1), tl.program_id(0), R, C, WIDE)
     bits = _magnitude(x)
     row = tl.max(tl.max(bits, axis=0), axis=0)
-    col_bits, col = bits, row
-    if TURNED:
-        col_bits = _magnitude(_transformed(x, signs_ptr, signs, TURNED_LOADED, R, C))
+    row_bits, col_bits, col = bits, bits, row
+    if ROW_TURNED:
+        row_bits = _magnitude(_transformed_along(x, _signs(row_signs_ptr, row_signs, ROW_SIGNS_LOADED), R, C))
+        row = tl.max(tl.max(row_bits, axis=0), axis=0)
+    if COL_TURNED:
+        signs = _signs(col_signs_ptr, col_signs, COL_SIGNS_LOADED)
+        col_bits = _magnitude(_transformed(x, signs, COL_TURNED, R, C))
         col = tl.max(tl.max(col_bits, axis=0), axis=0)
     if TILE > 0:  # noqa: SIM102 - decided when compiled, and when run
         if max(row, col) >= _INFINITY_BITS:
@@ -381,7 +483,7 @@ def exact_amax_kernel(
                 row = _finite(tl.reshape(bits, (R // TILE, TILE, C // TILE, TILE)))
                 col = row
             else:
-                row = _finite(tl.reshape(bits, (R, 1, C // TILE, TILE)))
+                row = _finite(tl.reshape(row_bits, (R, 1, C // TILE, TILE)))
                 col = _finite(tl.reshape(col_bits, (R // TILE, TILE, C, 1)))
     tl.atomic_max(amax_ptr, row)
     tl.atomic_max(amax_ptr + 4, col)

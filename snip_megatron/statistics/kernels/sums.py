@@ -78,7 +78,13 @@ def _dots(x: Tensor, d: Tensor, places: dict[str, int], largest: Tensor, count: 
     return found.sum(1, dtype=torch.float64)
 
 
-def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
+def weight_sums(
+    w: Tensor,
+    formats: Sequence[str],
+    *,
+    amax: Tensor | None = None,
+    rotations: Mapping[str, Rotation] | None = None,
+) -> Tensor:
     """See :func:`snip_megatron.statistics.errors.weight_sums`."""
     own, places = _own(formats)
     w = _row_major(w)
@@ -92,7 +98,8 @@ def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None
     if len(own) == len(formats):
         return totals
     rest = [fmt for fmt in formats if fmt not in own]
-    return torch.cat([totals[:1], _ordered(formats, own, totals[1:], rest, errors.weight_sums(w, rest, amax=amax)[1:])])
+    other = errors.weight_sums(w, rest, amax=amax, rotations=rotations)
+    return torch.cat([totals[:1], _ordered(formats, own, totals[1:], rest, other[1:])])
 
 
 def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -116,6 +116,33 @@ def test_the_errors_of_a_transformed_tensor_are_those_of_what_it_is_transformed_
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_errors_of_eden_are_their_expectation_over_the_roundings_of_scales(axis: int) -> None:
+    x, draws = matrix(64, 256).float(), 400
+    total = torch.zeros(x.shape)
+    for seed in range(draws):
+        total += (fake_quantize(x, "nvfp4_eden", axis=axis, rounding="stochastic", seed=7919 * seed) - x).square()
+    expected = squared_errors(x, "nvfp4_eden", axis=axis)
+    assert float(total.sum() / draws / expected.sum()) == pytest.approx(1.0, abs=0.01)
+    without = (fake_quantize(x, "nvfp4_eden", axis=axis, rounding="mean") - x).square()
+    assert float(expected.sum()) > 1.02 * float(without.sum())
+
+
+def test_every_operand_of_eden_is_transformed() -> None:
+    """X in wgrad, G in both, W in dgrad along its rows; with the amaxes of unsharded tensors."""
+    x, key, amaxes = matrix(70, 96).float(), 12345, (torch.tensor(900.0), torch.tensor(700.0))
+    rotations = {"nvfp4_eden": Rotation(key, amaxes[0], Rotation(key, amaxes[1]))}
+    down, along = (
+        squared_errors(rotate(x, key, 128, axis), "nvfp4_eden", axis=axis, amax=amaxes[axis]).double()
+        for axis in (0, 1)
+    )
+    for gradient in (False, True):
+        found = tensor_sums(x, ("nvfp4_eden",), stochastic=gradient, rotations=rotations)
+        torch.testing.assert_close(found.col_errors[0], down.sum(0))
+        assert float(found.row_errors) == pytest.approx(float(along.sum()) if gradient else 0.0)
+    assert float(weight_sums(x, ("nvfp4_eden",), rotations=rotations)[1]) == pytest.approx(float(down.sum()))
+
+
 def test_weights_of_variants() -> None:
     w = matrix(96, 80)
     found = weight_sums(w, VARIANTS)[1:]

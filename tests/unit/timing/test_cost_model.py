@@ -99,7 +99,7 @@ def test_a_format_that_was_not_measured_is_refused() -> None:
 def test_a_variant_that_was_not_measured_takes_the_time_of_its_base() -> None:
     base, weight = Format.NVFP4, SHAPE.n * SHAPE.k / QUANTISED
     model = TimingModel(formula_table(formats=(BF16, base)))
-    for variant in (Format.NVFP4_NEAREST, Format.NVFP4_46, Format.NVFP4_1D):
+    for variant in (Format.NVFP4_NEAREST, Format.NVFP4_46, Format.NVFP4_1D, Format.NVFP4_EDEN):
         own = weight if variant is not Format.NVFP4_NEAREST else 0.0  # half of a call more: W is not shared
         for g in variant.gemms:
             expected = model.seconds(SHAPE, g, base) + (0.0 if g is Gemm.WGRAD else own)
