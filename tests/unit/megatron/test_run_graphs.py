@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -240,6 +241,13 @@ def test_linears_learn_their_chunk_and_their_place(run: Any) -> None:
     assert [int(flag) for flag in flags] == [0, 0]
 
 
+def test_captures_collect_no_objects_of_imported_modules(run: Any) -> None:
+    graphed, _, _, _ = run
+    assert gc.get_freeze_count() > 10_000
+    graphed.close()
+    assert gc.get_freeze_count() == 0
+
+
 # -- without, and what cannot be ---------------------------------------------------------------------------------
 def test_a_run_without_graphs_is_left_alone() -> None:
     run = GraphedRun(argparse.Namespace(cuda_graph_impl="none"))
@@ -248,6 +256,7 @@ def test_a_run_without_graphs_is_left_alone() -> None:
 
     assert run.training(schedule, schedule) == (schedule, schedule)
     assert run.captures() is None
+    assert gc.get_freeze_count() == 0
     with run.beside([]):
         run.check_backend(blackwell())
 
