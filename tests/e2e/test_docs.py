@@ -111,7 +111,8 @@ def test_figures_are_those_of_the_tables():
     drifts = cells(path, "drift: all")
     assert f"{drifts[0][3]}, {drifts[1][3]}, {drifts[2][3]} (min-rel-err: " in figures
     assert [row[8].replace("-", "−") for row in drifts] == re.findall(r"−0\.\d+", figures)
-    compared = [(figures, path) for _, figures, path in figure_rows() if path.name.startswith("compare_")]
+    compared = [(figures, path) for _, figures, path in figure_rows() if "-time_" not in path.name]
+    compared = [(figures, path) for figures, path in compared if path.name.startswith("compare_")]
     assert len(compared) == 2
     for figures, path in compared:
         for name, value in re.findall(r"([a-z-]+) (0\.\d+)", figures):
@@ -123,6 +124,25 @@ def test_figures_are_those_of_the_tables():
     assert shown == {word: f"{timed[name]['75 % map over without']:.2f}" for word, name in steps.items()}
     figures, path = rows["staleness"]
     assert [row[6] for row in cells(path, "late", "200")] == [figures.strip()]
+
+
+def test_figures_of_schedules_are_those_of_the_table():
+    ((_, figures, path),) = [row for row in figure_rows() if "-time_" in row[2].name]
+    labels = {"`auto`": "snip, auto", "`late-forward`": "late-forward", "one map": "snip, static"}
+    for part in figures.strip().split("; "):
+        label = next(name for name in labels if part.startswith(name))
+        true = [cells(path, f"{budget} %", labels[label])[0][4].split()[0] for budget in (80, 90, 95)]
+        assert part.removeprefix(label).strip().split(", ") == true
+
+
+def test_figures_of_steps_with_graphs_on_two_gpus_are_those_of_the_files():
+    ((_, figures, path),) = [row for row in figure_rows() if "both with CUDA graphs" in row[0]]
+    files = {"tensor": "tp2", "context": "cp2", "data": "dp2", "pipeline": "pp2"}
+    shown = dict(re.findall(r"(\w+) parallel (\d\.\d+)", figures))
+    assert shown.keys() == files.keys()
+    for word, name in files.items():
+        ms = json.loads(path.with_name(path.name.replace("tp2", name)).read_text())["ms"]
+        assert shown[word] == f"{ms['snip_fp4_75_graphs'] / ms['bf16_graphs']:.2f}"
 
 
 def test_every_argument_and_command_that_is_named_exists():
