@@ -312,7 +312,9 @@ class SnipConfig:
     @property
     def updates(self) -> bool:
         """Whether the run computes maps itself, rather than using fixed or replayed ones."""
-        fixed = self.policy in ("bf16", "uniform-fp8", "uniform-fp4", *LATE)
+        from snip_megatron.sensitivity.policies import UNSOLVED
+
+        fixed = self.policy in UNSOLVED
         wanted = self.update_interval > 0 or self.trigger > 0
         return wanted and self.map is None and self.replay is None and not fixed
 

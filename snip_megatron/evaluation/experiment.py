@@ -13,7 +13,8 @@ from snip_megatron.errors import SnipError, quoted
 from snip_megatron.evaluation.fields import Fields
 from snip_megatron.evaluation.models import model
 from snip_megatron.evaluation.planned import Planned, read_planned
-from snip_megatron.sensitivity.policies import ESTIMATORS, FIXED, POLICIES
+from snip_megatron.sensitivity.fixed import FIXED
+from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
 from snip_megatron.sensitivity.quality import Q_RULES
 
 SCHEMA = "snip.experiment/1"
@@ -270,9 +271,11 @@ def _phase(body: Any, where: str, kind: str) -> Phase:
     return phase
 
 
-def _budgets_by_label(phases: tuple[Phase, ...]) -> dict[str, dict[str, tuple[float, ...]]]:
-    """Return kind → label → budgets of the policies that have some."""
-    return {phase.kind: {c.label: phase.budgets_of(c) for c in phase.candidates if not c.fixed} for phase in phases}
+def _budgets_by_label(phases: tuple[Phase, ...]) -> dict[str, dict[str, tuple[float, ...] | None]]:
+    """Return kind → label → budgets of the policies; None for a fixed map."""
+    return {
+        phase.kind: {c.label: None if c.fixed else phase.budgets_of(c) for c in phase.candidates} for phase in phases
+    }
 
 
 def _entries(fields: Fields, name: str) -> list[Any]:

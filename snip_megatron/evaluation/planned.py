@@ -20,7 +20,8 @@ class Planned:
     Attributes:
         kind: ``from_warm`` or ``from_scratch``.
         ours: the label of the first policy.
-        theirs: the labels that it is compared with.
+        theirs: the labels that it is compared with. A policy with a fixed map has no budget, and is compared with every
+            one.
         budgets: the budgets at which it is compared.
         validation: the formats of the validation, ``map`` or ``bf16``.
     """
@@ -32,12 +33,12 @@ class Planned:
     validation: str
 
 
-def read_planned(fields: Fields, budgets: Mapping[str, Mapping[str, Sequence[float]]]) -> tuple[Planned, ...]:
+def read_planned(fields: Fields, budgets: Mapping[str, Mapping[str, Sequence[float] | None]]) -> tuple[Planned, ...]:
     """Read the field ``planned`` of an experiment.
 
     Args:
         fields: the experiment.
-        budgets: kind of runs → label → budgets at which the policy runs.
+        budgets: kind of runs → label → budgets at which the policy runs; None if it has a fixed map.
 
     Raises:
         SnipError: a comparison names a policy or a budget that the experiment does not run.
@@ -48,7 +49,7 @@ def read_planned(fields: Fields, budgets: Mapping[str, Mapping[str, Sequence[flo
     return tuple(_comparison(entry, f"{fields.at('planned')}[{i}]", budgets) for i, entry in enumerate(entries))
 
 
-def _comparison(body: Any, where: str, budgets: Mapping[str, Mapping[str, Sequence[float]]]) -> Planned:
+def _comparison(body: Any, where: str, budgets: Mapping[str, Mapping[str, Sequence[float] | None]]) -> Planned:
     fields = Fields(body, where)
     planned = Planned(
         kind=fields.text("kind", next(iter(budgets))),
@@ -64,9 +65,10 @@ def _comparison(body: Any, where: str, budgets: Mapping[str, Mapping[str, Sequen
         raise SnipError(f"{fields.at('validation')}: {quoted(planned.validation)}: expected map or bf16")
     made = budgets[planned.kind]
     for label in (planned.ours, *planned.theirs):
-        if label not in made:
+        if label not in made or (label == planned.ours and made[label] is None):
             raise SnipError(f"{where}: {quoted(label)} is no policy of {planned.kind} with a budget")
-        missing = next((budget for budget in planned.budgets if budget not in made[label]), None)
+        own = made[label]
+        missing = None if own is None else next((budget for budget in planned.budgets if budget not in own), None)
         if missing is not None:
             raise SnipError(f"{fields.at('budgets')}: {quoted(label)} does not run at {missing:g}")
     return planned

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import Candidate, Experiment, Phase, Training, Warm
 from snip_megatron.evaluation.models import model
+from snip_megatron.sensitivity.fixed import fixed_formats
 
 MODULE = "snip_megatron.pretrain_gpt"
 NEVER = "1000000000"
@@ -140,11 +141,13 @@ def _runs(experiment: Experiment, data: Data, phase: Phase, candidate: Candidate
 def _policy(phase: Phase, candidate: Candidate, granularity: str | None, budget: float | None, start: int) -> list[str]:
     """Return the arguments of the policy.
 
-    A fixed policy has no further arguments, so that experiments with different settings share its runs.
+    A fixed policy has no further arguments than the formats, if its map depends on them, so that experiments with
+    different settings share its runs.
     """
     arguments = ["--snip-policy", candidate.policy]
     if budget is None or granularity is None:
-        return arguments
+        own = fixed_formats(candidate.policy, phase.formats) != fixed_formats(candidate.policy)
+        return [*arguments, "--snip-formats", ",".join(phase.formats)] if own else arguments
     arguments += ["--snip-budget", f"fp4={budget:g}", "--snip-granularity", granularity]
     arguments += ["--snip-formats", ",".join(phase.formats)]
     updates = phase.updates

@@ -162,7 +162,8 @@ def planned_differences(table: Sequence[Row], planned: Sequence[Mapping[str, Any
     found = []
     for plan in planned:
         for budget, theirs in itertools.product(plan["budgets"], plan["theirs"]):
-            a, b = known.get((plan["kind"], plan["ours"], budget)), known.get((plan["kind"], theirs, budget))
+            a = known.get((plan["kind"], plan["ours"], budget))
+            b = known.get((plan["kind"], theirs, budget), known.get((plan["kind"], theirs, None)))  # None: a fixed map
             if a is not None and b is not None:
                 validation = plan["validation"]
                 difference = _paired(theirs, budget, a[validation], b[validation])

@@ -23,7 +23,7 @@ from snip_megatron.megatron.fused_mlp import fuse_swiglu
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.runtime.coordinator import replay_schedule
-from snip_megatron.sensitivity.policies import FIXED
+from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
 def formats_in_use(config: SnipConfig) -> frozenset[Format] | None:
     """Return the formats that GEMMs of the run may use. Returns None under ``--snip-replay`` (unknown)."""
     if config.policy in FIXED:
-        return frozenset({FIXED[config.policy]})
+        return formats_of(config.policy, config.formats) | {Format(fmt) for _, fmt in config.pins}
     if config.replay is not None:
         return None
     if config.map is not None:

@@ -305,7 +305,7 @@ def _check_fixed_map(config: SnipConfig, args: argparse.Namespace) -> None:
         for _, path in replay_schedule(config.replay):
             load_map(str(path), names, argument="--snip-replay")
     else:
-        fixed_map(config.policy, names, pins(config, args), config.group)
+        fixed_map(config.policy, names, pins(config, args), config.group, config.formats)
     if config.late:
         flops, unquantised = gemm_flops(model_linears(args)), sum(unquantised_flops(args).values())
         late_shares(solve_request(config, args), flops, unquantised)

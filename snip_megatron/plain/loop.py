@@ -21,7 +21,8 @@ from snip_megatron.plain.probe import PlainProbe
 from snip_megatron.plain.structure import Structure, check_plain, find_structure
 from snip_megatron.plain.updates import check_optimizer
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.sensitivity.policies import FIXED, fixed_map, needs_forward_noise
+from snip_megatron.sensitivity.fixed import FIXED, formats_of
+from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
 from snip_megatron.sensitivity.problem import build_problem, change_penalty, check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver import solve
@@ -236,7 +237,7 @@ def _request(config: SnipConfig) -> SolveRequest:
 
 def _formats(config: SnipConfig) -> frozenset[Format] | None:
     if config.policy in FIXED:
-        return frozenset({FIXED[config.policy]})
+        return formats_of(config.policy, config.formats) | {Format(fmt) for _, fmt in config.pins}
     return None if config.map is not None else frozenset(map(Format, (*config.formats, *(f for _, f in config.pins))))
 
 
@@ -256,4 +257,4 @@ def _static_map(config: SnipConfig, structure: Structure) -> PrecisionMap | None
         found = PrecisionMap.from_json(text, where=config.map)
         check_map_fits(found, names, config.map)
         return found
-    return fixed_map(config.policy, names, config.pins, config.group) if config.policy in FIXED else None
+    return fixed_map(config.policy, names, config.pins, config.group, config.formats)

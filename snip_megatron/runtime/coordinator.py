@@ -216,7 +216,7 @@ class RankZeroCoordinator:
         if self._static_map is not None:
             return Decision(Verdict.MAP, self._static_map)
         names, request = [row.name for row in self._linears], self._request
-        fixed = fixed_map(self._config.policy, names, request.pins, request.groups)
+        fixed = fixed_map(self._config.policy, names, request.pins, request.groups, request.formats)
         if self._config.replay is None and fixed is not None:
             return Decision(Verdict.MAP, fixed)
         return Decision(Verdict.DROPPED)

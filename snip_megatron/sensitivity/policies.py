@@ -14,6 +14,7 @@ import numpy as np
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm, PrecisionMap, misplaced, option_id, split_option_id
+from snip_megatron.sensitivity.fixed import FIXED, fixed_choices, tail_blocks
 from snip_megatron.sensitivity.groups import matching_options, no_match_hint, option_groups, spread_pins
 from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, FloatArray, format_column, second_order
 from snip_megatron.sensitivity.measured import measured_divergences, measured_variance
@@ -25,14 +26,8 @@ from snip_megatron.statistics.table import StatisticsTable
 ESTIMATORS = ("noise", "fisher", "measured")
 """Values of ``--snip-estimator``; the first is the default."""
 
-FIXED: Mapping[str, Format] = {"uniform-fp8": Format.FP8, "uniform-fp4": Format.FP4, "bf16": Format.BF16}
-"""Policies with a fixed map, which ignore the budget."""
-
 LATE = ("late-forward", "late-all")
 """Policies with a fixed plan of two maps (``sensitivity.late``): all in four bits, more precise at the end."""
-
-TAIL_SHARE = 0.15
-"""Share of the blocks, from the end, that ``tail`` protects (from NVIDIA's NVFP4 recipe)."""
 
 # Score of an 8-bit format relative to a 4-bit one, for rules that only say what to keep out of 4 bits. It is enough for
 # the solver to prefer bf16 where that costs nothing.
@@ -141,8 +136,7 @@ def _tail(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
     """Protects the last 15 % of the blocks, at least one."""
 
     def protect(layer: int, blocks: int) -> float:
-        kept = max(1, round(TAIL_SHARE * blocks))
-        return 1.0 if layer >= blocks - kept else 0.0
+        return 1.0 if layer >= blocks - tail_blocks(blocks) else 0.0
 
     return _rule(table, request, _per_block(table, protect))
 
@@ -242,17 +236,26 @@ def pinned_gemms(linears: Iterable[str], request: SolveRequest) -> set[tuple[str
 
 
 def fixed_map(
-    policy: str, linears: Iterable[str], pins: tuple[tuple[str, str], ...] = (), groups: tuple[str, ...] = ()
+    policy: str,
+    linears: Iterable[str],
+    pins: tuple[tuple[str, str], ...] = (),
+    groups: tuple[str, ...] = (),
+    formats: tuple[str, ...] = (),
 ) -> PrecisionMap | None:
-    """Return the map of ``uniform-fp8``, ``uniform-fp4`` or ``bf16`` with pins applied, or None for other policies.
+    """Return the map of a policy of :data:`FIXED` with pins applied, or None for other policies.
 
-    A pin applies to every option of its group (``--snip-group``). Raises SnipError if a pin or group matches nothing,
-    or if pins contradict each other in a group.
+    Args:
+        policy, linears, formats: see :func:`snip_megatron.sensitivity.fixed.fixed_choices`.
+        pins: formats of options. A pin applies to every option of its group.
+        groups: ``--snip-group``.
+
+    Raises:
+        SnipError: a pin or group matches nothing, or pins contradict each other in a group.
     """
     if policy not in FIXED:
         return None
     names = list(linears)
-    choices = dict(PrecisionMap.uniform(names, FIXED[policy]).choices)
+    choices = fixed_choices(policy, names, formats)
     pinned = spread_pins(pinned_formats(names, pins), option_groups(names, groups))
     choices |= {key: Format(fmt) for key, fmt in pinned.items()}
     return PrecisionMap(choices=choices)

@@ -171,6 +171,16 @@ def test_planned_comparisons_are_adjusted_among_themselves_only() -> None:
     assert better.adjusted == pytest.approx(2 * better.p)
 
 
+def test_a_fixed_map_is_compared_at_every_planned_budget() -> None:
+    entries = []
+    for seed, noise in enumerate((0.0, 1e-4, -1e-4), 1):
+        entries += [*references(seed), entry("nvidia", 2.03, seed)]
+        entries += [entry("snip", 2.01 + noise, seed, budget) for budget in (0.85, 0.9)]
+    plan = {"kind": "from_warm", "ours": "snip", "theirs": ["nvidia"], "budgets": [0.85, 0.9], "validation": "map"}
+    found = planned_differences(rows(entries), [plan])
+    assert [(d.theirs, d.budget, d.verdict) for d in found] == [("nvidia", 0.85, "better"), ("nvidia", 0.9, "better")]
+
+
 def test_the_share_is_the_mean_over_the_steps_where_it_is_recorded() -> None:
     entries = [*references(), entry("snip", 2.01, 1, 0.75, average_share=0.9), entry("old", 2.01, 1, 0.75)]
     assert {row.label: row.share for row in rows(entries) if row.budget} == {"snip": 0.9, "old": 0.75}
