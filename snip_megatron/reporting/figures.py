@@ -17,7 +17,7 @@ with needs_extra("report", "a report"):
 MAX_POINTS = 2000
 """Number of buckets of a thinned line. Each bucket keeps its lowest and highest value, so that spikes stay visible."""
 
-FORMAT_COLOURS = {
+_COLOURS = {
     Format.BF16: "#8f99a8",
     Format.FP8: "#3f83c8",
     Format.FP8_TENSOR: "#2a5d95",
@@ -34,9 +34,11 @@ FORMAT_COLOURS = {
     Format.MXFP4_HADAMARD: "#c9a227",
     Format.MXFP4_HADAMARD_FIXED: "#e3c766",
     Format.MXFP4_HADAMARD_NEAREST: "#8c7324",
+    Format.NVFP4_EDEN: "#7a2f4b",
 }
+FORMAT_COLOURS = {fmt: _COLOURS.get(fmt, _COLOURS[fmt.base]) for fmt in Format}
 """8-bit formats are blue and 4-bit formats orange or brown. Colour-blind readers can distinguish them in light and dark
-mode.
+mode. A variant without a colour of its own has that of its base.
 """
 STAGE_COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8")
 LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
