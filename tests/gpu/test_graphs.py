@@ -23,7 +23,8 @@ from snip_megatron.precision import Format, PrecisionMap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, SAVED, LAYERS = 14, 8, 4
-AT_ONCE = 12
+AT_ONCE = {1: 12, 2: 2}
+"""Trainings at the same time, by ranks. Collectives of many that share two GPUs hardly ever run on both at once."""
 IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
 LLAMA = shlex.split(f"""
 --num-layers {LAYERS} --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --group-query-attention
@@ -70,7 +71,7 @@ class Trainings:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self._pools = {ranks: ThreadPoolExecutor(count) for ranks, count in AT_ONCE.items()}
         self._runs: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
         names = decoder_linear_names(LAYERS)
         (folder / "fp8_tensor.json").write_text(PrecisionMap.uniform(names, Format.FP8_TENSOR).to_json())
@@ -78,7 +79,8 @@ class Trainings:
     def begin(self, kind: str, graphs: str | None, *extra: str, layout: str = "one") -> Future[dict[str, Any]]:
         key = (kind, str(graphs), layout, *extra)
         if key not in self._runs:
-            self._runs[key] = self._pool.submit(self._train, len(self._runs), kind, graphs, extra, layout)
+            pool = self._pools[LAYOUTS[layout][0]]
+            self._runs[key] = pool.submit(self._train, len(self._runs), kind, graphs, extra, layout)
         return self._runs[key]
 
     def saving(self, kind: str, graphs: str | None) -> Future[dict[str, Any]]:
@@ -95,11 +97,12 @@ class Trainings:
                 (checkpoint / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
                 return self._train(number, kind, graphs, ("--load", str(checkpoint)), "one")
 
-            self._runs[key] = self._pool.submit(resume)
+            self._runs[key] = self._pools[1].submit(resume)
         return self._runs[key]
 
     def end(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(cancel_futures=True)
 
     def _train(self, number: int, kind: str, graphs: str | None, extra: tuple[str, ...], layout: str) -> dict[str, Any]:
         run = self._folder / f"{number}-{kind}-{graphs}-{layout}"
