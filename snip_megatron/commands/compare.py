@@ -24,7 +24,7 @@ from snip_megatron.evaluation.pages import write_page
 from snip_megatron.evaluation.planned import VALIDATIONS
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runner import Pool
-from snip_megatron.evaluation.runs import MODULE, experiment_runs, warm_arguments
+from snip_megatron.evaluation.runs import experiment_runs, training_command, warm_arguments
 from snip_megatron.evaluation.statistics import Row, rows
 from snip_megatron.evaluation.tables import FORMATS, TITLES, markdown
 from snip_megatron.records.storage import write_atomically
@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=None,
         metavar="K",
-        help="runs at the same time on each GPU, or on the CPU; default 8 on a GPU, 1 on the CPU",
+        help="runs at the same time on each GPU, or on the CPU; default 8 on a GPU, 1 on the CPU and for"
+        " runs of several ranks",
     )
     parser.add_argument(
         "--time-limit", type=float, metavar="S", help="end within S seconds, and start no run that would take longer"
@@ -124,9 +125,8 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[Data]) -> int:
     started = time.monotonic()
     gpus = select_gpus(args.gpus)
-    per_device = args.per_gpu if args.per_gpu is not None else (8 if gpus else 1)
-    if per_device < 1:
-        raise SnipError(f"--per-gpu {per_device}: must be at least 1")
+    ranks = _ranks(experiments)
+    devices = _devices(gpus, ranks, args.per_gpu)
     if args.time_limit is not None and not args.time_limit > 0:
         raise SnipError(f"--time-limit {args.time_limit:g}: must be positive")
     work = (args.work or args.out / "work").resolve()
@@ -134,7 +134,6 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
         compare.make_part(experiment, data, _results(args, experiment, data), work)
         for experiment, data in zip(experiments, datas, strict=True)
     ]
-    devices: list[str | None] = [gpu for _ in range(per_device) for gpu in gpus] if gpus else [None] * per_device
     deadline = None if args.time_limit is None else started + args.time_limit
     pool = Pool(devices, dict(ENVIRONMENT), deadline)
     comparison = compare.Comparison(parts, pool, work, compare.facts(gpus))
@@ -148,6 +147,28 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
         part.results.save()
         _report(part.results, args.out)
     return _exit_code(comparison, left, stopped)
+
+
+def _ranks(experiments: list[Experiment]) -> int:
+    """Return the number of ranks of a run. Raises SnipError if it is not the same in all experiments."""
+    found = {experiment.training.ranks for experiment in experiments}
+    if len(found) > 1:
+        raise SnipError(f"training.ranks: {', '.join(map(str, sorted(found)))}: compare these experiments one by one")
+    return found.pop()
+
+
+def _devices(gpus: list[str], ranks: int, per_device: int | None) -> list[str | None]:
+    """Return the GPUs of each run that may run at a time, as CUDA_VISIBLE_DEVICES; None for the CPU."""
+    if per_device is None:
+        per_device = 8 if gpus and ranks == 1 else 1
+    if per_device < 1:
+        raise SnipError(f"--per-gpu {per_device}: must be at least 1")
+    if not gpus:
+        return [None] * per_device
+    groups = [",".join(gpus[i : i + ranks]) for i in range(0, len(gpus) - ranks + 1, ranks)]
+    if not groups:
+        raise SnipError(f"training.ranks: {ranks}: a run needs as many GPUs, and {len(gpus)} are used")
+    return [group for _ in range(per_device) for group in groups]
 
 
 def _exit_code(comparison: compare.Comparison, left: int, stopped: list[int]) -> int:
@@ -206,14 +227,14 @@ def _dry_run(experiments: list[Experiment], datas: list[Data]) -> int:
     shared = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
     print(f"# environment of every run: {shared}")
     for experiment, data in zip(experiments, datas, strict=True):
-        runs = experiment_runs(experiment, data)
+        runs, ranks = experiment_runs(experiment, data), experiment.training.ranks
         print(f"# {experiment.name}: {len(runs)} runs")
         if experiment.warm is not None:
             print(f"# warm checkpoint, {experiment.warm.steps} steps")
-            print(shlex.join(["python", "-m", MODULE, *warm_arguments(experiment, data, experiment.warm)]))
+            print(shlex.join(training_command(warm_arguments(experiment, data, experiment.warm), ranks, "python")))
         for run in runs:
             print(f"# {run.title}, {run.steps} steps")
-            print(shlex.join(["python", "-m", MODULE, *run.arguments]))
+            print(shlex.join(training_command(run.arguments, run.ranks, "python")))
     return 0
 
 

@@ -16,7 +16,7 @@ from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import Experiment
 from snip_megatron.evaluation.results import Results, measure, record
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
-from snip_megatron.evaluation.runs import MODULE, Run, experiment_runs, fill, primer_arguments
+from snip_megatron.evaluation.runs import Run, experiment_runs, fill, primer_arguments, training_command
 from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
 
 PROGRESS_S = 15.0
@@ -147,7 +147,7 @@ class Comparison:
 
         return Job(
             name=identity,
-            command=[sys.executable, "-m", MODULE, *fill(run.arguments, folders)],
+            command=training_command(fill(run.arguments, folders), run.ranks),
             log=self.work / "logs" / f"{identity}.txt",
             families=_families(part, run.kind, run.steps, run.label),
             before=clear,
@@ -160,7 +160,9 @@ class Comparison:
         folders = {"data": str(warm.data.folder), "run": str(directory)}
         return Job(
             name=f"primer {warm.folder.name}",
-            command=[sys.executable, "-m", MODULE, *fill(primer_arguments(warm.experiment, warm.data), folders)],
+            command=training_command(
+                fill(primer_arguments(warm.experiment, warm.data), folders), warm.experiment.training.ranks
+            ),
             log=self.work / "logs" / f"primer_{warm.folder.name}.txt",
             before=lambda: shutil.rmtree(directory, ignore_errors=True),
         )

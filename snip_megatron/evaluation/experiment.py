@@ -37,6 +37,7 @@ class Training:
         beta2: Adam's second beta.
         clip_grad: maximum gradient norm.
         arguments: further arguments for Megatron.
+        ranks: ranks of each run, on as many GPUs. ``arguments`` has their layout.
     """
 
     sequence: int
@@ -49,6 +50,7 @@ class Training:
     beta2: float
     clip_grad: float
     arguments: tuple[str, ...]
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,7 @@ def _training(body: Any, where: str) -> Training:
         beta2=fields.number("beta2", 0.95, most=1.0),
         clip_grad=fields.number("clip_grad", 1.0),
         arguments=fields.texts("arguments", ()),
+        ranks=fields.integer("ranks", 1, least=1),
     )
     fields.close()
     if training.global_batch % training.micro_batch:

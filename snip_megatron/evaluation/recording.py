@@ -12,7 +12,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import Experiment
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
-from snip_megatron.evaluation.runs import MODULE, fill, training_arguments
+from snip_megatron.evaluation.runs import fill, training_arguments, training_command
 from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
 
 
@@ -93,7 +93,7 @@ def _job(warm: WarmCheckpoint, step: int, folder: Path, recording: Recording, lo
 
     return Job(
         name=f"truth after {step} steps",
-        command=[sys.executable, "-m", MODULE, *fill(arguments, folders)],
+        command=training_command(fill(arguments, folders), warm.experiment.training.ranks),
         log=logs / f"{folder.name}.txt",
         before=lambda: shutil.rmtree(folder, ignore_errors=True),
         check=check,

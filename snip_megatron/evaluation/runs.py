@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import Candidate, Experiment, Phase, Training, Warm
@@ -36,6 +38,7 @@ class Run:
         seed: the seed of data order and of SNIP.
         steps: number of training steps of this run, without those of the warm run.
         arguments: the recorded arguments.
+        ranks: number of ranks.
     """
 
     kind: str
@@ -46,11 +49,15 @@ class Run:
     seed: int
     steps: int
     arguments: tuple[str, ...]
+    ranks: int = 1
 
     def identity(self, data: Data, warm_sha256: str | None) -> str:
-        """Return the hash of the arguments, the text and the warm weights. Equal runs have the same on any machine."""
+        """Return the hash of the arguments, the text, the warm weights and the number of ranks if there are several.
+
+        Equal runs have the same on any machine.
+        """
         body = [list(self.arguments), data.sha256, warm_sha256 if self.kind == "from_warm" else None]
-        return _sha256(body)[:20]
+        return _sha256(_with_ranks(body, self.ranks))[:20]
 
     @property
     def title(self) -> str:
@@ -87,7 +94,7 @@ def warm_arguments(experiment: Experiment, data: Data, warm: Warm) -> list[str]:
 
 def warm_identity(experiment: Experiment, data: Data, warm: Warm) -> str:
     """Return the hash of the arguments and the text that make the warm checkpoint."""
-    return _sha256([warm_arguments(experiment, data, warm), data.sha256])[:20]
+    return _sha256(_with_ranks([warm_arguments(experiment, data, warm), data.sha256], experiment.training.ranks))[:20]
 
 
 def training_arguments(experiment: Experiment, data: Data, seed: int) -> list[str]:
@@ -103,6 +110,12 @@ def primer_arguments(experiment: Experiment, data: Data) -> list[str]:
         *("--snip", "--snip-first-update", "1", "--snip-update-interval", "100", "--snip-lag", "1"),
         *("--snip-wait", "60", "--snip-dir", "{run}", "--data-cache-path", "{run}/cache"),
     ]
+
+
+def training_command(arguments: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
+    """Return the command line of a training of ``ranks`` ranks on this machine."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    return [python, *torchrun, "-m", MODULE, *arguments]
 
 
 def fill(arguments: tuple[str, ...] | list[str], folders: Mapping[str, str]) -> list[str]:
@@ -134,7 +147,8 @@ def _runs(experiment: Experiment, data: Data, phase: Phase, candidate: Candidate
         own = _policy(phase, candidate, granularity, budget, start)
         arguments = (*common, *own, *candidate.arguments)
         label, policy = candidate.label, candidate.policy
-        runs.append(Run(phase.kind, label, policy, granularity, budget, seed, phase.steps, arguments))
+        ranks = experiment.training.ranks
+        runs.append(Run(phase.kind, label, policy, granularity, budget, seed, phase.steps, arguments, ranks))
     return runs
 
 
@@ -183,6 +197,10 @@ def _training(training: Training) -> list[str]:
         "--clip-grad": f"{training.clip_grad:g}",
     }
     return [text for pair in values.items() for text in pair]
+
+
+def _with_ranks(body: list[Any], ranks: int) -> list[Any]:
+    return [*body, ranks] if ranks > 1 else body
 
 
 def _sha256(body: object) -> str:

@@ -102,7 +102,12 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Group the runs of a result file into rows. Blocks without runs of bf16 and uniform-fp4 are left out."""
     done = [entry for entry in entries if entry.get("status") == "done"]
-    losses = {(e["kind"], _block(e), e["policy"]): e["validation"] for e in done if e["budget"] is None}
+    losses: dict[tuple[str, Block, str], Mapping[str, float]] = {}
+    for entry in sorted(
+        done, key=lambda e: bool(e["label"] != e["policy"])
+    ):  # first those without a label of their own
+        if entry["budget"] is None:
+            losses.setdefault((entry["kind"], _block(entry), entry["policy"]), entry["validation"])
     groups: dict[tuple[str, str, float | None], list[Mapping[str, Any]]] = {}
     for entry in done:
         groups.setdefault((entry["kind"], entry["label"], entry["budget"]), []).append(entry)

@@ -17,7 +17,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import Experiment, Warm
 from snip_megatron.evaluation.runner import Job
-from snip_megatron.evaluation.runs import MODULE, fill, warm_arguments, warm_identity
+from snip_megatron.evaluation.runs import fill, training_command, warm_arguments, warm_identity
 from snip_megatron.records.storage import dump_json, write_atomically
 
 HASHES = "weights.json"
@@ -52,7 +52,9 @@ class WarmCheckpoint:
         filled = fill(self.arguments, {"data": str(self.data.folder), "warm": str(self.folder)})
         return Job(
             name=f"warm checkpoint {self.folder.name}",
-            command=[sys.executable, "-m", MODULE, *filled, "--data-cache-path", str(self.folder / "cache")],
+            command=training_command(
+                [*filled, "--data-cache-path", str(self.folder / "cache")], self.experiment.training.ranks
+            ),
             log=logs / f"warm_{self.folder.name}.txt",
             before=lambda: shutil.rmtree(self.folder, ignore_errors=True),
             check=self._write_hash,

@@ -115,6 +115,36 @@ def test_an_interrupted_comparison_goes_on_and_agrees_with_one_that_was_not(
     assert nothing_to_do.stdout.strip() == (first / "nano.md").read_text().strip()
 
 
+def test_runs_of_two_ranks_are_compared(data: Path, tmp_path: Path) -> None:
+    body = json.loads(NANO.read_text())
+    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    body["training"] |= {"ranks": 2, "arguments": layout}
+    del body["warm"]
+    sums = {"label": "sums in fp8", "policy": "uniform-fp4", "arguments": ["--snip-communication", "all"]}
+    body["from_scratch"] = body.pop("from_warm") | {"steps": 3, "save": False, "policies": ["uniform-fp4", sums]}
+    experiment = tmp_path / "ranks.json"
+    experiment.write_text(json.dumps(body))
+    out = tmp_path / "out"
+    done = snip("compare", experiment, "--data", data, "--gpus", "0", "--out", out, "--per-gpu", "2")
+    assert done.returncode == 0, done.stderr
+    by_label = {run["label"]: run for run in results(out)["runs"]}
+    assert [run["status"] for run in by_label.values()] == ["done"] * 2
+    for run in by_label.values():
+        assert "using world size: 2, data-parallel size: 1" in (out / "work" / "logs" / f"{run['id']}.txt").read_text()
+    losses = {label: run["validation"]["map"] for label, run in by_label.items()}
+    assert losses["sums in fp8"] != losses["uniform-fp4"]
+
+    shown = snip("compare", experiment, "--data", data, "--dry-run").stdout
+    assert shown.count("torch.distributed.run --standalone --nproc-per-node 2 -m snip_megatron.pretrain_gpt") == 2
+    body |= {"name": "one"}
+    body["training"] |= {"ranks": 1, "arguments": []}
+    one = tmp_path / "one.json"
+    one.write_text(json.dumps(body))
+    mixed = snip("compare", experiment, one, "--data", data, "--gpus", "0", "--out", tmp_path / "mixed")
+    assert mixed.returncode == 2
+    assert mixed.stderr == "snip compare: training.ranks: 1, 2: compare these experiments one by one\n"
+
+
 def check_figures(runs: dict[str, Any], body: dict[str, Any]) -> None:
     by_label = {run["label"]: run for run in runs.values()}
     assert set(by_label) == {"bf16", "uniform-fp4", "snip"}

@@ -171,6 +171,14 @@ def test_planned_comparisons_are_adjusted_among_themselves_only() -> None:
     assert better.adjusted == pytest.approx(2 * better.p)
 
 
+def test_a_reference_with_a_label_of_its_own_is_a_policy_like_others() -> None:
+    labelled = entry("uniform-fp4", 2.05) | {"label": "uniform-fp4, other sums"}
+    for entries in ([labelled, *references()], [*references(), labelled]):
+        gaps = {row.label: row.recovered["map"] for row in rows(entries)}
+        assert gaps["uniform-fp4"] == pytest.approx({("w", 1): 0.0})
+        assert gaps["uniform-fp4, other sums"] == pytest.approx({("w", 1): 0.5})
+
+
 def test_a_fixed_map_is_compared_at_every_planned_budget() -> None:
     entries = []
     for seed, noise in enumerate((0.0, 1e-4, -1e-4), 1):
