@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import least_squares, minimize
 
 from benchmarks.common import header, write
+from snip_megatron.evaluation.statistics import rows
 from snip_megatron.phases import AUTO
 
 STARTS = 30
@@ -46,13 +46,11 @@ Gaps = dict[tuple[str, float | None], dict[str, float]]
 
 def mean_gaps(results: Sequence[dict[str, Any]]) -> Gaps:
     """Return (label, budget) → validation formats → mean gap to the bf16 run of the same seed, in nats."""
-    runs = {run["id"]: run for result in results for run in result["runs"] if run["status"] == "done"}
-    bf16 = {run["seed"]: run["validation"] for run in runs.values() if run["label"] == "bf16"}
-    found: dict[tuple[str, float | None], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs.values():
-        for formats, loss in run["validation"].items():
-            found[run["label"], run["budget"]][formats].append(loss - bf16[run["seed"]][formats])
-    return {key: {formats: float(np.mean(values)) for formats, values in gaps.items()} for key, gaps in found.items()}
+    runs = {run["id"]: run for result in results for run in result["runs"]}
+    return {
+        (row.label, row.budget): {formats: float(np.mean(list(gap.values()))) for formats, gap in row.gap.items()}
+        for row in rows(list(runs.values()))
+    }
 
 
 def rate_weights(experiment: dict[str, Any]) -> np.ndarray:
@@ -95,20 +93,19 @@ class Model:
 def fit(gaps: Gaps, weights: np.ndarray) -> Model:
     """Fit the parts that bf16 sees to the late policies, and take the standing part from all-fp4."""
     whole = gaps["uniform-fp4", None]
-    points = [(1.0, 0.0, whole["bf16"])]
+    gemms = {"late-all": 3, "late-forward": 1}  # of three that the policy switches
+    points = [(3, 0.0, whole["bf16"])]
     for (label, budget), gap in gaps.items():
-        if label in ("late-all", "late-forward") and budget is not None:
-            precise = (1.0 - budget) * (1.0 if label == "late-all" else 3.0)
-            points.append((1.0 if label == "late-all" else 0.0, precise, gap["bf16"]))
-    all_gemms, precise, measured = np.array(points).T
+        if label in gemms and budget is not None:
+            points.append((gemms[label], (1.0 - budget) * 3 / gemms[label], gap["bf16"]))
+    switched, precise, measured = np.array(points).T
     count = len(weights)
     steps = np.rint(precise * count).astype(int)
     rest = np.array([weights[: count - n].sum() for n in steps])
-    all_gemms[0] = 1.0
 
     def predicted(x: np.ndarray) -> np.ndarray:
         forward, backward, fast, constant = x
-        carried = forward * rest + backward * np.where(all_gemms > 0.0, rest, 1.0)
+        carried = forward * rest + backward * np.where(switched == 3, rest, 1.0)
         return np.asarray(carried + fast * np.exp(-steps / constant))
 
     scale = whole["map"]
@@ -157,15 +154,15 @@ def limits(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     shares = sorted(points)
     curve = PchipInterpolator(shares, [points[share] for share in shares])
     parts = ("carried", "fast", "standing", "steps", "residual")
-    rows = []
+    table = []
     for budget in sorted(static):
         measured = 1.0 - gaps["snip, auto", budget]["map"] / whole
         predicted = {}
         for name, begins in PHASES.items():
             recovered, by_phase = best(model, curve, begins, budget)
             predicted[name] = {"recovered": recovered, "shares": by_phase}
-        rows.append({"budget": budget, "auto measured": measured, "predicted": predicted})
-    return {"model": {name: getattr(model, name) for name in parts}, "phases": PHASES, "rows": rows}
+        table.append({"budget": budget, "auto measured": measured, "predicted": predicted})
+    return {"model": {name: getattr(model, name) for name in parts}, "phases": PHASES, "rows": table}
 
 
 def main() -> None:

@@ -103,9 +103,8 @@ def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Group the runs of a result file into rows. Blocks without runs of bf16 and uniform-fp4 are left out."""
     done = [entry for entry in entries if entry.get("status") == "done"]
     losses: dict[tuple[str, Block, str], Mapping[str, float]] = {}
-    for entry in sorted(
-        done, key=lambda e: bool(e["label"] != e["policy"])
-    ):  # first those without a label of their own
+    # Runs without a label of their own come first, and the first run is the reference.
+    for entry in sorted(done, key=lambda e: bool(e["label"] != e["policy"])):
         if entry["budget"] is None:
             losses.setdefault((entry["kind"], _block(entry), entry["policy"]), entry["validation"])
     groups: dict[tuple[str, str, float | None], list[Mapping[str, Any]]] = {}

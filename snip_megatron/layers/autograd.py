@@ -243,10 +243,7 @@ def _weight(
 ) -> tuple[Side, Side]:
     handle = call.handle
     shared_amax = partial(handle.shared_amax, "w")
-
-    def rotation() -> Rotation | None:
-        return _rotation(call, "w", weight, None, dgrad)
-
+    rotation = partial(_rotation, call, "w", weight, None, dgrad)
     if handle.held is not None and call.trains:
         if not refresh:
             return handle.held.sides

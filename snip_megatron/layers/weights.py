@@ -99,11 +99,11 @@ class HeldWeight:
             self.clear()
         amax = shared_amax(weight, (fprop, dgrad))
         if amax is not None:
-            self._amax = amax.clone() if self._amax is None else self._amax.copy_(amax)
+            self._amax = _in_place(self._amax, amax)
         turned = rotation()
         if turned is not None and turned.amax is not None:
-            kept = turned.amax.clone() if self._turned_amax is None else self._turned_amax.copy_(turned.amax)
-            turned, self._turned_amax = replace(turned, amax=kept), kept
+            self._turned_amax = _in_place(self._turned_amax, turned.amax)
+            turned = replace(turned, amax=self._turned_amax)
         if self._held is None:
             row, col = backend.quantize_weight(weight, fprop, dgrad, amax=self._amax, rotation=turned)
             self._key, self._held = key, HeldSides((row, col), self._current)
@@ -120,3 +120,8 @@ class HeldWeight:
     def clear(self) -> None:
         """Free the memory. Graphs that were captured with it must not run afterwards."""
         self._key = self._held = self._amax = self._turned_amax = None
+
+
+def _in_place(kept: Tensor | None, amax: Tensor) -> Tensor:
+    """Return ``kept`` with the value of ``amax``, or a copy at the first call. Captured kernels read it there."""
+    return amax.clone() if kept is None else kept.copy_(amax)

@@ -81,14 +81,12 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
 
 def formats_in_use(config: SnipConfig) -> frozenset[Format] | None:
     """Return the formats that GEMMs of the run may use. Returns None under ``--snip-replay`` (unknown)."""
-    if config.policy in FIXED:
-        return formats_of(config.policy, config.formats) | {Format(fmt) for _, fmt in config.pins}
-    if config.replay is not None:
+    if config.policy not in FIXED and config.replay is not None:
         return None
-    if config.map is not None:
+    if config.policy not in FIXED and config.map is not None:
         text = Path(config.map).read_text(encoding="utf-8")
         return frozenset(PrecisionMap.from_json(text, where=config.map).choices.values())
-    return frozenset(map(Format, (*config.formats, *(fmt for _, fmt in config.pins))))
+    return formats_of(config.policy, config.formats, config.pins)
 
 
 def formats_of_maps(config: SnipConfig) -> frozenset[Format]:

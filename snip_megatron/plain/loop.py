@@ -236,9 +236,9 @@ def _request(config: SnipConfig) -> SolveRequest:
 
 
 def _formats(config: SnipConfig) -> frozenset[Format] | None:
-    if config.policy in FIXED:
-        return formats_of(config.policy, config.formats) | {Format(fmt) for _, fmt in config.pins}
-    return None if config.map is not None else frozenset(map(Format, (*config.formats, *(f for _, f in config.pins))))
+    if config.policy not in FIXED and config.map is not None:
+        return None
+    return formats_of(config.policy, config.formats, config.pins)
 
 
 def _rows(structure: Structure) -> tuple[LinearRow, ...]:

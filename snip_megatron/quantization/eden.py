@@ -23,8 +23,8 @@ from snip_megatron.quantization.rounding import MASK32, ROW_STEP, mix32, round_t
 TILES = 8
 """Tiles of a group."""
 
-# Repeated in kernels/exact_programs.py.
 DRAW_STREAM = 0x3C6EF372
+# Repeated in kernels/exact_programs.py.
 PRODUCT_STEPS = 4096.0  # steps of a product of two numbers in units of their tile's scale
 SCALE_STEPS = 512.0  # E4M3 numbers are multiples of 2^-9
 LARGEST = 10.0  # larger than every x over the scale of its tile, so that no sum overflows 63 bits

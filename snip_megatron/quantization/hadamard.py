@@ -21,7 +21,7 @@ from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import SPECS, resolve
 from snip_megatron.quantization.rounding import MASK32, ROW_STEP, mix32
 
-SIGN_STREAM = 0x5F356495  # repeated in kernels/exact_programs.py
+SIGN_STREAM = 0x5F356495
 _FACTORS = {16: 0.25, 128: 128**-0.5}
 
 Signs = int | Tensor

@@ -50,10 +50,19 @@ def fixed_formats(policy: str, formats: Sequence[str] = ()) -> tuple[dict[Gemm, 
     raise ValueError(f"{policy} is not one of {', '.join(FIXED)}")
 
 
-def formats_of(policy: str, formats: Sequence[str] = ()) -> frozenset[Format]:
-    """Return all formats of a fixed policy. The arguments are those of :func:`fixed_formats`."""
-    most, last = fixed_formats(policy, formats)
-    return frozenset((*most.values(), *last.values()))
+def formats_of(policy: str, formats: Sequence[str] = (), pins: Sequence[tuple[str, str]] = ()) -> frozenset[Format]:
+    """Return all formats that maps of a policy may have: those of its fixed map or the candidates, and those of pins.
+
+    Args:
+        policy: any policy.
+        formats: the candidate formats of the run.
+        pins: (glob, format).
+    """
+    own: set[Format] = set(map(Format, formats))
+    if policy in FIXED:
+        most, last = fixed_formats(policy, formats)
+        own = {*most.values(), *last.values()}
+    return frozenset(own | {Format(fmt) for _, fmt in pins})
 
 
 def fixed_choices(policy: str, linears: Iterable[str], formats: Sequence[str] = ()) -> dict[str, Format]:

@@ -84,16 +84,13 @@ def _takes_rows(fmt: str, gradient: bool) -> bool:
 def _row_error(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None, rotation: Rotation | None) -> Tensor:
     if not _takes_rows(fmt, stochastic):
         return torch.zeros((), dtype=torch.float64, device=x.device)
-    operand, options = turned(x, fmt, 1, rotation and rotation.of(1), amax)
-    return squared_errors(operand, fmt, stochastic=stochastic, amax=options["tensor_amax"]).sum(dtype=torch.float64)
+    return _turned_errors(x, fmt, 1, rotation, amax, stochastic=stochastic).sum(dtype=torch.float64)
 
 
 def _col_errors(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None, rotation: Rotation | None) -> Tensor:
     if not _takes(fmt, Gemm.WGRAD):
         return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-    operand, options = turned(x, fmt, 0, rotation and rotation.of(0), amax)
-    errors = squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=options["tensor_amax"])
-    return errors.sum(0, dtype=torch.float64)
+    return _turned_errors(x, fmt, 0, rotation, amax, stochastic=stochastic).sum(0, dtype=torch.float64)
 
 
 def _error_dots(d: Tensor, x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None) -> Tensor:
@@ -118,7 +115,7 @@ def weight_sums(
     A format that fprop cannot run in has tiles along the rows, over which dgrad reduces.
     """
     known = rotations or {}
-    errors = [_weight_error(w, fmt, amax, known.get(fmt)).sum(dtype=torch.float64) for fmt in formats]
+    errors = [_weight_error(w, fmt, amax, known.get(fmt)) for fmt in formats]
     return torch.stack([squares(w), *errors])
 
 
@@ -126,8 +123,25 @@ def _weight_error(w: Tensor, fmt: str, amax: Tensor | None, rotation: Rotation |
     if not _takes(fmt, Gemm.FPROP, Gemm.DGRAD):
         return torch.zeros((), dtype=torch.float64, device=w.device)
     axis = 1 if _takes(fmt, Gemm.FPROP) else 0
-    operand, options = turned(w, fmt, axis, rotation and rotation.of(axis), amax, weight=True)
-    return squared_errors(operand, fmt, axis=axis, block=True, amax=options["tensor_amax"])
+    return _turned_errors(w, fmt, axis, rotation, amax, weight=True).sum(dtype=torch.float64)
+
+
+def _turned_errors(
+    x: Tensor,
+    fmt: str,
+    axis: int,
+    rotation: Rotation | None,
+    amax: Tensor | None,
+    *,
+    stochastic: bool = False,
+    weight: bool = False,
+) -> Tensor:
+    """Return the squared errors of the operand, transformed if its format does so, of a GEMM that reduces over
+    ``axis``.
+    """
+    operand, options = turned(x, fmt, axis, rotation and rotation.of(axis), amax, weight=weight)
+    whole = options["tensor_amax"]
+    return squared_errors(operand, fmt, axis=axis, block=weight, stochastic=stochastic, amax=whole)
 
 
 def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,8 +111,11 @@ def test_figures_are_those_of_the_tables():
     drifts = cells(path, "drift: all")
     assert f"{drifts[0][3]}, {drifts[1][3]}, {drifts[2][3]} (min-rel-err: " in figures
     assert [row[8].replace("-", "−") for row in drifts] == re.findall(r"−0\.\d+", figures)
-    compared = [(figures, path) for _, figures, path in figure_rows() if "-time_" not in path.name]
-    compared = [(figures, path) for figures, path in compared if path.name.startswith("compare_")]
+    compared = [
+        (figures, path)
+        for _, figures, path in figure_rows()
+        if path.name.startswith("compare_") and "-time_" not in path.name
+    ]
     assert len(compared) == 2
     for figures, path in compared:
         for name, value in re.findall(r"([a-z-]+) (0\.\d+)", figures):

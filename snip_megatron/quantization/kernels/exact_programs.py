@@ -11,14 +11,16 @@ instruction that an Ampere GPU does not have.
 import triton
 import triton.language as tl
 
+from snip_megatron.quantization.eden import DRAW_STREAM
+from snip_megatron.quantization.formats import EDEN_CLIPPING
+from snip_megatron.quantization.hadamard import SIGN_STREAM
 from snip_megatron.quantization.kernels.elements import lift_of
 from snip_megatron.quantization.kernels.stochastic import mix32, truncated_product
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _RANDOM_ARGUMENTS = [f"{side}_{name}" for side in ("row", "col") for name in ("word_0", "word_1", "signs")]
-# As in ``hadamard.py`` and ``eden.py``.
-_SIGN_STREAM, _DRAW_STREAM = tl.constexpr(0x5F356495), tl.constexpr(0x3C6EF372)
-_EDEN_VALUE = tl.constexpr(6.0 / (17 / 16 * 0.93))
+_SIGN_STREAM, _DRAW_STREAM = tl.constexpr(SIGN_STREAM), tl.constexpr(DRAW_STREAM)
+_EDEN_VALUE = tl.constexpr(6.0 / EDEN_CLIPPING)
 
 
 @triton.jit

@@ -79,7 +79,12 @@ def test_a_result_file_gives_rows_by_budget(monkeypatch: pytest.MonkeyPatch) -> 
     weights = rate_weights(EXPERIMENT)
     runs = [
         {"id": f"{label} {budget} {seed}", "status": "done", "label": label, "budget": budget, "seed": seed}
-        | {"validation": {formats: 2.0 + seed + gap for formats, gap in gaps.items()}}
+        | {
+            "kind": "from_warm",
+            "policy": label,
+            "fp4_share": 0.0,
+            "validation": {formats: 2.0 + seed + gap for formats, gap in gaps.items()},
+        }
         for (label, budget), gaps in made_up(weights).items()
         for seed in (1, 2)
     ]
