@@ -100,7 +100,10 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Group the runs of a result file into rows. Blocks without runs of bf16 and uniform-fp4 are left out."""
+    """Group the runs of a result file into rows.
+
+    A run has a gap if there is a run in bf16 of its block, and a recovered share if there is one of uniform-fp4 as well.
+    """
     done = [entry for entry in entries if entry.get("status") == "done"]
     losses: dict[tuple[str, Block, str], Mapping[str, float]] = {}
     # Runs without a label of their own come first, and the first run is the reference.
@@ -215,12 +218,12 @@ def _row(
     for entry in members:
         block = _block(entry)
         bf16, fp4 = losses.get((kind, block, "bf16")), losses.get((kind, block, "uniform-fp4"))
-        if bf16 is None or fp4 is None:
+        if bf16 is None:
             continue
         for formats in VALIDATIONS:
             loss = float(entry["validation"][formats])
-            value = recovered(loss, float(bf16[formats]), float(fp4[formats]))
             gap[formats][block] = loss - float(bf16[formats])
+            value = math.nan if fp4 is None else recovered(loss, float(bf16[formats]), float(fp4[formats]))
             if math.isfinite(value):
                 share[formats][block] = value
     mean_share = float(np.mean([entry.get("average_share", entry["fp4_share"]) for entry in members]))

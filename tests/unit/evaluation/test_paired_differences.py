@@ -58,6 +58,12 @@ def test_rows_take_references_of_their_own_block() -> None:
     assert row.gap["bf16"] == pytest.approx({("w", 1): 0.01, ("other", 2): 0.02})
 
 
+def test_a_gap_needs_no_run_of_uniform_fp4() -> None:
+    own = entry("bf16", 2.02, label="nvfp4 in fprop")
+    row = next(row for row in rows([entry("bf16", 2.0), own]) if row.label == "nvfp4 in fprop")
+    assert row.gap["map"] == pytest.approx({("w", 1): 0.02}) and row.recovered["map"] == {}
+
+
 def test_failed_runs_count_for_nothing() -> None:
     entries = [*references(), entry("snip", 2.01, 1, 0.75), {"status": "failed", "label": "snip", "budget": 0.75}]
     assert len(rows(entries)) == 3
