@@ -102,7 +102,7 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Group the runs of a result file into rows.
 
-    A run has a gap if there is a run in bf16 of its block, and a recovered share if there is one of uniform-fp4 as well.
+    A run has a gap if its block has a run in bf16, and a recovered share if it has one of uniform-fp4 as well.
     """
     done = [entry for entry in entries if entry.get("status") == "done"]
     losses: dict[tuple[str, Block, str], Mapping[str, float]] = {}

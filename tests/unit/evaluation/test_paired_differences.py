@@ -61,7 +61,8 @@ def test_rows_take_references_of_their_own_block() -> None:
 def test_a_gap_needs_no_run_of_uniform_fp4() -> None:
     own = entry("bf16", 2.02, label="nvfp4 in fprop")
     row = next(row for row in rows([entry("bf16", 2.0), own]) if row.label == "nvfp4 in fprop")
-    assert row.gap["map"] == pytest.approx({("w", 1): 0.02}) and row.recovered["map"] == {}
+    assert row.gap["map"] == pytest.approx({("w", 1): 0.02})
+    assert row.recovered["map"] == {}
 
 
 def test_failed_runs_count_for_nothing() -> None:
