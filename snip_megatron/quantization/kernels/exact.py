@@ -18,14 +18,12 @@ from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair, 
 from snip_megatron.quantization.formats import E2M1, SPECS, STOCHASTIC, Scaling, resolve
 from snip_megatron.quantization.hadamard import Rotation, points
 from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel, exact_kernel
+from snip_megatron.quantization.kernels.exact_shapes import SHAPES, kind_of
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.rounding import Key, key_words
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (Scaling.E4M3_FP32, Scaling.FP32_TENSOR)
-# Rows of a part → columns of it, columns of a thread, warps: a thread holds all rows of its columns, 64 numbers, except
-# in the 128×128 parts of the formats whose tiles are as large.
-_PARTS = {16: (512, 4, 4), 32: (256, 2, 4), 128: (128, 8, 8)}
 _VALUES = (1, 4)  # places of the values among the kernel's tensors
 _APART = 4  # distance of two amaxes in int32: 16 bytes, the alignment that kernels are compiled for
 
@@ -115,7 +113,7 @@ def _quantize(
     M, K = x.shape
     amaxes = _amaxes(x, (row, col), amax, current)
     rows = max(_rows(side, row) for side in sides)
-    width, wide, warps = _PARTS[rows]
+    shape = SHAPES[_kind(sides, rows)]
     ids = cols if cols is not None and any(side.seed is not None for side in sides) else None
     memory = [tensor for side, bits in zip((row, col), amaxes, strict=True) for tensor in _memory(side, bits, x)]
     keys = [side.seed if side is not None and isinstance(side.seed, Tensor) else x for side in (row, col)]
@@ -123,17 +121,29 @@ def _quantize(
     tensors = (x, *memory, x if ids is None else ids, *keys, x if current is None else current, *pointers)
     # bf16 numbers are written as 16-bit words.
     dtypes = tuple(torch.int16 if i in _VALUES and t is not x else t.dtype for i, t in enumerate(tensors))
+    of_row = shape.col if row is not None and row.square else shape.row
+    widths = [width for side, (width, _) in ((row, of_row), (col, shape.col)) if side is not None]
+    programs = -(-K // max(widths)) * sum(max(widths) // width for width in widths)
     launch(
-        exact_kernel, (-(-K // width), -(-M // rows)), tensors, dtypes,
+        exact_kernel, (programs, -(-M // rows)), tensors, dtypes,
         (M, K, x.stride(0)), (*_words(row), *_words(col), *signs),
         {
             **_constants("ROW", row), **_constants("COL", col),
             "SQUARE_ROW": row is not None and row.square, "SQUARE_COL": col is not None and col.square,
             **turning, "GIVEN_COLS": ids is not None, "GUARDED": current is not None, "GPU": _on_gpu(x),
-            "R": rows, "C": width, "WIDE": wide,
+            "R": rows, "ROW_C": of_row[0], "ROW_WIDE": of_row[1], "COL_C": shape.col[0], "COL_WIDE": shape.col[1],
         },
-        {"num_warps": warps},
+        shape.options,
     )  # fmt: skip
+
+
+def _kind(sides: list[_Side], rows: int) -> str:
+    return kind_of(
+        rows,
+        stochastic=any(side.seed is not None for side in sides),
+        transformed=any(side.points for side in sides),
+        four=any(SPECS[side.format].four_over_six for side in sides),
+    )
 
 
 def _constants(name: str, side: _Side | None) -> dict[str, object]:
@@ -198,17 +208,17 @@ def _searched(
     bits = torch.zeros(2 * _APART, dtype=torch.int32, device=x.device)
     M, K = x.shape
     rows = 128 if sides[1] is not None and sides[1].points == 128 else 16
-    width, wide, warps = _PARTS[rows]
+    shape = SHAPES["amax" if rows == 16 else "amax of groups of 128"]
     pointers, signs, turning = _turning(sides, x)
     tensors = (x, bits, bits if current is None else current, *pointers)
     launch(
-        exact_amax_kernel, (-(-K // width), -(-M // rows)), tensors, tuple(t.dtype for t in tensors),
+        exact_amax_kernel, (-(-K // shape.col[0]), -(-M // rows)), tensors, tuple(t.dtype for t in tensors),
         (M, K, x.stride(0)), signs,
         {
             "TILE": tile, "SQUARE": square, **turning, "GUARDED": current is not None,
-            "R": rows, "C": width, "WIDE": wide,
+            "R": rows, "C": shape.col[0], "WIDE": shape.col[1],
         },
-        {"num_warps": warps},
+        shape.options,
     )  # fmt: skip
     return bits
 

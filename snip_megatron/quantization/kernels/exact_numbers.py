@@ -1,0 +1,336 @@
+# mypy: ignore-errors
+# Device code: Triton's values have no static types.
+"""Device code of the numbers of ``exact_programs.py``: scales of tiles, quotients, rounding, draws.
+
+Tiles have the shape [row tiles, rows of a tile, column tiles, columns of a tile], where scales broadcast. Numbers are
+magnitudes: rounding does not depend on the sign, which is restored when a number is stored. The code needs no
+instruction that an Ampere GPU does not have.
+"""
+
+import triton
+import triton.language as tl
+
+from snip_megatron.quantization.eden import DRAW_STREAM
+from snip_megatron.quantization.formats import EDEN_CLIPPING
+from snip_megatron.quantization.kernels.elements import lift_of
+from snip_megatron.quantization.kernels.stochastic import mix32, truncated_product
+
+INFINITY_BITS = tl.constexpr(0x7F800000)
+_DRAW_STREAM = tl.constexpr(DRAW_STREAM)
+_EDEN_VALUE = tl.constexpr(6.0 / EDEN_CLIPPING)
+_FINE = tl.constexpr(1024.0)  # a squared error in units of 2^-20 is the square of an error in units of 2^-10
+
+
+@triton.jit
+def magnitude_bits(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # integers have the order of the magnitudes, NaN above Inf
+
+
+@triton.jit
+def largest(tiles):
+    """Return the largest integer of each tile of [row tiles, rows, column tiles, columns], with ones for the rest."""
+    return tl.max(tl.max(tiles, axis=3, keep_dims=True), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _constant(value: tl.constexpr, x):
+    return tl.full(x.shape, value, tl.float32)
+
+
+@triton.jit
+def _fma(a, b, c, GPU: tl.constexpr):
+    if GPU:
+        return tl.fma(a, b, c)
+    else:  # the interpreter's fma rounds the product; in float64 the product is exact
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _reciprocal(x, GPU: tl.constexpr):
+    """Return 1 / x to nearest, for normal x whose reciprocal is normal.
+
+    One step of Newton from a number within one unit in the last place gives the nearest number, unless all bits of the
+    mantissa of x are ones (P. Markstein, IBM J. Res. Dev. 34, 1990). The nearest number is odd then. (Tested for all
+    mantissas: ``tests/unit/quantization/kernels/test_exact_numbers.py``.)
+    """
+    if GPU:
+        found = tl.inline_asm_elementwise(
+            "{ .reg .f32 g, e, n; rcp.approx.ftz.f32 g, $1; neg.f32 n, $1; fma.rn.f32 e, n, g, 0f3F800000;"
+            " fma.rn.f32 $0, e, g, g; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        ones = ((x.to(tl.int32, bitcast=True) & 0x7FFFFF) + 1) >> 23
+        return (found.to(tl.int32, bitcast=True) | ones).to(tl.float32, bitcast=True)
+    else:
+        return tl.div_rn(_constant(1.0, x), x)
+
+
+@triton.jit
+def nearest(y, ELEMENT: tl.constexpr, UNIT: tl.constexpr, GPU: tl.constexpr):
+    """Saturate y ≥ 0 and round it to E2M1 (``ELEMENT`` 4) or E4M3 (8) in units of ``UNIT``, to nearest, ties to even.
+
+    Adding and subtracting 1.5·2^23 spacings rounds. The spacing is a power of two from the exponent of y.
+    """
+    maximum: tl.constexpr = (6.0 if ELEMENT == 4 else 448.0) * UNIT
+    smallest: tl.constexpr = (1.0 if ELEMENT == 4 else 0.015625) * UNIT  # the smallest normal number
+    spacings: tl.constexpr = 1.5 * 2.0**22 if ELEMENT == 4 else 1.5 * 2.0**20
+    y = tl.minimum(y, maximum, propagate_nan=tl.PropagateNan.ALL)
+    power = tl.maximum(y, smallest).to(tl.int32, bitcast=True) & INFINITY_BITS
+    power = power.to(tl.float32, bitcast=True)
+    if GPU:
+        magic = _constant(spacings, y)
+        return tl.fma(power, -1.0 * magic, tl.fma(power, magic, y))
+    else:
+        magic = power * spacings  # exact
+        return (y + magic) - magic
+
+
+@triton.jit
+def tensor_scale(amax, SCALING: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr):
+    """Return the FP32 scale of a tensor, amax / 448, amax / (6·448) or, with ``FOUR``, amax / (6·256), as IEEE
+    division; 1 if that is zero. With ``EDEN`` the 6 is a little larger.
+    """
+    value: tl.constexpr = _EDEN_VALUE if EDEN else 6.0
+    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else value * (256.0 if FOUR or EDEN else 448.0)
+    scale = tl.div_rn(amax, _constant(maximum, amax))
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    if SCALING == "fp32_tensor":
+        scale = tl.where(magnitude_bits(amax) >= INFINITY_BITS, float("nan"), scale)
+    return scale
+
+
+@triton.jit
+def _over_maximum(amax, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
+    """Return amax / ``MAXIMUM`` as IEEE division. With ``SHORT`` amax is an even number of FP32's smallest numbers."""
+    if MAXIMUM == 4.0:
+        return amax * 0.25
+    elif SHORT and (MAXIMUM == 6.0):  # tested for all such numbers: test_exact_numbers.py
+        inverse: tl.constexpr = 0.16666666666666666
+        quotient = amax * inverse
+        rest = _fma(quotient, _constant(-6.0, amax), amax, GPU)
+        return _fma(rest, _constant(inverse, amax), quotient, GPU)
+    else:
+        return tl.div_rn(amax, _constant(MAXIMUM, amax))
+
+
+@triton.jit
+def _e4m3_scale(amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
+    """Return (divisor of x, its reciprocal, E4M3 scale) of tiles whose amax becomes ``MAXIMUM``.
+
+    The divisor is multiplied by the power of two that brings ``whole``, the scale of the tensor, to [0.5, 1). A zero
+    divisor has the reciprocal zero.
+    """
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    lift = lift_of(whole)
+    lifted = whole * lift
+    inverse = tl.div_rn(_constant(1.0, lifted), lifted)
+    # The quotient by ``whole``, as in :func:`quotient`. Larger ones saturate.
+    amax = tl.minimum(_over_maximum(amax, MAXIMUM, SHORT, GPU) * lift, 1048576.0)
+    lifted, inverse = lifted + tl.zeros_like(amax), inverse + tl.zeros_like(amax)
+    ratio = amax * inverse
+    ratio = _fma(_fma(-1.0 * ratio, lifted, amax, GPU), inverse, ratio, GPU)
+    of_tile = tl.where(amax_bits < INFINITY_BITS, nearest(ratio, 8, 1.0, GPU), float("nan"))
+    scale = of_tile * whole
+    divisor = scale * lift
+    return divisor, tl.where(scale == 0.0, 0.0, _reciprocal(divisor, GPU)), of_tile
+
+
+@triton.jit
+def scales(amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr):
+    """Return the factor of a value, for formats whose tiles have no E4M3 scale, from the bits of max|x| of tiles.
+
+    ``whole`` is the scale of the tensor.
+    """
+    finite = amax_bits < INFINITY_BITS
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    if SCALING == "fp32_tensor":
+        return tl.zeros_like(amax) + whole
+    elif SCALING == "e8m0":  # 2^(floor(log2 amax) − emax), at least 2^-127, which is subnormal
+        exponent = tl.maximum((amax_bits >> 23) - (2 if ELEMENT == 4 else 8), 0)
+        scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+        return tl.where(finite, tl.where(amax_bits == 0, 1.0, scale), float("nan"))
+    else:
+        scale = tl.div_rn(amax, _constant(6.0 if ELEMENT == 4 else 448.0, amax))
+        return tl.where(finite, tl.where(scale == 0.0, 1.0, scale), float("nan"))
+
+
+@triton.jit
+def _inverse_power(scale):
+    """Return 1 / scale of a power of two that is at least 2^-127. NaN gives any number."""
+    bits = scale.to(tl.int32, bitcast=True)
+    return tl.where(bits == 1 << 22, 254 << 23, (254 << 23) - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quotient(x, divisor, inverse, GPU: tl.constexpr):
+    """Return x / divisor as IEEE division rounds it, with one division for each divisor.
+
+    The product with the rounded reciprocal is corrected once by its residual (P. Markstein, IBM J. Res. Dev. 34, 1990),
+    which gives the rounded quotient. Powers of two have brought both to where no residual underflows that matters.
+    """
+    divisor, inverse = divisor + tl.zeros_like(x), inverse + tl.zeros_like(x)
+    quotient = x * inverse
+    return _fma(_fma(-1.0 * quotient, divisor, x, GPU), inverse, quotient, GPU)
+
+
+@triton.jit
+def _lifted_quotient(x, divisor, GPU: tl.constexpr):
+    """Return x / divisor for any FP32 divisors."""
+    lift = lift_of(divisor)
+    lifted = divisor * lift
+    return _quotient(x * lift, lifted, tl.div_rn(_constant(1.0, lifted), lifted), GPU)
+
+
+@triton.jit
+def rounded_to_nearest(x, amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr, SHORT: tl.constexpr,
+                       GPU: tl.constexpr):  # fmt: skip
+    """Return elements and factors of tiles of magnitudes."""
+    if SCALING == "e4m3_fp32":
+        divisor, inverse, factor = _e4m3_scale(amax_bits, whole, 6.0, SHORT, GPU)
+        y = _quotient(x * lift_of(whole), divisor, inverse, GPU)
+    else:
+        factor = scales(amax_bits, whole, ELEMENT, SCALING)
+        if SCALING == "e8m0":  # the product with the reciprocal of a power of two is the quotient
+            y = x * _inverse_power(factor)
+        else:
+            y = _lifted_quotient(x, factor, GPU)
+    return nearest(y, ELEMENT, 1.0, GPU), factor
+
+
+@triton.jit
+def _candidate(x, amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
+    """Return E2M1 values times 2^10, E4M3 scales and squared errors of tiles whose amax becomes ``MAXIMUM``.
+
+    The sum is one of integers, as in ``reference.py``: no order of additions changes it.
+    """
+    divisor, inverse, factor = _e4m3_scale(amax_bits, whole, MAXIMUM, SHORT, GPU)
+    y = _quotient(x, divisor * (1.0 / _FINE), inverse * _FINE, GPU)
+    values = nearest(y, 4, _FINE, GPU)
+    error = values - y
+    steps = (error * error).to(tl.int32)
+    total = tl.sum(tl.sum(steps, axis=3, keep_dims=True), axis=1, keep_dims=True)
+    return values, factor, total.to(tl.float32) * factor * factor
+
+
+@triton.jit
+def four_over_six(x, amax_bits, whole, SHORT: tl.constexpr, GPU: tl.constexpr):
+    """Return E2M1 values times 2^10 and E4M3 scales over 2^10, where the amax of a tile becomes 6 or 4, by the smaller
+    squared error.
+    """
+    x = x * lift_of(whole)
+    values, factor, error = _candidate(x, amax_bits, whole, 6.0, SHORT, GPU)
+    others, of_other, error_of_other = _candidate(x, amax_bits, whole, 4.0, SHORT, GPU)
+    smaller = (error_of_other < error) | (factor == 0.0)
+    return tl.where(smaller, others, values), tl.where(smaller, of_other, factor) * (1.0 / _FINE)
+
+
+@triton.jit
+def _of_group(tiles, ALONG: tl.constexpr):
+    """Replace the number of each tile [row tiles, 1, column tiles, 1] by the sum over the tiles of its group.
+
+    With ``ALONG`` groups are eight tiles of a row, otherwise all tiles of a column.
+    """
+    if ALONG:
+        groups = tl.reshape(tiles, (tiles.shape[0], tiles.shape[2] // 8, 8, 1))
+        sums = tl.sum(groups, axis=2, keep_dims=True)
+        return tl.reshape(tl.broadcast_to(sums, groups.shape), tiles.shape)
+    else:
+        return tl.broadcast_to(tl.sum(tiles, axis=0, keep_dims=True), tiles.shape)
+
+
+@triton.jit
+def _folded(number):
+    return (number ^ (number >> 32)).to(tl.uint32)
+
+
+@triton.jit
+def eden(x, amax_bits, whole, signs, ALONG: tl.constexpr, GPU: tl.constexpr):
+    """Return E2M1 values and E4M3 scales of a transformed part: the functions of ``eden.py``."""
+    divisor, inverse, factor = _e4m3_scale(amax_bits, whole, _EDEN_VALUE, False, GPU)
+    y = _quotient(x * lift_of(whole), divisor, inverse, GPU)
+    values = nearest(y, 4, 1.0, GPU)
+    known = amax_bits < INFINITY_BITS
+    y = tl.where(known, tl.minimum(y, 10.0), 0.0)
+    weight = (tl.where(known, factor, 0.0) * 512.0).to(tl.int64)
+    squares = (y * y * 4096.0).to(tl.int32)
+    products = (y * tl.where(known, values, 0.0) * 4096.0).to(tl.int32)
+    square = tl.sum(tl.sum(squares, axis=3, keep_dims=True), axis=1, keep_dims=True)
+    product = tl.sum(tl.sum(products, axis=3, keep_dims=True), axis=1, keep_dims=True)
+    square, product = _of_group(square * weight * weight, ALONG), _of_group(product * weight * weight, ALONG)
+    ratio = tl.div_rn(square.to(tl.float32), tl.where(product == 0, 1, product).to(tl.float32))
+    scale = tl.minimum(factor * tl.where(product == 0, 1.0, ratio), 448.0)
+    h = mix32(_folded(square) + (signs.to(tl.uint32) ^ _DRAW_STREAM))
+    h = mix32(_folded(product) + h)
+    if ALONG:
+        place = (tl.arange(0, x.shape[2]) & 7)[None, None, :, None]
+    else:
+        place = tl.arange(0, x.shape[0])[:, None, None, None]
+    draw = mix32(place.to(tl.uint32) * 0x9E3779B1 + h)
+    # The spacing of E4M3 at the scale, 2^(e − 3) with e ≥ −6, and its reciprocal. The scale has less than 2^24 of their
+    # 2^-20th parts, to which the draw is added.
+    power = tl.maximum(scale.to(tl.int32, bitcast=True) & INFINITY_BITS, 121 << 23) - (3 << 23)
+    reciprocal = ((254 << 23) - power).to(tl.float32, bitcast=True)
+    parts = (tl.where(known, scale, 0.0) * tl.where(known, reciprocal, 1.0) * 1048576.0).to(tl.int32)
+    steps = (parts + (draw >> 12).to(tl.int32)) >> 20
+    scale = steps.to(tl.float32) * tl.where(known, power.to(tl.float32, bitcast=True), float("nan"))
+    return values, scale
+
+
+@triton.jit
+def _less_if_subnormal(inverse, divisor):
+    return tl.where(divisor < 1.1754943508222875e-38, inverse * 0.999755859375, inverse)  # 2^-126; 1 − 2^-12
+
+
+@triton.jit
+def rounded_stochastically(x, draw, amax_bits, whole, SCALING: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
+    """Return E2M1 elements and factors of tiles of magnitudes, which are rounded as in ``rounding.py``.
+
+    FP32 numbers 2^-126·y are counted by their bits, and the upper bits of the count are the E2M1 number, below 1, where
+    they are subnormal, as above. So the draw is added to the 22 bits that follow. The product y is truncated.
+    """
+    if SCALING == "e4m3_fp32":
+        _, inverse, factor = _e4m3_scale(amax_bits, whole, 6.0, SHORT, GPU)
+        # Factors 2^-20 and 2^-106 instead of 2^-126 alone, so that no reciprocal is subnormal.
+        x = x * (lift_of(whole) * 9.5367431640625e-07)
+        inverse = _less_if_subnormal(inverse, factor * whole) * 1.232595164407831e-32
+    else:
+        factor = scales(amax_bits, whole, 4, SCALING)
+        if SCALING == "e8m0":
+            x = x * _inverse_power(factor)
+            inverse = _less_if_subnormal(_constant(1.1754943508222875e-38, factor), factor)
+        else:
+            lift = lift_of(factor)
+            lifted = factor * lift
+            inverse = _less_if_subnormal(tl.div_rn(_constant(1.0, lifted), lifted), factor) * 1.1754943508222875e-38
+            x = x * lift
+    inverse = inverse + tl.zeros_like(x)
+    if GPU:
+        y = tl.inline_asm_elementwise(
+            "mul.rz.f32 $0, $1, $2;", "=f,f,f", [x, inverse], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = truncated_product(x, inverse)
+    count = y.to(tl.uint32, bitcast=True) + (draw >> 10)
+    count = tl.minimum(count, 0x01FFFFFF) & 0xFFC00000  # at most 6, which NaN becomes too
+    return count.to(tl.float32, bitcast=True) * 8.507059173023462e37, factor  # 2^126
+
+
+@triton.jit
+def _once(keys):
+    """Compute the keys once and share them. The compiler would compute them again in every thread."""
+    return tl.gather(keys.to(tl.int32, bitcast=True), tl.arange(0, keys.shape[0]), 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def draws(rows, cols, word_0, word_1):
+    """Return uint32 draws [rows, cols] of global ids: the hash of ``rounding.py``.
+
+    The last multiplication, which only even columns have, is distributed over the sum before it.
+    """
+    row_words = _once(mix32(rows.to(tl.uint32) * 0x9E3779B1 + word_0.to(tl.uint32)))
+    factor = mix32((cols.to(tl.uint32) >> 1) * 0x85EBCA77 + word_1.to(tl.uint32)) | 1
+    even = (cols & 1) == 0
+    last = tl.where(even, 0x9C8A3D1D, 0x9E3779B1)
+    added = tl.where(even, factor * 0xADB4A92D, factor)
+    h = row_words[:, None] * factor[None, :]
+    return ((h << 16) | (h >> 16)) * last.to(tl.uint32)[None, :] + added[None, :]

@@ -1,0 +1,60 @@
+"""Shapes of the launches of ``exact.py``: the one table to edit for another GPU (``benchmarks/emulated_sweep.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel divides a matrix. A program has as many rows as the largest tile.
+
+    Attributes:
+        row: columns of a program on the row side, and neighbouring columns of a thread.
+        col: the same on the col side and for square blocks. The quotient is a multiple of a program's threads, so that
+            a thread holds whole columns.
+        warps: warps of a program.
+        registers: most registers of a thread; None lets the compiler choose.
+
+    The numbers of columns are powers of two, at least 128 if the side is transformed in groups of 128. They differ,
+    because the compiler orders the numbers of both sides alike if their sizes are equal.
+    """
+
+    row: tuple[int, int]
+    col: tuple[int, int]
+    warps: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps} | limit
+
+
+SHAPES: Mapping[str, Shape] = MappingProxyType(
+    {
+        "tiles of 16": Shape((128, 8), (256, 2), 4),
+        "tiles of 16, stochastic": Shape((128, 8), (256, 2), 4),
+        "tiles of 16, transformed": Shape((128, 8), (256, 2), 4),
+        "tiles of 16, four over six": Shape((128, 8), (256, 2), 4),
+        "tiles of 32": Shape((128, 8), (256, 2), 4),
+        "tiles of 32, stochastic": Shape((128, 8), (256, 2), 4),
+        "tiles of 32, transformed": Shape((128, 8), (256, 2), 4),
+        "tiles of 128": Shape((128, 8), (128, 8), 8),
+        "groups of 128": Shape((128, 8), (128, 8), 8),
+        "amax": Shape((512, 4), (512, 4), 4),
+        "amax of groups of 128": Shape((128, 8), (128, 8), 8),
+    }
+)
+"""Kind of a launch → its shape. :func:`kind_of` says which kind a launch is."""
+
+
+def kind_of(rows: int, *, stochastic: bool, transformed: bool, four: bool) -> str:
+    """Return the key of :data:`SHAPES` for a launch whose parts have ``rows`` rows."""
+    if rows == 128:
+        return "groups of 128" if transformed else "tiles of 128"
+    end = ", four over six" if four and rows == 16 else ", stochastic" if stochastic else ""
+    return f"tiles of {rows}" + (", transformed" if transformed else end)
