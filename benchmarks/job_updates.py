@@ -17,6 +17,7 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
     adoption. ``longer_s`` is the time by which they took longer than the median of the settled steps before the update,
     or from the adoption on than the median of the settled steps after it. ``events_s`` is the sum of the seconds for
     which its events blocked the training thread. ``at_update_s`` and ``from_adoption_s`` are the parts of ``longer_s``.
+    ``probe_s`` has the seconds of each kind of pass, and ``recapture_s`` those of the parts of a new capture.
     """
     submits = [int(event["step"]) for event in events if event["event"] == "submit"]
     adopts = [int(event["step"]) for event in events if event["event"] == "adopt"]
@@ -34,10 +35,16 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
         usual = {True: statistics.median(after), False: statistics.median(before)}
         window = range(update, settled)
         waits: dict[str, float] = {}
+        passes: dict[str, float] = {}
+        parts: dict[str, float] = {}
         for event in events:
             if event.get("of_step", event["step"]) in window and event.get("wait_s"):
                 kind = str(event["event"])
                 waits[kind] = waits.get(kind, 0.0) + float(event["wait_s"])
+                if kind == "probe":
+                    passes[str(event["kind"])] = float(event["wait_s"])
+                if kind == "recapture":
+                    parts.update(event.get("parts", {}))
         longer = {step: (ms[step] - usual[step >= adopted]) / 1e3 for step in window}
         found.append(
             {
@@ -46,6 +53,8 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
                 "longer_s": sum(longer.values()),
                 "events_s": sum(waits.values()),
                 "events": waits,
+                "probe_s": passes,
+                "recapture_s": parts,
                 "at_update_s": longer[update],
                 "from_adoption_s": sum(s for step, s in longer.items() if step >= adopted),
                 "steps_ms": list(ms[update:settled]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -125,16 +125,16 @@ class GraphedRun:
 
         return counted
 
-    def captures(self) -> tuple[str, float] | None:
-        """Return ("capture" or "recapture", seconds) if graphs were captured since the last call, else None."""
+    def captures(self) -> tuple[str, float, Mapping[str, float]] | None:
+        """Return ("capture" or "recapture", seconds, seconds by part) if graphs were captured since the last call."""
         if self._graphs is None:
             return None
-        seconds = self._graphs.take_seconds()
+        seconds, parts = self._graphs.take_seconds()
         if not seconds:
             return None
         kind = "recapture" if self._captured_before else "capture"
         self._captured_before = True
-        return kind, seconds
+        return kind, seconds, parts
 
     # -- beside the graphs ---------------------------------------------------------------------------------------
     @contextmanager

@@ -7,10 +7,15 @@ or of its two words, and the upper bit is the sign.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from snip_megatron.quantization.rounding import MASK32, ROW_STEP, derive_seed, mix32
+
+Words = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A function with the arguments and results of :func:`words`."""
 
 # Repeated in kernels/programs.py, because device code cannot read the constants of a module.
 _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
@@ -24,6 +29,20 @@ def words(seed: int, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
         rows, cols: 1-D integer tensors of global ids in [0, 2^32), in any order.
     """
     return _mixed(derive_seed(seed, 0), rows), _mixed(derive_seed(seed, 1), cols)
+
+
+class KeptWords:
+    """The words of the parameters of a run. A rank always holds the same rows and columns of each."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, seed: int, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+        """Return :func:`words`, computed once for each ``seed``, which belongs to one parameter."""
+        found = self._kept.get(seed)
+        if found is None:
+            found = self._kept[seed] = words(seed, rows, cols)
+        return found
 
 
 def error_signs(seed: int, rows: Tensor, cols: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from snip_megatron.optimizers.signs import error_signs
+from snip_megatron.optimizers.signs import Words, error_signs
+from snip_megatron.optimizers.signs import words as sign_words
 from snip_megatron.optimizers.updates import AdamWState, Update, gradient_of_a_step
 from snip_megatron.statistics.recorder import LinearRecorder
 from snip_megatron.statistics.sums import has_kernels, sum_squares
@@ -66,6 +67,7 @@ def linear_drift(
     g2: float,
     seed: int,
     tokens: float | None = None,
+    words: Words = sign_words,
 ) -> LinearDrift:
     """Evaluate the drift of this rank's elements [start, end) of a linear's local weight.
 
@@ -77,6 +79,7 @@ def linear_drift(
         s2, x2, g2: reduced entries of the table (global, in units of the table).
         seed: seed of the random signs.
         tokens: number of tokens that the linear saw. Default: all tokens of the probe.
+        words: returns the words of the signs for the kernel.
     """
     handle = recorder.handle
     x_cols, g_cols, dx_cols, dg_cols = recorder.columns()
@@ -85,7 +88,7 @@ def linear_drift(
     # The outer product of column norms gives the relative sizes; it is scaled to the norm Σ_t ‖G_t‖²‖X_t‖².
     rescale = s2 * tokens / (g2 * x2) if g2 > 0 and x2 > 0 else 0.0
     if isinstance(state, AdamWState) and _has_kernel(gradient):
-        return _linear_drift_by_kernel(recorder, gradient, state, scale, power, rescale, seed)
+        return _linear_drift_by_kernel(recorder, gradient, state, scale, power, rescale, seed, words)
 
     elements = slice(state.start, state.end)
     z = error_signs(seed, handle.out_features, handle.in_features).view(-1)[elements]
@@ -122,6 +125,7 @@ def _linear_drift_by_kernel(
     power: float,
     rescale: float,
     seed: int,
+    words: Words,
 ) -> LinearDrift:
     """Evaluate :func:`linear_drift` of AdamW on a GPU: one read of g, m and v serves all errors."""
     from snip_megatron.optimizers.kernels.drift import ErrorSizes
@@ -138,20 +142,30 @@ def _linear_drift_by_kernel(
         var_rows=torch.cat([g_cols[None], dg_cols]) * seen,
         var_cols=torch.cat([x_cols[None], dx_cols]),
     )
-    sums = _kernel_sums(gradient, state, scale, sizes)
+    sums = _kernel_sums(gradient, state, scale, sizes, words)
     m2, v2 = state.moments()
     return LinearDrift(sums.by_rho, sums.by_format, sums.error2 / scale.clip**2, m2, v2)
 
 
-def _kernel_sums(gradient: torch.Tensor, state: AdamWState, scale: StepScale, sizes: ErrorSizes) -> DriftSums:
+def _kernel_sums(
+    gradient: torch.Tensor, state: AdamWState, scale: StepScale, sizes: ErrorSizes, words: Words
+) -> DriftSums:
     from snip_megatron.optimizers.kernels.drift import drift_sums
 
     own = gradient.reshape(-1)[state.start : state.end]
     factor, noise = scale.gradient * scale.clip, scale.variance**0.5
-    return drift_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise)
+    return drift_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise, words=words)
 
 
-def sink_drift(gradient: torch.Tensor, state: Update, scale: StepScale, *, seed: int, first_row: int) -> torch.Tensor:
+def sink_drift(
+    gradient: torch.Tensor,
+    state: Update,
+    scale: StepScale,
+    *,
+    seed: int,
+    first_row: int,
+    words: Words = sign_words,
+) -> torch.Tensor:
     """Return the squared drift over the ρ grid of a parameter that is no linear, float64 [len(RHO_GRID)].
 
     An error of relative size ρ gives each element ρ times the root mean square of its row: the row of a token in the
@@ -163,6 +177,7 @@ def sink_drift(gradient: torch.Tensor, state: Update, scale: StepScale, *, seed:
         scale: factors of units.
         seed: seed of the random signs.
         first_row: global index of the first local row.
+        words: returns the words of the signs for the kernel.
     """
     matrix = gradient.reshape(1, -1) if gradient.dim() < 2 else gradient.reshape(gradient.shape[0], -1)
     rms = (sum_squares(matrix, 1) / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
@@ -172,7 +187,7 @@ def sink_drift(gradient: torch.Tensor, state: Update, scale: StepScale, *, seed:
         from snip_megatron.optimizers.kernels.drift import ErrorSizes
 
         sizes = ErrorSizes(seed, rows, cols, rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64))
-        return _kernel_sums(gradient, state, scale, sizes).by_rho
+        return _kernel_sums(gradient, state, scale, sizes, words).by_rho
     z = error_signs(seed, rows, cols)
     elements = slice(state.start, state.end)
     unit = (rms[:, None] * z).view(-1)[elements] * scale.clip

@@ -132,10 +132,13 @@ class PartialTable:
         """Add the values that are still on the device, with one copy to the host. :meth:`reduce` does so as well."""
         if not self._on_device:
             return
-        values = torch.cat([value.reshape(-1) for _, _, value, _ in self._on_device]).cpu()
-        parts = torch.split(values, [value.numel() for _, _, value, _ in self._on_device])
-        for part, (array, row, value, scale) in zip(parts, self._on_device, strict=True):
-            self.arrays[array][row] += part.view(value.shape) * scale
+        values = torch.cat([value.reshape(-1) for _, _, value, _ in self._on_device]).cpu().numpy()
+        # Thousands of values: NumPy adds one in a third of the time of a torch operation, with the same bits.
+        arrays, end = {name: array.numpy() for name, array in self.arrays.items()}, 0
+        with np.errstate(all="ignore"):  # what is not finite is found in the table
+            for array, row, value, scale in self._on_device:
+                begin, end = end, end + value.numel()
+                arrays[array][row] += values[begin:end].reshape(value.shape) * scale
         self._on_device.clear()
 
     def _linear_row(self, name: str, layout: np.ndarray) -> LinearRow:

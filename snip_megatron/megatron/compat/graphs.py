@@ -30,6 +30,7 @@ if MEGATRON_VERSION >= FIRST_WITH_GRAPHS:
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.transformer import cuda_graphs as core
     from megatron.core.transformer.module import GraphableMegatronModule
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     _RECORD: Any = getattr(core, "_CudagraphGlobalRecord", None)
     _CREATION = ("cudagraph_created", "_create_cudagraphs", "_enable_saved_tensors_observer")
@@ -39,7 +40,9 @@ if MEGATRON_VERSION >= FIRST_WITH_GRAPHS:
         (_RECORD, "_CudagraphGlobalRecord", _CREATION),
         (core.CudaGraphManager, "CudaGraphManager", ("global_mempool",)),
         (core.TECudaGraphHelper, "TECudaGraphHelper", ("create_cudagraphs", "delete_cuda_graphs", "graphs_created")),
-        (core.TECudaGraphHelper, "TECudaGraphHelper", ("cuda_graph_set_manual_hooks",)),
+        (core.TECudaGraphHelper, "TECudaGraphHelper", ("cuda_graph_set_manual_hooks", "_get_cuda_graph_input_data")),
+        (core.TECudaGraphHelper, "TECudaGraphHelper", ("_start_capturing", "_finish_capturing")),
+        (TransformerLayer, "TransformerLayer", ("get_layer_static_inputs",)),
         (core, "cuda_graphs", ("CudagraphBufferMetadata", "fwd_buffer_reuse_ref_count", "bwd_buffer_reuse_ref_count")),
         (DistributedDataParallel, "DistributedDataParallel", ("reset_param_sync_dispatch_state",)),
         (full, "full_cuda_graph", ("_shared_graph_pool",)),

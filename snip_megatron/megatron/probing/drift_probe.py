@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.megatron import compat
+from snip_megatron.optimizers.signs import KeptWords
 from snip_megatron.optimizers.updates import Update
 from snip_megatron.optimizers.weight_drift import StepScale, linear_drift, sink_drift
 from snip_megatron.quantization import derive_seed
@@ -64,6 +65,7 @@ class DriftProbe:
         self._groups = groups
         self._seed = seed
         self._tp_rank = dist.get_rank(groups.tp)
+        self._words = KeptWords()  # four bytes for each row and column of a weight
         self._sharded = optimizer_sharded
         self.reports = optimizer_sharded or groups.dp_rank == 0
 
@@ -127,6 +129,7 @@ class DriftProbe:
             g2=g2,
             seed=derive_seed(self._seed, _SIGNS, handle.index),
             tokens=tokens,
+            words=self._words,
         )
         drift.add_drift(name, result.drift2)
         drift.add_by_format(name, "wdrift2", result.wdrift2)
@@ -150,7 +153,8 @@ class DriftProbe:
             return
         seed = derive_seed(self._seed, _SIGNS, len(self._shape.names) + index)
         w2 = sum_squares(weight.detach().reshape(-1)[state.start : state.end])
-        drift.add_sink(index, sink_drift(gradient, state, scale, seed=seed, first_row=first_row), w2)
+        drift2 = sink_drift(gradient, state, scale, seed=seed, first_row=first_row, words=self._words)
+        drift.add_sink(index, drift2, w2)
 
     def _reduced_gradient(self, weight: torch.nn.Parameter, groups: ProbeGroups) -> torch.Tensor:
         """Sum the probe's gradient of a parameter over data parallel ranks, in place. The probe discards it later."""

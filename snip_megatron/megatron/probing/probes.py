@@ -314,6 +314,8 @@ class ProbeRunner:
         assert self._routing is not None
         self._routing.start(first=phase is Pass.STATISTICS)
         run_schedule(call, self._shape, range(microbatches))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # otherwise the reduction, which waits for it, would take the blame
         return time.perf_counter() - started
 
     # -- reduction ---------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from snip_megatron.optimizers.kernels.programs import drift_kernel
-from snip_megatron.optimizers.signs import words
+from snip_megatron.optimizers.signs import Words
+from snip_megatron.optimizers.signs import words as sign_words
 from snip_megatron.optimizers.updates import AdamWState
 from snip_megatron.quantization.kernels.launch import on_grid
 
@@ -59,7 +60,14 @@ class DriftSums:
 
 
 def drift_sums(
-    gradient: Tensor, state: AdamWState, sizes: ErrorSizes, scales: Sequence[float], *, factor: float, noise: float
+    gradient: Tensor,
+    state: AdamWState,
+    sizes: ErrorSizes,
+    scales: Sequence[float],
+    *,
+    factor: float,
+    noise: float,
+    words: Words = sign_words,
 ) -> DriftSums:
     """Return Σ (u(g + δ) − u(g))² over this rank's elements, for every error δ.
 
@@ -70,6 +78,7 @@ def drift_sums(
         scales: values of ρ.
         factor: factor from recorded units to those units.
         noise: see :func:`snip_megatron.optimizers.updates.gradient_of_a_step`.
+        words: returns the words of rows and columns.
     """
     size, formats = gradient.numel(), 0 if sizes.var_rows is None else sizes.var_rows.shape[0] - 1
     blocks = -(-size // LAUNCH["BLOCK"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE, resolve
 from snip_megatron.quantization.hadamard import Rotation
-from snip_megatron.quantization.kernels.launch import on_grid
+from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.statistics import errors
 from snip_megatron.statistics.errors import TensorSums
 from snip_megatron.statistics.kernels.programs import (
@@ -34,8 +34,9 @@ LAUNCH: dict[str, dict[str, int]] = {
     "tensor": {"num_warps": 4, "maxnreg": 168},
     "dots": {"num_warps": 4},
     "weight": {"num_warps": 8, "maxnreg": 128},
+    "sums": {"num_warps": 8},
 }
-"""Launch options of the kernels over parts of a matrix."""
+"""Launch options of the kernels over parts of a matrix, and of those over blocks of a row or of a flat tensor."""
 
 
 def tensor_sums(
@@ -59,9 +60,10 @@ def tensor_sums(
     error = torch.empty(len(own), m_parts * k_parts, dtype=torch.float32, device=x.device)
     largest = _amax(x, places, amax)
     if x.numel():
-        on_grid(tensor_kernel, (k_parts, m_parts))(
-            x, rows, cols, error, largest, M, K, x.stride(0), **places, RANDOM=stochastic, **LAUNCH["tensor"]
-        )
+        _launch(
+            tensor_kernel, (k_parts, m_parts), (x, rows, cols, error, largest), (M, K, x.stride(0)),
+            {**places, "RANDOM": stochastic}, LAUNCH["tensor"],
+        )  # fmt: skip
     of_cols = cols.sum(1, dtype=torch.float64)
     dots = None if d is None else _dots(x, _row_major(d), places, largest, 1 + len(own))
     of_rows, errors_of_rows = rows.sum(0, dtype=torch.float64), error.sum(1, dtype=torch.float64)
@@ -72,9 +74,10 @@ def _dots(x: Tensor, d: Tensor, places: dict[str, int], largest: Tensor, count: 
     M, K = x.shape
     found = torch.empty(count, _parts(K), M, dtype=torch.float32, device=x.device)
     if x.numel():
-        on_grid(dots_kernel, (_parts(K), -(-M // _ROWS)))(
-            x, d, found, largest, M, K, x.stride(0), d.stride(0), **places, ROWS=_ROWS, **LAUNCH["dots"]
-        )
+        _launch(
+            dots_kernel, (_parts(K), -(-M // _ROWS)), (x, d, found, largest), (M, K, x.stride(0), d.stride(0)),
+            {**places, "ROWS": _ROWS}, LAUNCH["dots"],
+        )  # fmt: skip
     return found.sum(1, dtype=torch.float64)
 
 
@@ -91,9 +94,8 @@ def weight_sums(
     N, K = w.shape
     sums = torch.empty(1 + len(own), _parts(N) * _parts(K), dtype=torch.float32, device=w.device)
     if w.numel():
-        on_grid(weight_kernel, (_parts(K), _parts(N)))(
-            w, sums, _amax(w, places, amax), N, K, w.stride(0), **places, **LAUNCH["weight"]
-        )
+        tensors = (w, sums, _amax(w, places, amax))
+        _launch(weight_kernel, (_parts(K), _parts(N)), tensors, (N, K, w.stride(0)), places, LAUNCH["weight"])
     totals = sums.sum(1, dtype=torch.float64)
     if len(own) == len(formats):
         return totals
@@ -109,9 +111,8 @@ def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Te
     blocks = -(-N // _ROW_BLOCK)
     sums = torch.empty(2, blocks, R, dtype=torch.float32, device=g.device)
     if quantised.numel():
-        on_grid(output_kernel, (R, blocks))(
-            quantised.contiguous(), exact.contiguous(), g, sums, N, g.stride(0), BLOCK=_ROW_BLOCK, num_warps=8
-        )
+        tensors = (quantised.contiguous(), exact.contiguous(), g, sums)
+        _launch(output_kernel, (R, blocks), tensors, (N, g.stride(0)), {"BLOCK": _ROW_BLOCK}, LAUNCH["sums"])
     return sums[0].sum(0, dtype=torch.float64), sums[1].sum(dtype=torch.float64)
 
 
@@ -123,8 +124,20 @@ def sum_squares(x: Tensor) -> Tensor:
     blocks = -(-x.numel() // _BLOCK)
     sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
     if blocks:
-        on_grid(squares_kernel, (blocks,))(x, sums, x.numel(), BLOCK=_BLOCK, num_warps=8)
+        _launch(squares_kernel, (blocks, 1), (x, sums), (x.numel(),), {"BLOCK": _BLOCK}, LAUNCH["sums"])
     return sums.sum(dtype=torch.float64)
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    constants: Mapping[str, object],
+    options: Mapping[str, int],
+) -> None:
+    """Run a kernel over tensors of their own dtypes. Triton's own launch takes longer than most of these kernels."""
+    launch(kernel, grid, tensors, tuple([t.dtype for t in tensors]), numbers, (), constants, options)
 
 
 def _own(formats: Sequence[str]) -> tuple[list[str], dict[str, int]]:

@@ -134,9 +134,11 @@ def test_the_line_that_says_why(text: str, line: str) -> None:
 
 def test_an_update_is_accounted_for() -> None:
     events: list[dict[str, Any]] = [
-        {"step": 4, "event": "probe", "wait_s": 0.3},
+        {"step": 4, "event": "probe", "kind": "statistics", "wait_s": 0.2},
+        {"step": 4, "event": "probe", "kind": "forward_noise", "wait_s": 0.1},
         {"step": 4, "event": "submit", "wait_s": 0.1},
         {"step": 6, "event": "adopt", "wait_s": 0.2},
+        {"step": 6, "event": "recapture", "parts": {"inputs": 0.5, "capture": 1.5}, "wait_s": 2.0},
         {"step": 6, "event": "metric", "wait_s": None},
         {"step": 12, "event": "submit", "wait_s": 0.1},
         {"step": 14, "event": "adopt", "wait_s": 0.0},
@@ -148,8 +150,11 @@ def test_an_update_is_accounted_for() -> None:
     assert first["usual_ms"] == {"before": 100.0, "after": 80.0}
     assert first["longer_s"] == pytest.approx(0.4 + 2.22 + 0.01)
     assert first["from_adoption_s"] == pytest.approx(2.23)
-    assert first["events_s"] == pytest.approx(0.6)
-    assert first["events"] == pytest.approx({"probe": 0.3, "submit": 0.1, "adopt": 0.2})
+    assert first["events_s"] == pytest.approx(2.6)
+    assert first["events"] == pytest.approx({"probe": 0.3, "submit": 0.1, "adopt": 0.2, "recapture": 2.0})
+    assert first["probe_s"] == {"statistics": 0.2, "forward_noise": 0.1}
+    assert first["recapture_s"] == {"inputs": 0.5, "capture": 1.5}
+    assert second["probe_s"] == second["recapture_s"] == {}
     assert second["longer_s"] == pytest.approx(0.1)
 
 

@@ -14,6 +14,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer import cuda_graphs as core
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
@@ -136,9 +137,9 @@ class Captured:
     def watched(self, schedule: Any) -> Any:
         return schedule
 
-    def take_seconds(self) -> float:
+    def take_seconds(self) -> tuple[float, dict[str, float]]:
         seconds, self.seconds = self.seconds, 0.0
-        return seconds
+        return seconds, {"capture": seconds}
 
     def close(self) -> None: ...
 
@@ -226,10 +227,10 @@ def test_captures_are_told_with_their_time(run: Any) -> None:
     graphed, _, found, _ = run
     assert graphed.captures() is None
     found.seconds = 2.0
-    assert graphed.captures() == ("capture", 2.0)
+    assert graphed.captures() == ("capture", 2.0, {"capture": 2.0})
     assert graphed.captures() is None
     found.seconds = 0.5
-    assert graphed.captures() == ("recapture", 0.5)
+    assert graphed.captures() == ("recapture", 0.5, {"capture": 0.5})
 
 
 def test_linears_learn_their_chunk_and_their_place(run: Any) -> None:
@@ -293,8 +294,8 @@ def test_captures_are_timed_and_megatron_is_as_it_was_afterwards(monkeypatch: py
     local = compat.graphs_of("local")
     assert record._create_cudagraphs() == {"time": 0.25}
     assert record._create_cudagraphs() == {"time": 0.25}
-    assert local.take_seconds() == 0.5
-    assert local.take_seconds() == 0.0
+    assert local.take_seconds() == (0.5, {})
+    assert local.take_seconds() == (0.0, {})
     local.close()
     assert record.__dict__["_create_cudagraphs"] is before
 
@@ -315,5 +316,73 @@ def test_the_helper_of_transformer_engine_s_graphs_is_remembered(monkeypatch: py
     assert found.captured
     assert seen == [True]
     assert not hasattr(weight, "skip_backward_post_hook")
-    assert found.take_seconds() > 0
+    assert found.take_seconds()[0] > 0
     found.close()
+
+
+class MaskedLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer of Megatron's sample inputs; ``get_layer_static_inputs`` is Megatron's own."""
+
+    def __init__(self, device: str) -> None:
+        torch.nn.Module.__init__(self)
+        self.config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+        self.self_attention = torch.nn.Linear(1, 1, device=device)
+
+
+def test_sample_masks_are_made_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron makes them on the CPU for every layer, and a capture waits for it."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    made: dict[str, torch.Tensor] = {}
+    devices = []
+    whole = torch.tril
+    monkeypatch.setattr(torch, "tril", lambda ones: devices.append(ones.device.type) or whole(ones))
+
+    def capture(helper: Any) -> None:
+        helper.layer.get_layer_static_inputs(8, 2)
+        made.update(MaskedLayer("cpu").get_layer_static_inputs(8, 2))
+
+    monkeypatch.setattr(core.TECudaGraphHelper, "__init__", lambda self: None)
+    monkeypatch.setattr(core.TECudaGraphHelper, "create_cudagraphs", capture)
+    plain = MaskedLayer("cpu").get_layer_static_inputs(8, 2)["attention_mask"]
+    found = compat.graphs_of("transformer_engine")
+    helper = core.TECudaGraphHelper()
+    helper.layer = MaskedLayer("meta")
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *device: tensor)
+    helper.create_cudagraphs()
+    found.close()
+    MaskedLayer("meta").get_layer_static_inputs(8, 2)
+    assert devices == ["cpu", "meta", "cpu", "cpu"]
+    assert torch.equal(made["attention_mask"], plain)
+
+
+def test_a_new_capture_is_timed_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper_class = core.TECudaGraphHelper
+    order: list[str] = []
+
+    def make(*, post_warmup_hook: Any = None) -> None:
+        order.append("warm-up")
+        post_warmup_hook()
+        order.append("capture")
+
+    def create(helper: Any) -> None:
+        helper._start_capturing()
+        helper._get_cuda_graph_input_data()
+        core.make_graphed_callables(post_warmup_hook=lambda: order.append("offloading on"))
+        helper._finish_capturing(0.0)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("waited"))
+    monkeypatch.setattr(core, "make_graphed_callables", make, raising=False)
+    monkeypatch.setattr(helper_class, "__init__", lambda self: None)
+    monkeypatch.setattr(helper_class, "create_cudagraphs", create)
+    for name in ("_start_capturing", "_get_cuda_graph_input_data"):
+        monkeypatch.setattr(helper_class, name, lambda self: None)
+    monkeypatch.setattr(helper_class, "_finish_capturing", lambda self, started: None)
+    found = compat.graphs_of("transformer_engine")
+    helper_class().create_cudagraphs()
+    seconds, parts = found.take_seconds()
+    assert list(parts) == ["release", "inputs", "warm_up", "capture", "reset"]
+    assert 0 < sum(parts.values()) <= seconds
+    assert order == ["warm-up", "offloading on", "waited", "capture"]
+    assert found.take_seconds() == (0.0, {})
+    found.close()
+    assert core.make_graphed_callables is make
