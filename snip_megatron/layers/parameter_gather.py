@@ -5,14 +5,16 @@ gathers the ranges of the others. Where both GEMMs that read a weight are quanti
 then quantises its range (:mod:`snip_megatron.quantization.ranges`) and the ranks gather the elements. Everything else
 is gathered as it is, in the same collective.
 
-What other ranks hold of such a weight is not in the buffer of this rank then, and is set to NaN there. A reader of the
-bf16 weight needs the gather of the whole bucket first (:meth:`ParameterGather.gather_unquantised`).
+What other ranks hold of such a weight is then missing in the buffer of this rank, and is set to NaN there. A reader of
+the bf16 weight needs a gather of the buffer as it is first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,6 +64,10 @@ class BufferedParameter:
         return rows, cols
 
 
+Weights = dict[BufferedParameter, dict[Format, QuantizedWeight]]
+"""The weights that are gathered quantised, in each of their formats."""
+
+
 @dataclass(frozen=True)
 class _Range:
     """What a rank holds of a parameter, in one format; None: as it is.
@@ -90,6 +96,25 @@ def formats_to_gather(fprop: Format, dgrad: Format) -> tuple[Format, ...]:
     if not set(wanted) <= set(FORMATS) or sum(range_bytes(2, fmt) for fmt in wanted) >= 2 * _BF16_BYTES:
         return ()
     return wanted
+
+
+@dataclass(frozen=True)
+class GatheredParameters:
+    """A gather in progress.
+
+    Attributes:
+        work: handle of the collective.
+        finish: returns the weights that are gathered quantised, once the collective is done. It copies the other
+            parameters to the buffer.
+    """
+
+    work: Any
+    finish: Callable[[], Weights]
+
+    def result(self) -> Weights:
+        """Make the current stream, or a CPU, wait for the gather, and return the quantised weights."""
+        self.work.wait()
+        return self.finish()
 
 
 class ParameterGather:
@@ -131,8 +156,8 @@ class ParameterGather:
                 yield _Range(parameter, begin, end, fmt, slice(at, at + size))
                 at += -(-size // _ALIGNMENT) * _ALIGNMENT
 
-    def gather(self) -> dict[BufferedParameter, dict[Format, QuantizedWeight]]:
-        """Gather the parameters. Returns those that are quantised; the others are in the buffer afterwards."""
+    def start(self) -> GatheredParameters:
+        """Start the gather. Until it is done, nothing may read what other ranks hold."""
         scale = self._scales()
         sent = self._buffer.new_zeros(self.bytes, dtype=torch.uint8)
         for part in self._ranges[self._rank]:
@@ -144,13 +169,8 @@ class ParameterGather:
             start = part.begin - parameter.start
             sent[part.place] = encode_range(x, start, parameter.matrix, fmt, scale[parameter, fmt])
         received = sent.new_empty(len(self._ranges) * self.bytes)
-        dist.all_gather_into_tensor(received, sent, group=self._group)
-        return self._opened(received.view(len(self._ranges), -1), scale)
-
-    def gather_unquantised(self) -> None:
-        """Gather all parameters as they are, as Megatron does."""
-        own = self._buffer.view(len(self._ranges), -1)[self._rank]
-        dist.all_gather_into_tensor(self._buffer, own, group=self._group)
+        work = dist.all_gather_into_tensor(received, sent, group=self._group, async_op=True)
+        return GatheredParameters(work, partial(self._opened, received.view(len(self._ranges), -1), scale))
 
     def forget_others(self) -> None:
         """Set what other ranks hold of quantised parameters to NaN, so that no reader takes an old weight for a new."""
@@ -180,15 +200,13 @@ class ParameterGather:
         found = largest(torch.cat(amaxes), self._group)
         if shared and self._tensor_parallel is not None:
             found[-shared:] = largest(found[-shared:], self._tensor_parallel)
-        parts = found.split(sizes)
+        parts = torch.split(found, sizes)
         return {
             (parameter, fmt): scales(amax.view(tile_counts(parameter.matrix, fmt)), fmt)
             for (parameter, fmt), amax in zip(wanted, parts, strict=True)
         }
 
-    def _opened(
-        self, received: Tensor, scale: dict[tuple[BufferedParameter, Format], Tensor]
-    ) -> dict[BufferedParameter, dict[Format, QuantizedWeight]]:
+    def _opened(self, received: Tensor, scale: dict[tuple[BufferedParameter, Format], Tensor]) -> Weights:
         """Copy what is gathered as it is to the buffer, and join the ranges of the rest. ``received`` [ranks, bytes]"""
         parts: dict[tuple[BufferedParameter, Format], list[tuple[Tensor, int]]] = {pair: [] for pair in scale}
         for rank, held in enumerate(self._ranges):
@@ -198,7 +216,7 @@ class ParameterGather:
                     parts[part.parameter, part.format].append((found, part.end - part.begin))
                 elif rank != self._rank:
                     self._buffer[part.begin : part.end] = found.view(self._buffer.dtype)
-        weights: dict[BufferedParameter, dict[Format, QuantizedWeight]] = {}
+        weights: Weights = {}
         for (parameter, fmt), found_parts in parts.items():
             made = joined(found_parts, parameter.matrix, fmt, scale[parameter, fmt])
             weights.setdefault(parameter, {})[fmt] = made
