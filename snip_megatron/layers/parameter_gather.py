@@ -34,7 +34,8 @@ from snip_megatron.quantization.ranges import (
     tile_counts,
 )
 
-_ALIGNMENT = 16  # bytes: what a rank sends of each parameter begins at a multiple
+_ALIGNMENT = 16  # bytes: what a rank holds of each parameter begins at a multiple
+_WORTH = 0.95  # of the bytes: bytes are evened out if no more remain
 _BF16_BYTES = 2
 
 
@@ -76,7 +77,7 @@ class _Range:
         parameter: the parameter.
         begin, end: the elements, as indices in the buffer.
         format: the format.
-        place: the bytes in what the rank sends.
+        place: its place in the bytes of the rank, which begins at a multiple of 16.
     """
 
     parameter: BufferedParameter
@@ -117,6 +118,53 @@ class GatheredParameters:
         return self.finish()
 
 
+class _Stream:
+    """The bytes of all ranks, one after the other, and how they are gathered.
+
+    An all-gather takes equally many bytes from each rank. Ranks with more quantised weights have fewer bytes. Either
+    all are filled up to the longest, or an all-to-all first moves bytes between neighbours, so that each rank has an
+    equal part of the stream. The way with fewer bytes is taken.
+
+    Args:
+        sizes: the number of bytes of each rank.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = [_aligned(size) for size in sizes]
+        ranks, longest = len(sizes), max(self.sizes)
+        self._starts = [sum(self.sizes[:rank]) for rank in range(ranks)]
+        self._part = _aligned(-(-sum(self.sizes) // ranks))
+        stays = [self._shared(rank, rank) for rank in range(ranks)]
+        moved = max(size - stay for size, stay in zip(self.sizes, stays, strict=True))
+        self._evens_out = (ranks - 1) * self._part + moved < _WORTH * (ranks - 1) * longest
+        if not self._evens_out:
+            self._part, self._starts = longest, [rank * longest for rank in range(ranks)]
+
+    def _shared(self, rank: int, other: int) -> int:
+        """Return how many bytes of ``rank`` are in the part of the stream that ``other`` gets."""
+        begin = max(self._starts[rank], other * self._part)
+        end = min(self._starts[rank] + self.sizes[rank], (other + 1) * self._part)
+        return max(0, end - begin)
+
+    def start(self, own: Tensor, rank: int, group: dist.ProcessGroup) -> tuple[list[Tensor], Any]:
+        """Start the gather of uint8 ``own``. Returns the bytes of each rank, and a handle to wait for them."""
+        ranks = len(self.sizes)
+        part = own.new_zeros(self._part)
+        if self._evens_out:
+            sent = [self._shared(rank, other) for other in range(ranks)]
+            got = [self._shared(other, rank) for other in range(ranks)]
+            dist.all_to_all_single(part[: sum(got)], own, got, sent, group=group)
+        else:
+            part[: len(own)] = own
+        whole = own.new_empty(ranks * self._part)
+        work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+        return [whole[at : at + size] for at, size in zip(self._starts, self.sizes, strict=True)], work
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
+
+
 class ParameterGather:
     """The gather of one bucket.
 
@@ -140,11 +188,10 @@ class ParameterGather:
         self._parameters = tuple(parameters)
         self._length = buffer.numel() // ranks
         self._ranges = [list(self._ranges_of(rank)) for rank in range(ranks)]
-        self.bytes = max((held[-1].place.stop for held in self._ranges if held), default=0)
-        """What each rank sends, which is the most that one of them has to send."""
+        self._stream = _Stream([held[-1].place.stop if held else 0 for held in self._ranges])
 
     def _ranges_of(self, rank: int) -> Iterator[_Range]:
-        """Yield what ``rank`` sends, in order. All ranks compute the same."""
+        """Yield what ``rank`` holds, in order. All ranks compute the same."""
         at = 0
         for parameter in self._parameters:
             begin = max(parameter.start, rank * self._length)
@@ -154,23 +201,22 @@ class ParameterGather:
             for fmt in parameter.formats or (None,):
                 size = _BF16_BYTES * (end - begin) if fmt is None else range_bytes(end - begin, fmt)
                 yield _Range(parameter, begin, end, fmt, slice(at, at + size))
-                at += -(-size // _ALIGNMENT) * _ALIGNMENT
+                at += _aligned(size)
 
     def start(self) -> GatheredParameters:
         """Start the gather. Until it is done, nothing may read what other ranks hold."""
         scale = self._scales()
-        sent = self._buffer.new_zeros(self.bytes, dtype=torch.uint8)
+        own = self._buffer.new_zeros(self._stream.sizes[self._rank], dtype=torch.uint8)
         for part in self._ranges[self._rank]:
             x = self._buffer[part.begin : part.end]
             if part.format is None:
-                sent[part.place] = x.view(torch.uint8)
+                own[part.place] = x.view(torch.uint8)
                 continue
             parameter, fmt = part.parameter, part.format
             start = part.begin - parameter.start
-            sent[part.place] = encode_range(x, start, parameter.matrix, fmt, scale[parameter, fmt])
-        received = sent.new_empty(len(self._ranges) * self.bytes)
-        work = dist.all_gather_into_tensor(received, sent, group=self._group, async_op=True)
-        return GatheredParameters(work, partial(self._opened, received.view(len(self._ranges), -1), scale))
+            own[part.place] = encode_range(x, start, parameter.matrix, fmt, scale[parameter, fmt])
+        received, work = self._stream.start(own, self._rank, self._group)
+        return GatheredParameters(work, partial(self._opened, received, scale))
 
     def forget_others(self) -> None:
         """Set what other ranks hold of quantised parameters to NaN, so that no reader takes an old weight for a new."""
@@ -206,8 +252,8 @@ class ParameterGather:
             for (parameter, fmt), amax in zip(wanted, parts, strict=True)
         }
 
-    def _opened(self, received: Tensor, scale: dict[tuple[BufferedParameter, Format], Tensor]) -> Weights:
-        """Copy what is gathered as it is to the buffer, and join the ranges of the rest. ``received`` [ranks, bytes]"""
+    def _opened(self, received: list[Tensor], scale: dict[tuple[BufferedParameter, Format], Tensor]) -> Weights:
+        """Copy what is gathered as it is to the buffer, and join the ranges of the rest. ``received``: by rank."""
         parts: dict[tuple[BufferedParameter, Format], list[tuple[Tensor, int]]] = {pair: [] for pair in scale}
         for rank, held in enumerate(self._ranges):
             for part in held:
