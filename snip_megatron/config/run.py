@@ -19,6 +19,7 @@ GRANULARITIES = ("gemm", "layer")
 EVAL_MODES = ("map", "bf16", "both")
 COMMUNICATION = ("bf16", "gather", "all")
 GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")
+PARAMETER_GATHER = ("bf16", "quantized")
 FUSIONS = ("none", "auto")
 FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 BUDGETS = ("fp4", "speedup", "loss")
@@ -178,6 +179,12 @@ class SnipConfig:
         "how the distributed optimizer reduces gradients over data parallel ranks. fp8: partial sums are exchanged in"
         " FP8 and added in FP32, which adds an error; fp8-feedback: what is lost is added in the next step",
         choices=GRADIENT_REDUCTION,
+    )
+    parameter_gather: str = _option(
+        "bf16",
+        "how the distributed optimizer gathers updated parameters over data parallel ranks. quantized: weights whose"
+        " fprop and dgrad run in fp8, fp4 or fp8_tensor are quantised before they are gathered, with the same numbers",
+        choices=PARAMETER_GATHER,
     )
     fusions: str = _option(
         "none",
@@ -340,6 +347,7 @@ class SnipConfig:
             ("gemm-library", self.gemm_library, LIBRARIES),
             ("communication", self.communication, COMMUNICATION),
             ("gradient-reduction", self.gradient_reduction, GRADIENT_REDUCTION),
+            ("parameter-gather", self.parameter_gather, PARAMETER_GATHER),
             ("fusions", self.fusions, FUSIONS),
             ("eval", self.eval, EVAL_MODES),
             ("cost", self.cost, COSTS),

@@ -11,7 +11,7 @@ unsharded matrix, 0-dim FP32. It is required if the matrix is a shard and the fo
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
 from snip_megatron.gemm.parcels import Parcel, plain_parcel
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
+from snip_megatron.quantization.ranges import QuantizedWeight
 from snip_megatron.quantization.rounding import Key
 
 Sides = tuple[Any, Any]
@@ -41,6 +42,8 @@ class GemmBackend:
     """
 
     name = "reference"
+    opens_weights = True
+    """Whether :meth:`open_weight` is implemented."""
 
     def check_graphs(self) -> None:
         """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
@@ -97,6 +100,17 @@ class GemmBackend:
             return self._quantize(w, (fprop, dgrad), amax, weight=True, rotation=rotation)
         self._renew(w, (fprop, dgrad), amax, held, rotation)
         return held.sides
+
+    def open_weight(self, made: Mapping[Format, QuantizedWeight], fprop: Format, dgrad: Format) -> Sides:
+        """Return a weight that is quantised already as the operands that :meth:`quantize_weight` makes of it.
+
+        Args:
+            made: the weight in each of the two formats.
+            fprop, dgrad: formats of the two GEMMs, of :data:`snip_megatron.quantization.ranges.FORMATS`.
+        """
+        numbers = {fmt: made[fmt].dequantize() for fmt in {fprop, dgrad}}
+        row, col = (Plain(numbers[fmt], fmt, quantised=True) for fmt in (fprop, dgrad))
+        return row, col
 
     def quantize_gradient(
         self,
@@ -194,8 +208,14 @@ class GemmBackend:
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """Return Y = Q(X)·Q(W)ᵀ [T, N] in ``dtype``."""
         x, w = _plain(x), _plain(w)
-        amax = (x.amax, w.amax)
-        return reference.fprop(x.tensor, w.tensor, x.format, amax=amax, quantised=x.quantised, out_dtype=dtype)
+        return reference.fprop(
+            x.tensor,
+            w.tensor,
+            x.format,
+            amax=(x.amax, w.amax),
+            quantised=(x.quantised, w.quantised),
+            out_dtype=dtype,
+        )
 
     def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """Return ∂L/∂X = Q(G)·Q(W) [T, K] in ``dtype``."""
@@ -209,7 +229,7 @@ class GemmBackend:
             cols=g.cols,
             amax=(g.amax, w.amax),
             rotation=(g.rotation, w.rotation),
-            quantised=g.quantised,
+            quantised=(g.quantised, w.quantised),
             out_dtype=dtype,
         )
 

@@ -45,6 +45,7 @@ class BlackwellBackend(GemmBackend):
     """
 
     name = "blackwell"
+    opens_weights = False
 
     def __init__(self, engine: TransformerEngine, products: ScaledProducts) -> None:
         self._engine = engine

@@ -8,7 +8,7 @@ formats. See README.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -20,7 +20,8 @@ from snip_megatron.gemm.parcels import Fours, Parcel, operand_parcel
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import Rotation
-from snip_megatron.quantization.packed import STORED, Held, Operand, Operands
+from snip_megatron.quantization.packed import STORED, Held, Operand, Operands, opened_weight
+from snip_megatron.quantization.ranges import QuantizedWeight
 from snip_megatron.quantization.rounding import Key
 
 NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
@@ -97,6 +98,12 @@ class HopperBackend(GemmBackend):
             x, _of_others(formats), amax, weight=weight, keys=keys, cols=cols, first_row=first_row, rotation=rotation
         )
         return tiled.row or whole.row or rest[0], tiled.col or whole.col or rest[1]
+
+    def open_weight(self, made: Mapping[Format, QuantizedWeight], fprop: Format, dgrad: Format) -> Sides:
+        """See the base class."""
+        row, col = opened_weight(made[fprop], fprop), opened_weight(made[dgrad], dgrad, transposed=True)
+        opened = self._products.prepared(Operands(row, col))
+        return opened.row, opened.col
 
     def quantizes_swiglu(self, y: Tensor, formats: Formats) -> bool:
         """See the base class. Formats with tiles are made in the pass that computes SwiGLU."""

@@ -31,7 +31,7 @@ def fprop(
     fmt: Format | str,
     *,
     amax: Amaxes = (None, None),
-    quantised: bool = False,
+    quantised: tuple[bool, bool] = (False, False),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute Y = Q(X)·Q(W)ᵀ [T, N].
@@ -41,7 +41,7 @@ def fprop(
         w: fp32, bf16 or fp16 [N, K].
         fmt: the format. bf16 means a plain product in the operands' dtype, without quantisation.
         amax: see :data:`Amaxes`, for (x, w).
-        quantised: whether ``x`` is Q(X) in FP32 already.
+        quantised: whether ``x`` and ``w`` are Q(X) and Q(W) in FP32 already.
         out_dtype: dtype of the result; default that of ``x``.
 
     Raises:
@@ -49,8 +49,8 @@ def fprop(
     """
     if fmt == Format.BF16:
         return (x @ w.t()).to(out_dtype or x.dtype)
-    left = x if quantised else _operand(x, fmt, 1, None, amax[0])
-    right = _operand(w, fmt, 1, None, amax[1], weight=True)
+    left = x if quantised[0] else _operand(x, fmt, 1, None, amax[0])
+    right = w if quantised[1] else _operand(w, fmt, 1, None, amax[1], weight=True)
     return (left @ right.t()).to(out_dtype or x.dtype)
 
 
@@ -65,7 +65,7 @@ def dgrad(
     cols: Tensor | None = None,
     amax: Amaxes = (None, None),
     rotation: Rotations = (None, None),
-    quantised: bool = False,
+    quantised: tuple[bool, bool] = (False, False),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute D = Q(G)·Q(W) [T, K] for G [T, N], in tiles along N, and W [N, K].
@@ -78,17 +78,18 @@ def dgrad(
         offset, rows, cols: global positions of G's elements. See :func:`snip_megatron.quantization.fake_quantize`.
         amax: see :data:`Amaxes`, for (g, w).
         rotation: see :data:`Rotations`, for (g, w).
-        quantised: whether ``g`` is Q(G) in FP32 already.
+        quantised: whether ``g`` and ``w`` are Q(G) and Q(W) in FP32 already.
         out_dtype: dtype of the result; default that of ``g``.
     """
     if fmt == Format.BF16:
         return (g @ w).to(out_dtype or g.dtype)
-    if quantised:
-        left = g
-    else:
+    left, right = g, w
+    if not quantised[0]:
         left = _operand(g, fmt, 1, rotation[0], amax[0], **gradient_rounding(fmt, seed, offset, rows, cols))
-    # Axis 0 (along N, the reduction) applies to formats whose weights have no square blocks.
-    return (left @ _operand(w, fmt, 0, rotation[1], amax[1], weight=True)).to(out_dtype or g.dtype)
+    if not quantised[1]:
+        # Axis 0 (along N, the reduction) applies to formats whose weights have no square blocks.
+        right = _operand(w, fmt, 0, rotation[1], amax[1], weight=True)
+    return (left @ right).to(out_dtype or g.dtype)
 
 
 def wgrad(

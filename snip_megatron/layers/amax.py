@@ -82,9 +82,9 @@ def gathered_amaxes(
     own = [_amax_of(shard, fmt, axis) for fmt, axis in zip(formats, (1, 0), strict=True)]
     known = [amax for amax in own if amax is not None]
     if wanted == [Format.FP8_TENSOR] * 2:
-        (both,) = _largest(known[0].view(1), group).unbind()
+        (both,) = largest(known[0].view(1), group).unbind()
         return both, both
-    found = iter(_largest(torch.stack(known), group).unbind())
+    found = iter(largest(torch.stack(known), group).unbind())
     row, col = (None if amax is None else next(found) for amax in own)
     return row, col
 
@@ -120,7 +120,7 @@ def _rotation(
 
 
 def _shared(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return _largest(_amax(x).view(1), group).view(())
+    return largest(_amax(x).view(1), group).view(())
 
 
 def _amax(x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _amax_of(x: torch.Tensor, fmt: Format | None, axis: int) -> torch.Tensor | N
     return torch.where(tiles.isfinite(), tiles, 0.0).amax()
 
 
-def _largest(amaxes: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def largest(amaxes: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the maxima over the ranks of ``group`` of FP32 magnitudes [n].
 
     The maximum is taken over the bits as integers. FP32 magnitudes have the order of their bits, with NaN above all

@@ -6,7 +6,7 @@ graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.operands import HeldSides, Side
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import Rotation
+from snip_megatron.quantization.ranges import QuantizedWeight
 
 
 class WeightCache:
@@ -23,9 +24,16 @@ class WeightCache:
     The registry clears the cache at the end of a step and when a map is adopted. The cache also compares the tensor's
     version counter, which detects other changes such as the loading of a checkpoint. The counter alone is not enough:
     Megatron's distributed optimizer writes weights through a buffer, which does not increase it.
+
+    Attributes:
+        gathered: the weight by format, if the ranks of the distributed optimizer gathered it quantised. The operands
+            are then made of it, and the weight itself is not read. None: of the weight.
     """
 
+    gathered: Mapping[Format, QuantizedWeight] | None
+
     def __init__(self) -> None:
+        self.gathered = None
         self._key: tuple[object, ...] | None = None
         self._sides: tuple[Side, Side] | None = None
 
@@ -51,15 +59,19 @@ class WeightCache:
                 step, at whose end the cache is cleared.
         """
         key = (backend, fprop, dgrad, weight.data_ptr(), weight._version)
-        if self._sides is None or key != self._key:
+        if self._sides is not None and key == self._key:
+            return self._sides
+        if self.gathered is not None:
+            row, col = backend.open_weight(self.gathered, fprop, dgrad)
+        else:
             amax = None if shared_amax is None else shared_amax(weight, (fprop, dgrad))
             turned = None if rotation is None else rotation()
             row, col = backend.quantize_weight(weight, fprop, dgrad, amax=amax, rotation=turned)
-            self._key, self._sides = key, (row, col)
-        return self._sides
+        self._key, self._sides = key, (row, col)
+        return row, col
 
     def clear(self) -> None:
-        """Discard the operands and free their memory."""
+        """Discard the operands and free their memory. A gathered weight stays."""
         self._key = self._sides = None
 
 

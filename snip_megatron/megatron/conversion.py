@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import REFERENCE
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.experts import ExpertLayers
@@ -22,6 +22,7 @@ from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, 
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision import Format, LinearId, PrecisionMap
+from snip_megatron.quantization.ranges import FORMATS as GATHERED
 from snip_megatron.runtime.coordinator import replay_schedule
 from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
@@ -62,6 +63,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     packs, reduces = config.communication != "bf16", config.communication == "all"
     if packs:
         selection.backend.check_gathers(formats_of_maps(config))
+    if config.parameter_gather == "quantized":
+        check_weights_gather(selection.backend, formats_of_maps(config))
     context = StepContext(seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces)
     experts = ExpertLayers.of(model_config)
     names = decoder_linear_names(model_config.num_layers, experts)
@@ -98,6 +101,22 @@ def formats_of_maps(config: SnipConfig) -> frozenset[Format]:
     paths = [path for _, path in replay_schedule(config.replay)]
     maps = (PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)) for path in paths)
     return frozenset(fmt for each in maps for fmt in each.choices.values())
+
+
+def check_weights_gather(backend: GemmBackend, formats: Collection[Format]) -> None:
+    """Raise SnipError if no weight would be gathered quantised on this backend in any map with these formats."""
+    here = "--snip-parameter-gather quantized"
+    if not backend.opens_weights:
+        raise SnipError(
+            f"{here} cannot be combined with the {backend.name} GEMMs, whose weights are not gathered so far; leave it"
+            " out"
+        )
+    if not set(formats) & set(GATHERED):
+        known = ", ".join(fmt.value for fmt in GATHERED)
+        raise SnipError(
+            f"{here}: gathers weights in {known}, and this run uses {', '.join(sorted(fmt.value for fmt in formats))};"
+            " leave it out"
+        )
 
 
 def _announce(selection: Selection, registry: LinearRegistry) -> None:

@@ -41,6 +41,7 @@ _WITH_MEGATRON = (
     "cost",
     "communication",
     "gradient_reduction",
+    "parameter_gather",
     "fusions",
     "wait",
     "deadline",

@@ -19,6 +19,7 @@ from snip_megatron.precision import FOUR_BIT, Format
 from snip_megatron.quantization.formats import TILE, resolve
 from snip_megatron.quantization.fours import pack_fours as pack_fours
 from snip_megatron.quantization.fours import unpack_fours as unpack_fours
+from snip_megatron.quantization.ranges import QuantizedWeight
 from snip_megatron.quantization.reference import Quantized, fake_quantize, quantize
 from snip_megatron.quantization.rounding import Key
 
@@ -175,6 +176,26 @@ def quantize_tensor(
     return _kept(made, held)
 
 
+def opened_weight(weight: QuantizedWeight, format: Format, *, transposed: bool = False) -> Operand:
+    """Return a weight [N, K] that is quantised already as the operand that the functions above make of it.
+
+    Args:
+        weight: the weight in ``format``.
+        format: fp8, fp4 or fp8_tensor.
+        transposed: whether to return Wᵀ, the operand of dgrad.
+    """
+    elements, scale = weight.elements, weight.scale
+    if format in FOUR_BIT:  # without negative zeros, as in _quantized
+        codes = elements.view(torch.uint8)
+        elements = torch.where(codes == 0x80, 0, codes).view(torch.float8_e4m3fn)
+    if transposed:
+        elements, scale = elements.t(), scale.t()
+    values, depth = _stored_values(elements), elements.shape[1]
+    if format is Format.FP8_TENSOR:
+        return Operand(values, scale.reshape(1), "tensor", depth)
+    return Operand(values, _block_scales(scale), "block", depth)
+
+
 def _kept(made: Operands, held: Held | None) -> Operands:
     """Copy ``made`` into the operands of ``held``, unless they are up to date, and return these."""
     if held is None:
@@ -223,11 +244,15 @@ def _tile_operand(q: Quantized, depth: int) -> Operand:
 
 
 def _block_operand(q: Quantized, depth: int) -> Operand:
-    row_blocks, depth_blocks = q.scale.shape
-    padded = -(-depth_blocks // 4) * 4
-    scale = torch.ones(row_blocks, padded, dtype=torch.float32, device=q.scale.device)
-    scale[:, :depth_blocks] = q.scale
-    return Operand(_stored_values(q.values), scale.t(), "block", depth)
+    return Operand(_stored_values(q.values), _block_scales(q.scale), "block", depth)
+
+
+def _block_scales(scale: Tensor) -> Tensor:
+    """Return the scales of a block operand in the layout of :class:`Operand`."""
+    row_blocks, depth_blocks = scale.shape
+    padded = torch.ones(row_blocks, -(-depth_blocks // 4) * 4, dtype=torch.float32, device=scale.device)
+    padded[:, :depth_blocks] = scale
+    return padded.t()
 
 
 def _error_sums(

@@ -267,8 +267,13 @@ def _scales(
             tile_scale = _eden_scales(tiled / divisor, tile_scale, *rounding)
             factors = tile_scale, tensor_scale
         return divisor, tile_scale * tensor_scale, factors
-    scale = torch.where(amax.isinf(), torch.nan, _nonzero(_divided(amax, spec.element.maximum)))
+    scale = fp32_scales(amax, spec)
     return scale, scale, None
+
+
+def fp32_scales(amax: Tensor, spec: FormatSpec) -> Tensor:
+    """Return the FP32 scales of tiles with these amaxes, NaN where an amax is NaN or Inf. A zero tile has scale 1."""
+    return torch.where(amax.isinf(), torch.nan, _nonzero(_divided(amax, spec.element.maximum)))
 
 
 def _divided(x: Tensor, number: float) -> Tensor:

@@ -31,6 +31,7 @@ from snip_megatron.megatron.compat.optimizer_state import (
     held_state,
     inner_optimizers,
 )
+from snip_megatron.megatron.compat.parameter_gather import ParameterGathers, check_parameter_gather
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
 from snip_megatron.megatron.compat.recapture import Graphs, graphs_of
@@ -47,6 +48,7 @@ __all__ = [
     "SUPPORTED",
     "SUPPORTED_OPTIMIZERS",
     "Graphs",
+    "ParameterGathers",
     "PeekedBatches",
     "ProcessGroups",
     "RandomState",
@@ -56,6 +58,7 @@ __all__ = [
     "apply",
     "check",
     "check_gradient_reduction",
+    "check_parameter_gather",
     "check_reduced_models",
     "check_signature",
     "check_version",

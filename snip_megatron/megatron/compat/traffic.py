@@ -52,6 +52,7 @@ _METHODS: Mapping[str, tuple[str, int, Callable[[int, int], int]]] = {
     "send": ("send", 0, _once),
 }
 """Method → kind of collective, the argument that counts, and what is sent of its bytes in a group of a size."""
+_SPLITS = 3  # the argument of alltoall_base that says how many rows of the tensor each rank gets; empty: equally many
 
 
 class Traffic:
@@ -66,7 +67,7 @@ class Traffic:
         """Begin to count. Returns a function that ends it."""
         originals = {name: getattr(dist.ProcessGroup, name) for name in _METHODS}
         for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, self._counted(original, *_METHODS[name]))
+            setattr(dist.ProcessGroup, name, self._counted(name, original, *_METHODS[name]))
 
         def undo() -> None:
             for name, original in originals.items():
@@ -80,12 +81,17 @@ class Traffic:
         return {kind: count for kind, count in sorted(sent.items()) if count}
 
     def _counted(
-        self, original: Callable[..., Any], kind: str, place: int, sent: Callable[[int, int], int]
+        self, method: str, original: Callable[..., Any], kind: str, place: int, sent: Callable[[int, int], int]
     ) -> Callable[..., Any]:
         @functools.wraps(original)
         def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if place < len(args):
-                self._sent[kind] += sent(_bytes(args[place]), group.size())
+                count = _bytes(args[place])
+                splits = args[_SPLITS] if method == "alltoall_base" and len(args) > _SPLITS else None
+                if splits:  # parts of different sizes
+                    self._sent[kind] += count - count * splits[group.rank()] // max(1, sum(splits))
+                else:
+                    self._sent[kind] += sent(count, group.size())
             return original(group, *args, **kwargs)
 
         return counted

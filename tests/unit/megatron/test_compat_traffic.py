@@ -14,6 +14,7 @@ from snip_megatron.megatron.compat import Traffic
 
 RANKS = 4
 MIB = 2**20
+PARTS = [MIB, 5 * MIB, 2 * MIB, 0]  # rank 1 keeps 5 MiB
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,6 +34,10 @@ def traffic() -> Iterator[Traffic]:
 
 def mib(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(count * MIB // dtype.itemsize, dtype=dtype)
+
+
+def bytes_of(count: int) -> torch.Tensor:
+    return mib(count, torch.uint8)
 
 
 def coalesced(collective: Callable[[], None]) -> None:
@@ -55,6 +60,7 @@ def coalesced(collective: Callable[[], None]) -> None:
         (lambda: dist.all_reduce(mib(8), async_op=True), "all_reduce", 12),
         (lambda: coalesced(lambda: dist.all_reduce(mib(8))), "all_reduce", 24),
         (lambda: dist.all_to_all_single(mib(8), mib(8)), "all_to_all", 6),
+        (lambda: dist.all_to_all_single(bytes_of(8), bytes_of(8), PARTS, PARTS), "all_to_all", 3),
         (lambda: dist.broadcast(mib(8), 0), "broadcast", 6),
         (lambda: dist.send(mib(3), 2), "send", 3),
     ],
