@@ -51,21 +51,22 @@ CASES = {
     "amax": ("amax", "nvfp4_nearest", False),
 }
 SMALL_TILES = [
-    Shape((128, 8), (256, 2), 4),
-    Shape((128, 8), (512, 2), 8),
-    Shape((256, 8), (128, 2), 2),
-    Shape((512, 8), (256, 2), 4),
-    Shape((512, 8), (256, 2), 4, 128),
-    Shape((256, 8), (512, 4), 4),
-    Shape((128, 8), (64, 2), 1),
-    Shape((128, 8), (256, 2), 4, 64),
-    Shape((128, 8), (256, 2), 4, 80),
+    Shape((128, 8), (256, 2), 4, 4),
+    Shape((128, 8), (256, 2), 4, 1),
+    Shape((128, 8), (256, 2), 4, 16),
+    Shape((128, 8), (512, 2), 8, 4),
+    Shape((128, 8), (64, 2), 1, 4),
+    Shape((256, 8), (128, 2), 2, 4),
+    Shape((512, 8), (256, 2), 4, 2),
+    Shape((512, 8), (256, 2), 4, 2, 128),
+    Shape((256, 8), (512, 4), 4, 4),
+    Shape((128, 8), (256, 2), 4, 4, 64),
 ]
 GRID = {
     "groups of 128": [
         Shape((128, 8), (128, 8), 8),
         Shape((128, 8), (128, 8), 16),
-        Shape((128, 8), (128, 8), 8, 128),
+        Shape((128, 8), (128, 8), 8, 1, 128),
         Shape((128, 8), (128, 4), 8),
     ],
     "amax": [Shape((512, 4), (512, width), warps) for width, warps in ((4, 4), (8, 4), (8, 2), (4, 8), (2, 8))],
@@ -141,7 +142,8 @@ def measure(name: str, x: Tensor) -> list[dict[str, Any]]:
     expected, rows = run(exact.quantize_exact), []
     for shape in shapes(kind):
         row = {"case": name, "kind": kind, "size": list(x.shape), "in_use": shape == SHAPES[kind]}
-        row |= {"row": shape.row, "col": shape.col, "warps": shape.warps, "registers": shape.registers}
+        row |= {"row": shape.row, "col": shape.col, "warps": shape.warps}
+        row |= {"steps": shape.steps, "registers": shape.registers}
         with using(kind, shape):
             try:
                 row["bits"] = equal(run(exact.quantize_exact), expected)
@@ -157,7 +159,8 @@ def measure(name: str, x: Tensor) -> list[dict[str, Any]]:
 
 def shown(row: dict[str, Any]) -> str:
     star = "*" if row["in_use"] else " "
-    shape = f"row {row['row']} col {row['col']} warps {row['warps']} registers {row['registers']}"
+    names = ("row", "col", "warps", "steps", "registers")
+    shape = " ".join(f"{name} {row[name]}" for name in names if row[name] is not None)
     if "failed" in row:
         return f"  {star} {row['failed']}  {shape}"
     bits = "" if row["bits"] else "  OTHER BITS"

@@ -125,13 +125,15 @@ def _quantize(
     widths = [width for side, (width, _) in ((row, of_row), (col, shape.col)) if side is not None]
     programs = -(-K // max(widths)) * sum(max(widths) // width for width in widths)
     launch(
-        exact_kernel, (programs, -(-M // rows)), tensors, dtypes,
-        (M, K, x.stride(0)), (*_words(row), *_words(col), *signs),
+        exact_kernel, (programs, -(-M // (rows * shape.steps))), tensors, dtypes,
+        (M,), (*_words(row), *_words(col), *signs),
         {
             **_constants("ROW", row), **_constants("COL", col),
             "SQUARE_ROW": row is not None and row.square, "SQUARE_COL": col is not None and col.square,
             **turning, "GIVEN_COLS": ids is not None, "GUARDED": current is not None, "GPU": _on_gpu(x),
-            "R": rows, "ROW_C": of_row[0], "ROW_WIDE": of_row[1], "COL_C": shape.col[0], "COL_WIDE": shape.col[1],
+            "K": K, "x_stride": x.stride(0), "R": rows,
+            "ROW_C": of_row[0], "ROW_WIDE": of_row[1], "COL_C": shape.col[0], "COL_WIDE": shape.col[1],
+            "STEPS": shape.steps,
         },
         shape.options,
     )  # fmt: skip
@@ -213,10 +215,10 @@ def _searched(
     tensors = (x, bits, bits if current is None else current, *pointers)
     launch(
         exact_amax_kernel, (-(-K // shape.col[0]), -(-M // rows)), tensors, tuple(t.dtype for t in tensors),
-        (M, K, x.stride(0)), signs,
+        (M,), signs,
         {
             "TILE": tile, "SQUARE": square, **turning, "GUARDED": current is not None,
-            "R": rows, "C": shape.col[0], "WIDE": shape.col[1],
+            "K": K, "x_stride": x.stride(0), "R": rows, "C": shape.col[0], "WIDE": shape.col[1],
         },
         shape.options,
     )  # fmt: skip

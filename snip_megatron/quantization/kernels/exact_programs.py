@@ -31,7 +31,9 @@ _SIGN_STREAM = tl.constexpr(SIGN_STREAM)
 
 
 @triton.jit
-def _load(x_ptr, x_stride, M, K, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+def _load(
+    x_ptr, x_stride: tl.constexpr, M, K: tl.constexpr, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr
+):
     """Return part (m, k) of a matrix [R, C], zero outside the matrix. A thread gets ``WIDE`` columns."""
     i, j = tl.arange(0, R), k * C + tl.arange(0, C)
     pointers = x_ptr + m.to(tl.int64) * R * x_stride + i[:, None] * x_stride + j[None, :]
@@ -68,7 +70,7 @@ def _halves(values, signed, GPU: tl.constexpr):
 
 
 @triton.jit
-def _store(out_ptr, halves, M, K, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+def _store(out_ptr, halves, M, K: tl.constexpr, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
     i, j = tl.arange(0, R), k * C + tl.arange(0, C)
     pointers = out_ptr + m.to(tl.int64) * R * K + i[:, None] * K + j[None, :]
     pointers = tl.max_contiguous(pointers, [1, WIDE])
@@ -127,7 +129,7 @@ def _transformed_along(x, signs, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _side(
-    x, signed, whole, draw, signs, out_ptr, scale_ptr, M, K, m, k,
+    x, signed, whole, draw, signs, out_ptr, scale_ptr, M, K: tl.constexpr, m, k,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
     RANDOM: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
@@ -168,52 +170,69 @@ def _side(
 
 @triton.jit
 def _row_side(
-    x_ptr, M, K, x_stride, m, k, out_ptr, scale_ptr, amax_ptr, cols_ptr, key_ptr, word_0, word_1, signs_ptr, signs,
+    x_ptr, M, K: tl.constexpr, x_stride: tl.constexpr, first, k, out_ptr, scale_ptr, amax_ptr, cols_ptr, key_ptr,
+    word_0, word_1, signs_ptr, signs,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE: tl.constexpr, RANDOM: tl.constexpr, LOADED: tl.constexpr,
     FOUR: tl.constexpr, EDEN: tl.constexpr, SQUARE: tl.constexpr, TURNED: tl.constexpr, SIGNS_LOADED: tl.constexpr,
     GIVEN_COLS: tl.constexpr, GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
-    signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
-    x, width, SHORT = _float32(signed), K, (x_ptr.dtype.element_ty != tl.float32) and (not TURNED)
+    SHORT: tl.constexpr = (x_ptr.dtype.element_ty != tl.float32) and (not TURNED)
+    whole = _whole(amax_ptr, scale_ptr, k + first, SCALING, FOUR, EDEN)
     signs = _signs(signs_ptr, signs, SIGNS_LOADED)
-    if TURNED:
-        x, width = _transformed_along(x, signs, R, C), (K + 127) // 128 * 128
-        signed = x
-    draw = x
     if RANDOM:
         word_0, word_1 = _words(key_ptr, word_0, word_1, LOADED)
-        draw = draws(m * R + tl.arange(0, R), _ids(cols_ptr, K, k, GIVEN_COLS, C), word_0, word_1)
-    whole = _whole(amax_ptr, scale_ptr, k + m, SCALING, FOUR, EDEN)
-    _side(
-        x, signed, whole, draw, signs, out_ptr, scale_ptr, M, width, m, k,
-        ELEMENT, SCALING, TILE if SQUARE else 1, TILE, RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
-    )  # fmt: skip
+        ids = _ids(cols_ptr, K, k, GIVEN_COLS, C)
+    width: tl.constexpr = (K + 127) // 128 * 128 if TURNED else K
+    for step in range(STEPS):
+        m = first * STEPS + step
+        if m * R < M:
+            signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
+            x = _float32(signed)
+            if TURNED:
+                x = _transformed_along(x, signs, R, C)
+                signed = x
+            draw = x
+            if RANDOM:
+                draw = draws(m * R + tl.arange(0, R), ids, word_0, word_1)
+            _side(
+                x, signed, whole, draw, signs, out_ptr, scale_ptr, M, width, m, k,
+                ELEMENT, SCALING, TILE if SQUARE else 1, TILE, RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
+            )  # fmt: skip
 
 
 @triton.jit
 def _col_side(
-    x_ptr, M, K, x_stride, m, k, out_ptr, scale_ptr, amax_ptr, cols_ptr, key_ptr, word_0, word_1, signs_ptr, signs,
+    x_ptr, M, K: tl.constexpr, x_stride: tl.constexpr, first, k, out_ptr, scale_ptr, amax_ptr, cols_ptr, key_ptr,
+    word_0, word_1, signs_ptr, signs,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE: tl.constexpr, RANDOM: tl.constexpr, LOADED: tl.constexpr,
     FOUR: tl.constexpr, EDEN: tl.constexpr, SQUARE: tl.constexpr, TURNED: tl.constexpr, SIGNS_LOADED: tl.constexpr,
     GIVEN_COLS: tl.constexpr, GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
-    signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
     # Sixteen points divide a sum by four and keep the numbers even; 128 points do not.
-    x, SHORT = _float32(signed), (x_ptr.dtype.element_ty != tl.float32) and (TURNED != 128)
+    SHORT: tl.constexpr = (x_ptr.dtype.element_ty != tl.float32) and (TURNED != 128)
+    whole = _whole(amax_ptr, scale_ptr, k + first, SCALING, FOUR, EDEN)
     signs = _signs(signs_ptr, signs, SIGNS_LOADED)
-    if TURNED:
-        x = _transformed(x, signs, TURNED, R, C)
-        M = (M + (TURNED - 1)) // TURNED * TURNED
-        signed = x
-    draw = x
     if RANDOM:
         word_0, word_1 = _words(key_ptr, word_0, word_1, LOADED)
-        draw = draws(m * R + tl.arange(0, R), _ids(cols_ptr, K, k, GIVEN_COLS, C), word_0, word_1)
-    whole = _whole(amax_ptr, scale_ptr, k + m, SCALING, FOUR, EDEN)
-    _side(
-        x, signed, whole, draw, signs, out_ptr, scale_ptr, M, K, m, k,
-        ELEMENT, SCALING, TILE, TILE if SQUARE else 1, RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
-    )  # fmt: skip
+        ids = _ids(cols_ptr, K, k, GIVEN_COLS, C)
+    height = (M + (TURNED - 1)) // TURNED * TURNED if TURNED else M
+    for step in range(STEPS):
+        m = first * STEPS + step
+        if m * R < M:
+            signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
+            x = _float32(signed)
+            if TURNED:
+                x = _transformed(x, signs, TURNED, R, C)
+                signed = x
+            draw = x
+            if RANDOM:
+                draw = draws(m * R + tl.arange(0, R), ids, word_0, word_1)
+            _side(
+                x, signed, whole, draw, signs, out_ptr, scale_ptr, height, K, m, k,
+                ELEMENT, SCALING, TILE, TILE if SQUARE else 1, RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -250,7 +269,7 @@ def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr, FOUR: tl.constexpr
 def exact_kernel(
     x_ptr, row_ptr, row_scale_ptr, row_amax_ptr, col_ptr, col_scale_ptr, col_amax_ptr, cols_ptr,
     row_key_ptr, col_key_ptr, current_ptr, row_signs_ptr, col_signs_ptr,
-    M, K, x_stride, row_word_0, row_word_1, col_word_0, col_word_1, row_signs, col_signs,
+    M, row_word_0, row_word_1, col_word_0, col_word_1, row_signs, col_signs,
     ROW: tl.constexpr, ROW_SCALING: tl.constexpr, ROW_TILE: tl.constexpr, ROW_RANDOM: tl.constexpr,
     ROW_LOADED: tl.constexpr, ROW_FOUR: tl.constexpr, ROW_EDEN: tl.constexpr,
     COL: tl.constexpr, COL_SCALING: tl.constexpr, COL_TILE: tl.constexpr, COL_RANDOM: tl.constexpr,
@@ -259,14 +278,15 @@ def exact_kernel(
     ROW_TURNED: tl.constexpr, ROW_SIGNS_LOADED: tl.constexpr,
     COL_TURNED: tl.constexpr, COL_SIGNS_LOADED: tl.constexpr,
     GIVEN_COLS: tl.constexpr, GUARDED: tl.constexpr,
-    GPU: tl.constexpr, R: tl.constexpr, ROW_C: tl.constexpr, ROW_WIDE: tl.constexpr,
-    COL_C: tl.constexpr, COL_WIDE: tl.constexpr,
+    GPU: tl.constexpr, K: tl.constexpr, x_stride: tl.constexpr, R: tl.constexpr,
+    ROW_C: tl.constexpr, ROW_WIDE: tl.constexpr, COL_C: tl.constexpr, COL_WIDE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Quantise a matrix [M, K] in tiles along its columns (row side) and along its rows (col side).
 
     ``ROW`` and ``COL`` are the bits of an element, 0 for no side. ``ROW_TURNED`` and ``COL_TURNED`` are the points of
     the transform of a side, which is filled up to whole groups of columns or rows, or 0. ``ROW_C`` and ``COL_C`` are
-    the columns that a program has on a side. The compiler gives equal sizes the same order of numbers in threads.
+    the columns that a program has on a side, and ``STEPS`` its parts, one below the other. The compiler gives equal
+    sizes the same order of numbers in threads.
     ``current_ptr``: see ``programs.py``.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
@@ -283,7 +303,7 @@ def exact_kernel(
                 x_ptr, M, K, x_stride, m, part * ROWS + place, row_ptr, row_scale_ptr, row_amax_ptr, cols_ptr,
                 row_key_ptr, row_word_0, row_word_1, row_signs_ptr, row_signs, ROW, ROW_SCALING, ROW_TILE, ROW_RANDOM,
                 ROW_LOADED, ROW_FOUR, ROW_EDEN, SQUARE_ROW, ROW_TURNED, ROW_SIGNS_LOADED, GIVEN_COLS, GPU,
-                R, ROW_C, ROW_WIDE,
+                R, ROW_C, ROW_WIDE, STEPS,
             )  # fmt: skip
     if COL:  # noqa: SIM102
         if (ROWS == 0) or (place >= ROWS):
@@ -291,7 +311,7 @@ def exact_kernel(
                 x_ptr, M, K, x_stride, m, part * COLS + place - ROWS, col_ptr, col_scale_ptr, col_amax_ptr, cols_ptr,
                 col_key_ptr, col_word_0, col_word_1, col_signs_ptr, col_signs, COL, COL_SCALING, COL_TILE, COL_RANDOM,
                 COL_LOADED, COL_FOUR, COL_EDEN, SQUARE_COL, COL_TURNED, COL_SIGNS_LOADED, GIVEN_COLS, GPU,
-                R, COL_C, COL_WIDE,
+                R, COL_C, COL_WIDE, STEPS,
             )  # fmt: skip
 
 
@@ -305,12 +325,12 @@ def _finite(tiles):
 
 @triton.jit(do_not_specialize=["row_signs", "col_signs"])
 def exact_amax_kernel(
-    x_ptr, amax_ptr, current_ptr, row_signs_ptr, col_signs_ptr, M, K, x_stride, row_signs, col_signs,
+    x_ptr, amax_ptr, current_ptr, row_signs_ptr, col_signs_ptr, M, row_signs, col_signs,
     TILE: tl.constexpr, SQUARE: tl.constexpr,
     ROW_TURNED: tl.constexpr, ROW_SIGNS_LOADED: tl.constexpr,
     COL_TURNED: tl.constexpr, COL_SIGNS_LOADED: tl.constexpr,
     GUARDED: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    K: tl.constexpr, x_stride: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Update ``amax_ptr`` (int32, zero before) with the bits of max|x| over the tiles of either side.
 

@@ -16,6 +16,7 @@ class Shape:
         col: the same on the col side and for square blocks. The quotient is a multiple of a program's threads, so that
             a thread holds whole columns.
         warps: warps of a program.
+        steps: parts of a program, one below the other. What belongs to columns or to the tensor is computed once.
         registers: most registers of a thread; None lets the compiler choose.
 
     The numbers of columns are powers of two, at least 128 if the side is transformed in groups of 128. They differ,
@@ -25,6 +26,7 @@ class Shape:
     row: tuple[int, int]
     col: tuple[int, int]
     warps: int
+    steps: int = 1
     registers: int | None = None
 
     @property
@@ -36,13 +38,13 @@ class Shape:
 
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
-        "tiles of 16": Shape((128, 8), (256, 2), 4),
-        "tiles of 16, stochastic": Shape((128, 8), (256, 2), 4),
-        "tiles of 16, transformed": Shape((128, 8), (256, 2), 4),
-        "tiles of 16, four over six": Shape((128, 8), (256, 2), 4),
-        "tiles of 32": Shape((128, 8), (256, 2), 4),
-        "tiles of 32, stochastic": Shape((128, 8), (256, 2), 4),
-        "tiles of 32, transformed": Shape((128, 8), (256, 2), 4),
+        "tiles of 16": Shape((128, 8), (256, 2), 4, 4),
+        "tiles of 16, stochastic": Shape((128, 8), (256, 2), 4, 4),
+        "tiles of 16, transformed": Shape((128, 8), (256, 2), 4, 4),
+        "tiles of 16, four over six": Shape((128, 8), (256, 2), 4, 4),
+        "tiles of 32": Shape((128, 8), (256, 2), 4, 4),
+        "tiles of 32, stochastic": Shape((128, 8), (256, 2), 4, 4),
+        "tiles of 32, transformed": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 128": Shape((128, 8), (128, 8), 8),
         "groups of 128": Shape((128, 8), (128, 8), 8),
         "amax": Shape((512, 4), (512, 4), 4),

@@ -260,8 +260,10 @@ def constants(
         "GIVEN_COLS": random,
         "GUARDED": False,
         "GPU": True,
+        "K": 4096,
+        "x_stride": 4096,
     }
-    return sides | fixed | dict(zip(("R", "ROW_C", "ROW_WIDE", "COL_C", "COL_WIDE"), part, strict=True))
+    return sides | fixed | dict(zip(("R", "ROW_C", "ROW_WIDE", "COL_C", "COL_WIDE", "STEPS"), (*part, 4), strict=True))
 
 
 KERNELS = [
@@ -283,6 +285,8 @@ KERNELS = [
             "COL_TURNED": 16,
             "COL_SIGNS_LOADED": True,
             "GUARDED": True,
+            "K": 4096,
+            "x_stride": 4096,
             "R": 16,
             "C": 512,
             "WIDE": 4,
@@ -300,6 +304,8 @@ KERNELS = [
             "COL_TURNED": 128,
             "COL_SIGNS_LOADED": False,
             "GUARDED": True,
+            "K": 4096,
+            "x_stride": 4096,
             "R": 128,
             "C": 128,
             "WIDE": 8,
