@@ -35,8 +35,8 @@ _PARTS = {
 }  # methods of Megatron's helper, and what an event calls them
 _WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of its own: kernels are compiled by then
 _ROOM = 2.5
-"""Free memory that a capture of some layers needs, in sizes of their graphs: the graphs, a pass without graphs before,
-and half as a reserve, because a capture cannot free cached memory."""
+"""Free memory that a capture needs without releasing any, in sizes of its graphs: the graphs, a pass without graphs
+before, and half as a reserve, because memory cannot be released during a capture."""
 
 
 class TransformerEngineGraphs(Graphs):
@@ -54,6 +54,7 @@ class TransformerEngineGraphs(Graphs):
         self._layers = 0  # captured since the last take()
         self._replaced = 0  # layers whose graphs were replaced since all were captured
         self._layer_bytes = 0.0  # of a layer's graphs
+        self._kept = False  # whether the capture keeps cached memory
         start, create = core.TECudaGraphHelper.__init__, core.TECudaGraphHelper.create_cudagraphs
 
         def remembered(helper: Any, *arguments: Any, **named: Any) -> None:
@@ -113,7 +114,7 @@ class TransformerEngineGraphs(Graphs):
 
     def _measure(self, helper: Any, part: str) -> None:
         """Measure the memory of a layer's graphs when all layers are captured, between two releases of memory."""
-        if helper.flattened_callables and not self._replaced:
+        if helper.flattened_callables and not self._kept:
             reserved = torch.cuda.memory_reserved() / len(helper.flattened_callables)
             if part == "release":
                 self._layer_bytes = -reserved
@@ -182,7 +183,11 @@ class TransformerEngineGraphs(Graphs):
         hooks = training.should_disable_forward_pre_hook(args)
         states, warmup = rng_state(), helper.config.cuda_graph_warmup_steps
         self._replaced = 0 if layers is None else self._replaced + len(layers)
-        with contextlib.nullcontext() if layers is None else _only(helper, layers):
+        self._kept = layers is not None or self._has_room(len(helper.flattened_callables))
+        with (
+            contextlib.nullcontext() if layers is None else _only(helper, layers),
+            _cache_kept() if self._kept else contextlib.nullcontext(),
+        ):
             with self._part("delete"):
                 if hooks:
                     training.disable_forward_pre_hook(model, param_sync=False)
@@ -217,10 +222,7 @@ def layers_of(layers: Iterable[torch.nn.Module], modules: Sequence[torch.nn.Modu
 
 @contextlib.contextmanager
 def _only(helper: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Make Megatron's helper delete and capture the graphs of ``layers`` alone, which belong to one model chunk.
-
-    Cached memory is not released meanwhile: the steps and probes after the capture use it again.
-    """
+    """Make Megatron's helper delete and capture the graphs of ``layers`` alone, which belong to one model chunk."""
     chosen = {id(layer) for layer in layers}
     flags = zip(helper.flattened_callables, helper.flattened_callables_is_mtp, strict=True)
     mtp = [flag for layer, flag in flags if id(layer) in chosen]
@@ -230,14 +232,26 @@ def _only(helper: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
         "flattened_callables_is_mtp": mtp, "callables_per_chunk_is_mtp": [mtp],
     }  # fmt: skip
     before = {name: getattr(helper, name) for name in some}
-    release = torch.cuda.empty_cache
     try:
         vars(helper).update(some)
-        torch.cuda.empty_cache = _nothing
+        yield
+    finally:
+        vars(helper).update(before)
+
+
+@contextlib.contextmanager
+def _cache_kept() -> Iterator[None]:
+    """Keep the memory that torch has cached, which a capture releases before every graph and at its end.
+
+    The warm-up, and later steps and probes, would allocate it again. Torch itself releases it, and the pool of deleted
+    graphs, where an allocation outside of a capture does not fit otherwise.
+    """
+    release = torch.cuda.empty_cache
+    torch.cuda.empty_cache = _nothing
+    try:
         yield
     finally:
         torch.cuda.empty_cache = release
-        vars(helper).update(before)
 
 
 def _nothing() -> None: ...

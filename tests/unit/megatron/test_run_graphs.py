@@ -496,7 +496,19 @@ def test_layers_that_changed_are_captured_alone(engine: tuple[Any, Helper]) -> N
     assert graphs.choose(linears(helper, *range(6))) is None
     graphs.renew(helper.all, None)
     assert helper.deleted == helper.captured == list(range(6))
-    assert helper.released == 1
+    assert helper.released == 1, "1,500 bytes would be needed to keep it"
+
+
+def test_memory_is_released_for_a_capture_of_all_layers_where_it_is_short(
+    engine: tuple[Any, Helper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, helper = engine
+    release = torch.cuda.empty_cache
+    for free, released in ((1499, 1), (1500, 1), (1499, 2)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 10_000))
+        graphs.renew(helper.all, None)
+        assert helper.released == released
+        assert torch.cuda.empty_cache is release
 
 
 def test_all_layers_are_captured_where_memory_or_the_layout_demand_it(
