@@ -7,7 +7,7 @@ write this state to fixed addresses, where captured kernels read it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -56,9 +56,9 @@ class DeviceStep:
         """Make later forwards of ``chunk`` use the weights that a finished microbatch has quantised."""
         self._current[chunk].fill_(1)
 
-    def forget_weights(self) -> None:
-        """Free the quantised weights. Graphs that read them must not run afterwards; a new map drops them."""
-        for handle in self._handles:
+    def forget_weights(self, handles: Iterable[LinearHandle]) -> None:
+        """Free the quantised weights of ``handles``. Graphs that read them must not run afterwards."""
+        for handle in handles:
             assert handle.held is not None
             handle.held.clear()
 

@@ -22,6 +22,7 @@ from snip_megatron.layers.context import ALL_BF16
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.probing.probe_call import StepCall
+from snip_megatron.precision import Format
 
 
 class GraphedRun:
@@ -38,6 +39,7 @@ class GraphedRun:
         self._registry: LinearRegistry | None = None
         self._model: list[torch.nn.Module] = []
         self._generation = 0
+        self._captured: dict[int, tuple[Format, ...]] = {}  # place of a linear → formats in its graph
         self._captured_before = False
         self._frozen = False
 
@@ -65,7 +67,7 @@ class GraphedRun:
             return
         chunk_of = {id(parameter): i for i, chunk in enumerate(model) for parameter in chunk.parameters()}
         chunks = [chunk_of[id(handle.weight)] for handle in registry]
-        self._graphs.accumulating(lambda: [h.weight for h in registry if h.formats != ALL_BF16])
+        self._graphs.accumulating(self._at_capture)
         registry.device = DeviceStep(list(registry), chunks, next(iter(registry)).weight.device)
         # A capture collects garbage twice, each time through all objects. Those of the modules imported so far live as
         # long as the process: without them, a new capture holds the training up for less time.
@@ -73,17 +75,25 @@ class GraphedRun:
         gc.freeze()
         self._frozen = True
 
+    def _at_capture(self) -> list[torch.nn.Parameter]:
+        """Note the formats that are captured, and return the weights whose backward adds to ``main_grad`` itself."""
+        linears = [] if self._registry is None else list(self._registry)
+        self._captured = {place: linear.formats for place, linear in enumerate(linears)}
+        return [linear.weight for linear in linears if linear.formats != ALL_BF16]
+
     # -- the step ------------------------------------------------------------------------------------------------
     def renew(self, step: int) -> None:
-        """Delete the graphs if an adopted map has changed formats. This is called between adoption and step."""
+        """Capture anew what an adopted map has changed. This is called between adoption and step."""
         registry = self._registry
         if self._graphs is None or registry is None or registry.generation == self._generation:
             return
         self._generation = registry.generation
         if self._graphs.captured:
-            if registry.device is not None:
-                registry.device.forget_weights()
-            self._graphs.renew(self._model, self._args)
+            changed = [h for place, h in enumerate(registry) if self._captured.get(place) != h.formats]
+            layers = self._graphs.choose([linear.module for linear in changed])
+            if registry.device is not None:  # graphs that stay read the weights of the other linears
+                registry.device.forget_weights(list(registry) if layers is None else changed)
+            self._graphs.renew(self._model, self._args, layers)
             registry.start_step(step)  # resets the counters, which the passes of a capture have increased
 
     def training(
@@ -125,16 +135,16 @@ class GraphedRun:
 
         return counted
 
-    def captures(self) -> tuple[str, float, Mapping[str, float]] | None:
-        """Return ("capture" or "recapture", seconds, seconds by part) if graphs were captured since the last call."""
+    def captures(self) -> tuple[str, float, Mapping[str, Any]] | None:
+        """Return ("capture" or "recapture", seconds, further fields) if graphs were captured since the last call."""
         if self._graphs is None:
             return None
-        seconds, parts = self._graphs.take_seconds()
+        seconds, fields = self._graphs.take()
         if not seconds:
             return None
         kind = "recapture" if self._captured_before else "capture"
         self._captured_before = True
-        return kind, seconds, parts
+        return kind, seconds, fields
 
     # -- beside the graphs ---------------------------------------------------------------------------------------
     @contextmanager

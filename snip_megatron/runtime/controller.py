@@ -165,10 +165,9 @@ class Controller:
         for formats, loss in losses.items():
             self._event(self._next_step, "validation", formats=formats, loss=loss)
 
-    def captured(self, step: int, kind: str, seconds: float, parts: Mapping[str, float]) -> None:
+    def captured(self, step: int, kind: str, seconds: float, fields: Mapping[str, Any]) -> None:
         """CUDA graphs were made in this step: for the first time ("capture"), or for another map ("recapture")."""
-        by_part = {"parts": {part: round(took, 6) for part, took in parts.items()}} if parts else {}
-        self._event(step, kind, seconds=round(seconds, 6), **by_part, wait_s=round(seconds, 6))
+        self._event(step, kind, seconds=round(seconds, 6), **fields, wait_s=round(seconds, 6))
 
     def close(self, *, together: bool) -> None:
         """End the run: record the last step's figures, and close rank 0's process and files.

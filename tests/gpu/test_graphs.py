@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from snip_megatron.layers.registry import decoder_linear_names
-from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision import Format, LinearId, PrecisionMap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, SAVED, LAYERS = 14, 8, 4
@@ -43,11 +43,14 @@ MAPS = {
     "fp8": "--snip --snip-policy uniform-fp8",
     "fp8_tensor": "--snip --snip-map {folder}/fp8_tensor.json",
     "fp4": f"--snip --snip-budget fp4=0.75 {UPDATED}",
+    "layers": "--snip --snip-replay {folder}/replayed",
     "compiled": f"--snip --snip-budget fp4=0.75 {UPDATED}",
     "fused": f"--snip --snip-budget fp4=0.75 --snip-fusions auto {UPDATED}",
     "tensor_and_fp4": f"--snip --snip-budget fp4=0.5 --snip-formats fp8_tensor,fp4 {UPDATED}",
 }
-"""All from fp4 on probe before steps 3 and 9, from 0, and adopt before 5 and 11."""
+"""Those with a budget probe before steps 3 and 9, from 0, and adopt before 5 and 11."""
+REPLAYED = {5: range(LAYERS), 8: (1,), 10: (1, 2), 12: (0, 1, 2)}
+"""Of "layers": step of an adoption → layers whose formats it changes. A third would double the memory of graphs."""
 COMPILED = ("compiled", "fused")
 """Those whose SwiGLU torch compiles: fused kernels have the bits of that."""
 LAYOUTS = {
@@ -75,6 +78,7 @@ class Trainings:
         self._runs: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
         names = decoder_linear_names(LAYERS)
         (folder / "fp8_tensor.json").write_text(PrecisionMap.uniform(names, Format.FP8_TENSOR).to_json())
+        _write_replayed(folder / "replayed", names)
 
     def begin(self, kind: str, graphs: str | None, *extra: str, layout: str = "one") -> Future[dict[str, Any]]:
         key = (kind, str(graphs), layout, *extra)
@@ -129,6 +133,19 @@ class Trainings:
         return body | {"folder": str(run)}
 
 
+def _write_replayed(folder: Path, names: list[str]) -> None:
+    """Write the run whose adoptions are :data:`REPLAYED`. A change turns a layer's MLP from fp8 to fp4, or back."""
+    (folder / "maps").mkdir(parents=True)
+    turned: set[int] = set()
+    with (folder / "events.jsonl").open("w") as events:
+        for version, (step, layers) in enumerate(REPLAYED.items(), start=1):
+            turned ^= set(layers) if version > 1 else set()
+            fours = [name for name in names if "mlp" in name and LinearId.parse(name).layer in turned]
+            choices = PrecisionMap.uniform(names, Format.FP8).choices | PrecisionMap.uniform(fours, Format.FP4).choices
+            (folder / "maps" / f"step_{step}.json").write_text(PrecisionMap(choices, version=version).to_json())
+            events.write(json.dumps({"step": step, "event": "adopt", "version": version}) + "\n")
+
+
 def _start(run: Path, number: int, rank: int, ranks: int, arguments: list[str]) -> subprocess.Popen[bytes]:
     path = (str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
     environment = os.environ | {
@@ -159,6 +176,8 @@ def on_one(trainings: Trainings) -> Trainings:
             trainings.begin(kind, graphs)
     for kind in ("bf16", "plain"):
         trainings.begin(kind, "local")
+    for graphs in (None, "local", "transformer_engine"):
+        trainings.begin("layers", graphs)
     trainings.begin("compiled", None)
     for graphs in (None, "local", "transformer_engine"):
         trainings.begin("fused", graphs)
@@ -228,6 +247,17 @@ def test_a_new_map_is_captured_anew(on_one: Trainings, graphs: str) -> None:
     assert all(event["seconds"] > 0 for event in captures)
     assert (run["replays"][adopted[0] + 1] > 0) == (graphs == "transformer_engine")  # counted from 1
     assert run["replays"][adopted[0] + 2] > 0
+
+
+@pytest.mark.parametrize("graphs", ["local", "transformer_engine"])
+def test_layers_captured_anew_beside_others_change_no_bit(on_one: Trainings, graphs: str) -> None:
+    eager, captured = on_one.begin("layers", None).result(), on_one.begin("layers", graphs).result()
+    same_steps(eager, captured)
+    assert captured["replays"][STEPS] > 0
+    if graphs == "transformer_engine":
+        captures = [event for event in captured["events"] if event["event"] in ("capture", "recapture")]
+        assert [event["layers"] for event in captures] == [LAYERS, LAYERS, 1, 2, LAYERS]
+        assert [event["step"] for event in captures[1:]] == list(REPLAYED)
 
 
 @pytest.mark.parametrize("graphs", ["local", "transformer_engine"])

@@ -18,6 +18,7 @@ from snip_megatron.megatron.compat.graphs import (
     schedule_without_graph,
 )
 from snip_megatron.megatron.compat.groups import ProcessGroups, process_groups
+from snip_megatron.megatron.compat.implementations import graphs_of
 from snip_megatron.megatron.compat.learning_rate import learning_rate
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
@@ -34,7 +35,7 @@ from snip_megatron.megatron.compat.optimizer_state import (
 from snip_megatron.megatron.compat.parameter_gather import ParameterGathers, check_parameter_gather
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
-from snip_megatron.megatron.compat.recapture import Graphs, graphs_of
+from snip_megatron.megatron.compat.recapture import Graphs
 from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated, routing_repeats
 from snip_megatron.megatron.compat.traffic import Traffic
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of

@@ -1,7 +1,7 @@
 """Megatron's CUDA graphs: which implementation is used, and how passes run without its graphs.
 
-The names of Megatron that this module and :mod:`snip_megatron.megatron.compat.recapture` use are checked when this
-module is imported.
+The names of Megatron that this module, :mod:`snip_megatron.megatron.compat.recapture` and
+:mod:`snip_megatron.megatron.compat.te_graphs` use are checked when this module is imported.
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ if MEGATRON_VERSION >= FIRST_WITH_GRAPHS:
         (GraphableMegatronModule, "GraphableMegatronModule", ("_should_call_local_cudagraph",)),
         (training, "training", _HOOKS),
     )  # fmt: skip
+    _ATTRIBUTES = (
+        "pp_group", "config", "flattened_callables", "callables_per_chunk", "num_layers_per_chunk",
+        "flattened_callables_is_mtp", "callables_per_chunk_is_mtp", "_capture_finished",
+    )  # fmt: skip
+    _MADE = (core.TECudaGraphHelper.__init__, core.TECudaGraphHelper._discover_layers)
+    for _name in _ATTRIBUTES:  # of the object, so that the class does not have them
+        if not any(_name in function.__code__.co_names for function in _MADE):
+            raise SnipError(f"Megatron's TECudaGraphHelper no longer has {_name}: CUDA graphs cannot be captured anew")
     for _owner, _where, _names in _EXPECTED:
         for _name in _names:
             if not hasattr(_owner, _name):

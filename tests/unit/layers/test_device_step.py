@@ -131,7 +131,7 @@ def test_another_map_frees_what_is_kept(group: dist.ProcessGroup) -> None:
     linear, registry = registered(group, hopper()[0], (FP8, FP8, FP8), device=True)
     train(linear, registry, steps=1)
     assert registry.device is not None
-    registry.device.forget_weights()
+    registry.device.forget_weights(registry)
     registry.adopt(PrecisionMap.uniform(registry.names, FP4))
     linear.weight.main_grad.zero_()
     train(linear, registry, steps=1)

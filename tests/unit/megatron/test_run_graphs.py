@@ -23,6 +23,8 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat, graphs
 from snip_megatron.megatron.compat import graphs as compat_graphs
+from snip_megatron.megatron.compat import te_graphs
+from snip_megatron.megatron.compat.te_graphs import layers_of
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 
@@ -111,8 +113,8 @@ class Device:
     def weights_changed(self) -> None:
         self.told.append("changed")
 
-    def forget_weights(self) -> None:
-        self.told.append("forgotten")
+    def forget_weights(self, linears: Any) -> None:
+        self.told.append(("forgotten", [linear.id.layer for linear in linears]))
 
     def start_step(self, seed: int, step: int) -> None:
         self.told.append(("step", step))
@@ -126,10 +128,18 @@ class Captured:
     def __init__(self) -> None:
         self.renewed = 0
         self.seconds = 0.0
+        self.changed: list[torch.nn.Module] = []
+        self.chosen: list[torch.nn.Module] | None = None
 
-    def renew(self, model: Any, args: Any) -> None:
+    def choose(self, changed: Any) -> Any:
+        self.changed = changed
+        return self.chosen
+
+    def renew(self, model: Any, args: Any, layers: Any = None) -> None:
+        assert layers is self.chosen
         self.renewed += 1
         self.seconds += 1.5
+        self.weights()  # as at every capture
 
     def accumulating(self, weights: Any) -> None:
         self.weights = weights
@@ -137,9 +147,9 @@ class Captured:
     def watched(self, schedule: Any) -> Any:
         return schedule
 
-    def take_seconds(self) -> tuple[float, dict[str, float]]:
+    def take(self) -> tuple[float, dict[str, int]]:
         seconds, self.seconds = self.seconds, 0.0
-        return seconds, {"capture": seconds}
+        return seconds, {"layers": 2}
 
     def close(self) -> None: ...
 
@@ -209,10 +219,26 @@ def test_graphs_are_captured_anew_where_a_format_changed(run: Any) -> None:
     graphed.renew(5)
     graphed.renew(6)
     assert found.renewed == 1
-    assert device.told == ["forgotten", ("step", 5)]
+    assert device.told == [("forgotten", [0, 1]), ("step", 5)]
     assert [handle.weight for handle in registry] == found.weights()
     registry.adopt(PrecisionMap.uniform(registry.names, Format.BF16))
     assert found.weights() == []
+
+
+def test_only_what_changed_since_the_capture_is_forgotten_and_captured(run: Any) -> None:
+    graphed, registry, found, model = run
+    registry.device = device = Device()
+    found.weights()  # the first capture: all in bf16
+    found.chosen = [model[1]]
+    first = registry.names[0]
+    both = PrecisionMap.uniform(registry.names, Format.FP8)
+    registry.adopt(PrecisionMap(choices=both.choices | PrecisionMap.uniform([first], Format.BF16).choices))
+    graphed.renew(5)
+    assert found.changed == [model[1]]
+    assert device.told == [("forgotten", [1]), ("step", 5)]
+    registry.adopt(both)
+    graphed.renew(6)
+    assert found.changed == [model[0]]
 
 
 def test_nothing_is_dropped_where_nothing_was_captured(run: Any) -> None:
@@ -227,10 +253,10 @@ def test_captures_are_told_with_their_time(run: Any) -> None:
     graphed, _, found, _ = run
     assert graphed.captures() is None
     found.seconds = 2.0
-    assert graphed.captures() == ("capture", 2.0, {"capture": 2.0})
+    assert graphed.captures() == ("capture", 2.0, {"layers": 2})
     assert graphed.captures() is None
     found.seconds = 0.5
-    assert graphed.captures() == ("recapture", 0.5, {"capture": 0.5})
+    assert graphed.captures() == ("recapture", 0.5, {"layers": 2})
 
 
 def test_linears_learn_their_chunk_and_their_place(run: Any) -> None:
@@ -294,8 +320,8 @@ def test_captures_are_timed_and_megatron_is_as_it_was_afterwards(monkeypatch: py
     local = compat.graphs_of("local")
     assert record._create_cudagraphs() == {"time": 0.25}
     assert record._create_cudagraphs() == {"time": 0.25}
-    assert local.take_seconds() == (0.5, {})
-    assert local.take_seconds() == (0.0, {})
+    assert local.take() == (0.5, {})
+    assert local.take() == (0.0, {})
     local.close()
     assert record.__dict__["_create_cudagraphs"] is before
 
@@ -311,12 +337,13 @@ def test_the_helper_of_transformer_engine_s_graphs_is_remembered(monkeypatch: py
     found = compat.graphs_of("transformer_engine")
     assert not found.captured
     helper = core.TECudaGraphHelper(model=[])
+    helper.flattened_callables = []
     found.accumulating(lambda: [weight])
     helper.create_cudagraphs()
     assert found.captured
     assert seen == [True]
     assert not hasattr(weight, "skip_backward_post_hook")
-    assert found.take_seconds()[0] > 0
+    assert found.take()[0] > 0
     found.close()
 
 
@@ -346,7 +373,7 @@ def test_sample_masks_are_made_where_the_weights_are(monkeypatch: pytest.MonkeyP
     plain = MaskedLayer("cpu").get_layer_static_inputs(8, 2)["attention_mask"]
     found = compat.graphs_of("transformer_engine")
     helper = core.TECudaGraphHelper()
-    helper.layer = MaskedLayer("meta")
+    helper.layer, helper.flattened_callables = MaskedLayer("meta"), []
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *device: tensor)
     helper.create_cudagraphs()
     found.close()
@@ -378,11 +405,126 @@ def test_a_new_capture_is_timed_by_part(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(helper_class, name, lambda self: None)
     monkeypatch.setattr(helper_class, "_finish_capturing", lambda self, started: None)
     found = compat.graphs_of("transformer_engine")
-    helper_class().create_cudagraphs()
-    seconds, parts = found.take_seconds()
+    helper = helper_class()
+    helper.flattened_callables = [1, 2, 3]
+    helper.create_cudagraphs()
+    seconds, fields = found.take()
+    parts = fields["parts"]
+    assert fields["layers"] == 3
     assert list(parts) == ["release", "inputs", "warm_up", "capture", "reset"]
     assert 0 < sum(parts.values()) <= seconds
     assert order == ["warm-up", "offloading on", "waited", "capture"]
-    assert found.take_seconds() == (0.0, {})
+    assert found.take() == (0.0, {"layers": 0, "parts": {}})
     found.close()
     assert core.make_graphed_callables is make
+
+
+# -- some layers -------------------------------------------------------------------------------------------------
+def test_layers_of_changed_linears() -> None:
+    layers = [torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1))) for _ in range(4)]
+    nested = layers[3][1][0]
+    assert layers_of(layers, [nested, layers[1][0], layers[1][1][0]]) == [layers[1], layers[3]]
+    assert layers_of(layers, []) is None
+    assert layers_of(layers, [layers[0][0], torch.nn.Linear(1, 1)]) is None, "a linear in no captured layer"
+
+
+class Helper:
+    """Megatron's helper, with what a capture reads and does."""
+
+    def __init__(self, layers: list[torch.nn.Module], stages: int = 1) -> None:
+        self.pp_group = SimpleNamespace(size=lambda: stages)
+        self.config = SimpleNamespace(cuda_graph_warmup_steps=3)
+        self.flattened_callables, self.callables_per_chunk = layers, [layers]
+        self.num_layers_per_chunk = [len(layers)]
+        self.flattened_callables_is_mtp = [False] * len(layers)
+        self.callables_per_chunk_is_mtp = [self.flattened_callables_is_mtp]
+        self.deleted: list[int] = []
+        self.captured: list[int] = []
+        self.released = 0
+        self.all = layers
+
+    def delete_cuda_graphs(self) -> None:
+        self.deleted = [self.all.index(layer) for layer in self.callables_per_chunk[0]]
+
+    def create_cudagraphs(self) -> None:
+        torch.cuda.empty_cache()
+        (layers,) = self.callables_per_chunk
+        assert self.num_layers_per_chunk == [len(layers)]
+        assert len(self.flattened_callables_is_mtp) == len(self.callables_per_chunk_is_mtp[0]) == len(layers)
+        self.captured = [self.all.index(layer) for layer in self.flattened_callables]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Helper]]:
+    """Graphs of six layers of 100 bytes each, all captured once, on a device with 1,000 free bytes."""
+    helper = Helper([torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(6)])
+
+    def release() -> None:
+        helper.released += 1
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 10_000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", release)
+    monkeypatch.setattr(te_graphs, "rng_state", lambda: None)
+    monkeypatch.setattr(te_graphs, "set_rng_state", lambda states: None)
+    monkeypatch.setattr(te_graphs.training, "should_disable_forward_pre_hook", lambda args: False)
+    graphs = te_graphs.TransformerEngineGraphs()
+    graphs._helper = helper
+    for part, reserved in (("release", 4000), ("reset", 4600)):
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda reserved=reserved: reserved)
+        graphs._measure(helper, part)
+    yield graphs, helper
+    graphs.close()
+
+
+def linears(helper: Helper, *layers: int) -> list[torch.nn.Module]:
+    return [helper.all[layer][0] for layer in layers]  # type: ignore[index]
+
+
+def test_layers_that_changed_are_captured_alone(engine: tuple[Any, Helper]) -> None:
+    graphs, helper = engine
+    marks: list[Any] = [next(layer.parameters()) for layer in helper.all]
+    for mark in marks:
+        mark.grad_added_to_main_grad = True
+    layers = graphs.choose(linears(helper, 4, 1))
+    graphs.renew(helper.all, None, layers)
+    assert helper.deleted == helper.captured == [1, 4]
+    assert [mark.grad_added_to_main_grad for mark in marks] == [layer not in (1, 4) for layer in range(6)]
+    assert helper.released == 0, "what steps and probes have cached stays"
+    assert helper.flattened_callables == helper.callables_per_chunk[0] == helper.all
+    assert helper.num_layers_per_chunk == [6]
+    assert helper.config.cuda_graph_warmup_steps == 3
+    assert graphs.choose(linears(helper, *range(6))) is None
+    graphs.renew(helper.all, None)
+    assert helper.deleted == helper.captured == list(range(6))
+    assert helper.released == 1, "1,500 bytes would be needed to keep it"
+
+
+def test_memory_is_released_for_a_capture_of_all_layers_where_it_is_short(
+    engine: tuple[Any, Helper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, helper = engine
+    release = torch.cuda.empty_cache
+    for free, released in ((1499, 1), (1500, 1), (1499, 2)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 10_000))
+        graphs.renew(helper.all, None)
+        assert helper.released == released
+        assert torch.cuda.empty_cache is release
+
+
+def test_all_layers_are_captured_where_memory_or_the_layout_demand_it(
+    engine: tuple[Any, Helper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, helper = engine
+    assert graphs.choose(linears(helper, 0, 1, 2, 3)) == helper.all[:4]  # 2.5 times 400 of 1,000 bytes
+    assert graphs.choose(linears(helper, 0, 1, 2, 3, 4)) is None
+    assert graphs.choose([]) is None
+    graphs.renew(helper.all, None, helper.all[:4])
+    assert graphs.choose(linears(helper, 1, 5)) == [helper.all[1], helper.all[5]]
+    assert graphs.choose(linears(helper, 1, 2, 5)) is None, "graphs would take more than twice the memory of all"
+    graphs.renew(helper.all, None)
+    assert graphs.choose(linears(helper, 1, 2, 5)) is not None
+    helper.pp_group = SimpleNamespace(size=lambda: 2)
+    assert graphs.choose(linears(helper, 0)) is None
+    helper.pp_group = SimpleNamespace(size=lambda: 1)
+    monkeypatch.setattr(graphs, "_everywhere", lambda own: False)
+    assert graphs.choose(linears(helper, 0)) is None, "another rank has no room"
