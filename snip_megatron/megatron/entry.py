@@ -48,7 +48,9 @@ def run(startup: Startup) -> None:
             provide_datasets=provide_datasets,
             forward_step=forward_step,
         )
-    if torch.distributed.is_initialized():
+    # NCCL destroys a communicator only after all CUDA graphs that contain its collectives, and these graphs live until
+    # the process ends. With them, the process ends as Megatron's own trainings do, with its process groups.
+    if torch.distributed.is_initialized() and compat.graph_implementation(args) is None:
         torch.distributed.destroy_process_group()
 
 
