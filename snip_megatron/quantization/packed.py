@@ -190,7 +190,8 @@ def opened_weight(weight: QuantizedWeight, format: Format, *, transposed: bool =
         elements = torch.where(codes == 0x80, 0, codes).view(torch.float8_e4m3fn)
     if transposed:
         elements, scale = elements.t(), scale.t()
-    values, depth = _stored_values(elements), elements.shape[1]
+    depth = elements.shape[1]
+    values = elements if depth % TILE == 0 and not transposed else _stored_values(elements)
     if format is Format.FP8_TENSOR:
         return Operand(values, scale.reshape(1), "tensor", depth)
     return Operand(values, _block_scales(scale), "block", depth)

@@ -115,7 +115,7 @@ def nearest_e2m1(y, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _byte(value):
+def byte_of(value):
     """Return the E4M3 byte (int32) of an FP32 number that is exact in E4M3."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -152,7 +152,7 @@ def bytes_of(lo, hi, JOIN: tl.constexpr, HARDWARE: tl.constexpr):
         else:
             return lo.to(tl.float8e4nv).to(tl.uint8, bitcast=True), hi.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        return joined(_byte(_nearest_e4m3(lo)), _byte(_nearest_e4m3(hi)), JOIN)
+        return joined(byte_of(_nearest_e4m3(lo)), byte_of(_nearest_e4m3(hi)), JOIN)
 
 
 @triton.jit

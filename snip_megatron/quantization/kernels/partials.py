@@ -27,7 +27,7 @@ def add_kernel(
     tile = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     i = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = i < columns
-    own = _to_float32(tl.load(own_ptr + row * own_stride + i, mask=inside, other=0.0))
+    own = to_float32(tl.load(own_ptr + row * own_stride + i, mask=inside, other=0.0))
     total = tl.zeros([PIECE, 128], dtype=tl.float32)
     for place in range(RANKS):
         source = place * rows + row
@@ -48,7 +48,7 @@ def _value(byte):
 
 
 @triton.jit
-def _to_float32(x):
+def to_float32(x):
     if x.dtype == tl.bfloat16:  # bf16 is the upper half of FP32; the interpreter's own conversion loses subnormals
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:

@@ -38,7 +38,7 @@ class Quantizers:
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.gemm import tiled_kernel
-    from snip_megatron.quantization.kernels import exact, keys, partials, swiglu
+    from snip_megatron.quantization.kernels import exact, keys, partials, ranges, swiglu
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     if name == "advance":  # of keys: writes to its arguments
@@ -51,6 +51,8 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
         return exact.quantize_exact(*arguments, **options)
     if name.startswith("quantize_swiglu"):
         return getattr(swiglu, name)(*arguments, **options)
+    if name in ("range_amax", "encode_range"):
+        return getattr(ranges, name)(*arguments)
     if name in ("pack_partial", "add_partials"):
         return getattr(partials, name)(*arguments)
     return getattr(triton_quantize, name)(*arguments, **options)
