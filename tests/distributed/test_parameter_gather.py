@@ -210,3 +210,17 @@ def test_a_run_resumes_with_the_same_bits(trainings: Trainings) -> None:
         resumed = trainings.train(f"resumed-{way}", *trainings.map_of("mixed"), "--snip-parameter-gather", way, *saved)
         assert resumed.figures == whole.figures[2:]
         assert differences(resumed.checkpoint, whole.checkpoint) == []
+
+
+def test_a_nan_of_one_rank_reaches_all(warm: WarmRanks, tmp_path: Path) -> None:
+    """As with bf16: the loss of the next step is NaN, and training goes on as Megatron was told."""
+    losses = []
+    for way in ("bf16", "quantized"):
+        run = tmp_path / way
+        own = ("--snip", "--snip-policy", "uniform-fp8", "--snip-dir", str(run), "--snip-parameter-gather", way)
+        args = tiny_llama_args(*MODEL, *own, "--no-check-for-nan-in-loss-and-grad", iters=3)
+        done = warm.run(2, args, module="nan_weight_pretrain", tmp=tmp_path / f"{way}-ranks", timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        losses.append([row["loss"] for row in read_metrics(run)])
+    assert losses[0] == losses[1]
+    assert [loss is None for loss in losses[0]] == [False, False, True]

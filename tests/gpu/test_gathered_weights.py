@@ -11,7 +11,9 @@ import torch.multiprocessing as mp
 
 from snip_megatron.layers.parameter_gather import BufferedParameter, ParameterGather
 from snip_megatron.precision import Format
-from snip_megatron.quantization import fake_quantize, ranges
+from snip_megatron.quantization import fake_quantize, packed, ranges
+from snip_megatron.quantization.ranges import QuantizedWeight
+from snip_megatron.quantization.reference import quantize
 
 FP8, FP4, TENSOR = Format.FP8, Format.FP4, Format.FP8_TENSOR
 RANKS, LENGTH = 2, 9_000_000
@@ -46,6 +48,20 @@ def test_kernels_have_the_bits_of_the_reference(fmt: Format, begin: int, end: in
     clean = x.nan_to_num(1.0)
     codes = kernels.encode_range(clean.cuda(), begin, shape, fmt, scale.cuda())
     assert torch.equal(codes.cpu(), ranges.encode_range(clean, begin, shape, fmt, scale))
+
+
+@pytest.mark.parametrize("fmt", ranges.FORMATS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_operands_are_the_references(fmt: Format, transposed: bool) -> None:
+    from snip_megatron.quantization.kernels import ranges as kernels
+
+    made = quantize(weights(1400 * 4096).view(1400, 4096).nan_to_num(1.0), fmt, block=True)
+    elements = made.values.to(torch.float8_e4m3fn)
+    expected = packed.opened_weight(QuantizedWeight(elements, made.scale), fmt, transposed=transposed)
+    found = kernels.opened_weight(QuantizedWeight(elements.cuda(), made.scale.cuda()), fmt, transposed=transposed)
+    assert torch.equal(found.values.view(torch.uint8).cpu(), expected.values.view(torch.uint8))
+    assert torch.equal(found.scale.cpu(), expected.scale)
+    assert found.scale.stride() == expected.scale.stride()
 
 
 def gather_on_two_gpus(rank: int, port: int) -> None:

@@ -9,15 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from snip_megatron.precision import FOUR_BIT, Format
-from snip_megatron.quantization.formats import SPECS
+from snip_megatron.quantization import packed
+from snip_megatron.quantization.formats import SPECS, TILE
 from snip_megatron.quantization.kernels.arguments import has_hopper_instructions
-from snip_megatron.quantization.kernels.elements import byte_of, bytes_of, nearest_e2m1
+from snip_megatron.quantization.kernels.elements import byte_of, bytes_of, nearest_e2m1, to_float32
 from snip_megatron.quantization.kernels.fours import pack_fours
 from snip_megatron.quantization.kernels.launch import launch
-from snip_megatron.quantization.kernels.partials import to_float32
-from snip_megatron.quantization.ranges import tile_counts
+from snip_megatron.quantization.packed import Operand
+from snip_megatron.quantization.ranges import QuantizedWeight, tile_counts
 
 _BLOCK = 1024  # columns of a program
+_SIDE = 64  # of the square that a program transposes
 # Without fusion: a fused multiply-add would round another number to E4M3 than the reference does.
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -91,3 +93,30 @@ def encode_range(x: Tensor, start: int, shape: tuple[int, int], format: Format, 
         LAUNCH,
     )  # fmt: skip
     return pack_fours(codes.view(1, -1)).view(-1) if four else codes
+
+
+@triton.jit
+def transpose_kernel(values_ptr, out_ptr, rows, cols, depth, UNSIGNED: tl.constexpr, SIDE: tl.constexpr):
+    """Transpose bytes [rows, cols] to [cols, depth]. ``UNSIGNED``: negative zeros of E4M3 become zeros."""
+    row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    col = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    values = tl.load(values_ptr + row[:, None] * cols + col[None, :], mask=inside, other=0)
+    if UNSIGNED:
+        values = tl.where(values == 0x80, 0, values).to(tl.uint8)
+    padded = (col < cols)[:, None] & (row < depth)[None, :]
+    tl.store(out_ptr + col[:, None] * depth + row[None, :], tl.trans(values), mask=padded)
+
+
+def opened_weight(weight: QuantizedWeight, format: Format, *, transposed: bool = False) -> Operand:
+    """See :func:`snip_megatron.quantization.packed.opened_weight`."""
+    if not transposed:
+        return packed.opened_weight(weight, format)
+    rows, cols = weight.elements.shape
+    depth = -(-rows // TILE) * TILE
+    values = torch.empty(cols, depth, dtype=torch.uint8, device=weight.elements.device)
+    launch(
+        transpose_kernel, (depth // _SIDE, -(-cols // _SIDE)), (weight.elements, values), (torch.uint8, torch.uint8),
+        (rows, cols, depth), (), {"UNSIGNED": format in FOUR_BIT, "SIDE": _SIDE}, LAUNCH,
+    )  # fmt: skip
+    return packed.weight_operand(values.view(torch.float8_e4m3fn), weight, format, transposed=True)

@@ -105,6 +105,9 @@ def test_the_kernels_of_ranges_divide_and_compile_for_hopper(fmt: int) -> None:
     compiled = assembled("encode_range_kernel", constants, "partials", "*bf16", triton_ranges)
     assert "div.rn.f32" in compiled.asm["ptx"]
     assert ".ftz.f32" not in compiled.asm["ptx"]
+    constants = {"UNSIGNED": fmt == 4, "SIDE": 64}
+    compiled = assembled("transpose_kernel", constants, "partials", module=triton_ranges)
+    assert "st.global.v4.b32" in compiled.asm["ptx"]  # sixteen elements at once
     compiled = assembled("range_amax_kernel", {}, "partials", "*bf16", triton_ranges)
     assert ".target sm_90a" in compiled.asm["ptx"]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from snip_megatron.precision import Format
-from snip_megatron.quantization import ranges
+from snip_megatron.quantization import packed, ranges
+from snip_megatron.quantization.reference import quantize
 
 from .interpreter import Quantizers, matrix
 
@@ -49,3 +50,18 @@ def test_bits_are_the_references(
     known = whole[: shape[0], : shape[1]].flatten()[begin:end].isfinite() if scale.numel() > 1 else torch.tensor(False)
     one, other = (ranges._unpacked(c)[: len(x)] if fmt is Format.FP4 else c for c in (found, codes))
     assert torch.equal(one[known], other[known])
+
+
+@pytest.mark.parametrize("fmt", ranges.FORMATS)
+@pytest.mark.parametrize("shape", [(130, 200), (256, 128), (3, 65)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_operands_are_the_references(
+    quantizers: Quantizers, fmt: Format, shape: tuple[int, int], transposed: bool
+) -> None:
+    made = quantize(matrix(*shape), fmt, block=True)
+    weight = ranges.QuantizedWeight(made.values.to(torch.float8_e4m3fn), made.scale)
+    expected = packed.opened_weight(weight, fmt, transposed=transposed)
+    found = quantizers.call("opened_weight", made.values, made.scale, fmt, transposed)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(found.scale, expected.scale)
+    assert (found.scaling, found.depth) == (expected.scaling, expected.depth)
