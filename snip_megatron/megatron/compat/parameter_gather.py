@@ -203,7 +203,8 @@ class _Bucket:
         """Start the gather of the bucket under the map in force. Returns a function that finishes it."""
         formats = [handle.formats for handle in self._linears.values()]
         if self._plan is None or formats != self._plan.formats:
-            self._plan, self.complete = self._planned(), True
+            self.completed()  # what the map before had gathered is of no use, and what others hold is forgotten anew
+            self._plan = self._planned()
         plan = self._plan
         started = plan.gather.start()
         if self.complete:
