@@ -27,7 +27,7 @@ from snip_megatron.precision import Format
 from snip_megatron.quantization import ranges
 from snip_megatron.quantization.formats import SPECS
 from snip_megatron.quantization.ranges import (
-    FORMATS,
+    BF16_BYTES,
     QuantizedWeight,
     joined,
     range_bytes,
@@ -37,7 +37,6 @@ from snip_megatron.quantization.ranges import (
 
 _ALIGNMENT = 16  # bytes: what a rank holds of each parameter begins at a multiple
 _WORTH = 0.95  # of the bytes: bytes are evened out if no more remain
-_BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -86,18 +85,6 @@ class _Range:
     end: int
     format: Format | None
     place: slice
-
-
-def formats_to_gather(fprop: Format, dgrad: Format) -> tuple[Format, ...]:
-    """Return the formats in which a weight with these two GEMMs is gathered; none if it is gathered in bf16.
-
-    That is the case if a GEMM needs bf16 or a format that cannot be quantised by ranges, or if the elements of both
-    formats together have as many bytes as bf16.
-    """
-    wanted = tuple(dict.fromkeys((fprop, dgrad)))
-    if not set(wanted) <= set(FORMATS) or sum(range_bytes(2, fmt) for fmt in wanted) >= 2 * _BF16_BYTES:
-        return ()
-    return wanted
 
 
 @dataclass(frozen=True)
@@ -201,7 +188,7 @@ class ParameterGather:
             if begin >= end:
                 continue
             for fmt in parameter.formats or (None,):
-                size = _BF16_BYTES * (end - begin) if fmt is None else range_bytes(end - begin, fmt)
+                size = BF16_BYTES * (end - begin) if fmt is None else range_bytes(end - begin, fmt)
                 yield _Range(parameter, begin, end, fmt, slice(at, at + size))
                 at += _aligned(size)
 

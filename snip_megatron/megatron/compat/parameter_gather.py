@@ -18,11 +18,12 @@ import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.layers.parameter_gather import BufferedParameter, ParameterGather, formats_to_gather
+from snip_megatron.layers.parameter_gather import BufferedParameter, ParameterGather
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.compat.graphs import graph_implementation
 from snip_megatron.megatron.compat.versions import check_signature
 from snip_megatron.precision import Format
+from snip_megatron.quantization.ranges import formats_to_gather
 
 _GROUP, _METHOD = "_ParamAndGradBucketGroup", "start_param_sync"
 _HERE = "--snip-parameter-gather quantized"
