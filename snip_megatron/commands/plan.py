@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _RECOMPUTE = ("none", "selective", "full")
 _COMMUNICATION = ("bf16", "gather", "all")
 _GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")
+_PARAMETER_GATHER = ("bf16", "quantized")
 _GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
 _SHARE = positive("a share above 0, 1 at most", math.nextafter(1.0, 2.0))
 _BANDWIDTH = positive("a bandwidth above 0", 1e9)
@@ -60,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=_GRADIENT_REDUCTION,
         default="fp32",
         help="as --snip-gradient-reduction; default: fp32",
+    )
+    add(
+        "--parameter-gather",
+        choices=_PARAMETER_GATHER,
+        default="bf16",
+        help="as --snip-parameter-gather; default: bf16",
     )
     add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
     for flag, text in _FLAGS.items():
@@ -202,6 +209,7 @@ def _layout(args: argparse.Namespace) -> Layout:
         cuda_graph_impl=args.cuda_graph_impl,
         communication=args.communication,
         gradient_reduction=args.gradient_reduction,
+        parameter_gather=args.parameter_gather,
     )
 
 

@@ -20,7 +20,7 @@ from snip_megatron.gemm.parcels import Fours, Parcel, operand_parcel
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import Rotation
-from snip_megatron.quantization.packed import STORED, Held, Operand, Operands, opened_weight
+from snip_megatron.quantization.packed import STORED, Held, Operand, Operands
 from snip_megatron.quantization.ranges import QuantizedWeight
 from snip_megatron.quantization.rounding import Key
 
@@ -35,6 +35,7 @@ class Quantizers(Fours, Protocol):
     quantize_tiles: Callable[..., Operands]
     quantize_blocks: Callable[..., Operands]
     quantize_tensor: Callable[..., Operands]
+    opened_weight: Callable[..., Operand]
 
 
 class Activations(Protocol):
@@ -101,7 +102,8 @@ class HopperBackend(GemmBackend):
 
     def open_weight(self, made: Mapping[Format, QuantizedWeight], fprop: Format, dgrad: Format) -> Sides:
         """See the base class."""
-        row, col = opened_weight(made[fprop], fprop), opened_weight(made[dgrad], dgrad, transposed=True)
+        opens = self._quantizers.opened_weight
+        row, col = opens(made[fprop], fprop), opens(made[dgrad], dgrad, transposed=True)
         opened = self._products.prepared(Operands(row, col))
         return opened.row, opened.col
 

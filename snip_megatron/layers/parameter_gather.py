@@ -11,9 +11,11 @@ the bf16 weight needs a gather of the buffer as it is first.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,13 +24,12 @@ from torch import Tensor
 
 from snip_megatron.layers.amax import largest
 from snip_megatron.precision import Format
+from snip_megatron.quantization import ranges
 from snip_megatron.quantization.formats import SPECS
 from snip_megatron.quantization.ranges import (
-    FORMATS,
+    BF16_BYTES,
     QuantizedWeight,
-    encode_range,
     joined,
-    range_amax,
     range_bytes,
     scales,
     tile_counts,
@@ -36,7 +37,6 @@ from snip_megatron.quantization.ranges import (
 
 _ALIGNMENT = 16  # bytes: what a rank holds of each parameter begins at a multiple
 _WORTH = 0.95  # of the bytes: bytes are evened out if no more remain
-_BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,6 @@ class _Range:
     end: int
     format: Format | None
     place: slice
-
-
-def formats_to_gather(fprop: Format, dgrad: Format) -> tuple[Format, ...]:
-    """Return the formats in which a weight with these two GEMMs is gathered; none if it is gathered in bf16.
-
-    That is the case if a GEMM needs bf16 or a format that cannot be quantised by ranges, or if the elements of both
-    formats together have as many bytes as bf16.
-    """
-    wanted = tuple(dict.fromkeys((fprop, dgrad)))
-    if not set(wanted) <= set(FORMATS) or sum(range_bytes(2, fmt) for fmt in wanted) >= 2 * _BF16_BYTES:
-        return ()
-    return wanted
 
 
 @dataclass(frozen=True)
@@ -184,6 +172,7 @@ class ParameterGather:
         tensor_parallel: dist.ProcessGroup | None = None,
     ) -> None:
         self._buffer, self._group, self._tensor_parallel = buffer, group, tensor_parallel
+        self._arithmetic = _arithmetic(buffer)
         self._rank, ranks = group.rank(), group.size()
         self._parameters = tuple(parameters)
         self._length = buffer.numel() // ranks
@@ -199,7 +188,7 @@ class ParameterGather:
             if begin >= end:
                 continue
             for fmt in parameter.formats or (None,):
-                size = _BF16_BYTES * (end - begin) if fmt is None else range_bytes(end - begin, fmt)
+                size = BF16_BYTES * (end - begin) if fmt is None else range_bytes(end - begin, fmt)
                 yield _Range(parameter, begin, end, fmt, slice(at, at + size))
                 at += _aligned(size)
 
@@ -214,7 +203,7 @@ class ParameterGather:
                 continue
             parameter, fmt = part.parameter, part.format
             start = part.begin - parameter.start
-            own[part.place] = encode_range(x, start, parameter.matrix, fmt, scale[parameter, fmt])
+            own[part.place] = self._arithmetic.encode_range(x, start, parameter.matrix, fmt, scale[parameter, fmt])
         received, work = self._stream.start(own, self._rank, self._group)
         return GatheredParameters(work, partial(self._opened, received, scale))
 
@@ -241,7 +230,7 @@ class ParameterGather:
                 amaxes.append(self._buffer.new_zeros(rows * cols, dtype=torch.float32))
                 continue
             x = self._buffer[part.begin : part.end]
-            amaxes.append(range_amax(x, part.begin - parameter.start, parameter.matrix, fmt).view(-1))
+            amaxes.append(self._arithmetic.range_amax(x, part.begin - parameter.start, parameter.matrix, fmt).view(-1))
         sizes = [len(amax) for amax in amaxes]
         found = largest(torch.cat(amaxes), self._group)
         if shared and self._tensor_parallel is not None:
@@ -267,3 +256,12 @@ class ParameterGather:
             made = joined(found_parts, parameter.matrix, fmt, scale[parameter, fmt])
             weights.setdefault(parameter, {})[fmt] = made
         return weights
+
+
+def _arithmetic(x: Tensor) -> ModuleType:
+    """Return the functions of ``ranges`` for the device of ``x``."""
+    if not x.is_cuda or importlib.util.find_spec("triton") is None:
+        return ranges
+    from snip_megatron.quantization.kernels import ranges as kernels
+
+    return kernels

@@ -47,6 +47,7 @@ class Layout:
         cuda_graph_impl: ``--cuda-graph-impl``: ``none``, ``local``, ``transformer_engine`` or ``full_iteration``.
         communication: ``--snip-communication``: ``bf16``, ``gather`` or ``all``.
         gradient_reduction: ``--snip-gradient-reduction``: ``fp32``, ``fp8`` or ``fp8-feedback``.
+        parameter_gather: ``--snip-parameter-gather``: ``bf16`` or ``quantized``.
 
     Raises:
         SnipError: Megatron or SNIP would refuse the sizes.
@@ -70,6 +71,7 @@ class Layout:
     cuda_graph_impl: str = "none"
     communication: str = "bf16"
     gradient_reduction: str = "fp32"
+    parameter_gather: str = "bf16"
 
     def __post_init__(self) -> None:
         self._check_positive()
@@ -207,6 +209,10 @@ class Layout:
         if self.gradient_reduction != "fp32" and self.tp > 1 and not self.sequence_parallel:
             raise SnipError(
                 f"--gradient-reduction {self.gradient_reduction}: needs --sequence-parallel with --tp {self.tp}"
+            )
+        if self.parameter_gather != "bf16" and (self.dp == 1 or not self.distributed_optimizer):
+            raise SnipError(
+                f"--parameter-gather {self.parameter_gather}: needs --dp 2 or more, without --no-distributed-optimizer"
             )
         here = f"--communication {self.communication}"
         if self.communication not in COMMUNICATION:

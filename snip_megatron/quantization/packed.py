@@ -184,13 +184,21 @@ def opened_weight(weight: QuantizedWeight, format: Format, *, transposed: bool =
         format: fp8, fp4 or fp8_tensor.
         transposed: whether to return Wᵀ, the operand of dgrad.
     """
-    elements, scale = weight.elements, weight.scale
+    elements = weight.elements
     if format in FOUR_BIT:  # without negative zeros, as in _quantized
         codes = elements.view(torch.uint8)
         elements = torch.where(codes == 0x80, 0, codes).view(torch.float8_e4m3fn)
     if transposed:
-        elements, scale = elements.t(), scale.t()
-    values, depth = _stored_values(elements), elements.shape[1]
+        values = _stored_values(elements.t())
+    else:
+        values = elements if elements.shape[1] % TILE == 0 else _stored_values(elements)
+    return weight_operand(values, weight, format, transposed=transposed)
+
+
+def weight_operand(values: Tensor, weight: QuantizedWeight, format: Format, *, transposed: bool) -> Operand:
+    """Return the operand of :func:`opened_weight`, whose elements are ``values``, with the scales of the weight."""
+    scale, depth = (weight.scale.t(), 0) if transposed else (weight.scale, 1)
+    depth = weight.elements.shape[depth]
     if format is Format.FP8_TENSOR:
         return Operand(values, scale.reshape(1), "tensor", depth)
     return Operand(values, _block_scales(scale), "block", depth)

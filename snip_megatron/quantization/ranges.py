@@ -24,6 +24,7 @@ from snip_megatron.quantization.rounding import round_to_element
 
 FORMATS = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
 """Formats of weights that can be quantised range by range."""
+BF16_BYTES = 2  # of an element that is not quantised
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,23 @@ class QuantizedWeight:
         values = self.elements.to(torch.float32)
         tile = tuple(values.shape) if self.scale.numel() == 1 else (TILE, TILE)
         return Quantized(values, self.scale, (tile[0], tile[1])).dequantize()
+
+
+def formats_to_gather(fprop: Format, dgrad: Format) -> tuple[Format, ...]:
+    """Return the formats in which a weight with these two GEMMs is gathered; none if it is gathered in bf16.
+
+    That is the case if a GEMM needs bf16 or a format that cannot be quantised by ranges, or if the elements of both
+    formats together have as many bytes as bf16.
+    """
+    wanted = tuple(dict.fromkeys((fprop, dgrad)))
+    if not set(wanted) <= set(FORMATS) or sum(range_bytes(2, fmt) for fmt in wanted) >= 2 * BF16_BYTES:
+        return ()
+    return wanted
+
+
+def gathered_bytes(fprop: Format, dgrad: Format) -> float:
+    """Return the bytes in which an element of a weight with these two GEMMs is gathered."""
+    return sum(range_bytes(2, fmt) for fmt in formats_to_gather(fprop, dgrad)) / 2 or float(BF16_BYTES)
 
 
 def tile_counts(shape: tuple[int, int], format: Format) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +84,19 @@ def test_bits_of_a_gather(warm: WarmRanks, tmp_path: Path) -> None:
 
 
 # -- trainings -------------------------------------------------------------------------------------------------------
-def formats_of(name: str) -> dict[LinearId, Formats]:
-    """The map's formats of each linear: those listed, in turn."""
+def formats_of(name: str, shift: int = 0) -> dict[LinearId, Formats]:
+    """The map's formats of each linear: those listed, in turn, from the one at ``shift`` on."""
     linears = [LinearId(layer, kind) for layer in range(LAYERS) for kind in LINEAR_KINDS]
-    return dict(zip(linears, itertools.cycle(MAPS[name]), strict=False))
+    return dict(zip(linears, itertools.islice(itertools.cycle(MAPS[name]), shift, None), strict=False))
+
+
+def map_of(name: str, shift: int = 0) -> PrecisionMap:
+    choices = {
+        option_id(str(linear), gemm): fmt
+        for linear, formats in formats_of(name, shift).items()
+        for gemm, fmt in zip(Gemm, formats, strict=True)
+    }
+    return PrecisionMap(choices, version=1)
 
 
 @dataclass(frozen=True)
@@ -117,14 +127,20 @@ class Trainings:
         return Run(figures, read_checkpoint(saved, steps), [row["wire_bytes"] for row in metrics], run)
 
     def map_of(self, name: str) -> tuple[str, str]:
-        choices = {
-            option_id(str(linear), gemm): fmt
-            for linear, formats in formats_of(name).items()
-            for gemm, fmt in zip(Gemm, formats, strict=True)
-        }
         path = self.folder / f"{name}.json"
-        path.write_text(PrecisionMap(choices, version=1).to_json())
+        path.write_text(map_of(name).to_json())
         return "--snip-map", str(path)
+
+    def schedule(self) -> tuple[str, str]:
+        """A run to replay, which adopts another map before each of some steps."""
+        folder = self.folder / "schedule"
+        (folder / "maps").mkdir(parents=True, exist_ok=True)
+        maps = {0: map_of("fp8"), 2: map_of("mixed"), 3: map_of("mixed", 2), 5: map_of("mixed", 4)}
+        for step, chosen in maps.items():
+            (folder / "maps" / f"step_{step}.json").write_text(chosen.to_json())
+        events = [{"time": 0.0, "step": step, "event": "adopt"} for step in maps]
+        (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        return "--snip-replay", str(folder)
 
     def _static(self, name: str, way: str, *extra: str, ranks: int = 2) -> Run:
         label = "-".join((name, way, str(ranks), *(part.strip("-") for part in extra[:2])))
@@ -202,6 +218,18 @@ def test_what_reads_bf16_weights(trainings: Trainings, extra: tuple[str, ...]) -
     assert any(less[3:])
 
 
+@pytest.mark.parametrize("extra", [(), OVERLAP], ids=["after", "overlapped"])
+def test_maps_that_change_between_two_gathers(trainings: Trainings, extra: tuple[str, ...]) -> None:
+    """A weight that was gathered quantised is read in bf16 or other formats next, and the other way around."""
+    runs = []
+    for way in ("bf16", "quantized"):
+        own = (*trainings.schedule(), "--save-interval", "100", *extra, "--snip-parameter-gather", way)
+        runs.append(trainings.train(f"replayed-{way}-{len(extra)}", *own, steps=7))
+    assert_same_training(*runs)
+    changes = [event["step"] for event in read_events(runs[1].folder) if event["event"] == "adopt"]
+    assert changes == [0, 2, 3, 5]
+
+
 def test_a_run_resumes_with_the_same_bits(trainings: Trainings) -> None:
     """A checkpoint does not know how parameters were gathered."""
     whole = trainings.static("mixed", "quantized")
@@ -210,3 +238,17 @@ def test_a_run_resumes_with_the_same_bits(trainings: Trainings) -> None:
         resumed = trainings.train(f"resumed-{way}", *trainings.map_of("mixed"), "--snip-parameter-gather", way, *saved)
         assert resumed.figures == whole.figures[2:]
         assert differences(resumed.checkpoint, whole.checkpoint) == []
+
+
+def test_a_nan_of_one_rank_reaches_all(warm: WarmRanks, tmp_path: Path) -> None:
+    """As with bf16: the loss of the next step is NaN, and training goes on as Megatron was told."""
+    losses = []
+    for way in ("bf16", "quantized"):
+        run = tmp_path / way
+        own = ("--snip", "--snip-policy", "uniform-fp8", "--snip-dir", str(run), "--snip-parameter-gather", way)
+        args = tiny_llama_args(*MODEL, *own, "--no-check-for-nan-in-loss-and-grad", iters=3)
+        done = warm.run(2, args, module="nan_weight_pretrain", tmp=tmp_path / f"{way}-ranks", timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        losses.append([row["loss"] for row in read_metrics(run)])
+    assert losses[0] == losses[1]
+    assert [loss is None for loss in losses[0]] == [False, False, True]

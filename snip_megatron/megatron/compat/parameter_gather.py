@@ -18,11 +18,12 @@ import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.layers.parameter_gather import BufferedParameter, ParameterGather, formats_to_gather
+from snip_megatron.layers.parameter_gather import BufferedParameter, ParameterGather
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.compat.graphs import graph_implementation
 from snip_megatron.megatron.compat.versions import check_signature
 from snip_megatron.precision import Format
+from snip_megatron.quantization.ranges import formats_to_gather
 
 _GROUP, _METHOD = "_ParamAndGradBucketGroup", "start_param_sync"
 _HERE = "--snip-parameter-gather quantized"
@@ -39,6 +40,7 @@ def check_parameter_gather(args: argparse.Namespace) -> None:
         raise SnipError(f"{_HERE}: there is one data parallel rank, so that nothing is gathered; leave it out")
     if not args.bf16:
         raise SnipError(f"{_HERE}: parameters are gathered in FP32 without --bf16; add --bf16")
+    _refuse(args, "overlap_param_gather_with_optimizer_step", "it gathers before a new map is known")
     _refuse(args, "num_experts", "experts are not supported so far")
     _refuse(args, _HASHES, "it compares bf16 weights, which ranks do not hold")
     if (implementation := graph_implementation(args)) is not None:
@@ -77,10 +79,13 @@ class ParameterGathers:
         self._generation = registry.generation
         self._groups: list[_Group] = []
         for model in models:
-            for group in getattr(model, "bucket_groups", ()):
+            if not getattr(getattr(model, "ddp_config", None), "use_distributed_optimizer", False):
+                raise SnipError(
+                    f"{_HERE}: the model is not wrapped by Megatron's DistributedDataParallel with the distributed"
+                    " optimizer; wrap it so, or leave it out"
+                )
+            for group in model.bucket_groups:
                 self._replace(group, linears)
-        if not self._groups:
-            raise SnipError(f"{_HERE}: the model is not wrapped by Megatron's DistributedDataParallel")
 
     def _replace(self, group: Any, linears: dict[torch.nn.Parameter, LinearHandle]) -> None:
         found = _Group(group, linears, self._registry.context)
@@ -101,7 +106,7 @@ class ParameterGathers:
             return
         self._generation = self._registry.generation
         for group in self._groups:
-            if not group.overlaps:
+            if not group.is_due:
                 group.complete()
 
 
@@ -121,9 +126,9 @@ class _Group:
         self._buckets = [_Bucket(bucket, ranks, linears) for bucket in group.buckets]
 
     @property
-    def overlaps(self) -> bool:
-        """Whether the gather of a step runs in the forward of the next one."""
-        return bool(self._group.ddp_config.overlap_param_gather)
+    def is_due(self) -> bool:
+        """Whether the next forward begins with a gather."""
+        return bool(self._group.ddp_config.overlap_param_gather and not self._group.param_gather_dispatched)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Replace Megatron's method: gather the parameters that the optimizer has updated.
@@ -136,7 +141,7 @@ class _Group:
             assert self._group.param_gather_handle is None
             handle = _Handle([bucket.start() for bucket in self._buckets])
             self._group.param_gather_dispatched = True
-            if self.overlaps:
+            if self._group.ddp_config.overlap_param_gather:
                 self._group.param_gather_handle = handle
             else:
                 handle.wait()
@@ -199,7 +204,8 @@ class _Bucket:
         """Start the gather of the bucket under the map in force. Returns a function that finishes it."""
         formats = [handle.formats for handle in self._linears.values()]
         if self._plan is None or formats != self._plan.formats:
-            self._plan, self.complete = self._planned(), True
+            self.completed()  # what the map before had gathered is of no use, and what others hold is forgotten anew
+            self._plan = self._planned()
         plan = self._plan
         started = plan.gather.start()
         if self.complete:

@@ -36,6 +36,14 @@ def _negated(x):
 
 
 @triton.jit
+def to_float32(x):
+    if x.dtype == tl.bfloat16:  # bf16 is the upper half of FP32; the interpreter's own conversion loses subnormals
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def tile_scale(amax_bits, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DIVIDE: tl.constexpr):
     """Return the FP32 scale of a tile, amax / 448 or amax / 6 in IEEE division, from the bits of max|x|.
 
@@ -115,7 +123,7 @@ def nearest_e2m1(y, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _byte(value):
+def byte_of(value):
     """Return the E4M3 byte (int32) of an FP32 number that is exact in E4M3."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -152,7 +160,7 @@ def bytes_of(lo, hi, JOIN: tl.constexpr, HARDWARE: tl.constexpr):
         else:
             return lo.to(tl.float8e4nv).to(tl.uint8, bitcast=True), hi.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        return joined(_byte(_nearest_e4m3(lo)), _byte(_nearest_e4m3(hi)), JOIN)
+        return joined(byte_of(_nearest_e4m3(lo)), byte_of(_nearest_e4m3(hi)), JOIN)
 
 
 @triton.jit

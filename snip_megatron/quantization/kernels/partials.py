@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.kernels.elements import to_float32
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.kernels.quantize import quantize_tiles
 
@@ -27,7 +28,7 @@ def add_kernel(
     tile = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     i = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = i < columns
-    own = _to_float32(tl.load(own_ptr + row * own_stride + i, mask=inside, other=0.0))
+    own = to_float32(tl.load(own_ptr + row * own_stride + i, mask=inside, other=0.0))
     total = tl.zeros([PIECE, 128], dtype=tl.float32)
     for place in range(RANKS):
         source = place * rows + row
@@ -45,14 +46,6 @@ def _value(byte):
     number = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     number = tl.where(magnitude == 0x7F, float("nan"), number)
     return tl.where(byte > 0x7F, -number, number)
-
-
-@triton.jit
-def _to_float32(x):
-    if x.dtype == tl.bfloat16:  # bf16 is the upper half of FP32; the interpreter's own conversion loses subnormals
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ from snip_megatron.quantization.kernels.fours import pack_fours as pack_fours
 from snip_megatron.quantization.kernels.fours import unpack_fours as unpack_fours
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.kernels.programs import amax_kernel, block_kernel, tensor_kernel, tile_kernel
+from snip_megatron.quantization.kernels.ranges import opened_weight as opened_weight
 from snip_megatron.quantization.packed import Held, Operand, Operands, stored_format
 from snip_megatron.quantization.rounding import Key
 

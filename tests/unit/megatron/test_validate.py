@@ -218,6 +218,10 @@ def test_quantised_parameters_need_a_gather_of_megatrons() -> None:
             " cannot be combined with --check-weight-hash-across-dp-replicas-interval 10:",
         ),
         (EXPERTS, " cannot be combined with --num-experts 4:"),
+        (
+            {"overlap_param_gather_with_optimizer_step": True},
+            " cannot be combined with --overlap-param-gather-with-optimizer-step:",
+        ),
     ):
         assert refused(snip, arguments(**gathers | given)).startswith(here + message)
     bridge = arguments(**gathers)
