@@ -17,7 +17,8 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
     adoption. ``longer_s`` is the time by which they took longer than the median of the settled steps before the update,
     or from the adoption on than the median of the settled steps after it. ``events_s`` is the sum of the seconds for
     which its events blocked the training thread. ``at_update_s`` and ``from_adoption_s`` are the parts of ``longer_s``.
-    ``probe_s`` has the seconds of each kind of pass, and ``recapture_s`` those of the parts of a new capture.
+    ``probe_s`` has the seconds of each kind of pass, ``recapture_s`` those of the parts of a new capture, and
+    ``recaptured_layers`` the number of layers in it, where the implementation tells it.
     """
     submits = [int(event["step"]) for event in events if event["event"] == "submit"]
     adopts = [int(event["step"]) for event in events if event["event"] == "adopt"]
@@ -37,6 +38,7 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
         waits: dict[str, float] = {}
         passes: dict[str, float] = {}
         parts: dict[str, float] = {}
+        layers: int | None = None
         for event in events:
             if event.get("of_step", event["step"]) in window and event.get("wait_s"):
                 kind = str(event["event"])
@@ -45,6 +47,7 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
                     passes[str(event["kind"])] = float(event["wait_s"])
                 if kind == "recapture":
                     parts.update(event.get("parts", {}))
+                    layers = event.get("layers")
         longer = {step: (ms[step] - usual[step >= adopted]) / 1e3 for step in window}
         found.append(
             {
@@ -55,6 +58,7 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
                 "events": waits,
                 "probe_s": passes,
                 "recapture_s": parts,
+                "recaptured_layers": layers,
                 "at_update_s": longer[update],
                 "from_adoption_s": sum(s for step, s in longer.items() if step >= adopted),
                 "steps_ms": list(ms[update:settled]),

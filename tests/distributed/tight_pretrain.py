@@ -22,7 +22,7 @@ def main() -> None:
 
     rank, step = (int(number) for number in os.environ["TIGHT"].split(","))
 
-    def of_a_small_gpu(device: torch.device) -> probe_memory.DeviceMemory:
+    def of_a_small_gpu(device: torch.device, idle: float = 0.0) -> probe_memory.DeviceMemory:
         tight = torch.distributed.get_rank() == rank and get_args().curr_iteration < step
         return probe_memory.DeviceMemory(available=2.0**10 if tight else 2.0**40, peak=2.0**20)
 

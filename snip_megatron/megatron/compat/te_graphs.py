@@ -53,7 +53,8 @@ class TransformerEngineGraphs(Graphs):
         self._parts: dict[str, float] = {}
         self._layers = 0  # captured since the last take()
         self._replaced = 0  # layers whose graphs were replaced since all were captured
-        self._layer_bytes = 0.0  # of a layer's graphs
+        self._layer_bytes = 0.0  # reserved for a layer's graphs
+        self._layer_idle = 0.0  # of these, not allocated between two steps
         self._kept = False  # whether the capture keeps cached memory
         start, create = core.TECudaGraphHelper.__init__, core.TECudaGraphHelper.create_cudagraphs
 
@@ -76,6 +77,12 @@ class TransformerEngineGraphs(Graphs):
     def accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
         """See :class:`Graphs`."""
         self._accumulating = weights
+
+    @property
+    def idle_bytes(self) -> float:
+        """See :class:`Graphs`."""
+        layers = len(self._helper.flattened_callables) + self._replaced if self.captured else 0
+        return max(0.0, layers * self._layer_idle)
 
     def take(self) -> tuple[float, Mapping[str, Any]]:
         """See :class:`Graphs`. The fields are ``layers``, the number of captured layers, and seconds by ``parts``."""
@@ -116,10 +123,11 @@ class TransformerEngineGraphs(Graphs):
         """Measure the memory of a layer's graphs when all layers are captured, between two releases of memory."""
         if helper.flattened_callables and not self._kept:
             reserved = torch.cuda.memory_reserved() / len(helper.flattened_callables)
+            idle = reserved - torch.cuda.memory_allocated() / len(helper.flattened_callables)
             if part == "release":
-                self._layer_bytes = -reserved
+                self._layer_bytes, self._layer_idle = -reserved, -idle
             elif part == "reset":
-                self._layer_bytes += reserved
+                self._layer_bytes, self._layer_idle = self._layer_bytes + reserved, self._layer_idle + idle
 
     def _captured_in_parts(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Return Transformer Engine's function, wrapped to tell its warm-up from its captures."""

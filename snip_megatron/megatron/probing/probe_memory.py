@@ -41,13 +41,18 @@ class DeviceMemory:
     peak: float
 
 
-def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Return the memory of ``device`` between two steps. Returns None for a CPU, whose memory ranks share."""
+def device_memory(device: torch.device, idle: float = 0.0) -> DeviceMemory | None:
+    """Return the memory of ``device`` between two steps. Returns None for a CPU, whose memory ranks share.
+
+    Args:
+        device: The device.
+        idle: Bytes that torch has reserved, but not for tensors.
+    """
     if device.type != "cuda":
         return None
     allocated = torch.cuda.memory_allocated(device)
     free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - allocated
+    unused = max(0.0, torch.cuda.memory_reserved(device) - allocated - idle)
     return DeviceMemory(float(free + unused), float(max(0, torch.cuda.max_memory_allocated(device) - allocated)))
 
 

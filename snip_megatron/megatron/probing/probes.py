@@ -158,12 +158,16 @@ class ProbeRunner:
             sinks=[weight for _, weight, _, _ in self._drift.local_sinks()],
         )
 
-    def shortage(self, call: StepCall) -> Unmeasured | None:
+    def shortage(self, call: StepCall, idle: float = 0.0) -> Unmeasured | None:
         """Return why this update cannot run, or None if all ranks have enough memory. Collective.
 
         The result is equal on all ranks. A CPU's memory is not checked.
+
+        Args:
+            call: The arguments of the step.
+            idle: Bytes that torch has reserved for CUDA graphs on this rank, and that a probe cannot use.
         """
-        memory = probe_memory.device_memory(self._device)
+        memory = probe_memory.device_memory(self._device, idle)
         if memory is None:
             return None
         peak = memory.peak if self.has_trained else None

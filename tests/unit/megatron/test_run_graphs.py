@@ -443,6 +443,9 @@ class Helper:
         self.released = 0
         self.all = layers
 
+    def graphs_created(self) -> bool:
+        return True
+
     def delete_cuda_graphs(self) -> None:
         self.deleted = [self.all.index(layer) for layer in self.callables_per_chunk[0]]
 
@@ -469,8 +472,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Helper]]:
     monkeypatch.setattr(te_graphs.training, "should_disable_forward_pre_hook", lambda args: False)
     graphs = te_graphs.TransformerEngineGraphs()
     graphs._helper = helper
-    for part, reserved in (("release", 4000), ("reset", 4600)):
+    for part, reserved, allocated in (("release", 4000, 3900), ("reset", 4600, 3960)):
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda reserved=reserved: reserved)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda allocated=allocated: allocated)
         graphs._measure(helper, part)
     yield graphs, helper
     graphs.close()
@@ -486,7 +490,9 @@ def test_layers_that_changed_are_captured_alone(engine: tuple[Any, Helper]) -> N
     for mark in marks:
         mark.grad_added_to_main_grad = True
     layers = graphs.choose(linears(helper, 4, 1))
+    assert graphs.idle_bytes == 6 * 90
     graphs.renew(helper.all, None, layers)
+    assert graphs.idle_bytes == 8 * 90
     assert helper.deleted == helper.captured == [1, 4]
     assert [mark.grad_added_to_main_grad for mark in marks] == [layer not in (1, 4) for layer in range(6)]
     assert helper.released == 0, "what steps and probes have cached stays"

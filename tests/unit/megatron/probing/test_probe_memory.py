@@ -194,3 +194,5 @@ def test_a_gpu_has_what_the_allocator_does_not_use_too(monkeypatch: pytest.Monke
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert device_memory(torch.device("cuda")) == DeviceMemory(available=100.0, peak=50.0)
+    assert device_memory(torch.device("cuda"), idle=30.0) == DeviceMemory(available=70.0, peak=50.0)
+    assert device_memory(torch.device("cuda"), idle=1e9) == DeviceMemory(available=40.0, peak=50.0)
