@@ -362,5 +362,6 @@ def exact_amax_kernel(
             else:
                 row = _finite(tl.reshape(row_bits, (R, 1, C // TILE, TILE)))
                 col = _finite(tl.reshape(col_bits, (R // TILE, TILE, C, 1)))
-    tl.atomic_max(amax_ptr, row)
-    tl.atomic_max(amax_ptr + 4, col)
+    # Few programs find a number that is larger than what is there, and atomics at one address wait for each other.
+    tl.atomic_max(amax_ptr, row, mask=row > tl.load(amax_ptr, cache_modifier=".cg"))
+    tl.atomic_max(amax_ptr + 4, col, mask=col > tl.load(amax_ptr + 4, cache_modifier=".cg"))

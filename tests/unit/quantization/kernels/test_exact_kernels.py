@@ -271,7 +271,7 @@ KERNELS = [
     (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 128, 8, 256, 2), random=True), 4, 80),
     (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 128, 8, 256, 2), random=False, four=True), 4, 80),
     (exact_kernel, constants(4, "e4m3_fp32", 16, (16, 128, 8, 256, 2), random=False, turned=16), 4, 80),
-    (exact_kernel, constants(4, "e4m3_fp32", 16, (128, 128, 8, 128, 8), random=False, turned=128, eden=True), 8, 80),
+    (exact_kernel, constants(4, "e4m3_fp32", 16, (128, 128, 8, 64, 2), random=False, turned=128, eden=True), 8, 80),
     (exact_kernel, constants(4, "e8m0", 32, (32, 128, 8, 256, 2), random=True, turned=16), 4, 90),
     (exact_kernel, constants(8, "e8m0", 32, (32, 128, 8, 256, 2), random=False), 4, 90),
     (exact_kernel, constants(8, "fp32", 128, (128, 128, 8, 128, 8), random=False), 8, 80),
