@@ -6,8 +6,8 @@ The check was written for the first owner of a Blackwell GPU, and runs on any GP
 run here runs its formats: the native one, and ``emulated`` on bf16 tensor cores. Its GEMMs are compared with the
 reference's, and their signal-to-noise ratio with float64. One linear is timed against bf16, with forward, backward and
 all quantisation, and four microbatches per quantisation of the weight. A format that fails gets a row with the reason.
-``--formats`` names a part of them. ``--dry-run`` runs the same on small matrices on any machine, without times. A JSON file beside the page has the same
-figures.
+``--formats`` names some of the formats. ``--dry-run`` runs the same on small matrices on any machine, without times. A
+JSON file beside the page has the same figures.
 """
 
 from __future__ import annotations
