@@ -6,8 +6,8 @@ The check was written for the first owner of a Blackwell GPU, and runs on any GP
 run here runs its formats: the native one, and ``emulated`` on bf16 tensor cores. Its GEMMs are compared with the
 reference's, and their signal-to-noise ratio with float64. One linear is timed against bf16, with forward, backward and
 all quantisation, and four microbatches per quantisation of the weight. A format that fails gets a row with the reason.
-``--dry-run`` runs the same on small matrices on any machine, without times. A JSON file beside the page has the same
-figures.
+``--formats`` names some of the formats. ``--dry-run`` runs the same on small matrices on any machine, without times. A
+JSON file beside the page has the same figures.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ def speeds(backends: dict[str, GemmBackend], rows: list[dict[str, Any]], shape: 
     return {"shape": shape, "ms": times, "speed": {name: times["bf16"] / ms for name, ms in times.items()}}
 
 
-def check(*, dry: bool) -> dict[str, Any]:
-    """Return everything that the page shows."""
+def check(formats: Iterable[Format] = FORMATS, *, dry: bool) -> dict[str, Any]:
+    """Return everything that the page shows of ``formats``."""
     backends, refusals = available(dry=dry)
     device = "cuda" if torch.cuda.is_available() and not dry else "cpu"
     result: dict[str, Any] = {"dry_run": dry, "refused": refusals, "rows": [], "speeds": []}
     for name, backend in backends.items():
-        for fmt in (fmt for fmt in FORMATS if fmt in OF.get(name, FORMATS)):
+        for fmt in (fmt for fmt in formats if fmt in OF.get(name, FORMATS)):
             row: dict[str, Any] = {"backend": name, "format": fmt.value}
             try:
                 row |= accuracy(backend, fmt, SMALL[0] if dry else _CHECKED, device)
@@ -218,12 +218,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What works on this GPU, how exact it is, how fast it is")
     parser.add_argument("--out", type=Path, default=Path("blackwell_check.md"), help="the page; a .json lies beside it")
     parser.add_argument("--dry-run", action="store_true", help="small matrices on any machine, without times")
+    parser.add_argument("--formats", help=f"comma separated, of {', '.join(fmt.value for fmt in FORMATS)}; default all")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     arguments = parser.parse_args(argv)
+    wanted = arguments.formats.split(",") if arguments.formats else [fmt.value for fmt in FORMATS]
+    unknown = [name for name in wanted if name not in {fmt.value for fmt in FORMATS}]
+    if unknown:
+        parser.error(f"--formats {unknown[0]}: unknown; choose among {', '.join(fmt.value for fmt in FORMATS)}")
     if not arguments.dry_run and not torch.cuda.is_available():
         print("blackwell_check.py: needs a CUDA device; --dry-run shows that the check runs", file=sys.stderr)
         return 2
-    result = header(arguments.commit) | check(dry=arguments.dry_run)
+    result = header(arguments.commit) | check([*map(Format, wanted)], dry=arguments.dry_run)
     if arguments.dry_run:
         result["device"] = "cpu"
     write(arguments.out.with_suffix(".json"), result)

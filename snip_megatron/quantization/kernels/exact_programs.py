@@ -184,21 +184,22 @@ def _row_side(
         word_0, word_1 = _words(key_ptr, word_0, word_1, LOADED)
         ids = _ids(cols_ptr, K, k, GIVEN_COLS, C)
     width: tl.constexpr = (K + 127) // 128 * 128 if TURNED else K
-    for step in range(STEPS):
-        m = first * STEPS + step
-        if m * R < M:
-            signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
-            x = _float32(signed)
-            if TURNED:
-                x = _transformed_along(x, signs, R, C)
-                signed = x
-            draw = x
-            if RANDOM:
-                draw = draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-            _side(
-                x, signed, whole, draw, signs, out_ptr, scale_ptr, M, width, m, k,
-                ELEMENT, SCALING, TILE if SQUARE else 1, TILE, RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
-            )  # fmt: skip
+    m = first * STEPS
+    end = tl.minimum(m + STEPS, tl.cdiv(M, R))
+    while m < end:
+        signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
+        x = _float32(signed)
+        if TURNED:
+            x = _transformed_along(x, signs, R, C)
+            signed = x
+        draw = x
+        if RANDOM:
+            draw = draws(m * R + tl.arange(0, R), ids, word_0, word_1)
+        _side(
+            x, signed, whole, draw, signs, out_ptr, scale_ptr, M, width, m, k,
+            ELEMENT, SCALING, TILE if SQUARE else 1, TILE, RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
+        )  # fmt: skip
+        m += 1
 
 
 @triton.jit
@@ -218,21 +219,22 @@ def _col_side(
         word_0, word_1 = _words(key_ptr, word_0, word_1, LOADED)
         ids = _ids(cols_ptr, K, k, GIVEN_COLS, C)
     height = (M + (TURNED - 1)) // TURNED * TURNED if TURNED else M
-    for step in range(STEPS):
-        m = first * STEPS + step
-        if m * R < M:
-            signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
-            x = _float32(signed)
-            if TURNED:
-                x = _transformed(x, signs, TURNED, R, C)
-                signed = x
-            draw = x
-            if RANDOM:
-                draw = draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-            _side(
-                x, signed, whole, draw, signs, out_ptr, scale_ptr, height, K, m, k,
-                ELEMENT, SCALING, TILE, TILE if SQUARE else 1, RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
-            )  # fmt: skip
+    m = first * STEPS
+    end = tl.minimum(m + STEPS, tl.cdiv(M, R))
+    while m < end:
+        signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
+        x = _float32(signed)
+        if TURNED:
+            x = _transformed(x, signs, TURNED, R, C)
+            signed = x
+        draw = x
+        if RANDOM:
+            draw = draws(m * R + tl.arange(0, R), ids, word_0, word_1)
+        _side(
+            x, signed, whole, draw, signs, out_ptr, scale_ptr, height, K, m, k,
+            ELEMENT, SCALING, TILE, TILE if SQUARE else 1, RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
+        )  # fmt: skip
+        m += 1
 
 
 @triton.jit
@@ -360,5 +362,6 @@ def exact_amax_kernel(
             else:
                 row = _finite(tl.reshape(row_bits, (R, 1, C // TILE, TILE)))
                 col = _finite(tl.reshape(col_bits, (R // TILE, TILE, C, 1)))
-    tl.atomic_max(amax_ptr, row)
-    tl.atomic_max(amax_ptr + 4, col)
+    # Few programs find a number that is larger than what is there, and atomics at one address wait for each other.
+    tl.atomic_max(amax_ptr, row, mask=row > tl.load(amax_ptr, cache_modifier=".cg"))
+    tl.atomic_max(amax_ptr + 4, col, mask=col > tl.load(amax_ptr + 4, cache_modifier=".cg"))

@@ -1,0 +1,68 @@
+"""Divisions of ``exact_numbers.py`` that take no division, for every mantissa. FMA is exact here, in any machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float32]
+_SIXTH = np.float32(1 / 6)
+
+
+def fma(a: Numbers, b: Numbers, c: Numbers) -> Numbers:
+    """Return a·b + c, rounded once: the sum in FP64 is rounded to odd first (Boldo and Melquiond, 2008)."""
+    product, added = a.astype(np.float64) * b, c.astype(np.float64)  # the product is exact
+    total = product + added
+    part = total - product
+    error = (product - (total - part)) + (added - part)
+    even = (total.view(np.int64) & 1) == 0
+    towards = np.where((error > 0) == (total > 0), 1, -1)
+    odd = total.view(np.int64) + np.where((error != 0) & even, towards, 0)
+    return odd.view(np.float64).astype(np.float32)
+
+
+def sixth(amax: Numbers) -> Numbers:
+    quotient = amax * _SIXTH
+    rest = fma(quotient, np.full_like(amax, -6.0), amax)
+    return fma(rest, np.full_like(amax, _SIXTH), quotient)
+
+
+def numbers(first: int, last: int, step: int = 1) -> Numbers:
+    return np.arange(first, last, step, dtype=np.int32).view(np.float32)
+
+
+@pytest.mark.parametrize("first", range(0x3F800000, 0x40000000, 1 << 21))
+def test_sixths_of_all_mantissas(first: int) -> None:
+    amax = numbers(first, first + (1 << 21))
+    assert np.array_equal(sixth(amax), amax / np.float32(6))
+
+
+@pytest.mark.parametrize("first", range(0, 0x02000000, 1 << 23))
+def test_sixths_that_are_subnormal(first: int) -> None:
+    """Even multiples of the smallest number, which 16-bit numbers and their transforms of 16 points are. Odd ones,
+    which may be ties, need a division.
+    """
+    amax = numbers(first, first + (1 << 23), 2)
+    assert np.array_equal(sixth(amax), amax / np.float32(6))
+    if first == 0:
+        odd = numbers(first + 1, first + (1 << 20), 2)
+        assert not np.array_equal(sixth(odd), odd / np.float32(6))
+
+
+def test_reciprocals_of_all_mantissas() -> None:
+    """From every number within one unit in the last place, as far as a hardware's approximation may be off."""
+    wrong = []
+    for first in range(0x3F000000, 0x3F800000, 1 << 21):
+        divisor = numbers(first, first + (1 << 21))
+        expected, inverse = np.float32(1) / divisor, 1 / divisor.astype(np.float64)
+        for off in (-1, 0, 1):
+            start = (expected.view(np.int32) + off).view(np.float32)
+            rest = fma(-divisor, start, np.ones_like(divisor))
+            found = fma(rest, start, start)
+            ones = ((divisor.view(np.int32) & 0x7FFFFF) + 1) >> 23
+            near = np.abs(start - inverse) <= 2.0**-23
+            fixed = (found.view(np.int32) | ones).view(np.float32)
+            assert np.array_equal(fixed[near], expected[near])
+            wrong += list(divisor[near & (found != expected)])
+    assert wrong == [np.float32(1 - 2.0**-24)]  # the mantissa of ones, without its correction
