@@ -92,13 +92,20 @@ class Search(ABC):
         # stages. It exceeds the bound that includes all lifts by the following difference.
         above = self.reduced - self.lift[self.lift_of][:, None]
         open_: NDArray[np.bool_] = above <= self.distance
-        if most is not None:
-            likeliest = np.argsort(above, axis=None, kind="stable")[: len(self.pick) + most]
-            first = np.zeros(open_.size, dtype=bool)
-            first[likeliest] = True
-            open_ &= first.reshape(open_.shape)
         open_[np.arange(len(self.pick)), self.pick] = True
-        return open_
+        return open_ if most is None else open_ & self.likeliest(above, most)
+
+    def likeliest(self, rank: Floats, most: int) -> NDArray[np.bool_]:
+        """Return the choices of lowest finite rank, bool [n, F]: as many as there are decisions and ``most`` more.
+
+        The best picks are among them.
+        """
+        order = np.argsort(rank, axis=None, kind="stable")[: len(self.pick) + most]
+        first = np.zeros(rank.size, dtype=bool)
+        first[order] = True
+        chosen: NDArray[np.bool_] = first.reshape(rank.shape) & np.isfinite(rank)
+        chosen[np.arange(len(self.pick)), self.pick] = True
+        return chosen
 
     def run(self, open_: NDArray[np.bool_], limits: Limits, *, by_lp: bool = False) -> CoreResult | None:
         """Solve one core. Returns None if the limits are spent."""

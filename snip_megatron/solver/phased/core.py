@@ -28,7 +28,7 @@ from snip_megatron.solver.phased.table import CAP, PhasedTable
 from snip_megatron.solver.table import Ints
 
 Selection = tuple[int, ...]
-MOST_COMBINATIONS = 32
+MOST_COMBINATIONS = 100
 """Of priced rows, a row a phase, that are all added at the start."""
 MOST_MISSED = 16
 """Selections that are added at once where picks miss them: each time, CP-SAT begins anew."""

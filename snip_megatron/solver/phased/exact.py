@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.solver.core import CoreResult
 from snip_megatron.solver.limits import Limits, Outcome
+from snip_megatron.solver.phased.combinations import bounds_of_choices, combine, likely
 from snip_megatron.solver.phased.core import priced_selections, solve_phased_core
 from snip_megatron.solver.phased.prices import PhasedRelaxation, phased_gap, relax_phased
 from snip_megatron.solver.phased.rounding import rounded
 from snip_megatron.solver.phased.table import PhasedTable
-from snip_megatron.solver.search import Search
+from snip_megatron.solver.phased.windows import find_windows
+from snip_megatron.solver.search import CORES, Search
 from snip_megatron.solver.table import Ints
 
+NARROW_ABOVE = 240
+"""Windows of the phases' worths are made where more choices than this are open after a round."""
+NARROW_ROUNDS = 6
+NARROW_CORE = (100, 0.1)
+"""The core of such a round, as one of ``CORES``."""
+PROVED_AT_ONCE = 360
+"""Open choices that are proven without further rounds."""
 RESOLUTION = 1e-9
 """Times under a ``loss`` budget that are closer than this share of the reference count as equal."""
 
@@ -22,7 +33,11 @@ def solve_phased_exact(table: PhasedTable, start: Ints, limits: Limits) -> Outco
     """Optimal picks; the best found with a bound where ``limits`` end the search first. ``start`` is feasible."""
     search = _Search(table, relax_phased(table), start, limits)
     search.offer(rounded(table, search.relaxation))
-    search.improve()
+    search.improve(CORES[:1])
+    if search.left_open() > NARROW_ABOVE:
+        search.narrow()
+    if search.left_open() > PROVED_AT_ONCE:
+        search.improve()
     return search.outcome(optimal=search.prove())
 
 
@@ -60,6 +75,31 @@ class _Search(Search):
 
     def solve_core(self, open_: NDArray[np.bool_], limits: Limits, *, by_lp: bool) -> CoreResult:
         return solve_phased_core(self.table, open_, self.pick, self.selections, limits, by_lp=by_lp)
+
+    def narrow(self) -> None:
+        """Bound what every choice leads to by windows of the phases' worths, and improve among the likeliest choices."""
+        for _ in range(NARROW_ROUNDS):
+            windows = find_windows(self.table, self.relaxation, self.gap)
+            if windows is None or self.limits.over:
+                return
+            rows = np.arange(len(self.pick))
+            value = math.fsum(self.table.loss[rows, self.pick])
+            found = combine(windows, value)
+            if found is None:
+                return
+            if found.complete:
+                # Rounding may put the relaxation's bound higher than the gap says, and a sum of prices off its value.
+                above = bounds_of_choices(self.table, windows, found) - (value - self.gap) - 2 * windows.slack
+                self.reduced = np.maximum(self.reduced, above)
+            self.bound = max(self.bound, math.fsum([*self.table.true_loss.min(axis=1), min(found.lowest, value)]))
+            if self.left_open() <= PROVED_AT_ONCE:
+                return
+            most, effort = NARROW_CORE
+            before = self.pick
+            ranked = self.likeliest(likely(self.table, windows, found), most)
+            self.run(ranked & self.open_choices(), self.limits.within(effort))
+            if self.pick is before:
+                return
 
 
 def solve_least_time(table: PhasedTable, most: float, limits: Limits, *, exact: bool) -> Outcome | None:
