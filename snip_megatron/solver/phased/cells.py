@@ -25,7 +25,8 @@ class Profile:
     """The least Σ (loss − price·saving) of a cell at every position of Σ saving.
 
     Attributes:
-        saving: [W] Σ saving of a position, ascending; not less than that of the choices that are counted there.
+        saving: [W] Σ saving of a position, ascending. That of the choices counted there is not above it, and below it by
+            ``rounded`` at most.
         least: [W] inf where no choices within the gap are counted.
         base: [m] columns of the smallest reduced costs.
         moves: an entry, its other columns and their shifts in positions, in the order of the program.
@@ -33,6 +34,7 @@ class Profile:
     """
 
     saving: Floats
+    rounded: float
     least: Floats
     base: Ints
     moves: list[tuple[int, list[int], list[int]]]
@@ -86,8 +88,11 @@ def profile(loss: Floats, saving: Floats, price: float, extra: float, gap: float
         least[least > allowed] = np.inf
         moves.append((entry, others, by))
         taken.append(number)
+    dearest = np.cumsum(np.sort(np.where(usable, reduced, np.inf).min(axis=1)))
+    changes = int(np.searchsorted(dearest, gap, side="right"))
     return Profile(
         saving=math.fsum(saving[rows, base]) + unit * (position + _NUDGE),
+        rounded=unit * (changes * (1 + 2 * _NUDGE) + 2 * _NUDGE),
         least=least + math.fsum(priced[rows, base]),
         base=base,
         moves=moves,

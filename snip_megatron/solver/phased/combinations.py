@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from snip_megatron.solver.phased.table import PhasedTable
-from snip_megatron.solver.phased.windows import Cell, PhaseWindows, Windows
+from snip_megatron.solver.phased.windows import Cell, PhaseWindows, Windows, least_of
 from snip_megatron.solver.table import Floats, Ints
 
 MOST_PAIRS = 400_000
@@ -16,7 +16,7 @@ MOST_COMBINATIONS = 50_000
 _HALVINGS = 8
 _LIKELIEST = 20
 """Combinations whose choices ``likely`` ranks."""
-_PRICE_FACTORS = np.linspace(0.9, 1.1, 9)
+_PRICE_FACTORS = np.linspace(0.92, 1.12, 13)
 """Prices of a binding stage's savings, times the LP's, at which its choices are judged."""
 
 
@@ -116,14 +116,14 @@ def _in_cell(cell: Cell, phase: PhaseWindows, first: Ints, price: Ints, low: Flo
     Instead of what the profile says, the stage's least at a price of its own for what it must save at least, and what
     the choice adds to it. Never below the bounds of all.
     """
-    without = bound - cell.least[price, first]
-    must = (low - cell.offset) * cell.divisor
-    best = np.full(cell.loss.shape, bound.min())
-    for own in ((cell.price + cell.extra) * _PRICE_FACTORS).tolist():
-        extra = own - phase.prices[price]
-        priced = (cell.loss - own * cell.saving).min(axis=1).sum()
-        least = np.where(extra >= 0, without + priced + np.where(extra >= 0, extra, 0.0) * must, -np.inf).min()
-        best = np.maximum(best, least + _dearer(cell.loss, cell.saving, own))
+    own = (cell.price + cell.extra) * _PRICE_FACTORS
+    extra = own - phase.prices[price][:, None]
+    least = least_of(cell.loss, cell.saving, own) + np.maximum(extra, 0.0) * ((low - cell.offset) * cell.divisor)[:, None]
+    least = np.where(extra >= 0, least + (bound - cell.least[price, first])[:, None], -np.inf)
+    dearer = np.array([_dearer(cell.loss, cell.saving, x) for x in own.tolist()])
+    best = np.full(cell.loss.shape, np.inf)
+    for one, by_price in zip(bound.tolist(), least, strict=True):
+        best = np.minimum(best, np.maximum(one, (dearer + by_price[:, None, None]).max(axis=0)))
     return best
 
 

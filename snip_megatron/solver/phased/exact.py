@@ -16,14 +16,14 @@ from snip_megatron.solver.phased.rounding import rounded
 from snip_megatron.solver.phased.table import PhasedTable
 from snip_megatron.solver.phased.windows import find_windows
 from snip_megatron.solver.search import CORES, Search
-from snip_megatron.solver.table import Ints
+from snip_megatron.solver.table import Floats, Ints
 
 NARROW_ABOVE = 240
 """Windows of the phases' worths are made where more choices than this are open after a round."""
-NARROW_ROUNDS = 6
+NARROW_ROUNDS = 12
 NARROW_CORE = (100, 0.1)
 """The core of such a round, as one of ``CORES``."""
-PROVED_AT_ONCE = 360
+PROVED_AT_ONCE = 480
 """Open choices that are proven without further rounds."""
 RESOLUTION = 1e-9
 """Times under a ``loss`` budget that are closer than this share of the reference count as equal."""
@@ -78,28 +78,39 @@ class _Search(Search):
 
     def narrow(self) -> None:
         """Bound what every choice leads to by windows of the phases' worths, and improve among the likeliest choices."""
+        most, effort = NARROW_CORE
+        rank = None
         for _ in range(NARROW_ROUNDS):
-            windows = find_windows(self.table, self.relaxation, self.gap)
-            if windows is None or self.limits.over:
+            if rank is None:
+                rank = self._bound_choices()
+            if rank is None or self.left_open() <= most:
                 return
-            rows = np.arange(len(self.pick))
-            value = math.fsum(self.table.loss[rows, self.pick])
-            found = combine(windows, value)
-            if found is None:
-                return
-            if found.complete:
-                # Rounding may put the relaxation's bound higher than the gap says, and a sum of prices off its value.
-                above = bounds_of_choices(self.table, windows, found) - (value - self.gap) - 2 * windows.slack
-                self.reduced = np.maximum(self.reduced, above)
-            self.bound = max(self.bound, math.fsum([*self.table.true_loss.min(axis=1), min(found.lowest, value)]))
-            if self.left_open() <= PROVED_AT_ONCE:
-                return
-            most, effort = NARROW_CORE
             before = self.pick
-            ranked = self.likeliest(likely(self.table, windows, found), most)
-            self.run(ranked & self.open_choices(), self.limits.within(effort))
-            if self.pick is before:
+            result = self.run(self.likeliest(rank, most) & self.open_choices(), self.limits.within(effort))
+            if result is None:
                 return
+            if self.pick is not before:
+                rank = None
+            elif result.optimal:
+                most *= 2
+            else:
+                effort *= 2
+
+    def _bound_choices(self) -> Floats | None:
+        """Close choices that windows exclude. Returns a rank of the others; None where no windows bound them."""
+        windows = find_windows(self.table, self.relaxation, self.gap)
+        if windows is None:
+            return None
+        value = math.fsum(self.table.loss[np.arange(len(self.pick)), self.pick])
+        found = combine(windows, value)
+        if found is None:
+            return None
+        if found.complete:
+            # Rounding may put the relaxation's bound above what the gap says, and sums of prices off their value.
+            above = bounds_of_choices(self.table, windows, found) - (value - self.gap) - 2 * windows.slack
+            self.reduced = np.maximum(self.reduced, above)
+        self.bound = max(self.bound, math.fsum([*self.table.true_loss.min(axis=1), min(found.lowest, value)]))
+        return likely(self.table, windows, found)
 
 
 def solve_least_time(table: PhasedTable, most: float, limits: Limits, *, exact: bool) -> Outcome | None:

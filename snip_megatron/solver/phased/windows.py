@@ -156,7 +156,7 @@ def _of_phase(
     binding = _binding(table, losses, mine, row_price, prices, weight, gap)
     cells = [_cell(table, losses, mine[stage == row - 1], row, total, row_price[row], prices, gap) for row in binding]
     rest = mine[~np.isin(stage + 1, binding)]
-    value = _least(losses[rest], table.saving[rest], prices)
+    value = least_of(losses[rest], table.saving[rest], prices)
     low, high = _ends(cells, ends)
     first = np.array([np.searchsorted(c.worth, low, side="right") for c in cells], dtype=np.int64).reshape(-1, len(low))
     bound = value[:, None] + sum((c.least[:, at] for c, at in zip(cells, first, strict=True)), np.zeros(len(low)))
@@ -197,7 +197,7 @@ def _binding(
     saved = np.bincount(stage, table.saving[mine, column], stages)
     most = math.inf
     if 0 in rows.active:
-        value = _least(losses[mine], table.saving[mine], prices)
+        value = least_of(losses[mine], table.saving[mine], prices)
         slope = prices * rows.divisor[0] - weight
         above = slope > _PRICED * weight
         at_need = float(value[np.abs(slope).argmin()])
@@ -217,12 +217,14 @@ def _cell(
     found = profile(loss, saving, price, extra, gap)
     place = np.nonzero(np.isfinite(found.least))[0]
     saved = found.saving[place]
-    least = found.least[place] + (price - prices)[:, None] * saved
+    # The sums are rounded up, which would raise what is left to pay at a lower price.
+    cheaper = (price - prices)[:, None]
+    least = found.least[place] + cheaper * np.where(cheaper > 0, saved - found.rounded, saved)
     least = np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1]
     return Cell(entries, loss, saving, found, price, extra, divisor, offset, place, saved / divisor + offset, least)
 
 
-def _least(loss: Floats, saving: Floats, prices: Floats) -> Floats:
+def least_of(loss: Floats, saving: Floats, prices: Floats) -> Floats:
     """[prices] Σ of the rows' least (loss − price·saving)."""
     return np.array([(loss - price * saving).min(axis=1, initial=np.inf).sum() for price in prices.tolist()])
 
