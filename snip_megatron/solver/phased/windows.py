@@ -22,11 +22,11 @@ from snip_megatron.solver.phased.prices import PhasedRelaxation, range_of
 from snip_megatron.solver.phased.table import PhasedTable
 from snip_megatron.solver.table import Floats, Ints
 
-RATIO = 1.002
+RATIO = 1.003
 """Between neighbouring prices of the grid. The bound loses about the square of the distance to the best price."""
-NEED_PRICES = np.arange(-6, 7)
+NEED_PRICES = np.arange(-4, 5)
 """Powers of ``RATIO``, times the LP's price of the need."""
-BELOW, ABOVE = 20, 30
+BELOW, ABOVE = 13, 20
 """Powers of ``RATIO`` below the LP's price of a total and above that of the need."""
 _PRICED = 1e-9
 
