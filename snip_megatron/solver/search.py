@@ -130,18 +130,20 @@ class Search(ABC):
         objective, and if the proof has closed choices by finding better picks, the proof is repeated: with fewer open
         choices the unit is finer.
         """
-        for by_lp in (False, True):
-            limits = self.limits if by_lp else self.limits.within(min(CONFLICT_EFFORT, self.limits.left / 2))
+        effort = min(CONFLICT_EFFORT, self.limits.left / 2)
+        return self.attempt(self.limits.within(effort)) or self.attempt(self.limits, by_lp=True)
+
+    def attempt(self, limits: Limits, *, by_lp: bool = False) -> bool:
+        """Solve everything that is open within ``limits``. Returns whether the best picks were proven optimal."""
+        left = self.left_open()
+        result = self.run(self.open_choices(), limits, by_lp=by_lp)
+        while result is not None and result.optimal and self._is_coarse(result) and self.left_open() < left:
             left = self.left_open()
             result = self.run(self.open_choices(), limits, by_lp=by_lp)
-            while result is not None and result.optimal and self._is_coarse(result) and self.left_open() < left:
-                left = self.left_open()
-                result = self.run(self.open_choices(), limits, by_lp=by_lp)
-            if result is not None:
-                self.bound = max(self.bound, result.bound)
-                if result.optimal:
-                    return True
-        return False
+        if result is None:
+            return False
+        self.bound = max(self.bound, result.bound)
+        return result.optimal
 
     def outcome(self, *, optimal: bool) -> Outcome:
         """Return the best picks with their bound."""

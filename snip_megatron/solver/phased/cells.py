@@ -25,8 +25,8 @@ class Profile:
     """The least Σ (loss − price·saving) of a cell at every position of Σ saving.
 
     Attributes:
-        saving: [W] Σ saving of a position, ascending. That of the choices counted there is not above it, and below it by
-            ``rounded`` at most.
+        saving: [W] Σ saving of a position, ascending. That of the choices counted there is not above it.
+        rounded: by how much it may be below.
         least: [W] inf where no choices within the gap are counted.
         base: [m] columns of the smallest reduced costs.
         moves: an entry, its other columns and their shifts in positions, in the order of the program.
@@ -91,7 +91,7 @@ def profile(loss: Floats, saving: Floats, price: float, extra: float, gap: float
     dearest = np.cumsum(np.sort(np.where(usable, reduced, np.inf).min(axis=1)))
     changes = int(np.searchsorted(dearest, gap, side="right"))
     return Profile(
-        saving=math.fsum(saving[rows, base]) + unit * (position + _NUDGE),
+        saving=(math.fsum(saving[rows, base]) + unit * (position + _NUDGE)).astype(np.float64),
         rounded=unit * (changes * (1 + 2 * _NUDGE) + 2 * _NUDGE),
         least=least + math.fsum(priced[rows, base]),
         base=base,
@@ -104,7 +104,11 @@ def _moved(least: Floats, dearer: list[float], by: list[int]) -> tuple[Floats, N
     """The least after one more entry, and the number of the column that is taken at every position."""
     best, taken = least.copy(), np.zeros(len(least), dtype=np.uint8)
     for number, (cost, shift) in enumerate(zip(dearer, by, strict=True), start=1):
-        to, of = (slice(shift, None), slice(len(least) - shift)) if shift > 0 else (slice(shift or None), slice(-shift, None))
+        to, of = (
+            (slice(shift, None), slice(len(least) - shift))
+            if shift > 0
+            else (slice(shift or None), slice(-shift, None))
+        )
         other = least[of] + cost
         better = other < best[to]
         best[to][better] = other[better]

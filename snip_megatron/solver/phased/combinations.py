@@ -68,7 +68,10 @@ def _below(windows: Windows, limit: float) -> tuple[Floats, Ints, Ints] | None:
     for p, bound in enumerate(bounds):
         if partial.shape[1] * len(kept[p]) > MOST_PAIRS:
             return None
-        rest = sum((b[:, k].min(axis=1, initial=np.inf) for b, k in zip(bounds[p + 1 :], kept[p + 1 :], strict=True)), windows.paid)
+        rest = sum(
+            (b[:, k].min(axis=1, initial=np.inf) for b, k in zip(bounds[p + 1 :], kept[p + 1 :], strict=True)),
+            windows.paid,
+        )
         pairs = partial[:, :, None] + bound[:, kept[p]][:, None, :]
         first, second = np.nonzero((pairs + rest[:, None, None]).max(axis=0) < limit)
         if len(first) > MOST_COMBINATIONS:
@@ -118,7 +121,9 @@ def _in_cell(cell: Cell, phase: PhaseWindows, first: Ints, price: Ints, low: Flo
     """
     own = (cell.price + cell.extra) * _PRICE_FACTORS
     extra = own - phase.prices[price][:, None]
-    least = least_of(cell.loss, cell.saving, own) + np.maximum(extra, 0.0) * ((low - cell.offset) * cell.divisor)[:, None]
+    least = (
+        least_of(cell.loss, cell.saving, own) + np.maximum(extra, 0.0) * ((low - cell.offset) * cell.divisor)[:, None]
+    )
     least = np.where(extra >= 0, least + (bound - cell.least[price, first])[:, None], -np.inf)
     dearer = np.array([_dearer(cell.loss, cell.saving, x) for x in own.tolist()])
     best = np.full(cell.loss.shape, np.inf)

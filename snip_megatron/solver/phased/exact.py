@@ -19,12 +19,14 @@ from snip_megatron.solver.search import CORES, Search
 from snip_megatron.solver.table import Floats, Ints
 
 NARROW_ABOVE = 240
-"""Windows of the phases' worths are made where more choices than this are open after a round."""
+"""Windows of the phases' worths are made if more choices than this are open after a round."""
 NARROW_ROUNDS = 12
 NARROW_CORE = (100, 0.1)
-"""The core of such a round, as one of ``CORES``."""
-PROVED_AT_ONCE = 480
-"""Open choices that are proven without further rounds."""
+"""The core of such a round, as one of ``CORES``: twice the choices where it is solved and twice the limit where it is
+not, if it does not improve."""
+WHOLE_BELOW, WHOLE_EFFORT = 300, 0.5
+"""Such a round solves everything if no more choices than this are open; its limit in deterministic seconds, which
+doubles."""
 RESOLUTION = 1e-9
 """Times under a ``loss`` budget that are closer than this share of the reference count as equal."""
 
@@ -34,9 +36,9 @@ def solve_phased_exact(table: PhasedTable, start: Ints, limits: Limits) -> Outco
     search = _Search(table, relax_phased(table), start, limits)
     search.offer(rounded(table, search.relaxation))
     search.improve(CORES[:1])
+    if search.left_open() > NARROW_ABOVE and search.narrow():
+        return search.outcome(optimal=True)
     if search.left_open() > NARROW_ABOVE:
-        search.narrow()
-    if search.left_open() > PROVED_AT_ONCE:
         search.improve()
     return search.outcome(optimal=search.prove())
 
@@ -76,25 +78,31 @@ class _Search(Search):
     def solve_core(self, open_: NDArray[np.bool_], limits: Limits, *, by_lp: bool) -> CoreResult:
         return solve_phased_core(self.table, open_, self.pick, self.selections, limits, by_lp=by_lp)
 
-    def narrow(self) -> None:
-        """Bound what every choice leads to by windows of the phases' worths, and improve among the likeliest choices."""
-        most, effort = NARROW_CORE
+    def narrow(self) -> bool:
+        """Bound what every choice leads to by windows of the phases' worths, and improve among the likeliest choices.
+
+        Better picks give closer windows, which leave fewer choices open. Returns whether the best picks were proven
+        optimal.
+        """
+        (most, effort), whole = NARROW_CORE, WHOLE_EFFORT
         rank = None
         for _ in range(NARROW_ROUNDS):
-            if rank is None:
-                rank = self._bound_choices()
-            if rank is None or self.left_open() <= most:
-                return
+            rank = self._bound_choices() if rank is None else rank
+            if rank is None or self.limits.over:
+                return False
             before = self.pick
-            result = self.run(self.likeliest(rank, most) & self.open_choices(), self.limits.within(effort))
-            if result is None:
-                return
+            if self.left_open() <= max(most, WHOLE_BELOW):
+                if self.attempt(self.limits.within(whole)):
+                    return True
+                whole *= 2
+            else:
+                result = self.run(self.likeliest(rank, most) & self.open_choices(), self.limits.within(effort))
+                if self.pick is before:
+                    optimal = result is not None and result.optimal
+                    most, effort = (2 * most, effort) if optimal else (most, 2 * effort)
             if self.pick is not before:
                 rank = None
-            elif result.optimal:
-                most *= 2
-            else:
-                effort *= 2
+        return False
 
     def _bound_choices(self) -> Floats | None:
         """Close choices that windows exclude. Returns a rank of the others; None where no windows bound them."""

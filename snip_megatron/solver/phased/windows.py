@@ -7,7 +7,8 @@ what its profile says, all other savings have the price of the phase's total, an
     Σ loss ≥ Σ of the binding stages' least (loss − price·saving) at the window's sums
              + Σ of the other decisions' least (loss − price·saving) + (total's price − steps·need's price)·worth.
 
-The bound holds for any prices. Tables of it are made for a grid of both prices. ``combinations.py`` combines the phases.
+The bound holds for any prices. Tables of it are made for a grid of both prices; ``combinations.py`` combines the
+phases.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def find_windows(table: PhasedTable, relaxation: PhasedRelaxation, gap: float) -
     gap *= 1 + 1e-9
     losses = _losses_of_entries(table, relaxation)
     low, high = range_of(table)
-    need = price * RATIO**NEED_PRICES
+    need: Floats = (price * RATIO**NEED_PRICES).astype(np.float64)
     phases = [
         _of_phase(table, relaxation, losses, p, need, (float(low[p]), float(high[p])), gap)
         for p in range(len(table.steps))
@@ -173,7 +174,7 @@ def _of_phase(
 def _grid(share: float) -> Floats:
     """Prices of a total, as parts of the weight of its phase; 1 and its neighbours are those of the need's grid."""
     lowest = math.floor(math.log(min(max(share, 0.5), 1.0), RATIO)) - BELOW
-    grid: Floats = RATIO ** np.arange(lowest, ABOVE + 1)
+    grid: Floats = (RATIO ** np.arange(lowest, ABOVE + 1)).astype(np.float64)
     return grid
 
 
@@ -210,7 +211,14 @@ def _binding(
 
 
 def _cell(
-    table: PhasedTable, losses: Floats, entries: Ints, row: int, price: float, row_price: float, prices: Floats, gap: float
+    table: PhasedTable,
+    losses: Floats,
+    entries: Ints,
+    row: int,
+    price: float,
+    row_price: float,
+    prices: Floats,
+    gap: float,
 ) -> Cell:
     divisor, offset = table.rows.divisor[row], table.rows.offset[row]
     loss, saving, extra = losses[entries], table.saving[entries], row_price / divisor
