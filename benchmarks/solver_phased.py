@@ -1,7 +1,7 @@
 """Benchmark of ``solve_phased``: time to a proven optimum at 70B over four phases, agreement with HiGHS.
 
-python benchmarks/solver_phased.py --out benchmarks/solver_phased_2cpu_2026-11-22.json
-python benchmarks/solver_phased.py --markdown benchmarks/solver_phased_2cpu_2026-11-22.json
+python benchmarks/solver_phased.py --out benchmarks/solver_phased_2cpu_2026-11-23.json
+python benchmarks/solver_phased.py --markdown benchmarks/solver_phased_2cpu_2026-11-23.json
 """
 
 from __future__ import annotations

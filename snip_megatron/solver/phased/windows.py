@@ -23,12 +23,12 @@ from snip_megatron.solver.phased.prices import PhasedRelaxation, range_of
 from snip_megatron.solver.phased.table import PhasedTable
 from snip_megatron.solver.table import Floats, Ints
 
-RATIO = 1.003
-"""Between neighbouring prices of the grid. The bound loses about the square of the distance to the best price."""
-NEED_PRICES = np.arange(-4, 5)
-"""Powers of ``RATIO``, times the LP's price of the need."""
+STEP = 0.003
+"""Between prices of the grid, as a part of the price. Bounds lose about the square of the distance to the best one."""
+NEED_PRICES = np.arange(-4.0, 5.0)
+"""Steps from the LP's price of the need."""
 BELOW, ABOVE = 13, 20
-"""Powers of ``RATIO`` below the LP's price of a total and above that of the need."""
+"""Steps below the LP's price of a total and above that of the need."""
 _PRICED = 1e-9
 
 
@@ -103,7 +103,7 @@ def find_windows(table: PhasedTable, relaxation: PhasedRelaxation, gap: float) -
     gap *= 1 + 1e-9
     losses = _losses_of_entries(table, relaxation)
     low, high = range_of(table)
-    need: Floats = (price * RATIO**NEED_PRICES).astype(np.float64)
+    need: Floats = price * (1.0 + STEP * NEED_PRICES)
     phases = [
         _of_phase(table, relaxation, losses, p, need, (float(low[p]), float(high[p])), gap)
         for p in range(len(table.steps))
@@ -173,8 +173,8 @@ def _of_phase(
 
 def _grid(share: float) -> Floats:
     """Prices of a total, as parts of the weight of its phase; 1 and its neighbours are those of the need's grid."""
-    lowest = math.floor(math.log(min(max(share, 0.5), 1.0), RATIO)) - BELOW
-    grid: Floats = (RATIO ** np.arange(lowest, ABOVE + 1)).astype(np.float64)
+    lowest = math.floor((min(max(share, 0.5), 1.0) - 1.0) / STEP) - BELOW
+    grid: Floats = 1.0 + STEP * np.arange(lowest, ABOVE + 1, dtype=np.float64)
     return grid
 
 
