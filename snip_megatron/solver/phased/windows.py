@@ -29,6 +29,8 @@ NEED_PRICES = np.arange(-4.0, 5.0)
 """Steps from the LP's price of the need."""
 BELOW, ABOVE = 13, 20
 """Steps below the LP's price of a total and above that of the need."""
+MOST_ENTRIES = 40_000
+"""Of a table, to bound the time of the profiles. Where decisions are that many, each is small beside the gap."""
 _PRICED = 1e-9
 
 
@@ -96,9 +98,12 @@ class Windows:
 
 
 def find_windows(table: PhasedTable, relaxation: PhasedRelaxation, gap: float) -> Windows | None:
-    """Windows that hold every solution within ``gap`` of the relaxation's bound; None where no stage binds."""
+    """Windows that hold every solution within ``gap`` of the relaxation's bound; None where no stage binds, or too many
+    entries are there."""
     price = relaxation.need_price
     if not price > 0 or not math.isfinite(table.need) or (relaxation.hard_price > 0).any():
+        return None
+    if len(table.owner) > MOST_ENTRIES:
         return None
     gap *= 1 + 1e-9
     losses = _losses_of_entries(table, relaxation)
@@ -164,7 +169,7 @@ def _of_phase(
     found, chosen = np.empty((len(need), len(low))), np.empty((len(need), len(low)), dtype=np.int64)
     for v, price in enumerate((need * table.steps[p]).tolist()):
         slope = prices * (divisor if has_total else 0.0) - price
-        slope[np.abs(slope) < _PRICED * price] = 0.0
+        slope[np.abs(slope) < _PRICED * price] = 0.0  # neighbours on the grid are much further apart
         each = bound + np.minimum(slope[:, None] * low, slope[:, None] * high)
         chosen[v] = each.argmax(axis=0)
         found[v] = each[chosen[v], np.arange(len(low))]
