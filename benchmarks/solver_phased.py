@@ -1,7 +1,7 @@
 """Benchmark of ``solve_phased``: time to a proven optimum at 70B over four phases, agreement with HiGHS.
 
-python benchmarks/solver_phased.py --out benchmarks/solver_phased_2cpu_2026-11-22.json
-python benchmarks/solver_phased.py --markdown benchmarks/solver_phased_2cpu_2026-11-22.json
+python benchmarks/solver_phased.py --seeds 20 --limit 2 --out benchmarks/solver_phased_2cpu_2026-11-23.json
+python benchmarks/solver_phased.py --markdown benchmarks/solver_phased_2cpu_2026-11-23.json
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def markdown(result: dict[str, Any]) -> str:
         "# Solver over phases: time to a proven optimum",
         "",
         begin,
-        f"{load}: wall times are those of a busy machine.",
+        f"{load}.",
         f"70B, 960 items × 3 formats × 4 phases of {', '.join(map(str, STEPS))} steps, 8 stages, tolerance .02;",
         f"seeds 0 … n−1; at most {result['deterministic_limit']:g} deterministic seconds each. Processor seconds are",
         "the process's own.",

@@ -128,7 +128,7 @@ class _Model:
 
 
 def answer(
-    model: cp_model.CpModel, hinted: float, limits: Limits, *, by_lp: bool
+    model: cp_model.CpModel, hinted: float, limits: Limits, *, by_lp: bool, cuts: bool = True
 ) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus] | None:
     """Run CP-SAT, and check its answer against a known feasible solution.
 
@@ -138,6 +138,7 @@ def answer(
             wrong, and CP-SAT is run again without presolve.
         limits: what CP-SAT may still spend.
         by_lp: branch on the LP relaxation instead of on conflicts.
+        cuts: whether to add cutting planes to the LP relaxation.
 
     Returns:
         The solver and its status. None if the limits are spent, or if both answers contradict the hint.
@@ -146,7 +147,7 @@ def answer(
         if limits.over:
             return None
         solver = cp_model.CpSolver()
-        _configure(solver, limits, presolve=presolve, by_lp=by_lp)
+        _configure(solver, limits, presolve=presolve, by_lp=by_lp, cuts=cuts)
         status = solver.solve(model)
         limits.spend(float(solver.response_proto.deterministic_time))
         if hinted == math.inf:
@@ -156,7 +157,7 @@ def answer(
     return None
 
 
-def _configure(solver: cp_model.CpSolver, limits: Limits, *, presolve: bool, by_lp: bool) -> None:
+def _configure(solver: cp_model.CpSolver, limits: Limits, *, presolve: bool, by_lp: bool, cuts: bool) -> None:
     parameters = solver.parameters
     parameters.cp_model_presolve = presolve
     parameters.random_seed = limits.seed
@@ -166,6 +167,8 @@ def _configure(solver: cp_model.CpSolver, limits: Limits, *, presolve: bool, by_
     if by_lp:
         parameters.search_branching = cp_model.LP_SEARCH
     parameters.linearization_level = 2  # the whole model in the LP: seen 3–10 times faster than the default here
+    if not cuts:
+        parameters.cut_level = 0
     # In OR-Tools 9.15 this presolve step proves wrong optima if at-most-one and linear constraints overlap, as they do
     # in these models (google/or-tools#5293). tests/unit/solver/test_solve.py has an instance.
     parameters.presolve_inclusion_work_limit = 0

@@ -92,13 +92,20 @@ class Search(ABC):
         # stages. It exceeds the bound that includes all lifts by the following difference.
         above = self.reduced - self.lift[self.lift_of][:, None]
         open_: NDArray[np.bool_] = above <= self.distance
-        if most is not None:
-            likeliest = np.argsort(above, axis=None, kind="stable")[: len(self.pick) + most]
-            first = np.zeros(open_.size, dtype=bool)
-            first[likeliest] = True
-            open_ &= first.reshape(open_.shape)
         open_[np.arange(len(self.pick)), self.pick] = True
-        return open_
+        return open_ if most is None else open_ & self.likeliest(above, most)
+
+    def likeliest(self, rank: Floats, most: int) -> NDArray[np.bool_]:
+        """Return the choices of lowest finite rank, bool [n, F]: as many as there are decisions and ``most`` more.
+
+        The best picks are among them.
+        """
+        order = np.argsort(rank, axis=None, kind="stable")[: len(self.pick) + most]
+        first = np.zeros(rank.size, dtype=bool)
+        first[order] = True
+        chosen: NDArray[np.bool_] = first.reshape(rank.shape) & np.isfinite(rank)
+        chosen[np.arange(len(self.pick)), self.pick] = True
+        return chosen
 
     def run(self, open_: NDArray[np.bool_], limits: Limits, *, by_lp: bool = False) -> CoreResult | None:
         """Solve one core. Returns None if the limits are spent."""
@@ -123,18 +130,20 @@ class Search(ABC):
         objective, and if the proof has closed choices by finding better picks, the proof is repeated: with fewer open
         choices the unit is finer.
         """
-        for by_lp in (False, True):
-            limits = self.limits if by_lp else self.limits.within(min(CONFLICT_EFFORT, self.limits.left / 2))
+        effort = min(CONFLICT_EFFORT, self.limits.left / 2)
+        return self.attempt(self.limits.within(effort)) or self.attempt(self.limits, by_lp=True)
+
+    def attempt(self, limits: Limits, *, by_lp: bool = False) -> bool:
+        """Solve everything that is open within ``limits``. Returns whether the best picks were proven optimal."""
+        left = self.left_open()
+        result = self.run(self.open_choices(), limits, by_lp=by_lp)
+        while result is not None and result.optimal and self._is_coarse(result) and self.left_open() < left:
             left = self.left_open()
             result = self.run(self.open_choices(), limits, by_lp=by_lp)
-            while result is not None and result.optimal and self._is_coarse(result) and self.left_open() < left:
-                left = self.left_open()
-                result = self.run(self.open_choices(), limits, by_lp=by_lp)
-            if result is not None:
-                self.bound = max(self.bound, result.bound)
-                if result.optimal:
-                    return True
-        return False
+        if result is None:
+            return False
+        self.bound = max(self.bound, result.bound)
+        return result.optimal
 
     def outcome(self, *, optimal: bool) -> Outcome:
         """Return the best picks with their bound."""

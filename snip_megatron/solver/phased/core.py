@@ -28,7 +28,7 @@ from snip_megatron.solver.phased.table import CAP, PhasedTable
 from snip_megatron.solver.table import Ints
 
 Selection = tuple[int, ...]
-MOST_COMBINATIONS = 32
+MOST_COMBINATIONS = 100
 """Of priced rows, a row a phase, that are all added at the start."""
 MOST_MISSED = 16
 """Selections that are added at once where picks miss them: each time, CP-SAT begins anew."""
@@ -118,6 +118,7 @@ class _Model:
         for start, stop in pairwise(np.searchsorted(self.rows, [*np.nonzero(free)[0], len(free)])):
             self.model.add_exactly_one(self.variables[start:stop])
         self._collect(free)
+        self.weighted: dict[tuple[int, int, Fraction], tuple[dict[int, Fraction], Fraction]] = {}
         self.selections, self.seen = selections, set(selections)
         for selection in selections:
             self._add_selection(selection)
@@ -145,15 +146,26 @@ class _Model:
         first = phase * len(self.table.stages)
         return iter(range(first, first + len(self.table.stages)) if row == 0 else (first + row - 1,))
 
+    def _weighted(self, phase: int, row: int, weight: Fraction) -> tuple[dict[int, Fraction], Fraction]:
+        """By variable weight · saving, and that of the constants; many selections share them."""
+        if (phase, row, weight) not in self.weighted:
+            own: dict[int, Fraction] = {}
+            for cell in self._cells(phase, row):
+                for v, saving in self.terms[cell]:
+                    own[v] = own.get(v, Fraction(0)) + weight * saving
+            constant = weight * sum((self.decided[cell] for cell in self._cells(phase, row)), Fraction(0))
+            self.weighted[phase, row, weight] = own, constant
+        return self.weighted[phase, row, weight]
+
     def _add(self, parts: list[tuple[int, int, Fraction]], need: Fraction) -> None:
         """Σ over parts (phase, row, weight) of weight · saving ≥ need."""
         savings: dict[int, Fraction] = {}
         decided = []
-        for phase, row, weight in parts:
-            for cell in self._cells(phase, row):
-                decided.append(weight * self.decided[cell])
-                for v, saving in self.terms[cell]:
-                    savings[v] = savings.get(v, Fraction(0)) + weight * saving
+        for part in parts:
+            own, constant = self._weighted(*part)
+            decided.append(constant)
+            for v, saving in own.items():
+                savings[v] = savings[v] + saving if v in savings else saving
         integers = integer_need(list(savings.values()), need, decided, bits=self.bits, strict=self.strict)
         variables = [self.variables[v] for v in savings]
         self.model.add(cp_model.LinearExpr.weighted_sum(variables, integers.coefficients) >= integers.need)
@@ -213,7 +225,8 @@ class _Model:
 
     def solve(self, limits: Limits, *, by_lp: bool) -> CoreResult:
         """Picks are not checked against the needs here."""
-        answered = answer(self.model, self.hinted, limits, by_lp=by_lp)
+        # Cuts of so many constraints over the same Booleans were seen to double the deterministic time.
+        answered = answer(self.model, self.hinted, limits, by_lp=by_lp, cuts=False)
         if answered is None:
             return CoreResult(None, -math.inf, False)
         solver, status = answered

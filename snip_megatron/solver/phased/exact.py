@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.solver.core import CoreResult
 from snip_megatron.solver.limits import Limits, Outcome
+from snip_megatron.solver.phased.combinations import bounds_of_choices, combine, likely
 from snip_megatron.solver.phased.core import priced_selections, solve_phased_core
 from snip_megatron.solver.phased.prices import PhasedRelaxation, phased_gap, relax_phased
 from snip_megatron.solver.phased.rounding import rounded
 from snip_megatron.solver.phased.table import PhasedTable
-from snip_megatron.solver.search import Search
-from snip_megatron.solver.table import Ints
+from snip_megatron.solver.phased.windows import find_windows
+from snip_megatron.solver.search import CORES, Search
+from snip_megatron.solver.table import Floats, Ints
 
+NARROW_ABOVE = 240
+"""Windows of the phases' worths are made if more choices than this are open after a round."""
+NARROW_ROUNDS = 12
+NARROW_CORE = (100, 0.1)
+"""The core of such a round, as one of ``CORES``: twice the choices where it is solved and twice the limit where it is
+not, if it does not improve."""
+WHOLE_BELOW, WHOLE_EFFORT = 300, 0.5
+"""Such a round solves everything if no more choices than this are open; its limit in deterministic seconds, which
+doubles."""
 RESOLUTION = 1e-9
 """Times under a ``loss`` budget that are closer than this share of the reference count as equal."""
 
@@ -22,7 +35,11 @@ def solve_phased_exact(table: PhasedTable, start: Ints, limits: Limits) -> Outco
     """Optimal picks; the best found with a bound where ``limits`` end the search first. ``start`` is feasible."""
     search = _Search(table, relax_phased(table), start, limits)
     search.offer(rounded(table, search.relaxation))
-    search.improve()
+    search.improve(CORES[:1])
+    if search.left_open() > NARROW_ABOVE and search.narrow():
+        return search.outcome(optimal=True)
+    if search.left_open() > NARROW_ABOVE:
+        search.improve()
     return search.outcome(optimal=search.prove())
 
 
@@ -60,6 +77,48 @@ class _Search(Search):
 
     def solve_core(self, open_: NDArray[np.bool_], limits: Limits, *, by_lp: bool) -> CoreResult:
         return solve_phased_core(self.table, open_, self.pick, self.selections, limits, by_lp=by_lp)
+
+    def narrow(self) -> bool:
+        """Bound what every choice leads to by windows of the phases' worths, and improve among the likeliest choices.
+
+        Better picks give closer windows, which leave fewer choices open. Returns whether the best picks were proven
+        optimal.
+        """
+        (most, effort), whole = NARROW_CORE, WHOLE_EFFORT
+        rank = None
+        for _ in range(NARROW_ROUNDS):
+            rank = self._bound_choices() if rank is None else rank
+            if rank is None or self.limits.over:
+                return False
+            before = self.pick
+            if self.left_open() <= max(most, WHOLE_BELOW):
+                if self.attempt(self.limits.within(whole)):
+                    return True
+                whole *= 2
+            else:
+                result = self.run(self.likeliest(rank, most) & self.open_choices(), self.limits.within(effort))
+                if self.pick is before:
+                    optimal = result is not None and result.optimal
+                    most, effort = (2 * most, effort) if optimal else (most, 2 * effort)
+            if self.pick is not before:
+                rank = None
+        return False
+
+    def _bound_choices(self) -> Floats | None:
+        """Close choices that windows exclude. Returns a rank of the others; None where no windows bound them."""
+        windows = find_windows(self.table, self.relaxation, self.gap)
+        if windows is None:
+            return None
+        value = math.fsum(self.table.loss[np.arange(len(self.pick)), self.pick])
+        found = combine(windows, value)
+        if found is None:
+            return None
+        if found.complete:
+            # Rounding may put the relaxation's bound above what the gap says, and sums of prices off their value.
+            above = bounds_of_choices(self.table, windows, found) - (value - self.gap) - 2 * windows.slack
+            self.reduced = np.maximum(self.reduced, above)
+        self.bound = max(self.bound, math.fsum([*self.table.true_loss.min(axis=1), min(found.lowest, value)]))
+        return likely(self.table, windows, found)
 
 
 def solve_least_time(table: PhasedTable, most: float, limits: Limits, *, exact: bool) -> Outcome | None:

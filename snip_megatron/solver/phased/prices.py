@@ -80,7 +80,7 @@ def phased_gap(table: PhasedTable, relaxation: PhasedRelaxation, pick: Ints) -> 
     if price > 0:
         terms.append(price * math.fsum([*(np.array(table.steps) * worth), -table.need]))
         terms.append(_EPS * price * (math.fsum(np.array(table.steps) * np.abs(worth)) + abs(table.need)))
-    low, high = _range(table)
+    low, high = range_of(table)
     uneven = relaxation.row_price.sum(axis=1) - np.array(table.steps) * price
     for p, amount in enumerate(uneven.tolist()):
         if amount:
@@ -90,7 +90,7 @@ def phased_gap(table: PhasedTable, relaxation: PhasedRelaxation, pick: Ints) -> 
     return math.fsum([*terms, _EPS * size]) * (1 + 1e-12)
 
 
-def _range(table: PhasedTable) -> tuple[Floats, Floats]:
+def range_of(table: PhasedTable) -> tuple[Floats, Floats]:
     """[P] the least and the most that a phase can be worth."""
     ends = []
     for extreme, none in ((np.min, np.inf), (np.max, -np.inf)):
