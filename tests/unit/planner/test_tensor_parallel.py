@@ -13,6 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timing.timing_tables import formula_table
 
+from snip_megatron.phases import AUTO
+from snip_megatron.planner.phases import PlannedRun
+from snip_megatron.planner.plan import make_plan
+from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.question import pose
 from snip_megatron.planner.rates import Links
 from snip_megatron.planner.step_time import StepModel
@@ -265,3 +269,16 @@ def test_what_a_budget_promises_is_what_is_planned(communication: str, budget: s
         ratio = max(s.priced for s in bf16.stages) / max(s.priced for s in planned.stages)
     assert found.speedup == pytest.approx(ratio, rel=1e-9)
     assert ratio >= float(budget.partition("=")[2])
+
+
+@pytest.mark.parametrize("communication", MODES)
+def test_the_speedup_of_linears_in_a_plan_is_that_of_its_budget(communication: str) -> None:
+    """Of one map, and as an average over phases. Between bf16 and fp8 the prices of single GEMMs are exact."""
+    sizes = {"tp": 2, "sequence_parallel": True, "communication": communication}
+    step = StepModel(layout(with_blocks(load_model("8b"), 4), **sizes), FlopsModel())
+    asked = question("speedup=1.4", "bf16,fp8")
+    promised = solve(pose(asked, step)).speedup
+    plan = make_plan(step, asked, Probes(), PlannedRun(AUTO, "auto", 400))
+    assert plan["steps"]["map"]["linears_speedup"] == pytest.approx(promised, rel=1e-9)
+    assert plan["phases"]["average_linears_speedup"] == pytest.approx(plan["phases"]["achieved"], rel=1e-9)
+    assert plan["phases"]["achieved"] >= 1.4 * (1 - 1e-9)
