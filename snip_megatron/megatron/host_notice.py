@@ -1,4 +1,4 @@
-"""Notices of rank 0 before the first step: whether the host is fast enough for a budget of time."""
+"""Notices of rank 0 before the first step, for a budget of time: what its seconds leave out or estimate."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from snip_megatron.planner.host_limit import host_limit
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow
 from snip_megatron.timing.cost_model import FlopsModel
+
+
+def say_how_exchanges_are_estimated(request: SolveRequest) -> None:
+    """Report once if the table lacks collectives of so many ranks, and what prices the exchanges instead."""
+    times = request.times
+    if times is not None and times.estimated and is_rank_zero():
+        print(
+            f"snip: the times of {times.model} hold no collectives of this many tensor parallel ranks:"
+            f" exchanges are priced {times.estimated} (snip calibrate --ranks N measures them)",
+            flush=True,
+        )
 
 
 def say_what_the_host_allows(request: SolveRequest, linears: Sequence[LinearRow]) -> None:

@@ -25,7 +25,7 @@ from snip_megatron.megatron.checkpoint_state import SnipState
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
-from snip_megatron.megatron.host_notice import say_what_the_host_allows
+from snip_megatron.megatron.host_notice import say_how_exchanges_are_estimated, say_what_the_host_allows
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.model_linears import (
     check_shapes,
@@ -331,6 +331,7 @@ class SnipRun:
         request = validate.solve_request(config, args)
         linears = model_linears(args)
         say_what_the_host_allows(request, linears)
+        say_how_exchanges_are_estimated(request)
         self._graphs.attach(registry, model)
         sharded = bool(args.use_distributed_optimizer) or bool(
             getattr(args, "use_layer_wise_distributed_optimizer", False)

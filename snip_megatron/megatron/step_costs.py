@@ -1,9 +1,10 @@
 """Predicts the times of a run's linears from Megatron's arguments, for ``speedup=`` and ``loss=`` budgets.
 
-The times are seconds per training step on one rank of every pipeline stage, for the GEMMs of the decoder linears and
-the quantisation of their operands. Attention, norms, communication and the optimizer do not depend on the precision and
-are left out: a ``speedup=`` budget is that of the linears on the slowest stage. The planner predicts the rest of the
-step for the report.
+The times are seconds per training step on one rank of every pipeline stage, for the GEMMs of the decoder linears, the
+quantisation of their operands, and the exchanges between tensor parallel ranks whose bytes formats decide
+(``--snip-communication`` gather and all). Attention, norms, the other communication and the optimizer do not depend on
+the precision and are left out: a ``speedup=`` budget is that of the linears on the slowest stage. The planner predicts
+the exchanges, and the rest of the step for the report.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from snip_megatron.errors import SnipError
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.megatron import compat
 from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format
+from snip_megatron.planner.tensor_parallel import TensorParallel
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
 from snip_megatron.sensitivity.times import HostSeconds, OptionTimes
 from snip_megatron.statistics.table import LinearRow
 from snip_megatron.timing.cost_model import CostModel
@@ -44,17 +47,50 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
         model = load_cost_model(wanted, device)
         formats = [Format(f) for f in (*config.formats, *(f for _, f in config.pins))]
         times = OptionTimes.predict(model, linear_shapes(args, linears), formats)
+        times = _with_exchanges(times, config, args, linears, model)
     except SnipError as error:
         argument = f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-cost {config.cost}"
         raise SnipError(f"{argument} with --snip-budget {config.budget}: {error}") from None
-    step = step_model(args, model, config.gradient_reduction)
+    step = step_model(args, model, config.gradient_reduction, config.communication)
     if step is None:
         return times
     host = step.host_seconds()
     return replace(times, rest=step.fixed_seconds(), host=None if host is None else HostSeconds(*host))
 
 
-def step_model(args: argparse.Namespace, model: CostModel, gradient_reduction: str = "fp32") -> StepModel | None:
+def _with_exchanges(
+    times: OptionTimes, config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow], model: CostModel
+) -> OptionTimes:
+    """Add the seconds of exchanges, also those of formats that only another request for this run has candidates of.
+
+    Experts exchange nothing over these ranks, and are left out.
+    """
+    if config.communication == "bf16":
+        return times
+    ranks, parallel = args.tensor_model_parallel_size, args.sequence_parallel
+    exchanges = TensorParallel(
+        ranks, Rates(model), Links(), communication=config.communication, sequence_parallel=parallel
+    )
+    formats = {*model.formats, *(Format(f) for f in (*config.formats, *(f for _, f in config.pins)))}
+    shapes = linear_shapes(args, linears)
+    found = {
+        name: {
+            gemm.value: {
+                fmt.value: shape.microbatches * exchanges.charge(kind, shape, gemm, fmt)
+                for fmt in sorted(formats, key=lambda f: f.code)
+            }
+            for gemm in Gemm
+        }
+        for kind in LINEAR_KINDS
+        for name, shape in shapes.items()
+        if name.endswith(kind)
+    }
+    return replace(times, exchanges=found, estimated=exchanges.estimated())
+
+
+def step_model(
+    args: argparse.Namespace, model: CostModel, gradient_reduction: str = "fp32", communication: str = "bf16"
+) -> StepModel | None:
     """Return what ``snip plan`` predicts the steps of this run with.
 
     Returns None if the planner does not support the model or its layout. It supports dense Llamas whose layers are
@@ -100,6 +136,7 @@ def step_model(args: argparse.Namespace, model: CostModel, gradient_reduction: s
             embedding_as_layer=args.account_for_embedding_in_pipeline_split,
             loss_as_layer=args.account_for_loss_in_pipeline_split,
             cuda_graph_impl=compat.graph_implementation(args) or "none",
+            communication=communication,
             gradient_reduction=gradient_reduction,
         )
         return StepModel(layout, model)

@@ -10,7 +10,7 @@ from typing import Any
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.phases import Schedule
 from snip_megatron.planner.question import Question
-from snip_megatron.planner.step_time import ALL_BF16, StepModel, StepTime
+from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
 from snip_megatron.precision import Format, Gemm, split_option_id
 from snip_megatron.sensitivity.persistence import STANDING_SHARE, STANDING_WEIGHTS, carried_weights
@@ -18,6 +18,7 @@ from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.phased_problem import phased_items
 from snip_megatron.solver import Problem, Solution
 from snip_megatron.solver.phased import Phase, PhasedProblem, PhasedSolution, solve_phased
+from snip_megatron.timing.shapes import ALL_BF16
 
 ASSUMPTIONS = (
     "phases: one plan for the whole run from losses of one moment; the learning rate falls as half a cosine to 0, and"
@@ -129,7 +130,7 @@ def _phase(step: StepModel, bf16: StepTime, begin: int, steps: int, solution: So
         "fp4_share": fp4_share(model, formats_of),
         "seconds": time.total,
         "speedup": bf16.total / time.total,
-        "linears_seconds": max(stage.linears for stage in time.stages),
+        "linears_seconds": max(stage.priced for stage in time.stages),
         "saved_seconds": steps * (bf16.total - time.total),
         "loss": solution.loss,
     }
@@ -148,7 +149,7 @@ def _averages(bf16: StepTime, rows: Sequence[Body], solution: PhasedSolution) ->
         "average_seconds": seconds,
         "bf16_seconds": bf16.total,
         "average_speedup": bf16.total / seconds,
-        "average_linears_speedup": max(stage.linears for stage in bf16.stages) / mean("linears_seconds"),
+        "average_linears_speedup": max(stage.priced for stage in bf16.stages) / mean("linears_seconds"),
         "achieved": solution.achieved,
         "saved_seconds": math.fsum(row["saved_seconds"] for row in rows),
     }

@@ -15,10 +15,11 @@ from snip_megatron.planner.memory import FormatsOf, native_formats, stage_memory
 from snip_megatron.planner.phases import PlannedRun, plan_phases
 from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.question import Question, pose
-from snip_megatron.planner.step_time import ALL_BF16, StepModel, StepTime
+from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
 from snip_megatron.precision import LINEAR_KINDS, Format
 from snip_megatron.solver import Solution, solve
+from snip_megatron.timing.shapes import ALL_BF16
 
 PLAN_SCHEMA = "snip.plan/1"
 INFEASIBLE_EXIT = 3
@@ -168,7 +169,8 @@ def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:
 
 
 def _linears(time: StepTime) -> float:
-    return max(stage.linears for stage in time.stages)
+    """Return the seconds whose ratio a ``speedup=`` budget bounds."""
+    return max(stage.priced for stage in time.stages)
 
 
 def _budget(step: StepModel, question: Question, solution: Solution, formats_of: FormatsOf) -> Body:

@@ -122,7 +122,7 @@ def pose(question: Question, step: StepModel) -> Problem:
         budget = Budget(speedup=question.wanted, fixed_cost=tuple(step.fixed_seconds().items()))
     else:
         budget = Budget(speedup=question.wanted)
-    return with_times(base, step.shapes, step.model, budget)
+    return with_times(base, step.shapes, step.model, budget, step.charge)
 
 
 def _items(question: Question, layout: Layout) -> list[Item]:

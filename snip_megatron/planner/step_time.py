@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from snip_megatron.planner.host import Host, host_seconds
@@ -14,18 +14,17 @@ from snip_megatron.planner.tensor_parallel import TensorParallel
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
 from snip_megatron.quantization.ranges import gathered_bytes
 from snip_megatron.timing.cost_model import CostModel
-from snip_megatron.timing.shapes import Formats, LinearShape
+from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
 
 ASSUMPTIONS = (
     "step: the slowest stage's work times 1 + (pp − 1) / (vpp · microbatches), plus exposed gradient and parameter"
     " communication and the optimizer; data parallel ranks are equally fast",
     "tensor parallel communication: the forward's is exposed, and under sequence parallelism the gather of an output"
     " gradient; the rest of the backward's hides behind its GEMMs; pipeline sends are exposed unless the pipeline is"
-    " virtual",
+    " virtual; exchanges whose bytes formats decide count to the time of linears",
     "data loading, logging and checkpoints take no time",
 )
 
-ALL_BF16: Formats = (Format.BF16,) * 3
 # Tensors that a block's element-wise kernels read and write in the forward and in the backward.
 _NORM, _ADD, _ROPE, _SWIGLU = (2, 3), (3, 3), (2, 2), (3, 5)
 _LOSS_BYTES = 20  # per logit: read in bf16; written, read, written, read in FP32; gradient written in bf16
@@ -47,6 +46,8 @@ class StageTime:
         elementwise: element-wise kernels of the blocks.
         ends: embedding, output layer and loss.
         tensor_parallel: exposed tensor parallel communication.
+        exchanges: the part of ``tensor_parallel`` that formats decide (``tensor_parallel.py``). It is 0 with
+            communication in bf16.
         pipeline: exposed pipeline communication.
         host: seconds in which the host launches the work. They overlap with the seconds of the GPU.
         host_known: whether ``host`` covers all launches of a training, so that the stage cannot be faster. Otherwise it
@@ -58,14 +59,20 @@ class StageTime:
     elementwise: float
     ends: float
     tensor_parallel: float
+    exchanges: float
     pipeline: float
     host: float = 0.0
     host_known: bool = False
 
     @property
     def other(self) -> float:
-        """Seconds outside the linears. They depend on formats only by ``--communication`` gather or all."""
+        """Seconds outside the linears. They depend on formats only by ``exchanges``."""
         return math.fsum((self.attention, self.elementwise, self.ends, self.tensor_parallel, self.pipeline))
+
+    @property
+    def priced(self) -> float:
+        """Seconds that formats decide, of the linears and of their exchanges: the time of a ``speedup=`` budget."""
+        return self.linears + self.exchanges
 
     @property
     def work(self) -> float:
@@ -131,7 +138,13 @@ class StepModel:
         self.rates = Rates(model)
         self.host = Host(layout, model)
         self.shapes: Mapping[str, LinearShape] = layout.linear_shapes()
-        self._exchanges = TensorParallel(layout, self.rates, self.links)
+        self.exchanges = TensorParallel(
+            layout.tp,
+            self.rates,
+            self.links,
+            communication=layout.communication,
+            sequence_parallel=layout.sequence_parallel,
+        )
         self._linears: dict[tuple[str, Formats], float] = {}
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -142,14 +155,15 @@ class StepModel:
         return StepTime(stages, self.layout.bubble, data_parallel, optimizer)
 
     def fixed_seconds(self) -> dict[int, float]:
-        """Return stage → seconds of a step outside the linears in bf16, for the ``fixed_cost`` of a budget.
+        """Return stage → seconds of a step that no format changes, for the ``fixed_cost`` of a budget.
 
-        The time after the pipeline is divided by the factor of the bubble, so that the sum of the slowest stage times
-        this factor is the step time.
+        Exchanges whose bytes formats decide are not among them (:meth:`charge`), all other exchanges are. The time
+        after the pipeline is divided by the factor of the bubble, so that the sum of the slowest stage times this
+        factor is the step time.
         """
         bf16 = self.step(lambda block, kind: ALL_BF16)
         after = self._after_stage(bf16)
-        return {stage: time.other + after for stage, time in enumerate(bf16.stages)}
+        return {stage: time.other - time.exchanges + after for stage, time in enumerate(bf16.stages)}
 
     def host_seconds(self) -> tuple[dict[int, float], dict[str, float]] | None:
         """Return the launching seconds of a step, which a run stores for its predictions. None if they are not known.
@@ -181,7 +195,8 @@ class StepModel:
             attention=count * ((1 + again) * forward + backward),
             elementwise=count * self.rates.memory(self._block_bytes()),
             ends=layout.microbatches * self._ends(stage),
-            tensor_parallel=layout.microbatches * math.fsum(self._exchanges.seconds(*linear) for linear in each),
+            tensor_parallel=self._exchanged(self.exchanges.seconds, each),
+            exchanges=self._exchanged(self.exchanges.priced, each),
             pipeline=layout.microbatches * self._pipeline(stage),
             host=self._host(stage, [formats for _, formats in each]),
             host_known=self.host.known,
@@ -193,6 +208,15 @@ class StepModel:
         if key not in self._linears:
             self._linears[key] = self.model.linear_seconds(self.shapes[kind], formats)
         return self._linears[key]
+
+    def charge(self, kind: str, gemm: Gemm, fmt: Format) -> float:
+        """Return the seconds of a step's exchanges that one GEMM of a linear is charged in a budget of time."""
+        return self.layout.microbatches * self.exchanges.charge(kind, self.shapes[kind], gemm, fmt)
+
+    def _exchanged(
+        self, seconds: Callable[[str, LinearShape, Formats], float], linears: Sequence[tuple[str, Formats]]
+    ) -> float:
+        return self.layout.microbatches * math.fsum(seconds(kind, self.shapes[kind], fmt) for kind, fmt in linears)
 
     def _block_bytes(self) -> float:
         """Return the bytes that a block's element-wise kernels read and write in one microbatch."""

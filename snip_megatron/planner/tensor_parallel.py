@@ -1,76 +1,133 @@
-"""Exposed seconds of a linear's communication over tensor parallel ranks (``gemm/README.md``, gathers and sums)."""
+"""Exposed seconds of a linear's exchanges over tensor parallel ranks (``layers/README.md``, gathers and sums).
+
+With ``--snip-communication gather`` or ``all`` the exchanges of a linear depend on the formats of its GEMMs.
+:meth:`TensorParallel.seconds` knows all three formats and is exact. A Problem adds up single GEMMs, so
+:meth:`TensorParallel.charge` attributes every exchange to the GEMM whose format decides its bytes: the gather of X and
+the sum of Y to fprop, the kernels of the sum of ∂L/∂X to dgrad.
+
+The gather of G depends on two formats. It is quantised only if dgrad and wgrad both are, and if their two operands have
+fewer bytes than bf16. dgrad and wgrad are charged their Shapley values, as for a quantisation that two GEMMs share
+(``timing/table_model.py``): each a half of the gather's time with both in its own format. The sum is exact if both have
+one format, and if G is gathered in bf16 whatever the two of them are. Otherwise it errs by at most half of the
+difference between gathering in bf16 and in the smaller of the two formats.
+"""
 
 from __future__ import annotations
 
-from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import packed_bytes, scale_bytes
 from snip_megatron.planner.rates import Links, Rates
-from snip_megatron.precision import Format
-from snip_megatron.timing.shapes import COLUMN_PARALLEL, Formats
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.timing.collectives import MeasuredCollectives
+from snip_megatron.timing.shapes import ALL_BF16, COLUMN_PARALLEL, Formats, LinearShape
 
 
 class TensorParallel:
-    """Predicts the communication of linears.
+    """Predicts the exchanges of linears.
 
     Every linear exchanges a matrix of hidden features: X and ∂L/∂X of a column parallel linear, Y and G of a row
     parallel one. What overlaps with GEMMs is not counted: in the backward the gathers for weight gradients and the sums
-    of ∂L/∂X.
+    of ∂L/∂X, except for the kernels that quantise and add. All seconds are those of one microbatch.
 
     Args:
-        layout: the sizes.
+        ranks: the tensor parallel size.
         rates: the rates of memory and of measured collectives.
         links: bandwidths, for what was not measured.
+        communication: ``--snip-communication``: ``bf16``, ``gather`` or ``all``.
+        sequence_parallel: whether sequence parallelism is on. Quantised communication needs it.
     """
 
-    def __init__(self, layout: Layout, rates: Rates, links: Links) -> None:
-        self._layout, self._rates, self._links = layout, rates, links
-        self._sent = (layout.tp - 1) / layout.tp * layout.tokens * layout.model.hidden
-        self._packs, self._reduces = layout.communication != "bf16", layout.communication == "all"
+    def __init__(
+        self, ranks: int, rates: Rates, links: Links, *, communication: str = "bf16", sequence_parallel: bool = False
+    ) -> None:
+        self._ranks, self._rates, self._links = ranks, rates, links
+        self._sequence_parallel = sequence_parallel
+        self._packs, self._reduces = communication != "bf16", communication == "all"
 
-    def seconds(self, kind: str, formats: Formats) -> float:
-        """Return the exposed seconds of one linear in one microbatch."""
-        layout = self._layout
-        if layout.tp == 1:
+    def seconds(self, kind: str, shape: LinearShape, formats: Formats) -> float:
+        """Return the exposed seconds of a linear on one rank, in the formats of fprop, dgrad and wgrad."""
+        if self._ranks == 1:
             return 0.0
         fprop, dgrad, wgrad = formats
-        forwards = 2 if layout.recompute == "full" else 1
-        column = kind in COLUMN_PARALLEL
-        if not layout.sequence_parallel:  # an all-reduce of Y
-            return 0.0 if column else forwards * (self._sum(Format.BF16) + self._gather(Format.BF16))
+        elements, column = _exchanged(kind, shape), kind in COLUMN_PARALLEL
+        if not self._sequence_parallel:  # an all-reduce of Y
+            whole = self._sum(elements, Format.BF16) + self._gather(elements, Format.BF16)
+            return 0.0 if column else shape.forwards * whole
         if column:
-            return forwards * self._gather(fprop)
-        return forwards * self._sum(fprop) + self._gather_gradient(dgrad, wgrad)
+            return shape.forwards * self._gather(elements, fprop) + self._sum_kernels(elements, dgrad)
+        return shape.forwards * self._sum(elements, fprop) + self._gather_gradient(elements, dgrad, wgrad)
 
-    def _gather(self, fmt: Format) -> float:
+    def charge(self, kind: str, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
+        """Return the part of :meth:`seconds` that one GEMM is charged. It is 0 if no format changes this part."""
+        if self._ranks == 1 or not self._packs:
+            return 0.0
+        elements, column = _exchanged(kind, shape), kind in COLUMN_PARALLEL
+        if gemm is Gemm.FPROP:
+            if column:
+                return shape.forwards * self._gather(elements, fmt)
+            return shape.forwards * self._sum(elements, fmt) if self._reduces else 0.0
+        if column:
+            return self._sum_kernels(elements, fmt) if gemm is Gemm.DGRAD else 0.0
+        return self._gather_gradient(elements, fmt, fmt) / 2
+
+    def priced(self, kind: str, shape: LinearShape, formats: Formats) -> float:
+        """Return the part of :meth:`seconds` that formats decide, exactly. In bf16 it is the sum of the charges."""
+        charged = sum(self.charge(kind, shape, gemm, Format.BF16) for gemm in Gemm)
+        return charged + self.seconds(kind, shape, formats) - self.seconds(kind, shape, ALL_BF16)
+
+    def estimated(self) -> str:
+        """Return how exchanges are estimated, as half a sentence; empty if they were measured with so many ranks."""
+        measured = self._measured()
+        if measured is None:
+            return f"at {self._links.of(self._ranks) / 1e9:g} GB/s a GPU"
+        sizes = measured.ranks()
+        return "" if self._ranks in sizes else f"by what {' and '.join(map(str, sizes))} ranks take"
+
+    # -- single exchanges ----------------------------------------------------------------------------------------
+    def _gather(self, elements: float, fmt: Format) -> float:
         """Return the seconds of gathering a matrix in a format, elements and scales."""
         if not self._packs or fmt is Format.BF16:
-            return self._collective("all_gather", "bf16", 2.0 * self._sent)
-        return self._packed("all_gather", fmt)
+            return self._collective("all_gather", "bf16", 2.0 * self._sent(elements))
+        return self._packed("all_gather", elements, fmt)
 
-    def _gather_gradient(self, dgrad: Format, wgrad: Format) -> float:
+    def _gather_gradient(self, elements: float, dgrad: Format, wgrad: Format) -> float:
         """Return the seconds of gathering G before dgrad can start. The operand of wgrad is gathered during dgrad."""
         quantised = Format.BF16 not in (dgrad, wgrad) and packed_bytes(dgrad) + packed_bytes(wgrad) < 2.0
-        return self._gather(dgrad if quantised else Format.BF16)
+        return self._gather(elements, dgrad if quantised else Format.BF16)
 
-    def _sum(self, fmt: Format) -> float:
+    def _sum(self, elements: float, fmt: Format) -> float:
         """Return the seconds of summing the partial results of a GEMM in a format."""
         if not self._reduces or fmt is Format.BF16:
-            return self._collective("reduce_scatter", "bf16", 2.0 * self._sent)
-        layout = self._layout
-        elements, sent = layout.tokens * layout.model.hidden, packed_bytes(Format.FP8)
-        quantised = elements * (2.0 + sent)
-        added = elements * sent + elements / layout.tp * (2.0 + 2.0)
-        return self._rates.memory(quantised + added) + self._packed("all_to_all", Format.FP8)
+            return self._collective("reduce_scatter", "bf16", 2.0 * self._sent(elements))
+        return self._sum_kernels(elements, fmt) + self._packed("all_to_all", elements, Format.FP8)
 
-    def _packed(self, collective: str, fmt: Format) -> float:
-        scales = scale_bytes(fmt) * self._sent
-        elements = self._collective(collective, "uint8", fmt.bits / 8 * self._sent)
-        return elements + (self._collective(collective, "uint8", scales) if scales else 0.0)
+    def _sum_kernels(self, elements: float, fmt: Format) -> float:
+        """Return the seconds of the kernels that quantise partial results of a GEMM and add them; 0 in bf16."""
+        if not self._reduces or fmt is Format.BF16:
+            return 0.0
+        sent = packed_bytes(Format.FP8)
+        quantised = elements * (2.0 + sent)
+        added = elements * sent + elements / self._ranks * (2.0 + 2.0)
+        return self._rates.memory(quantised + added)
+
+    def _packed(self, collective: str, elements: float, fmt: Format) -> float:
+        sent, scales = self._sent(elements), scale_bytes(fmt) * self._sent(elements)
+        values = self._collective(collective, "uint8", fmt.bits / 8 * sent)
+        return values + (self._collective(collective, "uint8", scales) if scales else 0.0)
 
     def _collective(self, collective: str, dtype: str, sent: float) -> float:
-        ranks, measured = self._layout.tp, self._rates.collectives
-        if measured is not None and ranks <= self._links.node_size:
-            found = measured.seconds(collective, dtype, ranks, sent)
-            if found is not None:
-                return found
-        return sent / self._links.of(ranks)
+        measured = self._measured()
+        found = None if measured is None else measured.seconds(collective, dtype, self._ranks, sent)
+        return sent / self._links.of(self._ranks) if found is None else found
+
+    def _measured(self) -> MeasuredCollectives | None:
+        """Return the measured collectives, which are those inside a node."""
+        return self._rates.collectives if self._ranks <= self._links.node_size else None
+
+    def _sent(self, elements: float) -> float:
+        """Return how many of a matrix's elements a rank sends."""
+        return (self._ranks - 1) / self._ranks * elements
+
+
+def _exchanged(kind: str, shape: LinearShape) -> float:
+    """Return the elements of the matrix that a linear exchanges: tokens × the features that are not split."""
+    return float(shape.tokens * (shape.k if kind in COLUMN_PARALLEL else shape.n))

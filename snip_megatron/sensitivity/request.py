@@ -51,9 +51,9 @@ class SolveRequest:
         target: fp4 share in [0, 1] of the FLOPs of *all* decoder linears (docs/method.md, definitions).
         stage_tolerance: how far a pipeline stage may stay below ``target``. None: no stage constraint.
         speedup: replaces ``target``: time of the decoder's linears in bf16 divided by their time under the map, on the
-            slowest pipeline stage; 1 or more.
+            slowest pipeline stage; 1 or more. Exchanges whose bytes formats decide are part of both.
         loss: replaces ``target``: largest Σ of scores that the fastest map may have, in the policy's unit (nats).
-        times: predicted seconds of every GEMM, required by ``speedup`` and ``loss``.
+        times: predicted seconds of every GEMM and its exchanges, required by ``speedup`` and ``loss``.
         change_penalty: loss added for every choice that differs from the hint, in units of the mean, over options, of
             the loss of an option's worst format. 0: none.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.

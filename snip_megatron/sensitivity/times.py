@@ -1,9 +1,9 @@
-"""Predicted seconds of every GEMM of a run: the costs of options under ``speedup=`` and ``loss=`` budgets."""
+"""Predicted seconds of every GEMM of a run and its exchanges: the costs of options under budgets of time and loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,12 +48,17 @@ class OptionTimes:
             included. A name takes precedence over a kind.
         rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
         host: seconds of launching a step; None if the host is not modelled.
+        exchanges: as ``seconds``: seconds per step in which tensor parallel ranks exchange what this GEMM takes or
+            makes, as far as its format decides them. Empty if no format decides any.
+        estimated: how the seconds of exchanges are estimated, as half a sentence; empty if they were measured.
     """
 
     model: str
     seconds: Seconds
     rest: Mapping[int, float] = field(default_factory=dict)
     host: HostSeconds | None = None
+    exchanges: Seconds = field(default_factory=dict)
+    estimated: str = ""
 
     @classmethod
     def predict(cls, model: CostModel, shapes: Mapping[str, LinearShape], formats: Iterable[Format]) -> OptionTimes:
@@ -77,14 +82,15 @@ class OptionTimes:
         )
 
     def of(self, linear: str, gemm: Gemm | None, fmt: str) -> float:
-        """Return the seconds of one GEMM, or of all three if ``gemm`` is None. Raises SnipError if
+        """Return the seconds of one GEMM and its exchanges, or of all three if ``gemm`` is None. Raises SnipError if
         they are not known.
         """
-        known = self.seconds.get(linear) or self.seconds.get(LinearId.parse(linear).kind)
+        known = _of_linear(self.seconds, linear)
         if known is None:
             raise SnipError(f"{linear}: its predicted time is not known")
+        parts = [known] if (exchanges := _of_linear(self.exchanges, linear)) is None else [known, exchanges]
         try:
-            return math.fsum(known[g.value][fmt] for g in ((gemm,) if gemm is not None else Gemm))
+            return math.fsum(part[g.value][fmt] for g in ((gemm,) if gemm is not None else Gemm) for part in parts)
         except KeyError:
             raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}") from None
 
@@ -123,23 +129,36 @@ class OptionTimes:
         if self.host is not None:
             by_stage = {str(k): v for k, v in self.host.stages.items()}
             body["host"] = {"stages": by_stage, "gemm": dict(self.host.gemm)}
+        if self.exchanges:
+            body |= {"exchanges": self.exchanges, "estimated": self.estimated}
         return body
 
     @classmethod
     def from_dict(cls, body: Any, where: str) -> OptionTimes:
         """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
         try:
-            seconds = {
-                str(name): {
-                    Gemm(gemm).value: {Format(fmt).value: _positive(value) for fmt, value in by_format.items()}
-                    for gemm, by_format in by_gemm.items()
-                }
-                for name, by_gemm in body["seconds"].items()
-            }
+            seconds = _seconds(body["seconds"], _positive)
             rest = {int(stage): _positive(value) for stage, value in body.get("rest", {}).items()}
-            return cls(str(body["model"]), seconds, rest, _host(body.get("host")))
+            exchanges = _seconds(body.get("exchanges", {}), _not_negative)
+            return cls(
+                str(body["model"]), seconds, rest, _host(body.get("host")), exchanges, str(body.get("estimated", ""))
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SnipError(f"{where}: not predicted times ({quoted(error)})") from None
+
+
+def _of_linear(seconds: Seconds, linear: str) -> Mapping[str, Mapping[str, float]] | None:
+    return seconds.get(linear) or seconds.get(LinearId.parse(linear).kind)
+
+
+def _seconds(body: Any, checked: Callable[[Any], float]) -> Seconds:
+    return {
+        str(name): {
+            Gemm(gemm).value: {Format(fmt).value: checked(value) for fmt, value in by_format.items()}
+            for gemm, by_format in by_gemm.items()
+        }
+        for name, by_gemm in body.items()
+    }
 
 
 def _host(body: Any) -> HostSeconds | None:
@@ -151,6 +170,12 @@ def _host(body: Any) -> HostSeconds | None:
 
 def _finite(value: Any) -> float:
     if not is_finite(value):
+        raise ValueError(f"{quoted(value)} is no time")
+    return float(value)
+
+
+def _not_negative(value: Any) -> float:
+    if _finite(value) < 0:
         raise ValueError(f"{quoted(value)} is no time")
     return float(value)
 

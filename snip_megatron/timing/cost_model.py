@@ -7,7 +7,7 @@ costs of a Problem, for budgets of ``speedup`` and ``loss``. Imports neither tor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -88,7 +88,13 @@ def option_seconds(model: CostModel, shape: LinearShape, gemm: Gemm | None, fmt:
     return math.fsum(model.seconds(shape, g, fmt) for g in ((gemm,) if gemm is not None else Gemm))
 
 
-def with_times(problem: Problem, shapes: Mapping[str, LinearShape], model: CostModel, budget: Budget) -> Problem:
+def with_times(
+    problem: Problem,
+    shapes: Mapping[str, LinearShape],
+    model: CostModel,
+    budget: Budget,
+    exchanges: Callable[[str, Gemm, Format], float] | None = None,
+) -> Problem:
     """Return a Problem with the same items and losses, and with seconds as costs.
 
     The cost of an item is its time in bf16. The saving of a choice is that cost minus the time in its format.
@@ -98,23 +104,27 @@ def with_times(problem: Problem, shapes: Mapping[str, LinearShape], model: CostM
         shapes: shapes by the name of a linear, or by its kind if all blocks are alike.
         model: predicts the times.
         budget: the new budget; its ``fixed_cost`` is in seconds a step of each stage.
+        exchanges: kind of linear, GEMM, format → seconds of a step in which ranks exchange what this GEMM takes or
+            makes. None: no exchange depends on a format.
 
     Raises:
         SnipError: an item has no shape, or the model cannot predict a format.
     """
-    times: dict[tuple[LinearShape, Gemm | None, Format], float] = {}
+    times: dict[tuple[str, LinearShape, Gemm | None, Format], float] = {}
 
-    def seconds(shape: LinearShape, gemm: Gemm | None, fmt: Format) -> float:
-        key = (shape, gemm, fmt)
+    def seconds(kind: str, shape: LinearShape, gemm: Gemm | None, fmt: Format) -> float:
+        key = (kind, shape, gemm, fmt)
         if key not in times:
             times[key] = option_seconds(model, shape, gemm, fmt)
+            if exchanges is not None:
+                times[key] += math.fsum(exchanges(kind, g, fmt) for g in ((gemm,) if gemm is not None else Gemm))
         return times[key]
 
     def timed(item: Item) -> Item:
         linear, gemm = split_option_id(item.id)
-        shape = _shape_of(linear, shapes)
-        cost = seconds(shape, gemm, Format.BF16)
-        choices = tuple(Choice(c.format, c.loss, cost - seconds(shape, gemm, c.format)) for c in item.choices)
+        key = (linear.kind, _shape_of(linear, shapes), gemm)
+        cost = seconds(*key, Format.BF16)
+        choices = tuple(Choice(c.format, c.loss, cost - seconds(*key, c.format)) for c in item.choices)
         return replace(item, cost=cost, choices=choices)
 
     return Problem(budget=budget, items=tuple(timed(item) for item in problem.items))

@@ -1,4 +1,4 @@
-"""What a run says about its host before the first step."""
+"""What a run says before its first step about the seconds of a budget of time: its host, its exchanges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.megatron.host_notice import say_what_the_host_allows
+from snip_megatron.megatron.host_notice import say_how_exchanges_are_estimated, say_what_the_host_allows
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import HostSeconds, OptionTimes
 
@@ -39,3 +39,17 @@ def test_a_budget_that_the_host_does_not_allow_is_said_with_the_remedy(capsys: p
         " launching a step takes it 11 s, the GPU would take 9 s; capture CUDA graphs (--cuda-graph-impl), use larger"
         " microbatches (--micro-batch-size), or fewer tensor parallel ranks"
     )
+
+
+def test_exchanges_without_measured_collectives_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def of_exchanges(times: OptionTimes | None) -> list[str]:
+        say_how_exchanges_are_estimated(SolveRequest(formats=("bf16", "fp8"), speedup=1.5, times=times))
+        return capsys.readouterr().out.splitlines()
+
+    (line,) = of_exchanges(replace(TIMES, exchanges={KIND: SECONDS}, estimated="at 350 GB/s a GPU"))
+    assert line == (
+        "snip: the times of GPU hold no collectives of this many tensor parallel ranks: exchanges are priced at 350"
+        " GB/s a GPU (snip calibrate --ranks N measures them)"
+    )
+    assert of_exchanges(TIMES) == []
+    assert of_exchanges(None) == []

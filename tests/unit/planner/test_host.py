@@ -18,10 +18,11 @@ from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.question import parse_question
 from snip_megatron.planner.render import render
-from snip_megatron.planner.step_time import ALL_BF16, StepModel
+from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
 from snip_megatron.sensitivity.times import HostSeconds, OptionTimes
 from snip_megatron.timing.models import load_model
+from snip_megatron.timing.shapes import ALL_BF16
 from snip_megatron.timing.table import Launching
 from snip_megatron.timing.table_model import TimingModel
 

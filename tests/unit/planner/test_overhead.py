@@ -8,9 +8,9 @@ import pytest
 
 from snip_megatron.planner.overhead import overhead, table_entries
 from snip_megatron.planner.probes import Probes, calls, microbatches_by_kind, probe_microbatches, trials
-from snip_megatron.planner.step_time import ALL_BF16
 from snip_megatron.precision import LINEAR_KINDS, LinearId
 from snip_megatron.statistics.measured_schedule import Schedule
+from snip_megatron.timing.shapes import ALL_BF16
 
 from .formula import SMALL, layout, step_model, with_blocks
 

@@ -123,6 +123,30 @@ def test_from_a_share_to_a_speedup_needs_times(share: Path) -> None:
     assert problem.items[0].cost == load_cost_model("h200").seconds(shape, Gemm.FPROP, Format.BF16)
 
 
+def test_exchanges_are_those_of_the_run_with_other_times_too(tmp_path: Path) -> None:
+    """Whether its request or, under a share of FLOPs, its predictions hold them."""
+    formats = ("bf16", "fp8", "fp8_tensor")
+    times = OptionTimes.predict(load_cost_model("flops"), LINEAR_SHAPES, [Format(f) for f in formats])
+    row = {"bf16": 0.5, "fp8": 0.25, "fp8_tensor": 0.125}
+    times = dataclasses.replace(
+        times, exchanges={"self_attention.linear_qkv": dict.fromkeys(("fprop", "dgrad", "wgrad"), row)}
+    )
+    budget, change = Budget(speedup=1.4), Change({"formats": formats, "pins": ()}, cost="h200")
+    timed = write_run(tmp_path / "timed", SolveRequest(formats=formats, speedup=1.5, times=times))
+    share = write_run(tmp_path / "share", SolveRequest(target=0.5))
+    config = json.loads((share / "config.json").read_text())
+    config["facts"]["predicted_times"] = times.as_dict()
+    (share / "config.json").write_text(json.dumps(config))
+    alone = load_cost_model("h200").seconds(LINEAR_SHAPES["self_attention.linear_qkv"], Gemm.FPROP, Format.BF16)
+    for run in (timed, share):
+        problem = rebuild(stored(run), change, budget)
+        assert problem.items[0].cost == pytest.approx(alone + 0.5)
+        assert problem.items[1].id.endswith("linear_qkv:dgrad")
+    wanted = Change({"formats": ("bf16", "fp4"), "pins": ()}, cost="h200")
+    with pytest.raises(SnipError, match="hold none in fp4"):
+        rebuild(stored(timed), wanted, budget)
+
+
 def test_from_a_speedup_to_a_share_leaves_bf16_to_pins(timed: Path) -> None:
     with pytest.raises(SnipError, match="bf16 is no candidate"):
         rebuild(stored(timed), Change({"formats": ("bf16", "fp4")}), Budget(0.5, 0.02))

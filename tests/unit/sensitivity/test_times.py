@@ -96,6 +96,37 @@ def test_pins_and_times_of_single_linears() -> None:
     assert pinned.choices[0].saving == pinned.cost - fp4
 
 
+EXCHANGED = {"fprop": {"bf16": 0.5, "fp8": 0.25, "fp8_tensor": 0.0}}
+EXCHANGED |= {gemm: dict.fromkeys(FORMATS, 0.0) for gemm in ("dgrad", "wgrad")}
+
+
+@pytest.mark.parametrize("granularity", ["gemm", "layer"])
+def test_exchanges_are_part_of_costs_and_savings(granularity: str) -> None:
+    """Of qkv; the other linears have none."""
+    kind = "self_attention.linear_qkv"
+    table = make_table(layers=2, formats=("fp8", "fp8_tensor"))
+    bare, _ = build_problem(table, request(granularity=granularity))
+    priced = replace(times(), exchanges={kind: EXCHANGED})
+    problem, _ = build_problem(table, request(granularity=granularity, times=priced))
+    for item, before in zip(problem.items, bare.items, strict=True):
+        linear, gemm = split_option_id(item.id)
+        if linear.kind == kind and gemm in (Gemm.FPROP, None):
+            assert item.cost == pytest.approx(before.cost + 0.5)
+            gained = [c.saving - b.saving for c, b in zip(item.choices, before.choices, strict=True)]
+            assert gained == pytest.approx([0.0, 0.25, 0.5])
+        else:
+            assert item == before
+    stages = {f"decoder.layers.0.{kind}": 0, f"decoder.layers.1.{kind}": 0}
+    assert priced.linears(stages)[0] == pytest.approx(times().linears(stages)[0] + 2 * 0.5)
+
+
+def test_an_exchange_that_is_not_known_is_named() -> None:
+    priced = replace(times(formats=(*FORMATS, "fp4")), exchanges={"self_attention.linear_qkv": EXCHANGED})
+    assert priced.of("decoder.layers.0.mlp.linear_fc1", Gemm.FPROP, "fp4") > 0
+    with pytest.raises(SnipError, match="hold none in fp4"):
+        priced.of("decoder.layers.0.self_attention.linear_qkv", Gemm.FPROP, "fp4")
+
+
 # -- reachable -------------------------------------------------------------------------------------------------
 def test_what_is_reachable_is_named_and_is_reachable() -> None:
     rows = linear_rows(4, stages=2)
@@ -163,6 +194,7 @@ def test_the_penalty_is_in_means_of_the_worst_losses() -> None:
         SolveRequest(pins=(("*.0.*", "bf16"),), unquantised_flops=3.0, unquantised_stage_flops={0: 1.0, 1: 2.0}),
         request(granularity="layer", change_penalty=0.5),
         request(speedup=None, loss=0.002, q="noise", times=replace(times(), rest={0: 0.25, 1: 0.5})),
+        request(times=replace(times(), exchanges={"mlp.linear_fc1": EXCHANGED}, estimated="at 350 GB/s a GPU")),
     ],
 )
 def test_a_request_survives_json(made: SolveRequest) -> None:
@@ -178,6 +210,9 @@ def test_a_request_survives_json(made: SolveRequest) -> None:
         {"times": {"model": "x"}},
         {"times": {"model": "x", "seconds": {"mlp.linear_fc1": {"fprop": {"bf16": -1.0}}}}},
         {"times": {"model": "x", "seconds": {"mlp.linear_fc1": {"sideways": {}}}}},
+        {"times": {"model": "x", "seconds": {}, "exchanges": {"mlp.linear_fc1": {"fprop": {"bf16": -1.0}}}}},
+        {"times": {"model": "x", "seconds": {}, "exchanges": {"mlp.linear_fc1": {"fprop": {"bf16": True}}}}},
+        {"times": {"model": "x", "seconds": {}, "exchanges": []}},
         {"target": "much"},
         {"granularity": "block"},
         {"speedup": 1.2, "loss": 0.1},

@@ -1,0 +1,148 @@
+"""Exchanges in the costs of a run's options: a run promises what ``snip plan`` predicts."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from run_arguments import WANTED, arguments
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.megatron.model_linears import model_linears
+from snip_megatron.megatron.step_costs import option_times
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.step_time import StepModel
+from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.models import ModelShape
+from snip_megatron.timing.shapes import ALL_BF16, Formats
+
+MODES = ("bf16", "gather", "all")
+FORMATS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.FP4)
+LLAMA = ModelShape("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
+
+
+def planned(communication: str, model: str, **sizes: Any) -> StepModel:
+    """What ``snip plan`` predicts the run of ``arguments()`` with."""
+    layout = Layout(LLAMA, tp=2, pp=2, vpp=1, dp=2, seq_length=2048, micro_batch_size=2, global_batch_size=16,
+                    sequence_parallel=True, communication=communication, **sizes)  # fmt: skip
+    return StepModel(layout, load_cost_model(model))
+
+
+def of_run(communication: str, model: str, **given: Any) -> OptionTimes:
+    args = arguments(**given)
+    cost = {"cost": "flops"} if model == "flops" else {"timings": model}
+    formats = tuple(fmt.value for fmt in FORMATS)
+    return option_times(
+        SnipConfig(**WANTED | {"formats": formats}, communication=communication, **cost), args, model_linears(args)
+    )
+
+
+def random_map(rng: random.Random, *, mixed: bool) -> PrecisionMap:
+    """Formats by linear. ``mixed``: fprop has its own; dgrad and wgrad share one, so that the price of G is exact."""
+    choices = {}
+    for block in range(8):
+        for kind in LINEAR_KINDS:
+            forward, backward = rng.choice(FORMATS), rng.choice(FORMATS)
+            for gemm in Gemm:
+                chosen = forward if mixed and gemm is Gemm.FPROP else backward
+                choices[option_id(str(LinearId(block, kind)), gemm)] = chosen
+    return PrecisionMap(version=1, choices=choices)
+
+
+def formats_in(precision_map: PrecisionMap, block: int, kind: str) -> Formats:
+    fprop, dgrad, wgrad = (precision_map.format_of(str(LinearId(block, kind)), gemm) for gemm in Gemm)
+    return fprop, dgrad, wgrad
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize(("model", "mixed"), [("h200", False), ("flops", True)])
+@pytest.mark.parametrize("communication", MODES)
+def test_planned_steps_are_the_options_seconds_and_the_rest(
+    communication: str, model: str, mixed: bool, recompute: str | None
+) -> None:
+    """TP 2 with sequence parallelism, two stages. The h200 table has the collectives of two ranks."""
+    given = {} if recompute is None else {"recompute_granularity": "full", "recompute_method": "uniform"}
+    times = of_run(communication, model, **given)
+    step = planned(communication, model, recompute=recompute or "none")
+    stages = {str(LinearId(block, kind)): block // 4 for block in range(8) for kind in LINEAR_KINDS}
+    bf16 = step.step(lambda block, kind: ALL_BF16).total
+    rng = random.Random(17)
+    for _ in range(10):
+        chosen = random_map(rng, mixed=mixed)
+        predicted = step.step(lambda block, kind, of=chosen: formats_in(of, block, kind)).total
+        seconds = {0: 0.0, 1: 0.0}
+        for name, stage in stages.items():
+            seconds[stage] += math.fsum(times.of(name, g, chosen.format_of(name, g).value) for g in Gemm)
+        summed = step.layout.bubble * max(times.rest[stage] + found for stage, found in seconds.items())
+        assert summed == pytest.approx(predicted, rel=1e-9)
+        reference = times.linears(stages)
+        saved = {stage: 1.0 - seconds[stage] / reference[stage] for stage in seconds}
+        assert times.step_speedup(stages, saved) == pytest.approx(bf16 / predicted, rel=1e-9)
+
+
+def test_the_reference_of_a_step_s_speedup_contains_every_exposed_exchange() -> None:
+    """In bf16 they are all in the rest; with ``all`` they are in the linears, whose bf16 formats take as long."""
+    stages = {str(LinearId(block, kind)): block // 4 for block in range(8) for kind in LINEAR_KINDS}
+    exposed = planned("bf16", "h200").step(lambda block, kind: ALL_BF16).stages[1].tensor_parallel
+    found = {mode: of_run(mode, "h200") for mode in MODES}
+    linears = {mode: times.linears(stages)[1] for mode, times in found.items()}
+    assert exposed > 0
+    assert linears["all"] - linears["bf16"] == pytest.approx(exposed)
+    assert found["bf16"].rest[1] - found["all"].rest[1] == pytest.approx(exposed)
+    assert linears["bf16"] < linears["gather"] < linears["all"]
+    whole = {mode: times.rest[1] + linears[mode] for mode, times in found.items()}
+    assert whole["gather"] == pytest.approx(whole["bf16"])
+    assert found["bf16"].exchanges == {}
+
+
+def test_exchanges_of_single_gemms() -> None:
+    """By hand, from the bandwidth that is stated: 4,096 tokens of 1,024 features, a half of which a rank sends."""
+    times = of_run("all", "flops")
+    one = 4 * 4096 * 1024 / 2 / 350e9  # seconds in which a byte of every element is sent, of four microbatches
+    qkv, proj = (times.exchanges[kind] for kind in LINEAR_KINDS[:2])
+    assert qkv["fprop"]["bf16"] == pytest.approx(2 * one)
+    assert qkv["fprop"]["fp8"] == pytest.approx(1.03125 * one)
+    assert qkv["fprop"]["fp4"] == pytest.approx(0.53125 * one)
+    assert qkv["dgrad"]["bf16"] == 0.0 < qkv["dgrad"]["fp4"] == qkv["dgrad"]["fp8"]
+    assert set(qkv["wgrad"].values()) == {0.0}
+    assert proj["fprop"]["fp4"] == proj["fprop"]["fp8"] == pytest.approx(1.03125 * one + qkv["dgrad"]["fp8"])
+    for gemm in ("dgrad", "wgrad"):  # two operands in fp8 have more bytes than one in bf16
+        assert proj[gemm]["fp8"] == proj[gemm]["bf16"] == pytest.approx(one)
+        assert proj[gemm]["fp4"] == pytest.approx(0.53125 / 2 * one)
+
+
+def test_exchanges_of_layouts_that_the_planner_does_not_support() -> None:
+    """Context parallel ranks share the tokens; experts exchange nothing over these ranks."""
+    whole = of_run("gather", "flops")
+    shared = of_run("gather", "flops", context_parallel_size=2)
+    assert shared.rest == {}
+    fc1 = "mlp.linear_fc1"
+    assert shared.exchanges[fc1]["fprop"]["fp4"] == pytest.approx(whole.exchanges[fc1]["fprop"]["fp4"] / 2)
+    experts = {"num_experts": 8, "moe_layer_freq": 1, "moe_router_topk": 2, "moe_ffn_hidden_size": 512,
+               "moe_shared_expert_intermediate_size": None, "moe_grouped_gemm": False,
+               "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}  # fmt: skip
+    mixture = of_run("gather", "flops", **experts)
+    assert set(mixture.exchanges) == set(LINEAR_KINDS[:2])
+    name = f"decoder.layers.0.{LINEAR_KINDS[0]}"
+    assert mixture.of(name, None, "fp8") == pytest.approx(whole.of(name, None, "fp8"))
+    assert mixture.of("decoder.layers.0.mlp.experts.linear_fc1", None, "fp8") > 0
+
+
+def test_blocks_that_are_recomputed_gather_twice() -> None:
+    given = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    found = of_run("gather", "flops", **given).exchanges
+    twice, once = (found[f"decoder.layers.{block}.{LINEAR_KINDS[0]}"]["fprop"]["fp8"] for block in (0, 1))
+    assert twice == pytest.approx(2 * once)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "words"),
+    [(2, "h200", ""), (4, "h200", "by what 2 ranks take"), (2, "flops", "at 350 GB/s a GPU")],
+)
+def test_what_was_not_measured_is_known_to_be_estimated(ranks: int, model: str, words: str) -> None:
+    assert of_run("gather", model, tensor_model_parallel_size=ranks).estimated == words
+    assert of_run("bf16", model, tensor_model_parallel_size=ranks).estimated == ""
