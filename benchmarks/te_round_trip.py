@@ -45,7 +45,7 @@ _LLAMA = shlex.split("""
 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --eval-interval 1000 --train-iters 12
 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0 --save-interval 1000
 --seed 1234 --log-interval 1 --num-workers 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 255
---ckpt-format torch_dist --disable-jit-fuser
+--ckpt-format torch_dist --disable-jit-fuser --use-distributed-optimizer
 """)
 _LOSS = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+)")
 

@@ -3,11 +3,15 @@
 It combines norm and attention of Transformer Engine with Megatron's own linears, because the GEMMs inside Transformer
 Engine's fused norm-and-linear cannot be replaced. The spec starts from Megatron's local layer, which keeps norm and
 linear apart as well, and whose map of checkpoint keys lets both layouts share checkpoints.
+
+The parameters have the order of the stock layer. Under ``dp_reshardable``, its default, Megatron's distributed
+optimizer saves its state by position in this order and without names. In another order, a checkpoint of stock Megatron
+would load every FP32 master weight and moment into another parameter, and no error would say so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,10 +19,34 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from snip_megatron.errors import SnipError
 
 _KEYS = ("input_layernorm.", "pre_mlp_layernorm.")
+_LINEAR = "linear_qkv"
+"""The linear of an attention into which the stock layer fuses the input norm."""
+
+
+class SeparateNormLayer(TransformerLayer):  # type: ignore[misc]
+    """A decoder layer whose norms are modules, with its parameters in the order of the layer that fuses them."""
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Iterate over the modules as torch does, but over the input norm before the linear that stock fuses it into.
+
+        In the stock layer that linear comes after the projection of the attention's output. The other norm stands
+        before its linear in any case.
+        """
+        found = list(super().named_modules(memo, prefix, remove_duplicate))
+        modules = [module for _, module in found]
+        norm, linear = self._modules.get("input_layernorm"), getattr(self._modules.get("self_attention"), _LINEAR, None)
+        if norm in modules and linear in modules:
+            moved = found.pop(modules.index(norm))
+            modules.remove(norm)
+            found.insert(modules.index(linear), moved)
+        yield from found
 
 
 def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
@@ -40,6 +68,7 @@ def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
 
     config = model_config.transformer
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec.module = SeparateNormLayer
     layer = spec.submodules
     missing = [key for key in _KEYS if key not in layer.sharded_state_dict_keys_map]
     if missing:

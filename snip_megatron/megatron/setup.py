@@ -27,6 +27,7 @@ from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host_notice import say_how_exchanges_are_estimated, say_what_the_host_allows
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
+from snip_megatron.megatron.loaded_state import check_optimizer_state
 from snip_megatron.megatron.model_linears import (
     check_shapes,
     gemm_flops,
@@ -317,6 +318,7 @@ class SnipRun:
     def _build(self, model: Sequence[torch.nn.Module], optimizer: Any, step: int) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
         args, config, registry = self._current_arguments(), self._config, self._registry
+        check_optimizer_state(model, optimizer)
         if config.gradient_reduction != "fp32":
             compat.check_reduced_models(model)
         if config.parameter_gather == "quantized":

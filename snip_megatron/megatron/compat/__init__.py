@@ -31,6 +31,7 @@ from snip_megatron.megatron.compat.loop import (
 from snip_megatron.megatron.compat.optimizer_state import (
     held_state,
     inner_optimizers,
+    misplaced_parameters,
 )
 from snip_megatron.megatron.compat.parameter_gather import ParameterGathers, check_parameter_gather
 from snip_megatron.megatron.compat.patches import apply
@@ -72,6 +73,7 @@ __all__ = [
     "hooks_in_source",
     "inner_optimizers",
     "learning_rate",
+    "misplaced_parameters",
     "peek",
     "process_groups",
     "quiet_schedule",

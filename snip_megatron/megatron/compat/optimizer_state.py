@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,35 @@ def held_state(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:
         if held is not None:
             return held
     return None
+
+
+def misplaced_parameters(model: Sequence[torch.nn.Module], optimizer: Any) -> list[str]:
+    """Return the names of this rank's parameters that are not what their main values round to.
+
+    Megatron copies main values to the model after every step, and saves both. They differ if the state of the optimizer
+    was loaded into other parameters than those that it was saved from: the first step would then replace the weights by
+    other ones. Under ``dp_reshardable`` this happens when the order of parameters differs between the two runs.
+
+    Args:
+        model: The model chunks.
+        optimizer: The optimizer of Megatron's ``train_step``. One of an unknown class is not checked.
+    """
+    try:
+        held = [(name, param, held_state(optimizer, param)) for name, param in _trained(model)]
+    except SnipError:
+        return []
+    return [name for name, param, state in held if state is not None and not _rounds_to(state, param)]
+
+
+def _trained(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for chunk in model:
+        yield from ((name, param) for name, param in chunk.named_parameters() if param.requires_grad)
+
+
+def _rounds_to(state: HeldState, param: torch.nn.Parameter) -> bool:
+    weights = param.detach().view(-1)[state.start : state.end]
+    main = state.main.detach().view(-1).to(device=weights.device, dtype=weights.dtype)
+    return bool(((main == weights) | (main.isnan() & weights.isnan())).all())
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[Any]:

@@ -38,9 +38,9 @@ class Shape:
 
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
-        "tiles of 16": Shape((128, 8), (256, 2), 4, 4),
+        "tiles of 16": Shape((128, 8), (256, 2), 4, 4, 64),
         "tiles of 16, stochastic": Shape((128, 8), (256, 2), 4, 4),
-        "tiles of 16, transformed": Shape((128, 8), (256, 2), 4, 4),
+        "tiles of 16, transformed": Shape((128, 8), (256, 2), 4, 4, 64),
         "tiles of 16, four over six": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 32": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 32, stochastic": Shape((128, 8), (256, 2), 4, 4),

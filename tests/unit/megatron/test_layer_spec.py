@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.conversion import _SNIP_CLASS
-from snip_megatron.megatron.layer_spec import _KEYS, transformer_engine_layer_spec
+from snip_megatron.megatron.layer_spec import _KEYS, SeparateNormLayer, transformer_engine_layer_spec
 
 
 @pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is installed")
@@ -28,3 +30,30 @@ def test_megatron_s_layer_can_be_converted_and_shares_checkpoint_keys() -> None:
     assert layer.sharded_state_dict_keys_map == dict(
         zip(_KEYS, ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"), strict=True)
     )
+
+
+@pytest.mark.usefixtures("model_parallel_of_one")
+@pytest.mark.parametrize("qk_layernorm", [False, True])
+def test_parameters_have_the_order_of_the_layer_that_fuses_norm_and_linear(qk_layernorm: bool) -> None:
+    """The distributed optimizer saves its state by position. Stock's fused modules own the norms' parameters."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=2, use_cpu_initialization=True, qk_layernorm=qk_layernorm
+    )
+    spec = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm)
+    spec.module = SeparateNormLayer
+    model = GPTModel(config, spec, vocab_size=128, max_sequence_length=32, position_embedding_type="rope")
+    names = [name for name, _ in model.named_parameters()]
+    modules = [
+        "self_attention.linear_proj",
+        "input_layernorm",
+        "self_attention.linear_qkv",
+        *(("self_attention.q_layernorm", "self_attention.k_layernorm") if qk_layernorm else ()),
+        "pre_mlp_layernorm",
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
+    ]
+    for layer in (0, 1):
+        prefix = f"decoder.layers.{layer}."
+        found = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        assert found == [f"{module}.{which}" for module in modules for which in ("weight", "bias")]
+    assert sorted(names) == sorted(name for name in model.state_dict() if not name.endswith("_extra_state"))
