@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 
 from snip_megatron.quantization.hadamard import SIGN_STREAM
+from snip_megatron.quantization.kernels.elements import INFINITY_BITS, magnitude_bits, to_float32
 from snip_megatron.quantization.kernels.exact_numbers import (
-    INFINITY_BITS,
     draws,
     eden,
     four_over_six,
     largest,
-    magnitude_bits,
     rounded_stochastically,
     rounded_to_nearest,
     tensor_scale,
@@ -39,14 +38,6 @@ def _load(
     pointers = x_ptr + m.to(tl.int64) * R * x_stride + i[:, None] * x_stride + j[None, :]
     pointers = tl.max_contiguous(pointers, [1, WIDE])
     return tl.load(pointers, mask=(m * R + i < M)[:, None] & (j < K)[None, :], other=0.0)
-
-
-@triton.jit
-def _float32(x):
-    if x.dtype == tl.bfloat16:  # bf16 is the upper half of FP32; the interpreter's own conversion loses subnormals
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit
@@ -188,7 +179,7 @@ def _row_side(
     end = tl.minimum(m + STEPS, tl.cdiv(M, R))
     while m < end:
         signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
-        x = _float32(signed)
+        x = to_float32(signed)
         if TURNED:
             x = _transformed_along(x, signs, R, C)
             signed = x
@@ -223,7 +214,7 @@ def _col_side(
     end = tl.minimum(m + STEPS, tl.cdiv(M, R))
     while m < end:
         signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
-        x = _float32(signed)
+        x = to_float32(signed)
         if TURNED:
             x = _transformed(x, signs, TURNED, R, C)
             signed = x
@@ -343,7 +334,7 @@ def exact_amax_kernel(
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
-    x = _float32(_load(x_ptr, x_stride, M, K, tl.program_id(1), tl.program_id(0), R, C, WIDE))
+    x = to_float32(_load(x_ptr, x_stride, M, K, tl.program_id(1), tl.program_id(0), R, C, WIDE))
     bits = magnitude_bits(x)
     row = tl.max(tl.max(bits, axis=0), axis=0)
     row_bits, col_bits, col = bits, bits, row
