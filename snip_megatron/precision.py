@@ -21,6 +21,7 @@ import numpy as np
 from snip_megatron.errors import SnipError, is_finite, quoted
 
 MAP_SCHEMA = "snip.map/1"
+GRANULARITIES = ("gemm", "layer")
 STATUSES = ("optimal", "feasible", "infeasible", "static")
 # Fields of a map by time or loss that hold a prediction; they are written where ``budget`` is set.
 _PREDICTED = ("loss", "speedup", "fp4_share", "step_speedup")

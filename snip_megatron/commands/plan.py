@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from snip_megatron.commands.numbers import positive
+from snip_megatron.config.run import COMMUNICATION, GRADIENT_REDUCTION, PARAMETER_GATHER
+from snip_megatron.config.schedule import DEPLOYED, load_schedule
 from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.planner.layout import CUDA_GRAPHS, RECOMPUTE, Layout
+from snip_megatron.precision import GRANULARITIES
 from snip_megatron.records.output_file import check_folder, deliver
+from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
 
 if TYPE_CHECKING:
-    from snip_megatron.planner.layout import Layout
     from snip_megatron.planner.phases import PlannedRun
     from snip_megatron.planner.probes import Probes
     from snip_megatron.planner.rates import Links
 
-_RECOMPUTE = ("none", "selective", "full")
-_COMMUNICATION = ("bf16", "gather", "all")
-_GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")
-_PARAMETER_GATHER = ("bf16", "quantized")
-_GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
 _SHARE = positive("a share above 0, 1 at most", math.nextafter(1.0, 2.0))
 _BANDWIDTH = positive("a bandwidth above 0", 1e9)
 
@@ -50,21 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--recompute",
-        choices=_RECOMPUTE,
+        choices=RECOMPUTE,
         default="none",
         help="activations to recompute in the backward; default: none",
     )
-    add("--cuda-graph-impl", choices=_GRAPHS, default="none", help="as Megatron's argument; default: none")
-    add("--communication", choices=_COMMUNICATION, default="bf16", help="as --snip-communication; default: bf16")
+    add("--cuda-graph-impl", choices=CUDA_GRAPHS, default="none", help="as Megatron's argument; default: none")
+    add("--communication", choices=COMMUNICATION, default="bf16", help="as --snip-communication; default: bf16")
     add(
         "--gradient-reduction",
-        choices=_GRADIENT_REDUCTION,
+        choices=GRADIENT_REDUCTION,
         default="fp32",
         help="as --snip-gradient-reduction; default: fp32",
     )
     add(
         "--parameter-gather",
-        choices=_PARAMETER_GATHER,
+        choices=PARAMETER_GATHER,
         default="bf16",
         help="as --snip-parameter-gather; default: bf16",
     )
@@ -89,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as --snip-schedule: static, auto or a FILE; default: static",
     )
     add("--train-iters", type=_count, metavar="N", help="as Megatron's: the steps of a run with --schedule")
-    add("--deploy", choices=("map", "bf16"), help="as --snip-deploy; default: map")
-    add("--granularity", choices=("gemm", "layer"), default="gemm", help="as --snip-granularity; default: gemm")
+    add("--deploy", choices=DEPLOYED, help="as --snip-deploy; default: map")
+    add("--granularity", choices=GRANULARITIES, default="gemm", help="as --snip-granularity; default: gemm")
     add("--stage-tolerance", default="0.02", metavar="X", help="as --snip-stage-tolerance; default: 0.02")
     add(
         "--statistics",
@@ -110,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", default="snip", metavar="NAME", help="as --snip-policy; default: snip")
     add(
         "--estimator",
-        choices=("noise", "fisher", "measured"),
+        choices=ESTIMATORS,
         default="noise",
         help="as --snip-estimator; default: noise",
     )
@@ -184,7 +183,6 @@ def run(args: argparse.Namespace) -> int:
 def _layout(args: argparse.Namespace) -> Layout:
     from dataclasses import replace
 
-    from snip_megatron.planner.layout import Layout
     from snip_megatron.timing.models import load_model
 
     model = load_model(args.model)
@@ -215,7 +213,6 @@ def _layout(args: argparse.Namespace) -> Layout:
 
 def _probes(args: argparse.Namespace) -> Probes:
     from snip_megatron.planner.probes import Probes
-    from snip_megatron.sensitivity.policies import POLICIES
 
     if args.policy not in POLICIES:
         raise SnipError(f"--policy {cut(args.policy)}: unknown; choose one of {', '.join(POLICIES)}")
@@ -234,7 +231,6 @@ def _probes(args: argparse.Namespace) -> Probes:
 
 def _run(args: argparse.Namespace, budget: str) -> PlannedRun | None:
     """Return the run whose map changes with time; None for one map."""
-    from snip_megatron.config.schedule import load_schedule
     from snip_megatron.planner.phases import PlannedRun
 
     schedule = load_schedule(args.schedule, budget, prefix="--")

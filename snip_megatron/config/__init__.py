@@ -2,6 +2,6 @@
 
 from snip_megatron.config.command_line import parse_snip_arguments
 from snip_megatron.config.guard import GuardSettings
-from snip_megatron.config.run import GRANULARITIES, SnipConfig, add_arguments
+from snip_megatron.config.run import SnipConfig, add_arguments
 
-__all__ = ["GRANULARITIES", "GuardSettings", "SnipConfig", "add_arguments", "parse_snip_arguments"]
+__all__ = ["GuardSettings", "SnipConfig", "add_arguments", "parse_snip_arguments"]

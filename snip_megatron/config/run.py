@@ -13,9 +13,8 @@ from snip_megatron.config.schedule import DEPLOYED, check_schedule, load_schedul
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.gemm import BACKENDS, LIBRARIES
 from snip_megatron.phases import Schedule
-from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, candidates_fault
+from snip_megatron.precision import FOUR_BIT, GRANULARITIES, LINEAR_KINDS, Format, candidates_fault
 
-GRANULARITIES = ("gemm", "layer")
 EVAL_MODES = ("map", "bf16", "both")
 COMMUNICATION = ("bf16", "gather", "all")
 GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.config import GRANULARITIES
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.evaluation.fields import Fields
 from snip_megatron.evaluation.models import model
 from snip_megatron.evaluation.planned import Planned, read_planned
+from snip_megatron.precision import GRANULARITIES
 from snip_megatron.sensitivity.fixed import FIXED
 from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
 from snip_megatron.sensitivity.quality import Q_RULES

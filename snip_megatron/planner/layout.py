@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from snip_megatron.config.run import COMMUNICATION
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import LINEAR_KINDS
 from snip_megatron.timing.models import ModelShape
@@ -11,7 +12,6 @@ from snip_megatron.timing.shapes import LinearShape, local_shape
 
 RECOMPUTE = ("none", "selective", "full")
 CUDA_GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
-COMMUNICATION = ("bf16", "gather", "all")
 _TILE = 128
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
 

@@ -18,7 +18,6 @@ from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import with_times
 
 KINDS = ("fp4", "speedup", "step", "loss")
-GRANULARITIES = ("gemm", "layer")
 _PAPER = (Format.FP8, Format.FP4)
 _TIMED = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
 

@@ -5,21 +5,16 @@ With ``--snip-communication all`` partial sums are quantised too: other bits, wh
 
 from __future__ import annotations
 
-import functools
-import itertools
 import shlex
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
-from checkpoints import differences, read_checkpoint
-from launch import tiny_llama_args
+from checkpoints import differences
+from trainings import Formats, Run, Trainings, assert_same_training, in_turn
 from warm_ranks import WarmRanks
 
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision import Format, LinearId
 from snip_megatron.quantization.wire import bytes_per_element
-from snip_megatron.records.readers import read_maps, read_metrics
+from snip_megatron.records.readers import read_maps
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 LAYERS, HIDDEN, TOKENS, MICROBATCHES = 2, 128, 256, 2
@@ -32,7 +27,6 @@ COLUMN = ("self_attention.linear_qkv", "mlp.linear_fc1")
 ROW = ("self_attention.linear_proj", "mlp.linear_fc2")
 STEPS = 3
 WAYS = ("bf16", "gather")
-Formats = tuple[Format, Format, Format]
 MIXED: tuple[Formats, ...] = ((FP8, FP4, FP8), (FP4, FP8, BF16), (BF16, FP4, FP4), (FP4, FP4, FP4))
 MAPS: dict[str, tuple[Formats, ...]] = {
     "fp8": ((FP8, FP8, FP8),),
@@ -47,86 +41,49 @@ NAMES = [name if name == "mixed" else pytest.param(name, marks=pytest.mark.matri
 
 
 def formats_of(name: str) -> dict[LinearId, Formats]:
-    """The map's formats of each linear: those listed, in turn."""
-    linears = [LinearId(layer, kind) for layer in range(LAYERS) for kind in (COLUMN[0], ROW[0], COLUMN[1], ROW[1])]
-    return dict(zip(linears, itertools.cycle(MAPS[name]), strict=False))
+    return in_turn(MAPS[name], LAYERS)
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a training left behind."""
+class Gathers(Trainings):
+    """Trainings that communicate in one way or another."""
 
-    figures: list[tuple[int, float, float]]
-    checkpoint: dict[str, Any]
-    sent: list[dict[str, int]]
-
-
-class Trainings:
-    """Each made once."""
-
-    def __init__(self, warm: WarmRanks, folder: Path) -> None:
-        self._warm, self._folder = warm, folder
-        self.static = functools.cache(self._static)
-        self.updated = functools.cache(self._updated)
-
-    def train(self, name: str, *extra: str, steps: int = STEPS) -> Run:
-        run, saved = self._folder / name, self._folder / f"{name}-saved"
-        own = ("--snip", "--snip-dir", str(run), "--save", str(saved), "--save-interval", "2")
-        args = tiny_llama_args(*MODEL, *own, *extra, iters=steps)
-        done = self._warm.run(2, args, tmp=self._folder / f"{name}-ranks", timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
-        metrics = read_metrics(run)
-        figures = [(row["step"], row["loss"], row["grad_norm"]) for row in metrics]
-        return Run(figures, read_checkpoint(saved, steps), [row["wire_bytes"] for row in metrics])
-
-    def _static(self, name: str, communication: str, *extra: str) -> Run:
-        choices = {
-            option_id(str(linear), gemm): fmt
-            for linear, formats in formats_of(name).items()
-            for gemm, fmt in zip(Gemm, formats, strict=True)
-        }
-        path = self._folder / f"{name}.json"
-        path.write_text(PrecisionMap(choices, version=1).to_json())
+    def static(self, name: str, communication: str, *extra: str) -> Run:
         label = "-".join((name, communication, *(part.strip("-") for part in extra[:2])))
-        return self.train(label, "--snip-map", str(path), "--snip-communication", communication, *extra)
+        chosen = self.map_argument(name, formats_of(name))
+        return self.train(label, *chosen, "--snip-communication", communication, *extra)
 
-    def _updated(self, communication: str) -> Run:
+    def updated(self, communication: str) -> Run:
         """A map of the run's own from its last step on."""
         update = shlex.split("--snip-first-update 1 --snip-update-interval 1000 --snip-lag 1 --snip-wait 240")
         return self.train(f"updated-{communication}", *update, "--snip-communication", communication)
 
 
 @pytest.fixture(scope="module")
-def trainings(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(warm, tmp_path_factory.mktemp("gathers"))
-
-
-def assert_same_training(one: Run, other: Run) -> None:
-    assert one.figures == other.figures
-    assert differences(one.checkpoint, other.checkpoint) == []
+def trainings(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Gathers:
+    return Gathers(warm, tmp_path_factory.mktemp("gathers"), MODEL, STEPS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bits_are_those_of_bf16_communication(trainings: Trainings, name: str) -> None:
+def test_bits_are_those_of_bf16_communication(trainings: Gathers, name: str) -> None:
     packed = trainings.static(name, "gather")
     assert [step for step, _, _ in packed.figures] == list(range(STEPS))
     assert_same_training(packed, trainings.static(name, "bf16"))
 
 
-def test_a_map_changes_the_first_loss(trainings: Trainings) -> None:
+def test_a_map_changes_the_first_loss(trainings: Gathers) -> None:
     """What the comparisons above could miss if no map were in force: without an update the first step is in bf16."""
     for way in WAYS:
         assert trainings.static("mixed", way).figures[0] != trainings.updated(way).figures[0]
 
 
-def test_recomputation_gathers_again_and_keeps_the_bits(trainings: Trainings) -> None:
+def test_recomputation_gathers_again_and_keeps_the_bits(trainings: Gathers) -> None:
     packed, without = trainings.static("mixed", "gather", *RECOMPUTE), trainings.static("mixed", "gather")
     assert_same_training(packed, without)
     assert packed.sent[-1]["all_gather"] > without.sent[-1]["all_gather"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_of_a_step_fall_by_those_of_the_gathers(trainings: Trainings, name: str) -> None:
+def test_bytes_of_a_step_fall_by_those_of_the_gathers(trainings: Gathers, name: str) -> None:
     """Of two ranks each sends its shard: T/2 tokens of X for fprop and again for wgrad, of G for dgrad and wgrad."""
     before, after = trainings.static(name, "bf16").sent, trainings.static(name, "gather").sent
     saved = 0.0
@@ -142,11 +99,11 @@ def test_bytes_of_a_step_fall_by_those_of_the_gathers(trainings: Trainings, name
         assert one["reduce_scatter"] == other["reduce_scatter"]
 
 
-def test_updates_measure_and_choose_as_with_bf16(trainings: Trainings) -> None:
+def test_updates_measure_and_choose_as_with_bf16(trainings: Gathers) -> None:
     """Statistics are measured in bf16 passes: the same maps, and the same training under them."""
     runs = {way: trainings.updated(way) for way in (*WAYS, "all")}
     assert_same_training(runs["gather"], runs["bf16"])
-    maps = [read_maps(trainings._folder / f"updated-{way}") for way in runs]
+    maps = [read_maps(run.folder) for run in runs.values()]
     assert len(maps[0]) == 1
     for of_way in maps[1:]:
         assert [m.choices for m in of_way.values()] == [m.choices for m in maps[0].values()]
@@ -158,20 +115,18 @@ def test_updates_measure_and_choose_as_with_bf16(trainings: Trainings) -> None:
 
 
 @pytest.mark.parametrize(("began", "goes_on"), [("bf16", "gather"), ("all", "all")])
-def test_a_run_resumes_with_the_same_bits(trainings: Trainings, began: str, goes_on: str) -> None:
+def test_a_run_resumes_with_the_same_bits(trainings: Gathers, began: str, goes_on: str) -> None:
     """The checkpoint of a step does not know how shards were gathered, and sums keep nothing from step to step."""
-    whole, folder = trainings.static("mixed", began), trainings._folder
-    run = folder / f"resumed-{goes_on}"
-    args = ("--snip", "--snip-dir", str(run), "--snip-map", str(folder / "mixed.json"), "--snip-communication", goes_on)
-    saved = ("--load", str(folder / f"mixed-{began}-saved"), "--ckpt-step", "2")
-    tmp = folder / f"r-{goes_on}"
-    done = trainings._warm.run(2, tiny_llama_args(*MODEL, *args, *saved, iters=STEPS), tmp=tmp, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run)] == whole.figures[2:]
+    whole = trainings.static("mixed", began)
+    chosen = trainings.map_argument("mixed", formats_of("mixed"))
+    saved = ("--load", str(trainings.saved(whole.folder.name)), "--ckpt-step", "2")
+    resumed = trainings.train(f"resumed-{goes_on}", *chosen, "--snip-communication", goes_on, *saved)
+    assert resumed.figures == whole.figures[2:]
+    assert differences(resumed.checkpoint, whole.checkpoint) == []
 
 
 # -- quantised partial sums -------------------------------------------------------------------------------------------
-def test_sums_of_quantised_parts_are_near_those_of_bf16(trainings: Trainings) -> None:
+def test_sums_of_quantised_parts_are_near_those_of_bf16(trainings: Gathers) -> None:
     """Other numbers from the first forward on, whose loss is that of an untrained model either way."""
     reduced, gathered = trainings.static("mixed", "all"), trainings.static("mixed", "gather")
     for (_, one, _), (_, other, _) in zip(reduced.figures, gathered.figures, strict=True):
@@ -179,13 +134,13 @@ def test_sums_of_quantised_parts_are_near_those_of_bf16(trainings: Trainings) ->
         assert one == pytest.approx(other, rel=1e-2)
 
 
-def test_recomputation_sums_again_with_the_same_bits(trainings: Trainings) -> None:
+def test_recomputation_sums_again_with_the_same_bits(trainings: Gathers) -> None:
     again, without = trainings.static("mixed", "all", *RECOMPUTE), trainings.static("mixed", "all")
     assert_same_training(again, without)
     assert again.sent[-1]["all_to_all"] > without.sent[-1]["all_to_all"]
 
 
-def test_bytes_of_a_step_fall_by_those_of_the_sums(trainings: Trainings) -> None:
+def test_bytes_of_a_step_fall_by_those_of_the_sums(trainings: Gathers) -> None:
     """Of two ranks each sends half of its partial Y or ∂L/∂X, where fprop or dgrad is quantised."""
     before, after = trainings.static("mixed", "gather").sent, trainings.static("mixed", "all").sent
     sums = [dgrad if linear.kind in COLUMN else fprop for linear, (fprop, dgrad, _) in formats_of("mixed").items()]

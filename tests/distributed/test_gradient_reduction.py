@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from checkpoints import differences, read_checkpoint
+from checkpoints import differences
 from launch import tiny_llama_args
 from summed_gradients import LENGTHS
+from trainings import Trainings
 from warm_ranks import WarmRanks
 
 from snip_megatron.quantization import fake_quantize
-from snip_megatron.records.readers import read_metrics
 
 MODEL = shlex.split("--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --use-distributed-optimizer --bf16")
-SNIP = shlex.split("--snip --snip-policy uniform-fp8")
+POLICY = ("--snip-policy", "uniform-fp8")
 STEPS = 4
 
 
@@ -44,50 +43,30 @@ def test_bits_of_a_sum(warm: WarmRanks, tmp_path: Path) -> None:
         assert float((fed_back - exact).norm() / (without - exact).norm()) < 0.25
 
 
-class Trainings:
-    """Each made once."""
-
-    def __init__(self, warm: WarmRanks, folder: Path) -> None:
-        self._warm, self.folder = warm, folder
-
-    def train(self, name: str, *extra: str) -> list[dict[str, Any]]:
-        run = self.folder / name
-        saved = ("--save", str(self.folder / f"{name}-saved"), "--save-interval", "2")
-        args = tiny_llama_args(*MODEL, *SNIP, "--snip-dir", str(run), *saved, *extra, iters=STEPS)
-        done = self._warm.run(2, args, tmp=self.folder / f"{name}-ranks", timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return read_metrics(run)
-
-
-def figures(metrics: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics]
-
-
 def test_trainings(warm: WarmRanks, tmp_path: Path) -> None:
     """Beside FP32: a quarter of the bytes, other numbers, and the same ones after a resume, which overlaps them."""
-    trainings, quantised = Trainings(warm, tmp_path), ("--snip-gradient-reduction", "fp8")
+    trainings = Trainings(warm, tmp_path, (*MODEL, *POLICY), STEPS)
+    quantised, fed_back = (("--snip-gradient-reduction", way) for way in ("fp8", "fp8-feedback"))
     plain, reduced = trainings.train("fp32"), trainings.train("fp8", *quantised)
-    for one, other in zip(plain, reduced, strict=True):
-        assert "reduce_scatter" not in other["wire_bytes"]
-        ratio = other["wire_bytes"]["all_to_all"] / one["wire_bytes"]["reduce_scatter"]
-        assert ratio == pytest.approx(1.03125 / 4, rel=1e-3)
-        assert one["grad_norm"] != other["grad_norm"]
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.02)
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-2)
-    assert plain[0]["loss"] == reduced[0]["loss"]  # before the first update of the weights
+    for one, other in zip(plain.sent, reduced.sent, strict=True):
+        assert "reduce_scatter" not in other
+        assert other["all_to_all"] / one["reduce_scatter"] == pytest.approx(1.03125 / 4, rel=1e-3)
+    for (_, one, one_norm), (_, other, other_norm) in zip(plain.figures, reduced.figures, strict=True):
+        assert one_norm != other_norm
+        assert other_norm == pytest.approx(one_norm, rel=0.02)
+        assert other == pytest.approx(one, rel=1e-2)
+    assert plain.figures[0][1] == reduced.figures[0][1]  # the loss before the first update of the weights
 
-    resume = ("--load", str(tmp_path / "fp8-saved"), "--ckpt-step", "2", "--overlap-grad-reduce")
+    resume = ("--load", str(trainings.saved("fp8")), "--ckpt-step", "2", "--overlap-grad-reduce")
     resumed = trainings.train("resumed", *quantised, *resume)
-    assert figures(resumed) == figures(reduced)[2:]
-    checkpoints = [read_checkpoint(tmp_path / f"{name}-saved", STEPS) for name in ("resumed", "fp8")]
-    assert differences(*checkpoints) == []
+    assert resumed.figures == reduced.figures[2:]
+    assert differences(resumed.checkpoint, reduced.checkpoint) == []
 
-    fed_back = trainings.train("fed-back", "--snip-gradient-reduction", "fp8-feedback")
-    assert figures(fed_back)[0] == figures(reduced)[0]
-    assert figures(fed_back)[1] != figures(reduced)[1]
-    resume = ("--load", str(tmp_path / "fed-back-saved"), "--ckpt-step", "2")
-    resumed = trainings.train("fed-back-resumed", "--snip-gradient-reduction", "fp8-feedback", *resume)
-    assert figures(resumed) == figures(fed_back)[2:]
+    corrected = trainings.train("fed-back", *fed_back)
+    assert corrected.figures[0] == reduced.figures[0]
+    assert corrected.figures[1] != reduced.figures[1]
+    resume = ("--load", str(trainings.saved("fed-back")), "--ckpt-step", "2")
+    assert trainings.train("fed-back-resumed", *fed_back, *resume).figures == corrected.figures[2:]
 
 
 def test_tensor_parallel_ranks_have_one_gradient_of_what_they_all_hold(warm: WarmRanks, tmp_path: Path) -> None:
@@ -97,7 +76,7 @@ def test_tensor_parallel_ranks_have_one_gradient_of_what_they_all_hold(warm: War
     args = tiny_llama_args(
         *shlex.split("--num-layers 1 --micro-batch-size 1 --global-batch-size 2 --use-distributed-optimizer --bf16"),
         *shlex.split("--tensor-model-parallel-size 2 --sequence-parallel --snip-gradient-reduction fp8-feedback"),
-        *(*SNIP, "--snip-dir", str(tmp_path / "run")), iters=3,
+        *("--snip", *POLICY, "--snip-dir", str(tmp_path / "run")), iters=3,
     )  # fmt: skip
     env = {"OUT": str(tmp_path)}
     done = warm.run(4, args, module="replicas_pretrain", tmp=tmp_path / "ranks", env=env, timeout=300)

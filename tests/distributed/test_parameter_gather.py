@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gathered_parameters as bucket
 import pytest
 import torch
-from checkpoints import differences, read_checkpoint
+from checkpoints import differences
 from launch import tiny_llama_args
+from trainings import Formats, Run, Trainings, assert_same_training, in_turn, map_of
 from warm_ranks import WarmRanks
 
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision import Format, LinearId
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.ranges import QuantizedWeight
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
@@ -38,7 +35,6 @@ WEIGHTS = {  # of a layer: 4 heads, 2 groups of queries
     "mlp.linear_fc2": 192 * 128,
 }
 OTHERS = 2 * 256 * 128 + 128 + LAYERS * 2 * 128  # embedding, output layer, norms
-Formats = tuple[Format, Format, Format]
 MAPS: dict[str, tuple[Formats, ...]] = {
     "fp8": ((FP8, FP8, FP8),),
     "fp4": ((FP4, FP4, FP4),),
@@ -85,80 +81,36 @@ def test_bits_of_a_gather(warm: WarmRanks, tmp_path: Path) -> None:
 
 # -- trainings -------------------------------------------------------------------------------------------------------
 def formats_of(name: str, shift: int = 0) -> dict[LinearId, Formats]:
-    """The map's formats of each linear: those listed, in turn, from the one at ``shift`` on."""
-    linears = [LinearId(layer, kind) for layer in range(LAYERS) for kind in LINEAR_KINDS]
-    return dict(zip(linears, itertools.islice(itertools.cycle(MAPS[name]), shift, None), strict=False))
+    return in_turn(MAPS[name], LAYERS, shift)
 
 
-def map_of(name: str, shift: int = 0) -> PrecisionMap:
-    choices = {
-        option_id(str(linear), gemm): fmt
-        for linear, formats in formats_of(name, shift).items()
-        for gemm, fmt in zip(Gemm, formats, strict=True)
-    }
-    return PrecisionMap(choices, version=1)
+class Gathers(Trainings):
+    """Trainings that gather parameters in one way or the other."""
 
-
-@dataclass(frozen=True)
-class Run:
-    """What a training left behind."""
-
-    figures: list[tuple[int, float, float]]
-    checkpoint: dict[str, Any]
-    sent: list[dict[str, int]]
-    folder: Path
-
-
-class Trainings:
-    """Each made once."""
-
-    def __init__(self, warm: WarmRanks, folder: Path) -> None:
-        self._warm, self.folder = warm, folder
-        self.static = functools.cache(self._static)
-
-    def train(self, name: str, *extra: str, ranks: int = 2, steps: int = STEPS) -> Run:
-        run, saved = self.folder / name, self.folder / f"{name}-saved"
-        own = ("--snip", "--snip-dir", str(run), "--save", str(saved), "--save-interval", "2")
-        args = tiny_llama_args(*MODEL, *own, *extra, iters=steps)
-        done = self._warm.run(ranks, args, tmp=self.folder / f"{name}-ranks", timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
-        metrics = read_metrics(run)
-        figures = [(row["step"], row["loss"], row["grad_norm"]) for row in metrics]
-        return Run(figures, read_checkpoint(saved, steps), [row["wire_bytes"] for row in metrics], run)
-
-    def map_of(self, name: str) -> tuple[str, str]:
-        path = self.folder / f"{name}.json"
-        path.write_text(map_of(name).to_json())
-        return "--snip-map", str(path)
+    def static(self, name: str, way: str, *extra: str, ranks: int = 2) -> Run:
+        label = "-".join((name, way, str(ranks), *(part.strip("-") for part in extra[:2])))
+        chosen = self.map_argument(name, formats_of(name))
+        return self.train(label, *chosen, "--snip-parameter-gather", way, *extra, ranks=ranks)
 
     def schedule(self) -> tuple[str, str]:
         """A run to replay, which adopts another map before each of some steps."""
         folder = self.folder / "schedule"
         (folder / "maps").mkdir(parents=True, exist_ok=True)
-        maps = {0: map_of("fp8"), 2: map_of("mixed"), 3: map_of("mixed", 2), 5: map_of("mixed", 4)}
+        maps = {0: formats_of("fp8"), **{step: formats_of("mixed", shift) for step, shift in ((2, 0), (3, 2), (5, 4))}}
         for step, chosen in maps.items():
-            (folder / "maps" / f"step_{step}.json").write_text(chosen.to_json())
+            (folder / "maps" / f"step_{step}.json").write_text(map_of(chosen).to_json())
         events = [{"time": 0.0, "step": step, "event": "adopt"} for step in maps]
         (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
         return "--snip-replay", str(folder)
 
-    def _static(self, name: str, way: str, *extra: str, ranks: int = 2) -> Run:
-        label = "-".join((name, way, str(ranks), *(part.strip("-") for part in extra[:2])))
-        return self.train(label, *self.map_of(name), "--snip-parameter-gather", way, *extra, ranks=ranks)
-
 
 @pytest.fixture(scope="module")
-def trainings(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(warm, tmp_path_factory.mktemp("gathers"))
-
-
-def assert_same_training(one: Run, other: Run) -> None:
-    assert one.figures == other.figures
-    assert differences(one.checkpoint, other.checkpoint) == []
+def trainings(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Gathers:
+    return Gathers(warm, tmp_path_factory.mktemp("gathers"), MODEL, STEPS)
 
 
 @pytest.mark.parametrize("name", ["fp8", "mixed", pytest.param("fp4", marks=pytest.mark.matrix)])
-def test_bits_and_bytes(trainings: Trainings, name: str) -> None:
+def test_bits_and_bytes(trainings: Gathers, name: str) -> None:
     """Each of two ranks sends its half of the parameters, as far as halves of the model are alike."""
     plain, quantised = trainings.static(name, "bf16"), trainings.static(name, "quantized")
     assert_same_training(quantised, plain)
@@ -177,14 +129,14 @@ def test_bits_and_bytes(trainings: Trainings, name: str) -> None:
         assert other["reduce_scatter"] == one["reduce_scatter"]
 
 
-def test_bits_of_a_gather_in_the_forward(trainings: Trainings) -> None:
+def test_bits_of_a_gather_in_the_forward(trainings: Gathers) -> None:
     plain, quantised = (trainings.static("mixed", way, *OVERLAP) for way in ("bf16", "quantized"))
     assert_same_training(quantised, plain)
     # One half of a small bucket holds most of what is gathered in bf16, and both send as much.
     assert quantised.sent[-1]["all_gather"] < plain.sent[-1]["all_gather"]
 
 
-def test_bits_on_two_tensor_parallel_ranks(trainings: Trainings) -> None:
+def test_bits_on_two_tensor_parallel_ranks(trainings: Gathers) -> None:
     """Whose weights with one scale for the tensor have the amax of both shards."""
     plain, quantised = (trainings.static("mixed", way, *TWO_BY_TWO, ranks=4) for way in ("bf16", "quantized"))
     assert_same_training(quantised, plain)
@@ -192,7 +144,7 @@ def test_bits_on_two_tensor_parallel_ranks(trainings: Trainings) -> None:
 
 
 @pytest.mark.parametrize("extra", [(), OVERLAP], ids=["after", "overlapped"])
-def test_what_reads_bf16_weights(trainings: Trainings, extra: tuple[str, ...]) -> None:
+def test_what_reads_bf16_weights(trainings: Gathers, extra: tuple[str, ...]) -> None:
     """Probes, maps that change, validations in both ways and checkpoints, between steps under quantised gathers."""
     update = shlex.split("--snip-first-update 1 --snip-update-interval 4 --snip-lag 2 --snip-wait 240")
     ways = {}
@@ -219,7 +171,7 @@ def test_what_reads_bf16_weights(trainings: Trainings, extra: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("extra", [(), OVERLAP], ids=["after", "overlapped"])
-def test_maps_that_change_between_two_gathers(trainings: Trainings, extra: tuple[str, ...]) -> None:
+def test_maps_that_change_between_two_gathers(trainings: Gathers, extra: tuple[str, ...]) -> None:
     """A weight that was gathered quantised is read in bf16 or other formats next, and the other way around."""
     runs = []
     for way in ("bf16", "quantized"):
@@ -230,12 +182,13 @@ def test_maps_that_change_between_two_gathers(trainings: Trainings, extra: tuple
     assert changes == [0, 2, 3, 5]
 
 
-def test_a_run_resumes_with_the_same_bits(trainings: Trainings) -> None:
+def test_a_run_resumes_with_the_same_bits(trainings: Gathers) -> None:
     """A checkpoint does not know how parameters were gathered."""
     whole = trainings.static("mixed", "quantized")
-    saved = ("--load", str(trainings.folder / f"{whole.folder.name}-saved"), "--ckpt-step", "2")
+    chosen = trainings.map_argument("mixed", formats_of("mixed"))
+    saved = ("--load", str(trainings.saved(whole.folder.name)), "--ckpt-step", "2")
     for way in ("bf16", "quantized"):
-        resumed = trainings.train(f"resumed-{way}", *trainings.map_of("mixed"), "--snip-parameter-gather", way, *saved)
+        resumed = trainings.train(f"resumed-{way}", *chosen, "--snip-parameter-gather", way, *saved)
         assert resumed.figures == whole.figures[2:]
         assert differences(resumed.checkpoint, whole.checkpoint) == []
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from two_gpus import RANKS, run_on_two_gpus
 
 from snip_megatron.layers import reductions
 from snip_megatron.layers.reductions import ErrorFeedback, as_rows
@@ -62,7 +60,7 @@ def test_two_numbers_to_a_byte_have_the_bits_of_the_reference() -> None:
 
 
 # -- over two GPUs ---------------------------------------------------------------------------------------------
-TOKENS, FEATURES, ELEMENTS, RANKS = 2048, 4096, 3_000_064, 2
+TOKENS, FEATURES, ELEMENTS = 2048, 4096, 3_000_064
 
 
 def partial_result(rank: int) -> Tensor:
@@ -81,9 +79,7 @@ def summed(parts: list[Tensor], rank: int) -> Tensor:
     return partials.add_partials(elements, scales, shares[rank], rank)
 
 
-def reduce_on_two_gpus(rank: int, port: int) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+def reduce_on_rank(rank: int) -> None:
     results = [partial_result(each) for each in range(RANKS)]
     found = reductions.start_reduce_scatter(results[rank].cuda(), dist.group.WORLD, quantised=True).result()
     assert torch.equal(found.cpu(), summed(results, rank)), "partial results"
@@ -99,7 +95,6 @@ def reduce_on_two_gpus(rank: int, port: int) -> None:
         expected = summed(rows, rank).flatten()[:ELEMENTS]
         assert torch.equal(shard.cpu(), expected), f"gradients of step {step}"
         lost = [loss_of(each, number) for number, each in enumerate(rows)]
-    dist.destroy_process_group()
 
 
 def loss_of(rows: Tensor, rank: int) -> Tensor:
@@ -112,9 +107,4 @@ def loss_of(rows: Tensor, rank: int) -> Tensor:
 
 
 def test_sums_over_two_gpus_have_the_bits_of_the_reference() -> None:
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip("needs two GPUs")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    mp.spawn(reduce_on_two_gpus, args=(port,), nprocs=RANKS)
+    run_on_two_gpus(reduce_on_rank)

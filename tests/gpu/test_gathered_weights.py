@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from two_gpus import RANKS, run_on_two_gpus
 
 from snip_megatron.layers.parameter_gather import BufferedParameter, ParameterGather
 from snip_megatron.precision import Format
@@ -16,7 +14,7 @@ from snip_megatron.quantization.ranges import QuantizedWeight
 from snip_megatron.quantization.reference import quantize
 
 FP8, FP4, TENSOR = Format.FP8, Format.FP4, Format.FP8_TENSOR
-RANKS, LENGTH = 2, 9_000_000
+LENGTH = 9_000_000
 PARAMETERS = (
     BufferedParameter(0, (4096,)),
     BufferedParameter(4096, (2048, 2048), (FP8,)),
@@ -64,9 +62,7 @@ def test_operands_are_the_references(fmt: Format, transposed: bool) -> None:
     assert found.scale.stride() == expected.scale.stride()
 
 
-def gather_on_two_gpus(rank: int, port: int) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+def gather_on_rank(rank: int) -> None:
     whole, buffer = weights(RANKS * LENGTH), torch.zeros(RANKS * LENGTH, dtype=torch.bfloat16, device="cuda")
     buffer.view(RANKS, -1)[rank] = whole.view(RANKS, -1)[rank].cuda()
     gather = ParameterGather(buffer, dist.group.WORLD, PARAMETERS)
@@ -78,13 +74,7 @@ def gather_on_two_gpus(rank: int, port: int) -> None:
             expected = fake_quantize(w, fmt, block=True)
             numbers = found[parameter][fmt].dequantize().cpu()
             torch.testing.assert_close(numbers, expected, rtol=0, atol=0, equal_nan=True)
-    dist.destroy_process_group()
 
 
 def test_a_gather_over_two_gpus_has_the_bits_of_the_reference() -> None:
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip("needs two GPUs")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    mp.spawn(gather_on_two_gpus, args=(port,), nprocs=RANKS)
+    run_on_two_gpus(gather_on_rank)

@@ -107,7 +107,10 @@ class TransformerEngineGraphs(Graphs):
         try:
             yield
         finally:
-            self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - started
+            self._add(name, time.perf_counter() - started)
+
+    def _add(self, part: str, seconds: float) -> None:
+        self._parts[part] = self._parts.get(part, 0.0) + seconds
 
     def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -148,8 +151,8 @@ class TransformerEngineGraphs(Graphs):
 
                 named["post_warmup_hook"] = warmed
             graphs = make(*arguments, **named)
-            self._parts["warm_up"] = self._parts.get("warm_up", 0.0) + warm - started
-            self._parts["capture"] = self._parts.get("capture", 0.0) + time.perf_counter() - warm
+            self._add("warm_up", warm - started)
+            self._add("capture", time.perf_counter() - warm)
             return graphs
 
         return timed

@@ -12,12 +12,12 @@ round to even.
 import triton
 import triton.language as tl
 
-_INFINITY_BITS = tl.constexpr(0x7F800000)
+INFINITY_BITS = tl.constexpr(0x7F800000)
 _SIGN = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def _fma(a, b, c, HARDWARE: tl.constexpr):
+def fma(a, b, c, HARDWARE: tl.constexpr):
     if HARDWARE:
         return tl.fma(a, b, c)
     else:  # the interpreter's fma rounds the product; in float64 the product is exact
@@ -25,7 +25,7 @@ def _fma(a, b, c, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _constant(value: tl.constexpr, x):
+def constant(value: tl.constexpr, x):
     """Return ``value`` in the shape of ``x``: no instruction on a GPU, a tensor for the interpreter."""
     return tl.full(x.shape, value, tl.float32)
 
@@ -44,6 +44,11 @@ def to_float32(x):
 
 
 @triton.jit
+def magnitude_bits(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # integers have the order of the magnitudes, NaN above Inf
+
+
+@triton.jit
 def tile_scale(amax_bits, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DIVIDE: tl.constexpr):
     """Return the FP32 scale of a tile, amax / 448 or amax / 6 in IEEE division, from the bits of max|x|.
 
@@ -53,12 +58,12 @@ def tile_scale(amax_bits, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DIVIDE: 
     maximum: tl.constexpr = 448.0 if FORMAT == 8 else 6.0
     inverse: tl.constexpr = 0.002232142857142857 if FORMAT == 8 else 0.16666666666666666
     if DIVIDE:
-        scale = tl.div_rn(amax, _constant(maximum, amax))
+        scale = tl.div_rn(amax, constant(maximum, amax))
     else:  # equals the division for every magnitude of a 16-bit dtype, subnormal quotients included (tested)
         scale = amax * inverse
-        residual = _fma(scale, _constant(maximum, amax), _negated(amax), HARDWARE)
-        scale = _fma(_negated(residual), _constant(inverse, amax), scale, HARDWARE)
-    scale = tl.where(amax_bits >= _INFINITY_BITS, float("nan"), scale)
+        residual = fma(scale, constant(maximum, amax), _negated(amax), HARDWARE)
+        scale = fma(_negated(residual), constant(inverse, amax), scale, HARDWARE)
+    scale = tl.where(amax_bits >= INFINITY_BITS, float("nan"), scale)
     return tl.where(scale == 0.0, 1.0, scale)
 
 
@@ -67,21 +72,27 @@ def lift_of(scale):
     """Return the power of two that brings ``scale`` to [0.5, 1). A subnormal scale comes out smaller, NaN gives any
     value.
     """
-    exponent = scale.to(tl.int32, bitcast=True) & _INFINITY_BITS
+    exponent = scale.to(tl.int32, bitcast=True) & INFINITY_BITS
     return ((253 << 23) - exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def newton_reciprocal(x):
+    """Return 1 / x within one unit in the last place: one step of Newton from the device's approximation."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 g, e, n; rcp.approx.ftz.f32 g, $1; neg.f32 n, $1; fma.rn.f32 e, n, g, 0f3F800000;"
+        " fma.rn.f32 $0, e, g, g; }",
+        "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def reciprocal(scale, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     """Return 1 / scale to nearest, for a lifted scale. Tested for every scale that 16-bit numbers give."""
     if HARDWARE and (DTYPE != "fp32"):
-        return tl.inline_asm_elementwise(
-            "{ .reg .f32 g, e, n; rcp.approx.ftz.f32 g, $1; neg.f32 n, $1; fma.rn.f32 e, n, g, 0f3F800000;"
-            " fma.rn.f32 $0, e, g, g; }",
-            "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        return newton_reciprocal(scale)
     else:
-        return tl.div_rn(_constant(1.0, scale), scale)
+        return tl.div_rn(constant(1.0, scale), scale)
 
 
 @triton.jit
@@ -95,11 +106,11 @@ def quotient(x, scale, lift, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     else:  # equals the division for every 16-bit x and every scale of 16-bit tiles (README.md)
         scale = scale * lift
         inverse = reciprocal(scale, DTYPE, HARDWARE)
-        rest = _fma(_negated(scale), inverse, _constant(1.0, scale), HARDWARE)
+        rest = fma(_negated(scale), inverse, constant(1.0, scale), HARDWARE)
         down = (rest < 0.0).to(tl.int32)  # keeps rest ≥ 0, so that a negative zero stays negative
         inverse = (inverse.to(tl.int32, bitcast=True) - down).to(tl.float32, bitcast=True)
-        rest = _fma(_negated(scale), inverse, _constant(1.0, scale), HARDWARE) * inverse
-        return _fma(x, inverse, x * rest, HARDWARE)
+        rest = fma(_negated(scale), inverse, constant(1.0, scale), HARDWARE) * inverse
+        return fma(x, inverse, x * rest, HARDWARE)
 
 
 @triton.jit
@@ -117,9 +128,9 @@ def nearest_e2m1(y, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     else:
         bits = y.to(tl.int32, bitcast=True)
         power = tl.maximum(bits & 0x7FFFFFFF, 127 << 23) | (bits & _SIGN)
-    power = (power & (_SIGN | _INFINITY_BITS)).to(tl.float32, bitcast=True)
-    magic = _constant(1.5 * 2.0**22, y)
-    return _fma(power, _negated(magic), _fma(power, magic, y, HARDWARE), HARDWARE)
+    power = (power & (_SIGN | INFINITY_BITS)).to(tl.float32, bitcast=True)
+    magic = constant(1.5 * 2.0**22, y)
+    return fma(power, _negated(magic), fma(power, magic, y, HARDWARE), HARDWARE)
 
 
 @triton.jit
@@ -129,7 +140,7 @@ def byte_of(value):
     magnitude = bits & 0x7FFFFFFF
     subnormal = (tl.abs(value) * 512.0).to(tl.int32)
     code = tl.where(magnitude < (121 << 23), subnormal, (magnitude >> 20) - (120 << 3))
-    code = tl.where(magnitude > _INFINITY_BITS, 0x7F, code)
+    code = tl.where(magnitude > INFINITY_BITS, 0x7F, code)
     return code | ((bits >> 24) & 0x80)
 
 
@@ -137,9 +148,9 @@ def byte_of(value):
 def _nearest_e4m3(y):
     """Saturate FP32 y and round it to E4M3, ties to even, for devices without the conversion instruction."""
     magnitude = tl.minimum(tl.abs(y), 448.0, propagate_nan=tl.PropagateNan.ALL)
-    power = (tl.maximum(magnitude, 2.0**-6).to(tl.int32, bitcast=True) & _INFINITY_BITS).to(tl.float32, bitcast=True)
-    magic = _constant(1.5 * 2.0**20, y)
-    rounded = _fma(power, _negated(magic), _fma(power, magic, magnitude, False), False)
+    power = (tl.maximum(magnitude, 2.0**-6).to(tl.int32, bitcast=True) & INFINITY_BITS).to(tl.float32, bitcast=True)
+    magic = constant(1.5 * 2.0**20, y)
+    rounded = fma(power, _negated(magic), fma(power, magic, magnitude, False), False)
     return (rounded.to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)
 
 

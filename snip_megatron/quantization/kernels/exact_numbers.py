@@ -12,37 +12,25 @@ import triton.language as tl
 
 from snip_megatron.quantization.eden import DRAW_STREAM
 from snip_megatron.quantization.formats import EDEN_CLIPPING
-from snip_megatron.quantization.kernels.elements import lift_of
-from snip_megatron.quantization.kernels.stochastic import mix32, truncated_product
+from snip_megatron.quantization.kernels.elements import (
+    INFINITY_BITS,
+    constant,
+    fma,
+    lift_of,
+    magnitude_bits,
+    newton_reciprocal,
+)
+from snip_megatron.quantization.kernels.stochastic import less_if_subnormal, mix32, once, truncated_product
 
-INFINITY_BITS = tl.constexpr(0x7F800000)
 _DRAW_STREAM = tl.constexpr(DRAW_STREAM)
 _EDEN_VALUE = tl.constexpr(6.0 / EDEN_CLIPPING)
 _FINE = tl.constexpr(1024.0)  # a squared error in units of 2^-20 is the square of an error in units of 2^-10
 
 
 @triton.jit
-def magnitude_bits(x):
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # integers have the order of the magnitudes, NaN above Inf
-
-
-@triton.jit
 def largest(tiles):
     """Return the largest integer of each tile of [row tiles, rows, column tiles, columns], with ones for the rest."""
     return tl.max(tl.max(tiles, axis=3, keep_dims=True), axis=1, keep_dims=True)
-
-
-@triton.jit
-def _constant(value: tl.constexpr, x):
-    return tl.full(x.shape, value, tl.float32)
-
-
-@triton.jit
-def _fma(a, b, c, GPU: tl.constexpr):
-    if GPU:
-        return tl.fma(a, b, c)
-    else:  # the interpreter's fma rounds the product; in float64 the product is exact
-        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
@@ -54,15 +42,11 @@ def _reciprocal(x, GPU: tl.constexpr):
     mantissas: ``tests/unit/quantization/kernels/test_exact_numbers.py``.)
     """
     if GPU:
-        found = tl.inline_asm_elementwise(
-            "{ .reg .f32 g, e, n; rcp.approx.ftz.f32 g, $1; neg.f32 n, $1; fma.rn.f32 e, n, g, 0f3F800000;"
-            " fma.rn.f32 $0, e, g, g; }",
-            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        found = newton_reciprocal(x)
         ones = ((x.to(tl.int32, bitcast=True) & 0x7FFFFF) + 1) >> 23
         return (found.to(tl.int32, bitcast=True) | ones).to(tl.float32, bitcast=True)
     else:
-        return tl.div_rn(_constant(1.0, x), x)
+        return tl.div_rn(constant(1.0, x), x)
 
 
 @triton.jit
@@ -78,7 +62,7 @@ def nearest(y, ELEMENT: tl.constexpr, UNIT: tl.constexpr, GPU: tl.constexpr):
     power = tl.maximum(y, smallest).to(tl.int32, bitcast=True) & INFINITY_BITS
     power = power.to(tl.float32, bitcast=True)
     if GPU:
-        magic = _constant(spacings, y)
+        magic = constant(spacings, y)
         return tl.fma(power, -1.0 * magic, tl.fma(power, magic, y))
     else:
         magic = power * spacings  # exact
@@ -92,7 +76,7 @@ def tensor_scale(amax, SCALING: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.const
     """
     value: tl.constexpr = _EDEN_VALUE if EDEN else 6.0
     maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else value * (256.0 if FOUR or EDEN else 448.0)
-    scale = tl.div_rn(amax, _constant(maximum, amax))
+    scale = tl.div_rn(amax, constant(maximum, amax))
     scale = tl.where(scale == 0.0, 1.0, scale)
     if SCALING == "fp32_tensor":
         scale = tl.where(magnitude_bits(amax) >= INFINITY_BITS, float("nan"), scale)
@@ -107,10 +91,10 @@ def _over_maximum(amax, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.cons
     elif SHORT and (MAXIMUM == 6.0):  # tested for all such numbers: test_exact_numbers.py
         inverse: tl.constexpr = 0.16666666666666666
         quotient = amax * inverse
-        rest = _fma(quotient, _constant(-6.0, amax), amax, GPU)
-        return _fma(rest, _constant(inverse, amax), quotient, GPU)
+        rest = fma(quotient, constant(-6.0, amax), amax, GPU)
+        return fma(rest, constant(inverse, amax), quotient, GPU)
     else:
-        return tl.div_rn(amax, _constant(MAXIMUM, amax))
+        return tl.div_rn(amax, constant(MAXIMUM, amax))
 
 
 @triton.jit
@@ -123,12 +107,12 @@ def _e4m3_scale(amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GP
     amax = amax_bits.to(tl.float32, bitcast=True)
     lift = lift_of(whole)
     lifted = whole * lift
-    inverse = tl.div_rn(_constant(1.0, lifted), lifted)
+    inverse = tl.div_rn(constant(1.0, lifted), lifted)
     # The quotient by ``whole``, as in :func:`quotient`. Larger ones saturate.
     amax = tl.minimum(_over_maximum(amax, MAXIMUM, SHORT, GPU) * lift, 1048576.0)
     lifted, inverse = lifted + tl.zeros_like(amax), inverse + tl.zeros_like(amax)
     ratio = amax * inverse
-    ratio = _fma(_fma(-1.0 * ratio, lifted, amax, GPU), inverse, ratio, GPU)
+    ratio = fma(fma(-1.0 * ratio, lifted, amax, GPU), inverse, ratio, GPU)
     of_tile = tl.where(amax_bits < INFINITY_BITS, nearest(ratio, 8, 1.0, GPU), float("nan"))
     scale = of_tile * whole
     divisor = scale * lift
@@ -150,7 +134,7 @@ def scales(amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr):
         scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
         return tl.where(finite, tl.where(amax_bits == 0, 1.0, scale), float("nan"))
     else:
-        scale = tl.div_rn(amax, _constant(6.0 if ELEMENT == 4 else 448.0, amax))
+        scale = tl.div_rn(amax, constant(6.0 if ELEMENT == 4 else 448.0, amax))
         return tl.where(finite, tl.where(scale == 0.0, 1.0, scale), float("nan"))
 
 
@@ -170,7 +154,7 @@ def _quotient(x, divisor, inverse, GPU: tl.constexpr):
     """
     divisor, inverse = divisor + tl.zeros_like(x), inverse + tl.zeros_like(x)
     quotient = x * inverse
-    return _fma(_fma(-1.0 * quotient, divisor, x, GPU), inverse, quotient, GPU)
+    return fma(fma(-1.0 * quotient, divisor, x, GPU), inverse, quotient, GPU)
 
 
 @triton.jit
@@ -178,7 +162,7 @@ def _lifted_quotient(x, divisor, GPU: tl.constexpr):
     """Return x / divisor for any FP32 divisors."""
     lift = lift_of(divisor)
     lifted = divisor * lift
-    return _quotient(x * lift, lifted, tl.div_rn(_constant(1.0, lifted), lifted), GPU)
+    return _quotient(x * lift, lifted, tl.div_rn(constant(1.0, lifted), lifted), GPU)
 
 
 @triton.jit
@@ -277,11 +261,6 @@ def eden(x, amax_bits, whole, signs, ALONG: tl.constexpr, GPU: tl.constexpr):
 
 
 @triton.jit
-def _less_if_subnormal(inverse, divisor):
-    return tl.where(divisor < 1.1754943508222875e-38, inverse * 0.999755859375, inverse)  # 2^-126; 1 − 2^-12
-
-
-@triton.jit
 def rounded_stochastically(x, draw, amax_bits, whole, SCALING: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
     """Return E2M1 elements and factors of tiles of magnitudes, which are rounded as in ``rounding.py``.
 
@@ -292,16 +271,16 @@ def rounded_stochastically(x, draw, amax_bits, whole, SCALING: tl.constexpr, SHO
         _, inverse, factor = _e4m3_scale(amax_bits, whole, 6.0, SHORT, GPU)
         # Factors 2^-20 and 2^-106 instead of 2^-126 alone, so that no reciprocal is subnormal.
         x = x * (lift_of(whole) * 9.5367431640625e-07)
-        inverse = _less_if_subnormal(inverse, factor * whole) * 1.232595164407831e-32
+        inverse = less_if_subnormal(inverse, factor * whole) * 1.232595164407831e-32
     else:
         factor = scales(amax_bits, whole, 4, SCALING)
         if SCALING == "e8m0":
             x = x * _inverse_power(factor)
-            inverse = _less_if_subnormal(_constant(1.1754943508222875e-38, factor), factor)
+            inverse = less_if_subnormal(constant(1.1754943508222875e-38, factor), factor)
         else:
             lift = lift_of(factor)
             lifted = factor * lift
-            inverse = _less_if_subnormal(tl.div_rn(_constant(1.0, lifted), lifted), factor) * 1.1754943508222875e-38
+            inverse = less_if_subnormal(tl.div_rn(constant(1.0, lifted), lifted), factor) * 1.1754943508222875e-38
             x = x * lift
     inverse = inverse + tl.zeros_like(x)
     if GPU:
@@ -316,18 +295,12 @@ def rounded_stochastically(x, draw, amax_bits, whole, SCALING: tl.constexpr, SHO
 
 
 @triton.jit
-def _once(keys):
-    """Compute the keys once and share them. The compiler would compute them again in every thread."""
-    return tl.gather(keys.to(tl.int32, bitcast=True), tl.arange(0, keys.shape[0]), 0).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
 def draws(rows, cols, word_0, word_1):
     """Return uint32 draws [rows, cols] of global ids: the hash of ``rounding.py``.
 
     The last multiplication, which only even columns have, is distributed over the sum before it.
     """
-    row_words = _once(mix32(rows.to(tl.uint32) * 0x9E3779B1 + word_0.to(tl.uint32)))
+    row_words = once(mix32(rows.to(tl.uint32) * 0x9E3779B1 + word_0.to(tl.uint32)))
     factor = mix32((cols.to(tl.uint32) >> 1) * 0x85EBCA77 + word_1.to(tl.uint32)) | 1
     even = (cols & 1) == 0
     last = tl.where(even, 0x9C8A3D1D, 0x9E3779B1)

@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 
 from snip_megatron.quantization.hadamard import SIGN_STREAM
+from snip_megatron.quantization.kernels.elements import INFINITY_BITS, magnitude_bits, to_float32
 from snip_megatron.quantization.kernels.exact_numbers import (
-    INFINITY_BITS,
     draws,
     eden,
     four_over_six,
     largest,
-    magnitude_bits,
     rounded_stochastically,
     rounded_to_nearest,
     tensor_scale,
@@ -39,14 +38,6 @@ def _load(
     pointers = x_ptr + m.to(tl.int64) * R * x_stride + i[:, None] * x_stride + j[None, :]
     pointers = tl.max_contiguous(pointers, [1, WIDE])
     return tl.load(pointers, mask=(m * R + i < M)[:, None] & (j < K)[None, :], other=0.0)
-
-
-@triton.jit
-def _float32(x):
-    if x.dtype == tl.bfloat16:  # bf16 is the upper half of FP32; the interpreter's own conversion loses subnormals
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit
@@ -128,7 +119,7 @@ def _transformed_along(x, signs, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _side(
+def _part(
     x, signed, whole, draw, signs, out_ptr, scale_ptr, M, K: tl.constexpr, m, k,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
     RANDOM: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr,
@@ -169,48 +160,15 @@ def _side(
 
 
 @triton.jit
-def _row_side(
+def _side(
     x_ptr, M, K: tl.constexpr, x_stride: tl.constexpr, first, k, out_ptr, scale_ptr, amax_ptr, cols_ptr, key_ptr,
     word_0, word_1, signs_ptr, signs,
-    ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE: tl.constexpr, RANDOM: tl.constexpr, LOADED: tl.constexpr,
-    FOUR: tl.constexpr, EDEN: tl.constexpr, SQUARE: tl.constexpr, TURNED: tl.constexpr, SIGNS_LOADED: tl.constexpr,
-    GIVEN_COLS: tl.constexpr, GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-    STEPS: tl.constexpr,
+    ALONG: tl.constexpr, ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE: tl.constexpr, RANDOM: tl.constexpr,
+    LOADED: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr, SQUARE: tl.constexpr, TURNED: tl.constexpr,
+    SIGNS_LOADED: tl.constexpr, GIVEN_COLS: tl.constexpr, GPU: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    SHORT: tl.constexpr = (x_ptr.dtype.element_ty != tl.float32) and (not TURNED)
-    whole = _whole(amax_ptr, scale_ptr, k + first, SCALING, FOUR, EDEN)
-    signs = _signs(signs_ptr, signs, SIGNS_LOADED)
-    if RANDOM:
-        word_0, word_1 = _words(key_ptr, word_0, word_1, LOADED)
-        ids = _ids(cols_ptr, K, k, GIVEN_COLS, C)
-    width: tl.constexpr = (K + 127) // 128 * 128 if TURNED else K
-    m = first * STEPS
-    end = tl.minimum(m + STEPS, tl.cdiv(M, R))
-    while m < end:
-        signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
-        x = _float32(signed)
-        if TURNED:
-            x = _transformed_along(x, signs, R, C)
-            signed = x
-        draw = x
-        if RANDOM:
-            draw = draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-        _side(
-            x, signed, whole, draw, signs, out_ptr, scale_ptr, M, width, m, k,
-            ELEMENT, SCALING, TILE if SQUARE else 1, TILE, RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
-        )  # fmt: skip
-        m += 1
-
-
-@triton.jit
-def _col_side(
-    x_ptr, M, K: tl.constexpr, x_stride: tl.constexpr, first, k, out_ptr, scale_ptr, amax_ptr, cols_ptr, key_ptr,
-    word_0, word_1, signs_ptr, signs,
-    ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE: tl.constexpr, RANDOM: tl.constexpr, LOADED: tl.constexpr,
-    FOUR: tl.constexpr, EDEN: tl.constexpr, SQUARE: tl.constexpr, TURNED: tl.constexpr, SIGNS_LOADED: tl.constexpr,
-    GIVEN_COLS: tl.constexpr, GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-    STEPS: tl.constexpr,
-):  # fmt: skip
+    """Quantise the parts of a program in tiles along the columns, with ``ALONG``, or along the rows."""
     # Sixteen points divide a sum by four and keep the numbers even; 128 points do not.
     SHORT: tl.constexpr = (x_ptr.dtype.element_ty != tl.float32) and (TURNED != 128)
     whole = _whole(amax_ptr, scale_ptr, k + first, SCALING, FOUR, EDEN)
@@ -218,21 +176,23 @@ def _col_side(
     if RANDOM:
         word_0, word_1 = _words(key_ptr, word_0, word_1, LOADED)
         ids = _ids(cols_ptr, K, k, GIVEN_COLS, C)
-    height = (M + (TURNED - 1)) // TURNED * TURNED if TURNED else M
+    height = (M + (TURNED - 1)) // TURNED * TURNED if TURNED and not ALONG else M
+    width: tl.constexpr = (K + 127) // 128 * 128 if TURNED and ALONG else K
     m = first * STEPS
     end = tl.minimum(m + STEPS, tl.cdiv(M, R))
     while m < end:
         signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
-        x = _float32(signed)
+        x = to_float32(signed)
         if TURNED:
-            x = _transformed(x, signs, TURNED, R, C)
+            x = _transformed_along(x, signs, R, C) if ALONG else _transformed(x, signs, TURNED, R, C)
             signed = x
         draw = x
         if RANDOM:
             draw = draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-        _side(
-            x, signed, whole, draw, signs, out_ptr, scale_ptr, height, K, m, k,
-            ELEMENT, SCALING, TILE, TILE if SQUARE else 1, RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
+        _part(
+            x, signed, whole, draw, signs, out_ptr, scale_ptr, height, width, m, k, ELEMENT, SCALING,
+            TILE if SQUARE or not ALONG else 1, TILE if SQUARE or ALONG else 1,
+            RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
         )  # fmt: skip
         m += 1
 
@@ -301,19 +261,19 @@ def exact_kernel(
     part, place = tl.program_id(0) // (ROWS + COLS), tl.program_id(0) % (ROWS + COLS)
     if ROW:  # noqa: SIM102 - decided when compiled, and when run
         if (COLS == 0) or (place < ROWS):
-            _row_side(
+            _side(
                 x_ptr, M, K, x_stride, m, part * ROWS + place, row_ptr, row_scale_ptr, row_amax_ptr, cols_ptr,
-                row_key_ptr, row_word_0, row_word_1, row_signs_ptr, row_signs, ROW, ROW_SCALING, ROW_TILE, ROW_RANDOM,
-                ROW_LOADED, ROW_FOUR, ROW_EDEN, SQUARE_ROW, ROW_TURNED, ROW_SIGNS_LOADED, GIVEN_COLS, GPU,
-                R, ROW_C, ROW_WIDE, STEPS,
+                row_key_ptr, row_word_0, row_word_1, row_signs_ptr, row_signs,
+                True, ROW, ROW_SCALING, ROW_TILE, ROW_RANDOM, ROW_LOADED, ROW_FOUR, ROW_EDEN, SQUARE_ROW, ROW_TURNED,
+                ROW_SIGNS_LOADED, GIVEN_COLS, GPU, R, ROW_C, ROW_WIDE, STEPS,
             )  # fmt: skip
     if COL:  # noqa: SIM102
         if (ROWS == 0) or (place >= ROWS):
-            _col_side(
+            _side(
                 x_ptr, M, K, x_stride, m, part * COLS + place - ROWS, col_ptr, col_scale_ptr, col_amax_ptr, cols_ptr,
-                col_key_ptr, col_word_0, col_word_1, col_signs_ptr, col_signs, COL, COL_SCALING, COL_TILE, COL_RANDOM,
-                COL_LOADED, COL_FOUR, COL_EDEN, SQUARE_COL, COL_TURNED, COL_SIGNS_LOADED, GIVEN_COLS, GPU,
-                R, COL_C, COL_WIDE, STEPS,
+                col_key_ptr, col_word_0, col_word_1, col_signs_ptr, col_signs,
+                False, COL, COL_SCALING, COL_TILE, COL_RANDOM, COL_LOADED, COL_FOUR, COL_EDEN, SQUARE_COL, COL_TURNED,
+                COL_SIGNS_LOADED, GIVEN_COLS, GPU, R, COL_C, COL_WIDE, STEPS,
             )  # fmt: skip
 
 
@@ -343,7 +303,7 @@ def exact_amax_kernel(
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
-    x = _float32(_load(x_ptr, x_stride, M, K, tl.program_id(1), tl.program_id(0), R, C, WIDE))
+    x = to_float32(_load(x_ptr, x_stride, M, K, tl.program_id(1), tl.program_id(0), R, C, WIDE))
     bits = magnitude_bits(x)
     row = tl.max(tl.max(bits, axis=0), axis=0)
     row_bits, col_bits, col = bits, bits, row

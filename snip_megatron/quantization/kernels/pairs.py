@@ -13,6 +13,8 @@ constants of a kernel: a model has few widths, and constant strides make address
 import triton
 import triton.language as tl
 
+from snip_megatron.quantization.kernels.elements import magnitude_bits, to_float32
+
 EDGE = tl.constexpr(128)
 PAIRS = tl.constexpr(64)
 HALF = tl.constexpr(64)
@@ -58,14 +60,6 @@ def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr, WORDS: tl.co
 
 
 @triton.jit
-def _to_float32(x):
-    if x.dtype == tl.bfloat16:  # bf16 is the upper half of FP32; the interpreter's own conversion loses subnormals
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
 def _half_bits(bits, DTYPE: tl.constexpr):
     """Return FP32 of the 16-bit numbers in the lower halves of int32."""
     if DTYPE == "bf16":
@@ -83,7 +77,7 @@ def numbers(a, b, DTYPE: tl.constexpr, WORDS: tl.constexpr):
         else:
             return _half_bits(a, DTYPE), _half_bits(a >> 16, DTYPE)
     else:
-        return _to_float32(a), _to_float32(b)
+        return to_float32(a), to_float32(b)
 
 
 @triton.jit
@@ -124,11 +118,6 @@ def _max_fp16(a, b):
 
 
 @triton.jit
-def _magnitude(x):
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # integers have the order of the magnitudes, NaN above Inf
-
-
-@triton.jit
 def _largest(x, DOWN: tl.constexpr, DTYPE: tl.constexpr):
     """Return the maximum of each column (``DOWN``) or row, of integers if ``DTYPE`` is empty, or of two numbers per
     word.
@@ -154,7 +143,7 @@ def amax_pairs(a, b, DOWN: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexp
         return lo.to(tl.int32, bitcast=True), hi.to(tl.int32, bitcast=True)
     else:
         lo, hi = numbers(a, b, DTYPE, WORDS)
-        return _largest(_magnitude(lo), DOWN, ""), _largest(_magnitude(hi), DOWN, "")
+        return _largest(magnitude_bits(lo), DOWN, ""), _largest(magnitude_bits(hi), DOWN, "")
 
 
 @triton.jit

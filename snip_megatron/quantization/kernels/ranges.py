@@ -12,7 +12,7 @@ from snip_megatron.precision import FOUR_BIT, Format
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.formats import SPECS, TILE
 from snip_megatron.quantization.kernels.arguments import has_hopper_instructions
-from snip_megatron.quantization.kernels.elements import byte_of, bytes_of, nearest_e2m1, to_float32
+from snip_megatron.quantization.kernels.elements import byte_of, bytes_of, magnitude_bits, nearest_e2m1, to_float32
 from snip_megatron.quantization.kernels.fours import pack_fours
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.packed import Operand
@@ -33,8 +33,7 @@ def range_amax_kernel(x_ptr, amax_ptr, cols, tiles, start, count, above):
     place = row[:, None] * cols + col[None, :] - start
     inside = (col < cols)[None, :] & (place >= 0) & (place < count)
     x = to_float32(tl.load(x_ptr + place, mask=inside, other=0.0))
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of magnitudes, NaN above all
-    tl.store(amax_ptr + tile * tiles + tl.program_id(1), tl.max(tl.max(bits, axis=1), axis=0))
+    tl.store(amax_ptr + tile * tiles + tl.program_id(1), tl.max(tl.max(magnitude_bits(x), axis=1), axis=0))
 
 
 @triton.jit(do_not_specialize=["start", "count", "above"])

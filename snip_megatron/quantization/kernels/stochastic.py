@@ -19,7 +19,7 @@ def mix32(h):
 
 
 @triton.jit
-def _once(keys):
+def once(keys):
     """Compute the keys once and share them. The compiler would compute them again in every thread."""
     return tl.gather(keys.to(tl.int32, bitcast=True), tl.arange(0, keys.shape[0]), 0).to(tl.uint32, bitcast=True)
 
@@ -34,7 +34,7 @@ def _words(row_words, cols, word, HALVES: tl.constexpr):
     """Return uint32 of rows by columns: one word for columns 2i and 2i + 1. The word is the draw of column 2i + 1."""
     factor = mix32((cols.to(tl.uint32) >> 1) * 0x85EBCA77 + word.to(tl.uint32)) | 1
     if not HALVES:  # a thread has many columns
-        factor = _once(factor)
+        factor = once(factor)
     factor = over_rows(factor, HALVES)
     return _swapped(row_words * factor) * 0x9E3779B1 + factor
 
@@ -59,7 +59,7 @@ def random_pairs(rows, lo_cols, hi_cols, row_word, col_word, HALVES: tl.constexp
     """
     row_words = mix32(rows.to(tl.uint32) * 0x9E3779B1 + row_word.to(tl.uint32))
     if HALVES:  # a thread has many rows
-        row_words = tl.trans(tl.reshape(_once(row_words), (2, rows.shape[0] // 2)))
+        row_words = tl.trans(tl.reshape(once(row_words), (2, rows.shape[0] // 2)))
     row_words = tl.expand_dims(row_words, 1)
     lo = _words(row_words, lo_cols, col_word, HALVES)
     if PAIRED:
@@ -110,11 +110,11 @@ def _rounded(x, inverse, bits, back, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal(scale, lift, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return 1 / lifted scale, reduced by 2^-12 if the scale is subnormal: its few bits could let the largest number
-    exceed 6.
+def less_if_subnormal(inverse, scale):
+    """Return ``inverse``, reduced by 2^-12 if its scale is subnormal.
+
+    The few bits of such a scale could let the largest number exceed 6.
     """
-    inverse = reciprocal(scale * lift, DTYPE, HARDWARE)
     return tl.where(scale < 1.1754943508222875e-38, inverse * 0.999755859375, inverse)  # 2^-126; 1 − 2^-12
 
 
@@ -128,8 +128,8 @@ def stochastic_bytes(
 
     Saturates. Bits 15 and 31 of ``words`` hold the signs.
     """
-    lo_inverse = _reciprocal(lo_scale, lo_lift, DTYPE, HARDWARE)
-    hi_inverse = _reciprocal(hi_scale, hi_lift, DTYPE, HARDWARE)
+    lo_inverse = less_if_subnormal(reciprocal(lo_scale * lo_lift, DTYPE, HARDWARE), lo_scale)
+    hi_inverse = less_if_subnormal(reciprocal(hi_scale * hi_lift, DTYPE, HARDWARE), hi_scale)
     if HARDWARE:
         lo_back = tl.where(lo_scale != lo_scale, float("nan"), 8.507059173023462e37)  # 2^126
         hi_back = tl.where(hi_scale != hi_scale, float("nan"), 8.507059173023462e37)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.training.arguments import add_megatron_arguments
+from llama_arguments import DEFAULTS, EXPERTS, arguments, megatron_parser
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
@@ -19,21 +19,6 @@ from snip_megatron.megatron.validate import CONFLICTS, Conflict
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.sensitivity import SolveRequest
 
-# What Megatron's validation adds to its parser's defaults, for a Llama of 4 layers.
-DERIVED: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-    "ffn_hidden_size": 96,
-    "swiglu": True,
-    "bf16": True,
-    "accumulate_allreduce_grads_in_fp32": True,
-    "virtual_pipeline_model_parallel_size": None,
-    "gtp_weight_remat_size": 1,
-}
 # A value that conflicts, where it is not True.
 VALUES: dict[str, Any] = {
     "fp8": "hybrid",
@@ -52,29 +37,6 @@ VALUES: dict[str, Any] = {
 OPTIONAL = {"--kitchen-config-file", "--use-kitchen"}
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
-
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "moe_layer_freq": [0, 1, 1, 0],
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 48,
-    "transformer_impl": "local",
-    "moe_router_load_balancing_type": ["aux_loss"],
-    "moe_grouped_gemm": True,
-    "seq_length": 32,
-    "global_batch_size": 8,
-}
-
-
-def megatron_parser() -> argparse.ArgumentParser:
-    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-
-
-DEFAULTS = vars(megatron_parser().parse_args([]))
-
-
-def arguments(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{**DEFAULTS, **DERIVED, **given})
 
 
 def config(**fields: Any) -> SnipConfig:
@@ -411,48 +373,7 @@ def test_routers_that_cannot_repeat_a_routing(monkeypatch: pytest.MonkeyPatch) -
     validate.check(config(policy="uniform-fp4"), arguments(**EXPERTS))
 
 
-# -- the model -------------------------------------------------------------------------------------------------
-def shapes(**given: Any) -> dict[str, tuple[int, int]]:
-    return {row.id.kind: (row.n, row.k) for row in model_linears(arguments(**given))[:4]}
-
-
-def test_shapes_follow_attention_and_mlp() -> None:
-    assert shapes() == {
-        "self_attention.linear_qkv": (128, 64),
-        "self_attention.linear_proj": (64, 64),
-        "mlp.linear_fc1": (192, 64),
-        "mlp.linear_fc2": (64, 96),
-    }
-    ungrouped = shapes(group_query_attention=False, num_query_groups=1, swiglu=False, kv_channels=32)
-    assert ungrouped["self_attention.linear_qkv"] == (384, 64)
-    assert ungrouped["self_attention.linear_proj"] == (64, 128)
-    assert ungrouped["mlp.linear_fc1"] == (96, 64)
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "virtual", "expected"),
-    [
-        (4, 1, None, [0, 0, 0, 0]),
-        (4, 2, None, [0, 0, 1, 1]),
-        (4, 2, 2, [0, 1, 0, 1]),
-        (8, 2, 2, [0, 0, 1, 1, 0, 0, 1, 1]),
-    ],
-)
-def test_stages_of_an_even_split(layers: int, stages: int, virtual: int | None, expected: list[int]) -> None:
-    args = arguments(
-        num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual
-    )
-    rows = model_linears(args)
-    assert [row.stage for row in rows[::4]] == expected
-    assert [row.name for row in rows] == decoder_linear_names(layers)
-
-
-def test_flops_count_one_gemm_of_each_linear() -> None:
-    flops = gemm_flops(model_linears(arguments()))
-    assert len(flops) == 16
-    assert flops["decoder.layers.0.mlp.linear_fc1"] == 2 * 192 * 64
-
-
+# -- the solver's request -------------------------------------------------------------------------------------
 def test_the_request_carries_the_configuration() -> None:
     snip = config(budget="fp4=0.5", formats=("nvfp4", "mxfp8"), granularity="layer", stage_tolerance="none", seed=9)
     request = validate.solve_request(snip, arguments(), version=3)
