@@ -83,7 +83,7 @@ def test_cuda_graphs_and_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[
     graphs = ["--cuda-graph-impl", "full_iteration"]
     assert exit_code([*asked, *graphs, "--budget", "step=1.05"]) == 0
     output = capsys.readouterr().out
-    assert "CUDA graphs are captured anew in 0.44 s" in output  # 22 layers, 2 microbatches
+    assert "CUDA graphs: every map captures all layers, 0.44 s" in output  # 22 layers, 2 microbatches
     assert "host-bound" not in output
 
 
