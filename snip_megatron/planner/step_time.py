@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from snip_megatron.planner.host import Host, host_seconds
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import FormatsOf, packed_bytes
+from snip_megatron.planner.memory import FormatsOf, gathered_bytes, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.tensor_parallel import TensorParallel
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
-from snip_megatron.quantization.ranges import gathered_bytes
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
 

@@ -177,3 +177,12 @@ def exit_code(arguments: list[str]) -> object:
         return main(arguments)
     except SystemExit as end:  # argparse
         return end.code
+
+
+def test_a_plan_is_made_without_torch() -> None:
+    """Importing torch takes about ten times as long as everything else that a plan imports."""
+    code = "import sys; from snip_megatron.cli import main; main(); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "plan", "--model", "1b", "--dp", "2", "--parameter-gather", "quantized"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "parameters quantized" in done.stdout
