@@ -20,7 +20,7 @@ ASSUMPTIONS = (
     "memory: bf16 weights, FP32 gradients, FP32 master weights and two Adam moments (sharded by the distributed"
     " optimizer); fused attention that keeps q, k, v, its output and one number a row; bf16 logits, FP32 softmax, bf16"
     " gradient; the backward's largest temporary is the gradient of the MLP's first linear; operands of emulated"
-    " formats in bf16; no fragmentation, NCCL buffers or CUDA context",
+    " formats in bf16; no CUDA graphs, fragmentation, NCCL buffers or CUDA context",
 )
 
 _WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
