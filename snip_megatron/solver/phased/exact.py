@@ -114,7 +114,8 @@ class _Search(Search):
         if windows is None:
             return None
         value = math.fsum(self.table.loss[np.arange(len(self.pick)), self.pick])
-        found = combine(windows, value)
+        # Rounding may put the bound of a better solution above the value, by less than the slack.
+        found = combine(windows, value + 2 * windows.slack)
         if found is None:
             return None
         if found.complete:
