@@ -166,10 +166,9 @@ def test_the_limit_is_one_that_a_map_can_reach() -> None:
 
 
 # -- recapture ---------------------------------------------------------------------------------------------------
-def host(**more: Any) -> Host:
-    """Of eight layers and six microbatches."""
-    table = {key: more.pop(key) for key in ("recapture",) if key in more}
-    return Host(layout(global_batch_size=6, **more), model(**table))
+def host(recapture: float | None = None, **sizes: Any) -> Host:
+    """Of eight layers and six microbatches; ``recapture``: the table's rate."""
+    return Host(layout(global_batch_size=6, **sizes), model(recapture=recapture))
 
 
 @pytest.mark.parametrize(
