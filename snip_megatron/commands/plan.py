@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.npz",
         help="statistics of a run (stats/step_N.npz) to compute losses from; default: synthetic losses",
     )
-    add("--seed", type=int, default=1, metavar="N", help="seed of synthetic losses; default: 1")
+    add("--seed", type=_seed, default=1, metavar="N", help="seed of synthetic losses; default: 1")
     add(
         "--timings",
         default="h200",
@@ -266,6 +266,14 @@ def _tolerance(text: str) -> float | None:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text[:12]) > 0 and len(text) < 12):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number of 1 or more")
+    return _whole(text, 1)
+
+
+def _seed(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not (text.isascii() and text.isdigit() and int(text[:12]) >= least and len(text) < 12):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number of {least} or more")
     return int(text)

@@ -11,11 +11,11 @@ from snip_megatron.timing.shapes import Formats
 from snip_megatron.timing.table import Launching
 from snip_megatron.timing.table_model import TimingModel
 
-STATED_RECAPTURE = 0.05
+STATED_RECAPTURE = 0.03
 """Assumed seconds of capturing one layer and microbatch, if the table has no measurement.
 
-A 1.1 B Llama of 22 layers with two microbatches a step took 1.9 to 2.6 s (``benchmarks/job_1b_h200_2026-11-22.json``,
-the step that captures, less a usual one)."""
+The two adoptions of a 1.1 B Llama of 22 layers, of which Transformer Engine captures one microbatch, took 0.50 and
+0.76 s (``benchmarks/job_1b-fp4_h200_2026-11-23.json``)."""
 
 REMEDY = (
     "capture CUDA graphs (--cuda-graph-impl), use larger microbatches (--micro-batch-size), or fewer tensor parallel"
@@ -41,7 +41,8 @@ class Host:
         table = model.table if isinstance(model, TimingModel) else None
         self._measured: Launching | None = None if table is None else table.launching
         self._of_table = table is not None
-        self._recapture = None if table is None else table.recapture
+        measured = None if table is None else table.recapture
+        self._capture, self._source = (STATED_RECAPTURE, "stated") if measured is None else (measured, "measured")
 
     @property
     def graphs(self) -> bool:
@@ -90,21 +91,36 @@ class Host:
         return 4 / 3 if self._layout.recompute == "full" else 1.0
 
     @property
-    def recapture(self) -> float:
-        """Seconds of capturing the CUDA graphs anew after an adoption, on the stage with most layers."""
+    def _by_layer(self) -> bool:
+        """Whether single layers can be captured anew, each with one graph for all microbatches."""
+        return self._layout.cuda_graph_impl == "transformer_engine" and self._layout.pp == 1
+
+    @property
+    def recapture(self) -> tuple[float, float]:
+        """The least and the most seconds of capturing CUDA graphs anew after an adoption.
+
+        The most is for all layers of the stage with most layers. The least is for one layer, where single layers can
+        be captured.
+        """
         if not self.graphs:
-            return 0.0
-        rate = STATED_RECAPTURE if self._recapture is None else self._recapture
-        return rate * self._layout.microbatches * max(len(blocks) for blocks in self._layout.stages)
+            return 0.0, 0.0
+        layers = max(len(blocks) for blocks in self._layout.stages)
+        if self._by_layer:
+            return self._capture, self._capture * layers
+        return (self._capture * layers * self._layout.microbatches,) * 2
 
     def assumptions(self) -> tuple[str, ...]:
         """Return the assumptions behind the times, a sentence each."""
         if self.graphs:
-            source = "stated" if self._recapture is None else "measured"
-            rate = STATED_RECAPTURE if self._recapture is None else self._recapture
+            captured = (
+                "one microbatch is captured; the first map changes every layer; how many a later one changes is not"
+                " known in advance, and the share of training counts all of them, as where memory is short"
+                if self._by_layer
+                else "every microbatch is captured"
+            )
             return (
-                f"host: layers in CUDA graphs are launched in no time; capturing them takes {1e3 * rate:.3g} ms a layer"
-                f" and microbatch ({source})",
+                "host: layers in CUDA graphs are launched in no time; capturing them takes"
+                f" {1e3 * self._capture:.3g} ms a layer and microbatch ({self._source}); {captured}",
             )
         if self._measured is not None:
             return (

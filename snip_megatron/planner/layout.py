@@ -79,6 +79,7 @@ class Layout:
         self._check_pipeline()
         self._check_batch()
         self._check_communication()
+        self._check_graphs()
 
     # -- derived -------------------------------------------------------------------------------------------------
     @property
@@ -184,8 +185,6 @@ class Layout:
                 raise SnipError(f"--{name.replace('_', '-')} {value}: must be a whole number of 1 or more")
         if self.recompute not in RECOMPUTE:
             raise SnipError(f"--recompute {self.recompute}: choose one of {', '.join(RECOMPUTE)}")
-        if self.cuda_graph_impl not in CUDA_GRAPHS:
-            raise SnipError(f"--cuda-graph-impl {self.cuda_graph_impl}: choose one of {', '.join(CUDA_GRAPHS)}")
 
     def _check_tensor_parallel(self) -> None:
         model, tp = self.model, self.tp
@@ -225,6 +224,20 @@ class Layout:
             raise SnipError(
                 f"{here}: the {self.tokens} tokens of a microbatch on {self.tp} ranks are {self.tokens / self.tp:g}"
                 f" each, no multiple of {_TILE}, so that shards cut tiles"
+            )
+
+    def _check_graphs(self) -> None:
+        if self.cuda_graph_impl not in CUDA_GRAPHS:
+            raise SnipError(f"--cuda-graph-impl {self.cuda_graph_impl}: choose one of {', '.join(CUDA_GRAPHS)}")
+        if self.cuda_graph_impl == "full_iteration" and self.pp > 1:
+            raise SnipError(
+                f"--cuda-graph-impl full_iteration cannot be combined with --pp {self.pp}: Megatron waits for the"
+                " device between stages, which no graph holds; use --cuda-graph-impl local or transformer_engine"
+            )
+        if self.parameter_gather != "bf16" and self.cuda_graph_impl != "none":
+            raise SnipError(
+                f"--parameter-gather {self.parameter_gather} cannot be combined with --cuda-graph-impl"
+                f" {self.cuda_graph_impl}: graphs read weights that are quantised in place; leave one out"
             )
 
     def _check_pipeline(self) -> None:

@@ -20,7 +20,7 @@ ASSUMPTIONS = (
     "memory: bf16 weights, FP32 gradients, FP32 master weights and two Adam moments (sharded by the distributed"
     " optimizer); fused attention that keeps q, k, v, its output and one number a row; bf16 logits, FP32 softmax, bf16"
     " gradient; the backward's largest temporary is the gradient of the MLP's first linear; operands of emulated"
-    " formats in bf16; no fragmentation, NCCL buffers or CUDA context",
+    " formats in bf16; no CUDA graphs, fragmentation, NCCL buffers or CUDA context",
 )
 
 _WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
@@ -161,6 +161,16 @@ def scale_bytes(fmt: Format) -> float:
 def packed_bytes(fmt: Format) -> float:
     """Return the bytes in which ranks exchange an element, with its share of the scales."""
     return 2.0 if fmt is Format.BF16 else fmt.bits / 8 + scale_bytes(fmt)
+
+
+def gathered_bytes(fprop: Format, dgrad: Format) -> float:
+    """Return the bytes in which an element of a weight is gathered under ``--snip-parameter-gather quantized``.
+
+    The formats are those of ``quantization.ranges.formats_to_gather``, without importing torch.
+    """
+    formats = {fprop, dgrad}
+    quantised = sum(fmt.bits / 8 for fmt in formats)
+    return quantised if formats <= set(NATIVE) and quantised < 2.0 else 2.0
 
 
 def saved_input(layout: Layout, kind: str, formats: Formats, native: Collection[Format] = NATIVE) -> float:

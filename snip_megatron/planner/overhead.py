@@ -47,8 +47,10 @@ class Overhead:
         steps: duration, in bf16 steps.
         seconds: duration in seconds.
         reducing_seconds: the part of ``seconds`` in which probe gradients are reduced over data parallel ranks.
-        recapture_seconds: capturing CUDA graphs anew at the adoption of another map; 0 without graphs.
-        share: the share of the update and the recapture in the training time from one update to the next.
+        recapture_seconds: capturing the CUDA graphs of all layers anew at the adoption of a map; 0 without graphs.
+        least_recapture_seconds: the least that the adoption of a later map takes: where only the layers that change are
+            captured, that of one layer.
+        share: the share of the update and of ``recapture_seconds`` in the training time from one update to the next.
     """
 
     gathered: int
@@ -63,6 +65,7 @@ class Overhead:
     seconds: float
     reducing_seconds: float
     recapture_seconds: float
+    least_recapture_seconds: float
     share: float
 
 
@@ -73,7 +76,7 @@ def overhead(
     bf16: StepTime,
     running: StepTime,
     links: Links | None = None,
-    recapture: float = 0.0,
+    recapture: tuple[float, float] = (0.0, 0.0),
 ) -> Overhead:
     """Predict the overhead of an update.
 
@@ -84,7 +87,7 @@ def overhead(
         bf16: the time of a bf16 step.
         running: the time of a step between updates.
         links: bandwidths of the network; None for the default.
-        recapture: seconds of capturing CUDA graphs anew.
+        recapture: the least and the most seconds of capturing CUDA graphs anew at an adoption.
     """
     made = calls(layout, probes, formats)
     linears = layout.model.blocks * len(LINEAR_KINDS)
@@ -97,7 +100,8 @@ def overhead(
     reduced = _FLOAT32 * parameters * _reductions(layout, probes, formats) if several else 0
     reducing = 2.0 * (layout.dp - 1) / layout.dp * reduced / (links or Links()).of(layout.tp * layout.dp)
     seconds = passing + reducing
-    lost = seconds + (recapture if made else 0.0)
+    least, most = recapture if made else (0.0, 0.0)
+    lost = seconds + most
     return Overhead(
         gathered=_gathered(layout, probes, formats, linears) * _FLOAT64,
         column_bytes=columns * _FLOAT64 if several else 0,
@@ -110,7 +114,8 @@ def overhead(
         steps=seconds / bf16.total,
         seconds=seconds,
         reducing_seconds=reducing,
-        recapture_seconds=recapture if made else 0.0,
+        recapture_seconds=most,
+        least_recapture_seconds=least,
         share=lost / (lost + probes.interval * running.total),
     )
 

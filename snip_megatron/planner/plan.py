@@ -46,7 +46,7 @@ def make_plan(step: StepModel, question: Question, probes: Probes, run: PlannedR
     problem = pose(question, step)
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS)
     if solution.fault is not None:
-        unit = "" if question.kind == "fp4" else " (times in seconds a step)"
+        unit = " (times in seconds a step)" if question.kind in ("speedup", "step") else ""
         raise SnipError(f"--budget {cut(question.text)}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
     variants = _variants(step, solution)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}

@@ -153,17 +153,28 @@ def _overhead(plan: Body) -> str:
     if not costs["passes"]:
         return f"policy {costs['policy']}: its map is fixed, nothing is measured"
     source = f"estimator {costs['estimator']}" if costs["policy"] == "snip" else f"policy {costs['policy']}"
-    seconds = costs["recapture_seconds"]
-    recapture = f"  adoption of another map: CUDA graphs are captured anew in {seconds:.2f} s\n" if seconds else ""
     kinds = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in costs["by_kind"].items())
     return (
         f"an update of SNIP ({source}): {costs['microbatches']} microbatch passes a GPU ({kinds}) in {costs['passes']}"
         f" calls of the schedule,\n"
         f"  {costs['steps']:.2f} bf16 steps ({costs['seconds']:.2f} s, {costs['reducing_seconds']:.2f} s of it for"
         f" gradients over data parallel ranks); every {costs['interval']} steps {costs['share']:.2%} of training\n"
-        f"{recapture}"
+        f"{_recapture(costs)}"
         f"  moved: table {_size(costs['gathered'])}, column norms {_size(costs['column_bytes'])}, probe gradients"
         f" {_size(costs['gradient_bytes'])} a GPU; map {_size(costs['broadcast'])}; {costs['per_step']} bytes each step"
+    )
+
+
+def _recapture(costs: Body) -> str:
+    """Return a line about the CUDA graphs that an adoption captures anew; empty without graphs."""
+    least, most = costs["least_recapture_seconds"], costs["recapture_seconds"]
+    if not most:
+        return ""
+    if least == most:
+        return f"  CUDA graphs: every map captures all layers, {most:.2f} s\n"
+    return (
+        f"  CUDA graphs: the first map captures all layers, {most:.2f} s; a later one those that it changes,"
+        f" {least:.2f} s (one) to {most:.2f} s (all)\n"
     )
 
 

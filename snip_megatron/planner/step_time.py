@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from snip_megatron.planner.host import Host, host_seconds
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import FormatsOf, packed_bytes
+from snip_megatron.planner.memory import FormatsOf, gathered_bytes, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.tensor_parallel import TensorParallel
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
-from snip_megatron.quantization.ranges import gathered_bytes
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
 
@@ -157,9 +156,10 @@ class StepModel:
     def fixed_seconds(self) -> dict[int, float]:
         """Return stage → seconds of a step that no format changes, for the ``fixed_cost`` of a budget.
 
-        Exchanges whose bytes formats decide are not among them (:meth:`charge`), all other exchanges are. The time
-        after the pipeline is divided by the factor of the bubble, so that the sum of the slowest stage times this
-        factor is the step time.
+        Exchanges between tensor parallel ranks whose bytes formats decide are not among them (:meth:`charge`), all
+        other exchanges are. Parameters are gathered in bf16, whatever ``parameter_gather`` is. The time after the
+        pipeline is divided by the factor of the bubble, so that the sum of the slowest stage times this factor is the
+        step time.
         """
         bf16 = self.step(lambda block, kind: ALL_BF16)
         after = self._after_stage(bf16)

@@ -58,11 +58,6 @@ def formats_to_gather(fprop: Format, dgrad: Format) -> tuple[Format, ...]:
     return wanted
 
 
-def gathered_bytes(fprop: Format, dgrad: Format) -> float:
-    """Return the bytes in which an element of a weight with these two GEMMs is gathered."""
-    return sum(range_bytes(2, fmt) for fmt in formats_to_gather(fprop, dgrad)) / 2 or float(BF16_BYTES)
-
-
 def tile_counts(shape: tuple[int, int], format: Format) -> tuple[int, int]:
     """Return the number of tiles of a weight [N, K] along both dimensions."""
     tile = SPECS[format].tile

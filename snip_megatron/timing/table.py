@@ -61,7 +61,8 @@ class TimingTable:
         host: format → seconds for which one linear's forward and backward occupy the launching thread, in a loop of
             linears without autograd.
         launching: seconds for which training occupies the launching thread; None if not measured.
-        recapture: seconds of capturing CUDA graphs anew, for each captured layer and microbatch; None if not measured.
+        recapture: seconds of capturing CUDA graphs anew, for each captured layer and captured microbatch; None if not
+            measured.
         collectives: seconds of a collective over GPUs of one node; empty if not measured.
         about: date, commit, command, versions and other facts about the measurement.
     """

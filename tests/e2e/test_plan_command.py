@@ -21,8 +21,8 @@ from snip_megatron.timing.loading import TIMINGS
 SEVENTY = ("--model", "llama-70b", "--tp", 8, "--pp", 8)
 
 
-def snip(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "snip_megatron.cli", "plan", *map(str, arguments)]
+def snip(*arguments: object, run: tuple[str, str] = ("-m", "snip_megatron.cli")) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *run, "plan", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
@@ -83,7 +83,7 @@ def test_cuda_graphs_and_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[
     graphs = ["--cuda-graph-impl", "full_iteration"]
     assert exit_code([*asked, *graphs, "--budget", "step=1.05"]) == 0
     output = capsys.readouterr().out
-    assert "CUDA graphs are captured anew in 0.44 s" in output  # 22 layers, 2 microbatches
+    assert "CUDA graphs: every map captures all layers, 0.44 s" in output  # 22 layers, 2 microbatches
     assert "host-bound" not in output
 
 
@@ -140,6 +140,14 @@ def test_a_budget_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
     assert error.count("\n") == 1
 
 
+def test_a_plan_is_made_without_torch() -> None:
+    """Importing torch takes about ten times as long as everything else that a plan imports."""
+    code = "import sys; from snip_megatron.cli import main; main(); sys.exit('torch' in sys.modules)"
+    done = snip("--model", "1b", "--dp", 2, "--parameter-gather", "quantized", run=("-c", code))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "parameters quantized" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -161,6 +169,7 @@ def test_a_budget_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
             "argument --measured-share: '0' is not a share above 0, 1 at most",
         ),
         (("--model", "8b", "--node-bandwidth", "-1"), "argument --node-bandwidth: '-1' is not a bandwidth above 0"),
+        (("--model", "8b", "--seed", "-1"), "argument --seed: '-1' is not a whole number of 0 or more"),
     ],
 )
 def test_refusals(arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ class Profile:
 
 
 def profile(loss: Floats, saving: Floats, price: float, extra: float, gap: float) -> Profile:
-    """The profile of a cell.
+    """Return the profile of a cell.
 
     Args:
         loss: [m, F]; inf where the format is no choice.
@@ -101,7 +101,13 @@ def profile(loss: Floats, saving: Floats, price: float, extra: float, gap: float
 
 
 def _moved(least: Floats, dearer: list[float], by: list[int]) -> tuple[Floats, NDArray[np.uint8]]:
-    """The least after one more entry, and the number of the column that is taken at every position."""
+    """Return the least after one more entry, and by position which column is taken: 0 for the base's.
+
+    Args:
+        least: [W] before this entry.
+        dearer: of its other columns, what they cost more than the base's.
+        by: their shifts in positions.
+    """
     best, taken = least.copy(), np.zeros(len(least), dtype=np.uint8)
     for number, (cost, shift) in enumerate(zip(dearer, by, strict=True), start=1):
         to, of = (
@@ -117,7 +123,10 @@ def _moved(least: Floats, dearer: list[float], by: list[int]) -> tuple[Floats, N
 
 
 def _reach(cost: Floats, gain: Floats, gap: float) -> float:
-    """At least what choices gain together whose costs add up to ``gap`` at most."""
+    """Return an upper bound of what choices gain together if their costs add up to ``gap`` at most.
+
+    It is what they gain if the last choice may be taken in part.
+    """
     cost, gain = cost[gain > 0], gain[gain > 0]
     order = np.argsort(cost / gain, kind="stable")
     cost, gain = cost[order], gain[order]

@@ -13,7 +13,8 @@ from snip_megatron.solver.table import Floats, Ints
 MOST_PAIRS = 400_000
 """Pairs that are compared at once when phases are combined."""
 MOST_COMBINATIONS = 50_000
-_HALVINGS = 8
+_LIMITS = 8
+"""Limits that are tried. Each lies half as far above the least bound as the one before."""
 _LIKELIEST = 20
 """Combinations whose choices ``likely`` ranks."""
 _PRICE_FACTORS = np.linspace(0.92, 1.12, 13)
@@ -43,10 +44,14 @@ class Combinations:
 
 
 def combine(windows: Windows, most: float) -> Combinations | None:
-    """All combinations whose bound is below ``most``, or below as much of it as few of them are; None for too many."""
+    """Return all combinations whose bound is below a limit.
+
+    The limit is ``most``. If too many combinations are below it, its distance from the least bound is halved, up to
+    seven times. Returns None if there are too many all the same.
+    """
     least = sum(phase.bound.min(axis=1, initial=np.inf) for phase in windows.phases) + windows.paid
     lowest = min(float(np.max(least)), most)
-    for halving in range(_HALVINGS):
+    for halving in range(_LIMITS):
         limit = lowest + (most - lowest) / 2**halving
         found = _below(windows, limit)
         if found is not None:
@@ -56,7 +61,10 @@ def combine(windows: Windows, most: float) -> Combinations | None:
 
 
 def _below(windows: Windows, limit: float) -> tuple[Floats, Ints, Ints] | None:
-    """Bounds, need's prices and windows of all combinations below ``limit``; None for too many."""
+    """Return bounds, indices of the need's prices, and windows of all combinations below ``limit``; None for too many.
+
+    Windows that no combination below the limit can have are removed first. Then one phase after the other is added.
+    """
     bounds = [phase.bound for phase in windows.phases]
     kept = [np.arange(bound.shape[1]) for bound in bounds]
     for _ in range(2):
@@ -82,7 +90,10 @@ def _below(windows: Windows, limit: float) -> tuple[Floats, Ints, Ints] | None:
 
 
 def bounds_of_choices(table: PhasedTable, windows: Windows, found: Combinations) -> Floats:
-    """[D, F] lower bounds of Σ shifted loss of solutions below the limit that have a choice; inf where none have."""
+    """Return, for every choice, a lower bound of Σ shifted loss of the solutions below the limit that have it, [D, F].
+
+    It is inf if none have it.
+    """
     bounds = np.full(table.loss.shape, -np.inf)
     for p, phase in enumerate(windows.phases):
         window, price, bound = _cases(phase, found, p)
@@ -97,7 +108,11 @@ def bounds_of_choices(table: PhasedTable, windows: Windows, found: Combinations)
 
 
 def _cases(phase: PhaseWindows, found: Combinations, p: int) -> tuple[Ints, Ints, Floats]:
-    """Windows of a phase and indices of the total's price, each pair once, with the least bound of its combinations."""
+    """Return the pairs of a window and a total's price that combinations have in phase ``p``, each once.
+
+    Returns:
+        Windows; indices of prices; the least bound of the combinations with this pair.
+    """
     count = len(phase.prices)
     key, place = np.unique(
         found.windows[:, p] * count + phase.chosen[found.need, found.windows[:, p]], return_inverse=True
@@ -108,16 +123,16 @@ def _cases(phase: PhaseWindows, found: Combinations, p: int) -> tuple[Ints, Ints
 
 
 def _dearer(loss: Floats, saving: Floats, price: float) -> Floats:
-    """[m, F] priced loss less the row's least."""
+    """Return priced losses, less the least of their row, [m, F]."""
     priced = loss - price * saving
     return priced - priced.min(axis=1, keepdims=True)
 
 
 def _in_cell(cell: Cell, phase: PhaseWindows, first: Ints, price: Ints, low: Floats, bound: Floats) -> Floats:
-    """[m, F] bounds of solutions with a choice of a binding stage.
+    """Return bounds of solutions with a choice of a binding stage, [m, F].
 
-    Instead of what the profile says, the stage's least at a price of its own for what it must save at least, and what
-    the choice adds to it. Never below the bounds of all.
+    What the profile says is replaced by the stage's least at a price of its own, by this price of what it must save at
+    least, and by what the choice adds. A bound is never below that of all solutions.
     """
     own = (cell.price + cell.extra) * _PRICE_FACTORS
     extra = own - phase.prices[price][:, None]
@@ -133,9 +148,10 @@ def _in_cell(cell: Cell, phase: PhaseWindows, first: Ints, price: Ints, low: Flo
 
 
 def likely(table: PhasedTable, windows: Windows, found: Combinations) -> Floats:
-    """[D, F] a rank of choices, the likeliest ones lowest: what they add to the bound of the best combinations.
+    """Return a rank of choices, [D, F]: the bound of the best combinations with what a choice adds to it.
 
-    Of a binding stage only the choices that its profile counts as the least have one; inf elsewhere.
+    The likeliest choices have the lowest rank. Of a binding stage, only the choices that its profile counts as the
+    least have a rank, and the others have inf.
     """
     rank = np.full(table.loss.shape, np.inf)
     done: set[tuple[int, int, int]] = set()
@@ -156,7 +172,7 @@ def likely(table: PhasedTable, windows: Windows, found: Combinations) -> Floats:
 
 
 def _least_columns(cell: Cell, first: int, price: float) -> Ints:
-    """[m] the columns of the least (loss − price·saving) from a place on."""
+    """Return the columns of the least Σ (loss − price·saving) from a place on, [m]."""
     place, counted = cell.place[first:], cell.profile
     value = counted.least[place] + (cell.price - price) * counted.saving[place]
     return counted.columns(int(place[value.argmin()]))

@@ -28,10 +28,10 @@ from snip_megatron.solver.phased.table import CAP, PhasedTable
 from snip_megatron.solver.table import Ints
 
 Selection = tuple[int, ...]
-MOST_COMBINATIONS = 100
-"""Of priced rows, a row a phase, that are all added at the start."""
+MOST_SELECTIONS = 100
+"""If the rows that have a price form no more selections than this, all of these are added at the start."""
 MOST_MISSED = 16
-"""Selections that are added at once where picks miss them: each time, CP-SAT begins anew."""
+"""Selections that are added at once if picks miss them. After every addition, CP-SAT begins anew."""
 _SPENT = 1e-9  # of a phase's weight: what is left counts as nothing
 
 
@@ -48,7 +48,7 @@ def priced_selections(table: PhasedTable, relaxation: PhasedRelaxation) -> list[
         for prices, weight in zip(relaxation.row_price.tolist(), weights.tolist(), strict=True)
     ]
     first = table.rows.active[0] if table.rows.active else CAP
-    if math.prod(max(1, len(each)) for each in shares) <= MOST_COMBINATIONS:
+    if math.prod(max(1, len(each)) for each in shares) <= MOST_SELECTIONS:
         return list(itertools.product(*([j for _, j in each] or [first] for each in shares)))
     ends = [list(itertools.accumulate(share for share, _ in each)) for each in shares]
     places = sorted({0.0, *(end for each in ends for end in each if end < 1 - _SPENT)})
@@ -147,7 +147,7 @@ class _Model:
         return iter(range(first, first + len(self.table.stages)) if row == 0 else (first + row - 1,))
 
     def _weighted(self, phase: int, row: int, weight: Fraction) -> tuple[dict[int, Fraction], Fraction]:
-        """By variable weight · saving, and that of the constants; many selections share them."""
+        """Return weight · saving of the variables of a row, and of its constants. Many selections share them."""
         if (phase, row, weight) not in self.weighted:
             own: dict[int, Fraction] = {}
             for cell in self._cells(phase, row):

@@ -22,11 +22,15 @@ NARROW_ABOVE = 240
 """Windows of the phases' worths are made if more choices than this are open after a round."""
 NARROW_ROUNDS = 12
 NARROW_CORE = (100, 0.1)
-"""The core of such a round, as one of ``CORES``: twice the choices where it is solved and twice the limit where it is
-not, if it does not improve."""
+"""Size and limit of the core of such a round, as in ``CORES``.
+
+If a core leads to no better picks, the next one has twice the choices if it was solved, and twice the limit otherwise.
+"""
 WHOLE_BELOW, WHOLE_EFFORT = 300, 0.5
-"""Such a round solves everything if no more choices than this are open; its limit in deterministic seconds, which
-doubles."""
+"""A round solves everything if no more choices than ``WHOLE_BELOW`` are open.
+
+``WHOLE_EFFORT`` is its limit in deterministic seconds, which doubles from one such round to the next.
+"""
 RESOLUTION = 1e-9
 """Times under a ``loss`` budget that are closer than this share of the reference count as equal."""
 
@@ -105,12 +109,13 @@ class _Search(Search):
         return False
 
     def _bound_choices(self) -> Floats | None:
-        """Close choices that windows exclude. Returns a rank of the others; None where no windows bound them."""
+        """Close the choices that windows exclude. Returns a rank of the others, or None if no windows bound them."""
         windows = find_windows(self.table, self.relaxation, self.gap)
         if windows is None:
             return None
         value = math.fsum(self.table.loss[np.arange(len(self.pick)), self.pick])
-        found = combine(windows, value)
+        # Rounding may put the bound of a better solution above the value, by less than the slack.
+        found = combine(windows, value + 2 * windows.slack)
         if found is None:
             return None
         if found.complete:

@@ -254,6 +254,20 @@ def _picks(table: PhasedTable, steps: list[_Step], fill: list[Floats]) -> tuple[
 
 
 # -- from prices to reduced costs ------------------------------------------------------------------------------------
+def cell_prices(table: PhasedTable, row_price: Floats) -> Floats:
+    """Return what the active rows pay for savings in every cell, [P, K].
+
+    Args:
+        table: the problem.
+        row_price: [P, active rows] prices of the rows' values.
+    """
+    price = np.zeros((len(table.steps), len(table.stages)))
+    for j, row in enumerate(table.rows.active):
+        part = row_price[:, j] / table.rows.divisor[row]
+        price[:, slice(None) if row == 0 else slice(row - 1, row)] += part[:, None]
+    return price
+
+
 def _balanced(table: PhasedTable, row_price: Floats, need_price: float) -> tuple[Floats, float]:
     """Prices of a phase's rows that add up to its weight, where the LP's do so up to its tolerance."""
     weight = np.array(table.steps) * need_price
@@ -265,10 +279,7 @@ def _balanced(table: PhasedTable, row_price: Floats, need_price: float) -> tuple
 
 def _reduced_costs(table: PhasedTable, row_price: Floats, hard_price: Floats) -> tuple[Floats, Floats]:
     """[D, F] priced loss less the decision's smallest, and a bound on its rounding error."""
-    price = np.zeros((len(table.steps), len(table.stages)))
-    for j, row in enumerate(table.rows.active):
-        part = row_price[:, j] / table.rows.divisor[row]
-        price[:, slice(None) if row == 0 else slice(row - 1, row)] += part[:, None]
+    price = cell_prices(table, row_price)
     for j, row in enumerate(table.rows.hard):
         price[:, slice(None) if row == 0 else slice(row - 1, row)] += hard_price[:, j][:, None]
     paid_each = price.ravel()[table.cell][:, None] * table.saving

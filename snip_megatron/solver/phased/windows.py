@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from snip_megatron.solver.phased.cells import Profile, profile
-from snip_megatron.solver.phased.prices import PhasedRelaxation, range_of
+from snip_megatron.solver.phased.prices import PhasedRelaxation, cell_prices, range_of
 from snip_megatron.solver.phased.table import PhasedTable
 from snip_megatron.solver.table import Floats, Ints
 
@@ -98,8 +98,10 @@ class Windows:
 
 
 def find_windows(table: PhasedTable, relaxation: PhasedRelaxation, gap: float) -> Windows | None:
-    """Windows that hold every solution within ``gap`` of the relaxation's bound; None where no stage binds, or too many
-    entries are there."""
+    """Return windows that hold every solution within ``gap`` of the relaxation's bound.
+
+    Returns None if no stage binds, if rows that cost nothing have a price, or if the table has too many entries.
+    """
     price = relaxation.need_price
     if not price > 0 or not math.isfinite(table.need) or (relaxation.hard_price > 0).any():
         return None
@@ -122,18 +124,15 @@ def find_windows(table: PhasedTable, relaxation: PhasedRelaxation, gap: float) -
 
 
 def _losses_of_entries(table: PhasedTable, relaxation: PhasedRelaxation) -> Floats:
-    """[E, F] losses whose sum over a decision's entries is its loss: what the entry's savings pay, and an equal part of
-    what remains."""
+    """Return losses of entries, [E, F], whose sum over the entries of a decision is the decision's loss.
+
+    An entry has the loss that the LP pays for its savings, and an equal part of what remains.
+    """
     count = np.bincount(table.owner, minlength=len(table.loss))
     loss = table.loss[table.owner]
     if (count <= 1).all():
         return loss
-    stages = len(table.stages)
-    prices = np.zeros((len(table.steps), stages))
-    for j, row in enumerate(table.rows.active):
-        part = (relaxation.row_price[:, j] / table.rows.divisor[row])[:, None]
-        prices[:, slice(None) if row == 0 else slice(row - 1, row)] += part
-    paid = prices.ravel()[table.cell][:, None] * table.saving
+    paid = cell_prices(table, relaxation.row_price).ravel()[table.cell][:, None] * table.saving
     total = np.zeros_like(table.loss)
     np.add.at(total, table.owner, paid)
     several = (count > 1)[table.owner]
@@ -150,6 +149,15 @@ def _of_phase(
     ends: tuple[float, float],
     gap: float,
 ) -> PhaseWindows:
+    """Return the windows of phase ``p``.
+
+    Args:
+        table, relaxation, gap: as in :func:`find_windows`.
+        losses: [E, F] of entries.
+        p: the phase.
+        need: grid of the need's prices.
+        ends: the least and the most that the phase can be worth.
+    """
     rows, stages = table.rows, len(table.stages)
     row_price = dict(zip(rows.active, relaxation.row_price[p].tolist(), strict=True))
     weight = table.steps[p] * relaxation.need_price
@@ -159,7 +167,8 @@ def _of_phase(
     prices = _grid(total * divisor / weight) * weight / divisor if has_total else np.zeros(1)
     mine = np.nonzero(table.cell // stages == p)[0]
     stage = table.cell[mine] % stages
-    binding = _binding(table, losses, mine, row_price, prices, weight, gap)
+    own = cell_prices(table, relaxation.row_price)[p]
+    binding = _binding(table, losses, mine, row_price, own, prices, weight, gap)
     cells = [_cell(table, losses, mine[stage == row - 1], row, total, row_price[row], prices, gap) for row in binding]
     rest = mine[~np.isin(stage + 1, binding)]
     value = least_of(losses[rest], table.saving[rest], prices)
@@ -177,7 +186,11 @@ def _of_phase(
 
 
 def _grid(share: float) -> Floats:
-    """Prices of a total, as parts of the weight of its phase; 1 and its neighbours are those of the need's grid."""
+    """Return prices of a total, as parts of the weight of its phase. They are spaced as those of the need are.
+
+    Args:
+        share: the LP's price of the total, as such a part.
+    """
     lowest = math.floor((min(max(share, 0.5), 1.0) - 1.0) / STEP) - BELOW
     grid: Floats = 1.0 + STEP * np.arange(lowest, ABOVE + 1, dtype=np.float64)
     return grid
@@ -188,20 +201,28 @@ def _binding(
     losses: Floats,
     mine: Ints,
     row_price: dict[int, float],
+    own: Floats,
     prices: Floats,
     weight: float,
     gap: float,
 ) -> list[int]:
-    """Rows of stages that have a price, or whose LP choices save too little for what the phase may be worth."""
+    """Return the rows of stages that have a price, or whose LP choices save too little for what the phase may be worth.
+
+    Bounds hold whichever stages are chosen here.
+
+    Args:
+        table, losses, gap: as in :func:`_of_phase`.
+        mine: entries of the phase.
+        row_price: row → its price in the phase.
+        own: [K] what these rows pay for savings on every stage.
+        prices: grid of the total's prices.
+        weight: the price of the phase's worth.
+    """
     rows, stages = table.rows, len(table.stages)
     stage = table.cell[mine] % stages
-    own = np.zeros(stages)
-    for row, price in row_price.items():
-        own[slice(None) if row == 0 else slice(row - 1, row)] += price / rows.divisor[row]
-    priced = losses[mine] - own[stage][:, None] * table.saving[mine]
-    column = priced.argmin(axis=1)
+    column = (losses[mine] - own[stage][:, None] * table.saving[mine]).argmin(axis=1)
     saved = np.bincount(stage, table.saving[mine, column], stages)
-    most = math.inf
+    most = math.inf  # that the phase may be worth
     if 0 in rows.active:
         value = least_of(losses[mine], table.saving[mine], prices)
         slope = prices * rows.divisor[0] - weight
@@ -225,6 +246,15 @@ def _cell(
     prices: Floats,
     gap: float,
 ) -> Cell:
+    """Return the cell of a stage's entries.
+
+    Args:
+        table, losses, gap: as in :func:`_of_phase`.
+        entries: of the cell.
+        row: of the stage.
+        price: the LP's price of the total. row_price: that of the row.
+        prices: grid of the total's prices.
+    """
     divisor, offset = table.rows.divisor[row], table.rows.offset[row]
     loss, saving, extra = losses[entries], table.saving[entries], row_price / divisor
     found = profile(loss, saving, price, extra, gap)
@@ -238,12 +268,15 @@ def _cell(
 
 
 def least_of(loss: Floats, saving: Floats, prices: Floats) -> Floats:
-    """[prices] Σ of the rows' least (loss − price·saving)."""
+    """Return, for every price, Σ of the rows' least (loss − price·saving)."""
     return np.array([(loss - price * saving).min(axis=1, initial=np.inf).sum() for price in prices.tolist()])
 
 
 def _ends(cells: list[Cell], ends: tuple[float, float]) -> tuple[Floats, Floats]:
-    """[N] ends of the windows between ``ends``: where a binding stage's least changes."""
+    """Return the lower and the upper ends of the windows between ``ends``, [N] each.
+
+    A window ends where a binding stage's least changes.
+    """
     low, high = ends[0], min([ends[1], *(float(c.worth[-1]) for c in cells)])
     changes = [c.worth[:-1][(c.least[:, 1:] != c.least[:, :-1]).any(axis=0)] for c in cells]
     inner = np.unique(np.concatenate([*changes, np.empty(0)]))
@@ -254,7 +287,7 @@ def _ends(cells: list[Cell], ends: tuple[float, float]) -> tuple[Floats, Floats]
 
 
 def _size(phase: PhaseWindows) -> float:
-    """At least the sum of the magnitudes of what is added up in a phase's bounds."""
+    """Return an upper bound of the sum of the magnitudes of what is added up in a phase's bounds."""
     price = float(phase.prices[-1])
     parts = [(phase.loss, phase.saving), *((c.loss, c.saving) for c in phase.cells)]
     return math.fsum(

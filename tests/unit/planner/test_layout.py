@@ -85,6 +85,14 @@ def test_microbatches_in_flight() -> None:
             "--global-batch-size 8: must be a multiple of --micro-batch-size × --dp",
         ),
         ({"pp": 4, "vpp": 2, "global_batch_size": 6}, "--vpp 2: an interleaved schedule needs microbatches (6)"),
+        (
+            {"pp": 2, "cuda_graph_impl": "full_iteration"},
+            "--cuda-graph-impl full_iteration cannot be combined with --pp 2",
+        ),
+        (
+            {"dp": 2, "parameter_gather": "quantized", "cuda_graph_impl": "local"},
+            "--parameter-gather quantized cannot be combined with --cuda-graph-impl local",
+        ),
         ({"seq_length": 100, "tp": 8, "sequence_parallel": True}, "--sequence-parallel: --seq-length 100 cannot be"),
         ({"recompute": "some"}, "--recompute some: choose one of none, selective, full"),
     ],

@@ -241,6 +241,13 @@ def test_one_phase_is_one_map_and_what_may_not_change_does_not() -> None:
     assert abs(first["gemms"]["fp4"] - last["gemms"]["fp4"]) <= 4  # the fprops of one block
 
 
+@pytest.mark.parametrize(("budget", "unit"), [("speedup=99", True), ("step=99", True), ("loss=-1", False)])
+def test_what_can_be_reached_has_its_unit(budget: str, unit: bool) -> None:
+    with pytest.raises(SnipError, match="reachable") as error:
+        make_plan(step_model(layout()), question(budget), Probes())
+    assert ("(times in seconds a step)" in str(error.value)) == unit
+
+
 def test_phases_out_of_reach() -> None:
     floor = Schedule.from_json(
         '{"schema": "snip.schedule/1", "phases": [{"from": 0}, {"from": 0.9, "budget": "speedup=3.9"}]}'

@@ -147,6 +147,8 @@ def test_gathers_of_parameters_have_the_bytes_of_their_formats() -> None:
     assert found[0] == pytest.approx((gradients + expected) / 2 / 1e11)
     expected -= 16 * 1.5 * plain.model.block_weights + 16 * 0.5 * 2 * 14336 * 4096
     assert found[1] == pytest.approx((gradients + expected) / 2 / 1e11)
+    fixed = [StepModel(each, FlopsModel(), LINKS).fixed_seconds() for each in (plain, quantised)]
+    assert fixed[0] == fixed[1]  # a budget counts gathers in bf16
     with pytest.raises(SnipError, match="--parameter-gather quantized: needs --dp 2 or more"):
         layout("8b", parameter_gather="quantized")
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from snip_megatron.solver.limits import Limits
 from snip_megatron.solver.phased import PhasedProblem, PhasedSolution, exact, solve_phased
 from snip_megatron.solver.phased import combinations as combining
 from snip_megatron.solver.phased.build import build_table
@@ -91,6 +92,27 @@ def test_no_bound_is_above_the_optimum(seed: int, kind: str, groups: bool, monke
     few = combine(windows, value + 2 * windows.slack)
     assert few is None or few.complete == (len(found.bound) <= 5 and found.complete)
     assert few is None or few.lowest <= optimum
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounding_errors_within_the_slack_exclude_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of windows are raised by an error that puts that of the optimum above the best picks."""
+    problem = binding(seed, "target", groups=False)
+    table = build_table(problem)
+    optimum = best(problem, table, monkeypatch)
+    assert optimum is not None
+    relaxation = relax_phased(table)
+    search = exact._Search(table, relaxation, rounded(table, relaxation), Limits(math.inf, 1.0, 1))
+    genuine, value = windows_of(table, search.pick)
+    assert genuine is not None
+    found = combine(genuine, value)
+    assert found is not None
+    error = 2 * (value - found.lowest)
+    phases = [replace(phase, bound=phase.bound + error / len(genuine.phases)) for phase in genuine.phases]
+    monkeypatch.setattr(exact, "find_windows", lambda *_: Windows(phases, genuine.paid, error + genuine.slack))
+    assert search._bound_choices() is not None
+    assert -math.inf < search.bound <= table.objective(optimum)
+    assert search.open_choices()[np.arange(len(optimum)), optimum].all()
 
 
 @pytest.mark.parametrize("seed", range(4))
