@@ -126,7 +126,6 @@ class SnipRun:
         self._graphs.check_backend(self._registry.context.backend)
         self._watch_evaluation(self._registry)
         self._say_what_is_cut()
-        self._say_what_is_unverified()
         model_chunks[0].snip_state = self._checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
         return model_chunks
 
@@ -136,16 +135,6 @@ class SnipRun:
             print(
                 f"snip: not multiples of {TILE} on a rank: {', '.join(cut)}: quantisation tiles are cut there, so that"
                 " statistics and maps are slightly other ones than another layout's",
-                flush=True,
-            )
-
-    def _say_what_is_unverified(self) -> None:
-        """Warn about CUDA graphs on several ranks, which have not been compared with a run without graphs so far."""
-        implementation = compat.graph_implementation(self._args)
-        if implementation is not None and self._args.world_size > 1 and is_rank_zero():
-            print(
-                f"snip: --cuda-graph-impl {implementation} on {self._args.world_size} ranks: the bits of a run without"
-                " graphs were seen on one GPU only; compare some steps before a long run",
                 flush=True,
             )
 

@@ -19,6 +19,8 @@ from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow
 
 _SAMPLES = 1000  # of the learning rate over a run
+_MOST_OF_THE_PRECISION = 0.25
+"""Of what a budget leaves for more precise formats: a start that takes more of it is worth a line."""
 
 
 def timeline_of(
@@ -55,6 +57,8 @@ def timeline_of(
             )
         return None
 
+    if schedule is not None:
+        _say_what_the_start_takes(config, step, last)
     learning_rate = None if schedule is None else compat.learning_rate(scheduler, args, step)
 
     def carried(origin: int, begins: Sequence[int], until: int) -> Sequence[float]:
@@ -72,6 +76,25 @@ def timeline_of(
     return Timeline(
         last, schedule, fixed, carried, standing=STANDING_WEIGHTS[config.deployed], timed=config.wanted[0] == "speedup"
     )
+
+
+def _say_what_the_start_takes(config: SnipConfig, step: int, last: int) -> None:
+    """Warn before training if the steps before the first map take most of the precision that an fp4 budget leaves.
+
+    These steps are in bf16, and they count towards the average over the run.
+    """
+    kind, share = config.wanted
+    adopted = config.first_update + config.lag
+    if kind != "fp4" or not config.updates or not step < adopted < last or not is_rank_zero():
+        return
+    taken, left = (adopted - step) / (last - step), 1.0 - share
+    if taken > _MOST_OF_THE_PRECISION * left:
+        print(
+            f"snip: training is in bf16 until the first map at step {adopted}, which is {100 * taken:.2g} % of the run;"
+            f" --snip-budget fp4={share:g} leaves {100 * left:.2g} % for more precise formats, and an early phase is"
+            " where they help least; begin earlier with --snip-first-update",
+            flush=True,
+        )
 
 
 def relative_rates(learning_rate: Callable[[int], float], origin: int, last: int) -> tuple[float, ...]:

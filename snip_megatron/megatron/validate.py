@@ -20,6 +20,7 @@ from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model
 from snip_megatron.megatron.shards import check_gathers
 from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.phases import Schedule
+from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.runtime.coordinator import replay_schedule
 from snip_megatron.sensitivity.groups import matching_options, no_match_hint
@@ -238,6 +239,12 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
         raise SnipError(f"--cuda-graph-impl {implementation} needs a CUDA device, and there is none; leave it out")
     if ExpertLayers.of(args) is not None:
         raise SnipError(f"{here} --num-experts {args.num_experts} under --snip: not supported so far; leave one out")
+    stages = args.pipeline_model_parallel_size
+    if stages > 1 and implementation in GRAPHS_WITHOUT_PIPELINE:
+        raise SnipError(
+            f"{here} --pipeline-model-parallel-size {stages} under --snip: {GRAPHS_WITHOUT_PIPELINE[implementation]};"
+            " use --cuda-graph-impl transformer_engine"
+        )
     if implementation != "full_iteration":
         return
     if args.cuda_graph_warmup_steps < 1:
@@ -248,11 +255,6 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
     if args.rampup_batch_size is not None:
         raise SnipError(
             f"{here} --rampup-batch-size: the graph holds the microbatches of one batch size; leave one out"
-        )
-    if args.pipeline_model_parallel_size > 1:
-        raise SnipError(
-            f"{here} --pipeline-model-parallel-size {args.pipeline_model_parallel_size} under --snip: Megatron waits"
-            " for the device between stages, which no graph holds; use --cuda-graph-impl local or transformer_engine"
         )
 
 

@@ -12,6 +12,11 @@ from snip_megatron.timing.shapes import LinearShape, local_shape
 
 RECOMPUTE = ("none", "selective", "full")
 CUDA_GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
+GRAPHS_WITHOUT_PIPELINE = {
+    "full_iteration": "Megatron waits for the device between stages, which no graph holds",
+    "local": "Megatron cannot free the output of a stage in the steps before the capture, and ends",
+}
+"""Implementation of CUDA graphs → why it cannot run a pipeline."""
 _TILE = 128
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
 
@@ -229,10 +234,10 @@ class Layout:
     def _check_graphs(self) -> None:
         if self.cuda_graph_impl not in CUDA_GRAPHS:
             raise SnipError(f"--cuda-graph-impl {self.cuda_graph_impl}: choose one of {', '.join(CUDA_GRAPHS)}")
-        if self.cuda_graph_impl == "full_iteration" and self.pp > 1:
+        if self.pp > 1 and self.cuda_graph_impl in GRAPHS_WITHOUT_PIPELINE:
             raise SnipError(
-                f"--cuda-graph-impl full_iteration cannot be combined with --pp {self.pp}: Megatron waits for the"
-                " device between stages, which no graph holds; use --cuda-graph-impl local or transformer_engine"
+                f"--cuda-graph-impl {self.cuda_graph_impl} cannot be combined with --pp {self.pp}:"
+                f" {GRAPHS_WITHOUT_PIPELINE[self.cuda_graph_impl]}; use --cuda-graph-impl transformer_engine"
             )
         if self.parameter_gather != "bf16" and self.cuda_graph_impl != "none":
             raise SnipError(

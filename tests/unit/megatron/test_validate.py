@@ -89,6 +89,11 @@ def test_each_conflict_is_an_argument_of_this_megatron(conflict: Conflict) -> No
             {},
             "--pipeline-model-parallel-size 2 under --snip: Megatron waits for the device",
         ),
+        (
+            {"pipeline_model_parallel_size": 2},
+            {},
+            "--pipeline-model-parallel-size 2 under --snip: Megatron cannot free the output",
+        ),
     ],
     ids=str,
 )

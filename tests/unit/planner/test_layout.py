@@ -89,6 +89,7 @@ def test_microbatches_in_flight() -> None:
             {"pp": 2, "cuda_graph_impl": "full_iteration"},
             "--cuda-graph-impl full_iteration cannot be combined with --pp 2",
         ),
+        ({"pp": 2, "cuda_graph_impl": "local"}, "--cuda-graph-impl local cannot be combined with --pp 2"),
         (
             {"dp": 2, "parameter_gather": "quantized", "cuda_graph_impl": "local"},
             "--parameter-gather quantized cannot be combined with --cuda-graph-impl local",
