@@ -2,20 +2,24 @@
 
     python -m benchmarks.plan_job --job benchmarks/job_1b_h200_2026-11-22.json [--timings mine.json] [--out F.json]
 
-No GPU is needed. The contenders with one format in every GEMM are compared: their step times, and their speedups over
-bf16 without graphs. ``--timings`` is a table of ``snip calibrate``. A table from the machine of the job includes its
-host seconds.
+No GPU is needed. SNIP's contenders and bf16 are compared: their step times, and their speedups over bf16 with the same
+graph setting, or with the other one if the job lacks it. Contenders with updates found their own maps, of which the job
+keeps no copy. For them, dgrad and wgrad are taken to be in fp4, and fprop in fp4 in every fourth block and else in fp8,
+which is a share of 75 %. ``--timings`` is a table of ``snip calibrate``. A table from the machine of the job includes
+its host seconds. Context parallelism is not predicted.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.job_contenders import CONTENDERS
+from benchmarks.job_contenders import CONTENDERS, Contender
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format
@@ -26,38 +30,60 @@ from snip_megatron.timing.models import ModelShape
 HERE = Path(__file__).parent
 
 
-def layout_of(job: dict[str, Any], graphs: str) -> Layout:
-    """Return the layout of a job's trainings on one GPU."""
-    if job["gpus"] != 1:
-        sys.exit(f"plan_job.py: the job ran on {job['gpus']} GPUs, and only one is supported")
-    given = job["arguments"]
-    sizes = {name: int(value) for name, value in zip(given[::2], given[1::2], strict=True)}
-    heads, hidden = sizes["--num-attention-heads"], sizes["--hidden-size"]
-    seq = sizes["--seq-length"]
+def layout_of(job: dict[str, Any], graphs: str, contender: Contender = CONTENDERS["bf16"]) -> Layout:
+    """Return the layout of a contender's training."""
+    sizes = _values(job["arguments"])
+    if int(sizes.get("--context-parallel-size", 1)) > 1:
+        sys.exit("plan_job.py: the job ran with context parallelism, which snip plan does not predict")
+    heads, hidden, seq = (int(sizes[f"--{name}"]) for name in ("num-attention-heads", "hidden-size", "seq-length"))
     shape = ModelShape(
-        job["model"], sizes["--num-layers"], hidden, sizes["--ffn-hidden-size"], heads, sizes["--num-query-groups"],
-        hidden // heads, sizes["--vocab-size"], seq,
+        job["model"], int(sizes["--num-layers"]), hidden, int(sizes["--ffn-hidden-size"]), heads,
+        int(sizes["--num-query-groups"]), hidden // heads, int(sizes["--vocab-size"]), seq,
     )  # fmt: skip
-    micro, batch = sizes["--micro-batch-size"], sizes["--global-batch-size"]
-    return Layout(shape, 1, 1, 1, 1, seq, micro, batch, cuda_graph_impl=graphs)
+    tp, pp = (int(sizes.get(f"--{name}-model-parallel-size", 1)) for name in ("tensor", "pipeline"))
+    return Layout(
+        shape, tp, pp, 1, job["gpus"] // (tp * pp), seq, int(sizes["--micro-batch-size"]),
+        int(sizes["--global-batch-size"]), sequence_parallel="--sequence-parallel" in sizes, cuda_graph_impl=graphs,
+        communication=_values(contender.arguments).get("--snip-communication", "bf16"),
+    )  # fmt: skip
+
+
+def _values(arguments: Sequence[str]) -> dict[str, str]:
+    """Return argument → value, "" for a flag."""
+    given = [*arguments, "--"]
+    return {
+        name: "" if value.startswith("--") else value
+        for name, value in itertools.pairwise(given)
+        if name.startswith("--")
+    }
+
+
+def formats_of(contender: Contender, block: int) -> tuple[Format, Format, Format]:
+    """Return the formats of fprop, dgrad and wgrad in a block."""
+    if contender.updates:
+        return (Format.FP8 if block % 4 else Format.FP4, Format.FP4, Format.FP4)
+    return ((contender.map or Format.BF16),) * 3
 
 
 def rows_of(job: dict[str, Any], model: CostModel) -> list[dict[str, Any]]:
-    """Return one row for each contender with one format: predicted, measured, and predicted / measured − 1."""
+    """Return one row for each contender of SNIP and bf16: predicted, measured, and predicted / measured − 1."""
     rows: list[dict[str, Any]] = []
     for name, measured in job["ms"].items():
         contender = CONTENDERS[name]
-        fmt = contender.map or Format.BF16
-        if contender.transformer_engine or contender.updates or fmt not in model.formats:
+        if contender.transformer_engine or not {*formats_of(contender, 0), Format.BF16} <= {
+            *model.formats,
+            Format.BF16,
+        }:
             continue
         tried = job["graphs"].get(name, {})
         graphs = min(tried, key=tried.__getitem__) if tried else "none"
-        formats = (fmt,) * 3
-        step = StepModel(layout_of(job, graphs), model).step(lambda block, kind, formats=formats: formats)
+        chosen = StepModel(layout_of(job, graphs, contender), model)
+        step = chosen.step(lambda block, kind, contender=contender: formats_of(contender, block))
         rows.append({"contender": name, "graphs": graphs, "ms": _compare(1e3 * step.total, measured)})
         rows[-1]["host_ms"] = 1e3 * step.stages[0].host if step.stages[0].host_known else None
-    base = next(row["ms"] for row in rows if row["contender"] == "bf16")
+    bases = {row["graphs"]: row["ms"] for row in rows if row["contender"] in ("bf16", "bf16_graphs")}
     for row in rows:
+        base = bases.get(row["graphs"], next(iter(bases.values())))
         row["speedup"] = _compare(base["predicted"] / row["ms"]["predicted"], base["measured"] / row["ms"]["measured"])
     return rows
 

@@ -26,10 +26,21 @@ ASSUMPTIONS = (
 
 # Tensors that a block's element-wise kernels read and write in the forward and in the backward.
 _NORM, _ADD, _ROPE, _SWIGLU = (2, 3), (3, 3), (2, 2), (3, 5)
-_LOSS_BYTES = 20  # per logit: read in bf16; written, read, written, read in FP32; gradient written in bf16
+_LOSS_BYTES = 52
+"""Per logit, in Megatron's loss without ``--cross-entropy-loss-fusion``.
+
+The forward makes an FP32 copy (6), finds the maximum (4), subtracts it in place (8), takes the exponential in place
+(8), adds up (4) and divides in place (8). The backward scales in place (8) and rounds the gradient to bf16 (6).
+"""
 _EMBEDDING_BYTES = 10  # per feature of a token: read and written in bf16; gradient read in bf16 and added in FP32
-_OPTIMIZER_BYTES = 34  # per parameter: gradient and its norm, master weight, two moments, bf16 weight
+_OPTIMIZER_BYTES = 46
+"""Per parameter of a shard.
+
+The norm reads the gradient (4), clipping scales it in place (8), Adam reads gradient, master weight and two moments
+(16) and writes the latter three (12), and the master weight is copied to bf16 (6).
+"""
 _ZERO_BYTES = 4  # per parameter: the gradient buffer is cleared
+_SCALE_BYTES = 8  # per parameter: gradients are divided by the number of data parallel ranks in place
 _HOST_BOUND = 3.0
 """Without a measurement of a training's launches, a step is likely bound by the host if a stage's work is less than
 this multiple of the launches of its linears in a loop (README.md, Known limitations)."""
@@ -267,7 +278,8 @@ class StepModel:
         layout = self.layout
         parameters = max(layout.stage_parameters(stage) for stage in range(layout.pp))
         shards = layout.dp if layout.distributed_optimizer else 1
-        optimizer = self.rates.memory(_OPTIMIZER_BYTES * parameters / shards + _ZERO_BYTES * parameters)
+        whole = _ZERO_BYTES + (_SCALE_BYTES if layout.dp > 1 else 0)
+        optimizer = self.rates.memory(_OPTIMIZER_BYTES * parameters / shards + whole * parameters)
         optimizer = max(optimizer, self.host.step)
         if layout.dp == 1:
             return 0.0, optimizer

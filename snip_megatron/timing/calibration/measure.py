@@ -24,6 +24,7 @@ from snip_megatron.timing.table import OPERANDS, Triple
 _COLD_BYTES = 256 << 20  # total size of rotating operands, several times larger than any cache
 _MOST_SETS = 4
 _COPIED = 2 << 30
+_ATTENTION_TOKENS = 16384  # computed at once
 _KEYS = (1, 2)  # arbitrary keys of stochastic rounding
 _GEMMS = tuple(Gemm)
 
@@ -114,13 +115,16 @@ class Measurer:
 
     # -- the rest of a step --------------------------------------------------------------------------------------
     def attention(self, size: Size) -> tuple[float, float]:
-        """Time causal attention of one sequence with the faster of torch's fused kernels (on a CPU, the unfused one).
+        """Time causal attention with the faster of torch's fused kernels (on a CPU, the unfused one).
+
+        On a GPU, as many sequences are computed at once as a microbatch has, because one short sequence with few heads
+        does not fill it.
 
         Args:
             size: (sequence, heads, head size).
 
         Returns:
-            Seconds of the forward and of the backward.
+            Seconds of the forward and of the backward of one sequence.
         """
         kernels = [SDPBackend.MATH]
         if self.clock.device.type == "cuda":
@@ -137,14 +141,15 @@ class Measurer:
 
     def _attention(self, size: Size, kernel: SDPBackend) -> tuple[float, float]:
         sequence, heads, width = size
-        q, k, v = (self._normal(1, heads, sequence, width).requires_grad_() for _ in range(3))
-        gradient = self._normal(1, heads, sequence, width)
+        batch = max(1, _ATTENTION_TOKENS // sequence) if self.clock.device.type == "cuda" else 1
+        q, k, v = (self._normal(batch, heads, sequence, width).requires_grad_() for _ in range(3))
+        gradient = self._normal(batch, heads, sequence, width)
         with sdpa_kernel([kernel]):
             forward = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
             out = forward()
             backward = partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
             times = self.clock.seconds({"forward": lambda _: forward(), "backward": lambda _: backward()})
-        return times["forward"], times["backward"]
+        return times["forward"] / batch, times["backward"] / batch
 
     def copy_rate(self) -> float:
         """Return the bytes read and written a second by a copy within device memory."""
