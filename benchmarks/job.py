@@ -12,6 +12,9 @@ and the medians are over both rounds. ``*_graphs`` is the fastest of the impleme
 and the times in the run's events. SNIP's other contenders keep one map, with the same format in every GEMM.
 
 A training that fails is listed in ``failed`` with its last error line, one that this machine cannot run in ``skipped``.
+With ``--kernels``, torch's profiler records the step before the last on rank 0, and ``kernels`` in the result has its
+milliseconds by kind of kernel. That step is slower, which a median does not notice.
+
 If ``--out`` is the result of an earlier call on the same machine and code, the new figures are added to it. A table can
 so be made in parts: the contenders named by ``--contenders``, or all that have no time yet, until ``--deadline``.
 Arguments after ``--`` are passed to every training.
@@ -34,6 +37,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import job_kernels
 from benchmarks.common import header, step_times, write
 from benchmarks.job_contenders import CONTENDERS, EXTRA, MODELS
 from benchmarks.job_turns import Outcome, Training
@@ -125,6 +129,10 @@ class Job:
         path.write_text(PrecisionMap.uniform(names, fmt).to_json(), encoding="utf-8")
         return path
 
+    def _variables(self) -> dict[str, str]:
+        """Return the environment variables of a training. The step before the last is recorded under ``--kernels``."""
+        return {job_kernels.STEP: str(self._arguments.steps - 1)} if self._arguments.kernels else {}
+
     # -- training ----------------------------------------------------------------------------------------------
     def train(self, turns: Sequence[Turn]) -> Iterator[tuple[Turn, Outcome, Path]]:
         """Yield the trainings as they end. As many start side by side as ``--beside`` says."""
@@ -135,7 +143,7 @@ class Job:
                 started = []
                 for turn in batch:
                     folder = Path(tempfile.mkdtemp(prefix=f"{turn.name.replace(':', '-')}-", dir=self._folder))
-                    training = Training(self._arguments.gpus, self._given(turn, folder), folder)
+                    training = Training(self._arguments.gpus, self._given(turn, folder), folder, self._variables())
                     started.append((turn, stack.enter_context(training), folder))
                 for _, training, _ in started:
                     training.wait_ready()
@@ -189,6 +197,9 @@ class Table:
             runs.append({"steps_ms": ms, "seconds": round(outcome.seconds, 2)})
             if CONTENDERS[turn.contender].updates:
                 self.result["updates"][turn.name] = accounts(read_events(run), ms)
+            kernels = job_kernels.summary(run.parent)
+            if kernels is not None:
+                self.result.setdefault("kernels", {})[turn.name] = kernels
             self._settle(turn.contender)
         self._write()
 
@@ -239,6 +250,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=1, help="ranks, each with a GPU; their layout after --")
+    parser.add_argument("--kernels", action="store_true", help="record the kernels of one step of each training")
     parser.add_argument("--beside", type=int, default=8, help="trainings that start side by side")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds a training may take")
     parser.add_argument("--deadline", type=float, help="seconds after which no training begins any more")

@@ -12,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 
+from benchmarks import job_kernels
+
 
 def main() -> int:
     """Import, wait and train. Returns the exit code of the entry."""
@@ -29,6 +31,7 @@ def main() -> int:
     modules = ("snip_megatron.megatron.entry", "snip_megatron.megatron.setup")
     for module in modules if config.enabled else modules[:1]:
         importlib.import_module(module)
+    job_kernels.record(folder)
     (folder / f"ready.{os.environ.get('RANK', '0')}").touch()
     if not sys.stdin.readline():
         return 1

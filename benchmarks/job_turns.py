@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,14 +43,18 @@ class Training:
         ranks: number of ranks. Each uses the GPU with its number.
         arguments: arguments of the training entry.
         folder: working directory and folder of the output. It is created if it does not exist.
+        variables: environment variables in addition to those of this process.
     """
 
-    def __init__(self, ranks: int, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, ranks: int, arguments: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         common = {**os.environ, "PYTHONPATH": path, "LOCAL_WORLD_SIZE": str(ranks), **rendezvous}
+        common |= variables or {}
         command = [sys.executable, "-u", "-m", "benchmarks.job_process", str(folder), *arguments]
         self._ranks = [
             self._start(command, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, rank) for rank in range(ranks)

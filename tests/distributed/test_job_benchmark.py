@@ -18,7 +18,7 @@ def test_a_table_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     out = tmp_path / "job.json"
     contenders = "snip_fp8,te_fp8_tensor,snip_fp4_75,snip_bf16_graphs"
     command = ["--model", "tiny", "--contenders", contenders, "--out", str(out), "--commit", "abc", "--steps", "16"]
-    assert job.main([*command, "--work", str(tmp_path / "work"), "--beside", "2"]) == 0
+    assert job.main([*command, "--kernels", "--work", str(tmp_path / "work"), "--beside", "2"]) == 0
     result = json.loads(out.read_text())
     assert (result["device"], result["commit"], result["model"]) == ("cpu", "abc", "tiny")
     assert list(result["ms"]) == ["snip_fp8", "snip_fp4_75"]
@@ -33,6 +33,10 @@ def test_a_table_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (first["update_step"], first["adopt_step"]) == (4, 6)
     assert first["events"]["probe"] > 0.0
     assert first["events_s"] == pytest.approx(sum(first["events"].values()))
+    assert list(result["kernels"]) == list(result["ms"])
+    for kernels in result["kernels"].values():
+        assert kernels["ms"]["gemm"] > 0.0
+        assert len(kernels["longest"]) == 20
 
 
 def test_a_training_that_is_refused_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,85 @@
+"""Where one step of a training spends the GPU's time, by kind of kernel: ``python -m benchmarks.job --kernels``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEP = "SNIP_JOB_KERNELS_STEP"
+"""Environment variable of a rank: the step, counted from 1, whose kernels it records."""
+
+FILE = "kernels.json"
+LONGEST = 20
+_KINDS = (
+    ("communication", r"nccl|c10d::"),
+    ("attention", r"fmha|flash|attention"),
+    ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|scaled_mm|aten::(mm|bmm|addmm|linear|matmul)$"),
+    ("optimizer", r"multi_tensor|adam|l2norm"),
+    (
+        "quantisation",
+        r"(tile|block|tensor|tiled|amax|exact|exact_amax|range|swiglu|swiglu_gradient|add)_kernel|quantize",
+    ),
+    ("norm", r"rmsnorm|layernorm|layer_norm|rms_norm"),
+)
+"""Kind → pattern of kernel names, the first that matches counts. All others are ``other``: element-wise, copies."""
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a kernel, by its name."""
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def recorder(folder: Path, step: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper of Megatron's ``train_step`` that records the kernels of one step in ``folder``.
+
+    On a machine without a GPU, torch's operators are recorded instead.
+    """
+
+    def wrap(train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def step_with_record(*args: Any, **kwargs: Any) -> Any:
+            if kwargs["iteration"] + 1 != step:
+                return train_step(*args, **kwargs)
+            gpu = torch.cuda.is_available()
+            kinds = torch.profiler.ProfilerActivity
+            with torch.profiler.profile(activities=[kinds.CUDA if gpu else kinds.CPU]) as profile:
+                result = train_step(*args, **kwargs)
+                if gpu:
+                    torch.cuda.synchronize()
+            rows = [
+                (event.key, event.count, (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3)
+                for event in profile.key_averages()
+            ]
+            (folder / FILE).write_text(json.dumps([row for row in rows if row[2] > 0]), encoding="utf-8")
+            return result
+
+        return step_with_record
+
+    return wrap
+
+
+def record(folder: Path) -> None:
+    """Record a step in ``folder`` if this process was asked to, by the environment. Megatron must be importable."""
+    step = os.environ.get(STEP)
+    if step is not None and os.environ.get("RANK", "0") == "0":
+        from snip_megatron.megatron import compat
+
+        compat.wrap_train_step(recorder(folder, int(step)))
+
+
+def summary(folder: Path) -> dict[str, Any] | None:
+    """Return milliseconds by kind of kernel and the longest kernels; None if nothing was recorded in ``folder``."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    rows = sorted(json.loads(path.read_text(encoding="utf-8")), key=lambda row: -row[2])
+    kinds: dict[str, float] = {}
+    for name, _, ms in rows:
+        kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + ms
+    longest = [{"kernel": name[:120], "launches": count, "ms": round(ms, 3)} for name, count, ms in rows[:LONGEST]]
+    return {"ms": {kind: round(ms, 3) for kind, ms in kinds.items()}, "longest": longest}
