@@ -14,7 +14,7 @@ from snip_megatron.errors import SnipError, cut
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("snip_megatron.commands.doctor", "report what this machine can run, and what is missing for the rest"),
-    "solve": ("snip_megatron.commands.solve", "choose a format for every item of a problem file"),
+    "solve": ("snip_megatron.commands.solve", "choose formats for another budget, from a run or a problem file"),
     "prepare-data": (
         "snip_megatron.megatron.data.prepare_data",
         "turn local text into Megatron's .bin/.idx and a tokenizer",

@@ -77,7 +77,7 @@ def test_what_needs_a_gpu_is_parsed(block):
 
 @pytest.fixture
 def newcomer(tmp_path, monkeypatch) -> Path:
-    """A folder with the scripts and a few texts; torchrun and snip are those of this environment."""
+    """A folder with the scripts and the pages; torchrun and snip are those of this environment."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, module in (("torchrun", "torch.distributed.run"), ("snip", "snip_megatron.cli")):
@@ -86,11 +86,8 @@ def newcomer(tmp_path, monkeypatch) -> Path:
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (programs / "python").symlink_to(sys.executable)
     home = tmp_path / "home"
-    for folder in ("launch", "scripts"):
+    for folder in ("docs", "launch", "scripts"):
         shutil.copytree(ROOT / folder, home / folder)
-    (home / "my_texts").mkdir()
-    for file in sorted((ROOT / "snip_megatron" / "solver").glob("*.py")):
-        shutil.copy(file, home / "my_texts")
     quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "STEPS": STEPS}
     path = os.pathsep.join((str(programs), os.environ["PATH"]))
     for name, value in (quiet | {"PATH": path, "PYTHONPATH": str(ROOT), "SNIP_VENV": sys.prefix}).items():
