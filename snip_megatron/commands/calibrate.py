@@ -170,6 +170,7 @@ def calibrate(measurer: Measurer, workload: Workload, deadline: float, about: di
         weights=weights,
         attention=attention,
         copy_rate=copy_rate,
+        memory=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         host=host,
         about=about | {"complete": not skipped, "notes": notes},
     )

@@ -133,6 +133,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB/s",
         help="bandwidth of one GPU to other nodes; default: 40",
     )
+    add(
+        "--gpu-memory",
+        type=positive("GiB above 0", 1e6),
+        metavar="GIB",
+        help="memory of a GPU; default: that of the table of --timings, if it has it",
+    )
     add("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
 
 
@@ -173,7 +179,9 @@ def run(args: argparse.Namespace) -> int:
         statistics=args.statistics,
         seed=args.seed,
     )
-    plan = make_plan(StepModel(layout, model, _links(args)), question, _probes(args), _run(args, question.kind))
+    gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
+    step, planned = StepModel(layout, model, _links(args)), _run(args, question.kind)
+    plan = make_plan(step, question, _probes(args), planned, gpu_memory=gpu)
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
     sys.stdout.write(render(plan))

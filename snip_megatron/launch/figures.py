@@ -37,7 +37,7 @@ def expected(layout: Layout) -> dict[str, Any]:
 
 def memory(plan: dict[str, Any]) -> float:
     """GiB of the GPU that needs most memory, probes included."""
-    return max(float(stage["bytes"]["map"]["peak"]) for stage in plan["stages"]) / _GIB
+    return float(plan["memory"]["peak"]) / _GIB
 
 
 def rates(plan: dict[str, Any]) -> dict[str, float]:
@@ -52,8 +52,14 @@ def summary(layout: Layout) -> str:
     return (
         f"TP {layout.tp} × PP {layout.pp} × DP {layout.dp} = {layout.ranks} GPUs; {layout.microbatches} microbatches of"
         f" {layout.tokens} tokens\n"
-        f"expected on {plan['timings']} ({BUDGET}): {memory(plan):.0f} GiB a GPU; tokens/s a GPU: {speed}"
+        f"expected on {plan['timings']} ({BUDGET}): {memory(plan):.0f} GiB a GPU{_shortage(plan)};"
+        f" tokens/s a GPU: {speed}"
     )
+
+
+def _shortage(plan: dict[str, Any]) -> str:
+    found = plan["memory"]
+    return f", which do not fit into its {found['gpu'] / _GIB:.0f}" if found["fits"] is False else ""
 
 
 def _row(configuration: Configuration) -> str:

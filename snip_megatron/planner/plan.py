@@ -29,7 +29,14 @@ _SLACK = 5e-3  # of a step= budget: the solver charges quantisations that two GE
 Body = dict[str, Any]
 
 
-def make_plan(step: StepModel, question: Question, probes: Probes, run: PlannedRun | None = None) -> Body:
+def make_plan(
+    step: StepModel,
+    question: Question,
+    probes: Probes,
+    run: PlannedRun | None = None,
+    *,
+    gpu_memory: float | None = None,
+) -> Body:
     """Plan one layout under one budget.
 
     Args:
@@ -37,6 +44,7 @@ def make_plan(step: StepModel, question: Question, probes: Probes, run: PlannedR
         question: the budget.
         probes: the probes of an update.
         run: the run whose map changes with time; None for one map.
+        gpu_memory: bytes of a GPU; None for those of the table of times, if it has them.
 
     Raises:
         SnipError: the statistics are of another model, or the budget cannot be met (exit code 3; the message names
@@ -53,13 +61,15 @@ def make_plan(step: StepModel, question: Question, probes: Probes, run: PlannedR
     _check_host(question, steps["bf16"], steps["map"])
     candidates = [fmt.value for fmt in question.formats if fmt is not Format.BF16]
     costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"], step.links, step.host.recapture)
+    stages = [_stage(step, stage, variants, steps, probes, candidates) for stage in range(layout.pp)]
     return {
         "schema": PLAN_SCHEMA,
         "model": dataclasses.asdict(layout.model) | {"parameters": layout.model.parameters},
         "layout": _layout(layout),
         "timings": step.model.name,
         "linears": [_linear(step, kind) for kind in LINEAR_KINDS],
-        "stages": [_stage(step, stage, variants, steps, probes, candidates) for stage in range(layout.pp)],
+        "stages": stages,
+        "memory": _fit(stages, gpu_memory or getattr(getattr(step.model, "table", None), "memory", None)),
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
         "budget": _budget(step, question, solution, variants["map"]),
         "phases": None if run is None else plan_phases(step, question, problem, solution, run),
@@ -144,6 +154,12 @@ def _stage(
         },
         "busy": {name: time.stages[stage].total / time.slowest for name, time in steps.items()},
     }
+
+
+def _fit(stages: Sequence[Body], gpu: float | None) -> Body:
+    """Compare the most that a GPU needs, in training under the map or during its updates, with what it has."""
+    peak = max(stage["bytes"]["map"]["peak"] for stage in stages)
+    return {"peak": peak, "gpu": gpu, "fits": None if gpu is None else peak <= gpu}
 
 
 def _memory(found: memory.StageMemory) -> Body:

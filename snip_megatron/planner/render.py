@@ -9,6 +9,7 @@ from snip_megatron.planner.host import REMEDY
 
 Body = dict[str, Any]
 _GIB = 2.0**30
+_TIGHT = 0.9
 
 
 def render(plan: Body) -> str:
@@ -78,7 +79,27 @@ def _stages(plan: Body) -> str:
     head = ["stage", "blocks", "B params", "PFLOP", "fixed"]
     head += [f"acts {name}" for name in variants] + [f"peak {name}" for name in variants] + ["probe"]
     head += [f"s {name}" for name in variants] + ["busy (map)"]
-    return "a GPU of each stage: PFLOP of linears a step; memory in GiB; seconds of work a step\n" + _table(head, rows)
+    return (
+        "a GPU of each stage: PFLOP of linears a step; memory in GiB; seconds of work a step\n"
+        "  fixed: weights, gradients and optimizer; acts: saved for the backward; peak: of training;\n"
+        "  probe: peak of an update; busy: work over that of the slowest stage\n"
+        + _table(head, rows)
+        + _fit(plan["memory"])
+    )
+
+
+def _fit(memory: Body) -> str:
+    if memory["fits"] is None:
+        return ""
+    peak, gpu = memory["peak"] / _GIB, memory["gpu"] / _GIB
+    if not memory["fits"]:
+        return (
+            f"\n  does not fit: the map needs {peak:.1f} GiB, and a GPU has {gpu:.1f}: use more GPUs (--tp, --pp,"
+            " or --dp with the distributed optimizer), --recompute or smaller microbatches"
+        )
+    tight = peak > _TIGHT * gpu
+    rest = ", little for what is not counted: CUDA graphs, fragmentation, NCCL" if tight else ""
+    return f"\n  fits: the map needs {peak:.1f} GiB of the {gpu:.1f} that a GPU has{rest}"
 
 
 def _steps(plan: Body) -> str:

@@ -58,6 +58,7 @@ class TimingTable:
         weights: (n, k) → format → seconds of quantising for fprop and dgrad in one call.
         attention: (sequence, heads, head size) → seconds of causal attention of one sequence, forward and backward.
         copy_rate: bytes read and written a second by a device-to-device copy; None if not measured.
+        memory: bytes of the GPU's memory; None if not known.
         host: format → seconds for which one linear's forward and backward occupy the launching thread, in a loop of
             linears without autograd.
         launching: seconds for which training occupies the launching thread; None if not measured.
@@ -75,6 +76,7 @@ class TimingTable:
     weights: Mapping[tuple[int, ...], Mapping[Format, float]]
     attention: Mapping[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
     copy_rate: float | None = None
+    memory: float | None = None
     host: Mapping[Format, float] = field(default_factory=dict)
     launching: Launching | None = None
     recapture: float | None = None
@@ -132,6 +134,8 @@ class TimingTable:
             "copy_rate": self.copy_rate,
             "host": _by_name(self.host),
         }
+        if self.memory is not None:
+            body["memory"] = self.memory
         if self.launching is not None:
             body["launching"] = dataclasses.asdict(self.launching) | {"layer": _by_name(self.launching.layer)}
         if self.recapture is not None:
@@ -178,7 +182,7 @@ def _table(body: dict[str, Any]) -> TimingTable:
         return _seconds(row.get("forward"), f"{path}.forward"), _seconds(row.get("backward"), f"{path}.backward")
 
     host = _object(body.get("host", {}), "host")
-    copy_rate, recapture = body.get("copy_rate"), body.get("recapture")
+    copy_rate, memory, recapture = body.get("copy_rate"), body.get("memory"), body.get("recapture")
     return TimingTable(
         device=_text(body.get("device"), "device"),
         backend=_text(body.get("backend"), "backend"),
@@ -188,6 +192,7 @@ def _table(body: dict[str, Any]) -> TimingTable:
         weights=_rows(body, "weights", ("n", "k"), weight, least=1 if quantised else 0),
         attention=_rows(body, "attention", ("sequence", "heads", "head_size"), attention, least=0),
         copy_rate=None if copy_rate is None else _number(copy_rate, "copy_rate", 1e20),
+        memory=None if memory is None else _number(memory, "memory", 1e15),
         host=_by_format(host, formats, _seconds, "host") if host else {},
         launching=None if body.get("launching") is None else _launching(body["launching"], formats),
         recapture=None if recapture is None else _seconds(recapture, "recapture"),

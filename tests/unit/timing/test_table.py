@@ -23,6 +23,7 @@ LAUNCHED = replace(
     TABLE,
     launching=Launching("local", dict.fromkeys(TABLE.formats, 2e-3), microbatch=5e-4, step=1e-3),
     recapture=0.05,
+    memory=8e10,
     collectives={Exchange("all_gather", "uint8", 2, 4096): 2e-5, Exchange("reduce_scatter", "bf16", 2, 4096): 3e-5},
 )
 BODY: dict[str, Any] = json.loads(LAUNCHED.to_json())

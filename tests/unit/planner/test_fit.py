@@ -1,0 +1,57 @@
+"""Whether a plan fits into the memory of a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snip_megatron.cli import main
+from snip_megatron.launch.figures import summary
+from snip_megatron.launch.job import Wishes, make_job
+from snip_megatron.timing.loading import load_cost_model
+
+GIB = 2**30
+
+
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--model", "1b", "--json", str(out), *arguments]) == 0
+    memory: dict[str, Any] = json.loads(out.read_text())["memory"]
+    return memory, capsys.readouterr().out
+
+
+def test_the_table_of_the_gpu_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory, text = plan(tmp_path, capsys)
+    assert memory["gpu"] == load_cost_model("h200").table.memory == 139 * GIB  # type: ignore[attr-defined]
+    assert memory["fits"] is True
+    assert memory["peak"] > 12 * 1.1e9
+    assert f"fits: the map needs {memory['peak'] / GIB:.1f} GiB of the 139.0 that a GPU has\n" in text
+
+
+@pytest.mark.parametrize(
+    ("factor", "line"), [(0.99, "does not fit: the map needs"), (1.05, "little for what is not counted"), (1.2, None)]
+)
+def test_a_given_memory_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], factor: float, line: str | None
+) -> None:
+    peak = plan(tmp_path, capsys)[0]["peak"] / GIB
+    memory, text = plan(tmp_path, capsys, "--gpu-memory", str(factor * peak))
+    assert memory["fits"] is (factor > 1)
+    assert (line or f"GiB of the {factor * peak:.1f} that a GPU has\n") in text
+
+
+def test_without_a_known_memory_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory, text = plan(tmp_path, capsys, "--timings", "flops")
+    assert (memory["gpu"], memory["fits"]) == (None, None)
+    assert "fits" not in text
+
+
+def test_a_launch_that_does_not_fit_says_so() -> None:
+    wishes = Wishes("70b", data="mock", save=Path("checkpoints"), resume=False)
+    assert "do not fit" not in summary(make_job(wishes).layout)
+    small = dataclasses.replace(make_job(wishes).layout, tp=2)
+    assert "GiB a GPU, which do not fit into its 139; tokens/s" in summary(small)
