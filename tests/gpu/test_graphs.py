@@ -10,7 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,16 @@ from typing import Any
 import pytest
 import torch
 
+from snip_megatron.evaluation.mps import multi_process_service
 from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, SAVED, LAYERS = 14, 8, 4
 AT_ONCE = {1: 12, 2: 2}
-"""Trainings at the same time, by ranks. Collectives of many that share two GPUs hardly ever run on both at once."""
+"""Trainings at the same time, by ranks. Collectives of many that take turns hardly ever run on both GPUs at once."""
+AT_ONCE_BESIDE = {1: 12, 2: 6}
+"""The same where processes run beside each other on a GPU."""
 IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
 LLAMA = shlex.split(f"""
 --num-layers {LAYERS} --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --group-query-attention
@@ -72,9 +75,10 @@ FP8_SUMS = {"tensor": ("--snip-communication", "all"), "data": ("--snip-gradient
 class Trainings:
     """Runs in ``folder``, started when they are first asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._pools = {ranks: ThreadPoolExecutor(count) for ranks, count in AT_ONCE.items()}
+    def __init__(self, folder: Path, service: Mapping[str, str]) -> None:
+        self._folder, self._service = folder, service
+        at_once = AT_ONCE_BESIDE if service else AT_ONCE
+        self._pools = {ranks: ThreadPoolExecutor(count) for ranks, count in at_once.items()}
         self._runs: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
         names = decoder_linear_names(LAYERS)
         (folder / "fp8_tensor.json").write_text(PrecisionMap.uniform(names, Format.FP8_TENSOR).to_json())
@@ -118,7 +122,7 @@ class Trainings:
         llama = [each for each in LLAMA if kind not in COMPILED or each != "--disable-jit-fuser"]
         arguments = [*llama, "--train-iters", str(STEPS), *snip, *captured, *shlex.split(parallel)]
         arguments += [each.format(run=run) for each in extra]
-        processes = [_start(run, number, rank, ranks, arguments) for rank in range(ranks)]
+        processes = [_start(run, number, rank, ranks, arguments, self._service) for rank in range(ranks)]
         codes = [process.wait(timeout=420) for process in processes]
         if any(codes):
             logs = "\n".join((run / f"log{rank}").read_text()[-3000:] for rank in range(ranks) if codes[rank])
@@ -146,13 +150,15 @@ def _write_replayed(folder: Path, names: list[str]) -> None:
             events.write(json.dumps({"step": step, "event": "adopt", "version": version}) + "\n")
 
 
-def _start(run: Path, number: int, rank: int, ranks: int, arguments: list[str]) -> subprocess.Popen[bytes]:
+def _start(
+    run: Path, number: int, rank: int, ranks: int, arguments: list[str], service: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     path = (str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)), "TRACE": str(run / "trace"), "RANK": str(rank),
         "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(29600 + number), "OMP_NUM_THREADS": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-        "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "Ring", "NCCL_MAX_CTAS": "8", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **service,
     }  # fmt: skip
     with (run / f"log{rank}").open("w") as log:
         command = [sys.executable, "-m", "graphed_pretrain", *arguments]
@@ -163,9 +169,11 @@ def _start(run: Path, number: int, rank: int, ranks: int, arguments: list[str]) 
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     pytest.importorskip("transformer_engine")
     kept = os.environ.get("GRAPH_RUNS")  # where to look at them afterwards
-    trainings = Trainings(Path(kept) if kept else tmp_path_factory.mktemp("graphs"))
-    yield trainings
-    trainings.end()
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("graphs")
+    with multi_process_service(tmp_path_factory.mktemp("mps")) as (service, _):
+        trainings = Trainings(folder, service)
+        yield trainings
+        trainings.end()
 
 
 @pytest.fixture(scope="module")
