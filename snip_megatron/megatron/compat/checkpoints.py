@@ -31,13 +31,30 @@ def checkpoint_holds(args: argparse.Namespace, key: str) -> bool:
 
 
 def _checkpoint_directory(args: argparse.Namespace) -> Path | None:
-    """Return the folder of the iteration to load. Megatron's own lookup is a collective, this one is not."""
-    iteration, release = args.ckpt_step or chosen_iteration(args.load), False
+    """Return the folder of the iteration to load. Megatron's own lookup is a collective, this one is not.
+
+    Megatron takes the latest non-persistent checkpoint, unless the persistent one is newer.
+    """
+    folder = args.load
+    iteration, release = (args.ckpt_step, False) if args.ckpt_step else _tracked(folder)
+    if getattr(args, "non_persistent_ckpt_type", None) == "global":
+        subfolder = str(Path(folder) / checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+        other = args.non_persistent_global_ckpt_dir or subfolder
+        latest, _ = _tracked(other)
+        if latest is not None and (iteration is None or latest >= iteration):
+            folder, iteration, release = other, latest, False
     if iteration is None:
-        try:
-            text = Path(checkpointing.get_checkpoint_tracker_filename(args.load)).read_text(encoding="ascii").strip()
-            release = text == "release"
-            iteration = 0 if release else int(text)
-        except (OSError, ValueError):
-            return None
-    return Path(checkpointing.get_checkpoint_name(args.load, iteration, release, return_base_dir=True))
+        return None
+    return Path(checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True))
+
+
+def _tracked(folder: str) -> tuple[int | None, bool]:
+    """Return (iteration that the tracker file names, or None, whether it is a release)."""
+    chosen = chosen_iteration(folder)
+    if chosen is not None:
+        return chosen, False
+    try:
+        text = Path(checkpointing.get_checkpoint_tracker_filename(folder)).read_text(encoding="ascii").strip()
+        return (0, True) if text == "release" else (int(text), False)
+    except (OSError, ValueError):
+        return None, False
