@@ -58,6 +58,10 @@ def _more_than_one(value: Any) -> bool:
     return value is not None and int(value) > 1
 
 
+def _equals(refused: str) -> Callable[[Any], bool]:
+    return lambda value: bool(value == refused)
+
+
 _OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out"
 _SHARDED = "its parameters have no FP32 main_grad of DDP to accumulate into; use --use-distributed-optimizer"
 _WIDTH = "experts of another width than the decoder are not supported; leave it out"
@@ -141,6 +145,19 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("--experimental-attention-variant", "experimental_attention_variant", _given, _DENSE),
     Conflict("--heterogeneous-layers-config-path", "heterogeneous_layers_config_path", _given, _DENSE),
     Conflict("--fp16", "fp16", _given, "loss scaling would scale the statistics; use --bf16"),
+    Conflict(
+        "--ckpt-format",
+        "ckpt_format",
+        _equals("torch"),
+        "it has no place for SNIP's state, so that a resumed run would go on in BF16; use torch_dist, which loads such"
+        " checkpoints as well",
+    ),
+    Conflict(
+        "--non-persistent-ckpt-type",
+        "non_persistent_ckpt_type",
+        _equals("local"),
+        "SNIP cannot tell whether such a checkpoint holds its state; use global",
+    ),
     Conflict(
         "--optimizer-cpu-offload", "optimizer_cpu_offload", _given, "probes read the optimizer's state on the device"
     ),

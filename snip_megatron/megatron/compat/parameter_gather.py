@@ -48,11 +48,6 @@ def check_parameter_gather(args: argparse.Namespace) -> None:
             f"{_HERE} cannot be combined with --cuda-graph-impl {implementation}: graphs read weights that are"
             " quantised in place; leave one out"
         )
-    if args.ckpt_format != "torch_dist":
-        raise SnipError(
-            f"{_HERE} cannot be combined with --ckpt-format {args.ckpt_format}: weights are completed when a"
-            " distributed checkpoint is written; use --ckpt-format torch_dist"
-        )
 
 
 def _refuse(args: argparse.Namespace, attribute: str, why: str) -> None:

@@ -32,6 +32,8 @@ VALUES: dict[str, Any] = {
     "mtp_num_layers": 1,
     "experimental_attention_variant": "dsa",
     "heterogeneous_layers_config_path": "blocks.json",
+    "ckpt_format": "torch",
+    "non_persistent_ckpt_type": "local",
 }
 # Arguments that exist only with an optional library.
 OPTIONAL = {"--kitchen-config-file", "--use-kitchen"}
@@ -179,7 +181,6 @@ def test_quantised_parameters_need_a_gather_of_megatrons() -> None:
         ({"use_layer_wise_distributed_optimizer": True}, ": only the distributed optimizer gathers parameters; add"),
         ({"data_parallel_size": 1}, ": there is one data parallel rank"),
         ({"bf16": False}, ": parameters are gathered in FP32 without --bf16"),
-        ({"ckpt_format": "torch"}, " cannot be combined with --ckpt-format torch:"),
         (
             {"check_weight_hash_across_dp_replicas_interval": 10},
             " cannot be combined with --check-weight-hash-across-dp-replicas-interval 10:",
