@@ -193,12 +193,13 @@ class SnipRun:
     def _checkpoint_has_state(self) -> bool:
         """Whether the checkpoint being loaded holds SNIP's state.
 
-        Training continues in bf16 until the next update if the checkpoint was written without SNIP.
+        If the checkpoint was written without SNIP, training continues in bf16 until the next update, or with the map
+        that the configuration fixes.
         """
         if self._args.finetune or not self._args.load:
             return False
         found = compat.checkpoint_holds(self._args, SNIP_STATE_KEY)
-        if not found and is_rank_zero():
+        if not found and self._config.updates and is_rank_zero():
             print(
                 "snip: the checkpoint holds no SNIP state: linears start in bf16, the next update brings a map",
                 flush=True,

@@ -1,18 +1,22 @@
-"""Resuming with the distributed optimizer continues bit for bit; so does a step after a probe."""
+"""Resuming continues bit for bit: with the distributed optimizer, after a probe, and with SNIP switched on and off."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
+from resumes import EXPERTS
 from test_entry_layouts import check_shards
 from traced_pretrain import read_traces
 from warm_ranks import WarmRanks
 
 STEPS = 12
 # Dropout, so that a lost random state shows.
-ARGS = ("--use-distributed-optimizer", "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--save-interval", "6")
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+ARGS = ("--use-distributed-optimizer", *DROPOUT, "--save-interval", "6")
 
 
 def train(warm: WarmRanks, tmp: Path, name: str, *extra: str, **env: str) -> list[dict[str, Any]]:
@@ -49,6 +53,55 @@ def test_resume_is_bitwise_in_both_formats(warm: WarmRanks, tmp_path: Path) -> N
                     assert value == whole[rank][name][step], (name, step)
         assert last[rank]["weights"] == whole[rank]["weights"]
         assert middle[rank]["probe_losses"][0] == middle[rank]["probe_losses"][1] != 0.0
+
+
+_BY_POSITION = "--use-distributed-optimizer"
+_BY_NAME = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+_PIPELINE = "--pipeline-model-parallel-size 2"
+SWITCHED: dict[str, tuple[int, str]] = {
+    "pp2-virtual-by-position": (2, f"{_BY_POSITION} {_PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
+    "world-1": (1, ""),
+    "world-1-by-position": (1, _BY_POSITION),
+    "dp2": (2, ""),
+    "dp2-by-position": (2, f"{_BY_POSITION} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"),
+    "dp2-by-name": (2, _BY_NAME),
+    "tp2-sp-by-position": (2, f"{_BY_POSITION} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, _PIPELINE),
+    "ep2-by-position": (2, f"{_BY_POSITION} {EXPERTS} --expert-model-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if i == 0 else pytest.param(name, marks=pytest.mark.matrix) for i, name in enumerate(SWITCHED)],
+)
+def test_snip_switched_on_and_off_again_is_an_uninterrupted_plain_run(
+    warm: WarmRanks, tmp_path: Path, name: str
+) -> None:
+    """Without SNIP to step 3, with it but all linears in bf16 to 6, and without it to 9.
+
+    Every bit of the last checkpoint is that of the run without SNIP: weights, main values, moments, random states.
+    """
+    ranks, layout = SWITCHED[name]
+
+    def part(of: str, *extra: str) -> list[dict[str, Any]]:
+        args = tiny_llama_args("--bf16", *DROPOUT, *layout.split(), "--save-interval", "3", *extra, iters=9)
+        done = warm.run(ranks, args, module="traced_pretrain", tmp=tmp_path / of, env={"TRACE": str(tmp_path / of)})
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert "holds no SNIP state" not in done.stdout  # nothing is missing under a fixed map
+        return read_traces(tmp_path / of)
+
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    snip = ("--snip", "--snip-policy", "bf16", "--snip-dir", str(tmp_path / "run"), "--exit-interval", "6")
+    whole = part("whole", "--save", first)
+    middle = part("middle", "--load", first, "--ckpt-step", "3", "--save", second, *snip)
+    last = part("last", "--load", second, "--save", second)
+    for rank in range(ranks):
+        for figures in ("losses", "grad_norms"):
+            found = middle[rank][figures] | last[rank][figures]
+            assert found == {step: value for step, value in whole[rank][figures].items() if step > 3}
+        assert sorted(middle[rank]["grad_norms"]) == [4, 5, 6]
+    assert differences(read_checkpoint(Path(first), 9), read_checkpoint(Path(second), 9)) == []
 
 
 def test_a_state_of_other_parameters_is_refused(warm: WarmRanks, tmp_path: Path) -> None:
