@@ -22,7 +22,8 @@ class SnipState(torch.nn.Module):
     """A module without parameters that saves and loads bytes.
 
     Args:
-        save: Called when a checkpoint is written. Returns the bytes to store, or None before training has begun.
+        save: Called when a checkpoint is written. Returns the bytes to store, or None before training has begun. Those
+            that were loaded are then stored again, as for a finished job that is started once more.
         expected: Called when a checkpoint is loaded. Returns whether it holds the object.
 
     Attributes:
@@ -42,7 +43,7 @@ class SnipState(torch.nn.Module):
 
         Returns an empty dictionary if there is nothing to write and the checkpoint being loaded lacks the object.
         """
-        content = self._save()
+        content = self._save() or self.loaded
         if content is None and not self._expected():
             return {}
         data = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)

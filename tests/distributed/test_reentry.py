@@ -7,10 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from checkpoints import read_checkpoint
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.records.readers import read_events, read_metrics
+from snip_megatron.runtime.state import ControllerState
 
 STEPS = 18
 SNIP = shlex.split(
@@ -58,7 +60,13 @@ def test_an_in_process_restart_continues_bitwise(warm: WarmRanks, whole: Path, t
 
 
 def test_a_second_run_in_one_process_resumes_the_first(warm: WarmRanks, tmp_path: Path) -> None:
-    """It finds the job done: Megatron's patches are undone and made again, and nothing is left behind."""
+    """It finds the job done: Megatron's patches are undone and made again, and nothing is left behind.
+
+    Megatron saves the last checkpoint again, after a load and without a step: it holds the state that was loaded.
+    """
     run, done = train(warm, tmp_path, "twice", TWICE="1")
     assert done.stdout.count("compat: step-hook:") == 2
     assert [m["step"] for m in read_metrics(run)] == list(range(STEPS))
+    assert done.stdout.count(f"successfully saved checkpoint from iteration {STEPS:7d}") == 2
+    (content,) = read_checkpoint(tmp_path / "twice" / "checkpoints", STEPS)["snip.state/shard_0_1"]
+    assert ControllerState.from_bytes(content.numpy().tobytes()).precision_map is not None
