@@ -57,6 +57,14 @@ def test_main_values_in_fp16_are_in_place() -> None:
     assert compat.misplaced_parameters(*of(half, mains)) == []
 
 
+def test_main_values_of_weights_that_were_fp16_are_in_place() -> None:
+    mains = trained()
+    mains["linear.weight"][0] = torch.arange(40) * 2.0**-26
+    weights = {name: main.half().float() for name, main in mains.items()}
+    assert any(not torch.equal(weights[name].bfloat16(), mains[name].bfloat16()) for name in mains)
+    assert compat.misplaced_parameters(*of(mains, weights)) == []
+
+
 def test_main_values_that_were_scaled_apart_are_in_place() -> None:
     """As ``--qk-clip`` does: a bf16 weight is scaled and rounded, and so is its main value."""
     mains, factor = trained(), 0.837
