@@ -25,6 +25,8 @@ check_signature(
     "DistributedOptimizer._get_model_param_range_map",
 )
 
+_PIECE = 2**24  # elements that are compared at a time, which bounds the memory that this takes
+
 
 @dataclass(frozen=True)
 class HeldState:
@@ -100,7 +102,8 @@ def _has_main_values(param: torch.nn.Parameter, held: HeldState | None) -> bool:
         return True
     weights = param.detach().view(-1)[held.start : held.end]
     main = held.main.detach().view(-1).to(weights.device)
-    return torch.equal(main.to(weights.dtype), weights) or _close(main.float(), weights.float())
+    pieces = zip(torch.split(main, _PIECE), torch.split(weights, _PIECE), strict=True)
+    return all(torch.equal(m.to(w.dtype), w) or _close(m.float(), w.float()) for m, w in pieces)
 
 
 def _close(main: torch.Tensor, weights: torch.Tensor) -> bool:
