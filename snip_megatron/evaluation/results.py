@@ -19,6 +19,8 @@ from snip_megatron.records.storage import dump_json, write_atomically
 SCHEMA = "snip.comparison/1"
 LAST_STEPS = 50
 """Number of last steps over which the reported training loss is the mean."""
+MOST_RISE = 1.25
+"""The most that this mean of a bf16 branch may be over the loss of the branch's first step."""
 
 
 @dataclass
@@ -80,7 +82,7 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
         ``update_seconds`` (times for which the updates blocked the training thread).
 
     Raises:
-        ValueError: a figure is missing.
+        ValueError: a figure is missing, or a bf16 branch does not continue the warm checkpoint.
     """
     events, metrics = read_events(directory), read_metrics(directory)
     if not metrics:
@@ -95,7 +97,10 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
     adopted = [event for event in events if event["event"] == "adopt"]
     if run.budget is not None and not adopted:
         raise ValueError(f"no map was adopted: {_reason(events)}")
-    tail = [m["loss"] for m in metrics[-LAST_STEPS:] if m["loss"] is not None]
+    losses = [m["loss"] for m in metrics if m["loss"] is not None]
+    tail = losses[-LAST_STEPS:]
+    if losses and run.kind == "from_warm" and run.policy == "bf16":
+        _check_it_continues(losses[0], sum(tail) / len(tail))
     return {
         "validation": validation,
         "train_loss": sum(tail) / len(tail) if tail else None,
@@ -113,6 +118,19 @@ def record(run: Run, identity: str, **fields: Any) -> dict[str, Any]:
     """Return the entry of a run in the result file, with further ``fields``."""
     named = ("kind", "label", "policy", "granularity", "budget", "seed", "steps", "arguments")
     return {"id": identity} | {name: getattr(run, name) for name in named} | fields
+
+
+def _check_it_continues(first: float, last: float) -> None:
+    """Raise ValueError if a bf16 branch ends far above the loss of its first step.
+
+    Every gap is measured from this run. The weights of the checkpoint, or the state of the optimizer, were not what the
+    warm run had; a branch in four bits may diverge, but bf16 at a falling learning rate does not.
+    """
+    if not last <= MOST_RISE * first:
+        raise ValueError(
+            f"the training loss rose from {first:.4g} in the first step to {last:.4g}: the branch does not continue the"
+            " warm checkpoint"
+        )
 
 
 def _reason(events: list[dict[str, Any]]) -> str:
