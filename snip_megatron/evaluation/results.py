@@ -99,11 +99,12 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
         raise ValueError(f"no map was adopted: {_reason(events)}")
     losses = [m["loss"] for m in metrics if m["loss"] is not None]
     tail = losses[-LAST_STEPS:]
-    if losses and run.kind == "from_warm" and run.policy == "bf16":
-        _check_it_continues(losses[0], sum(tail) / len(tail))
+    train_loss = sum(tail) / len(tail) if tail else None
+    if train_loss is not None and run.kind == "from_warm" and run.policy == "bf16":
+        _check_it_continues(losses[0], train_loss)
     return {
         "validation": validation,
-        "train_loss": sum(tail) / len(tail) if tail else None,
+        "train_loss": train_loss,
         "last_step": last,
         "fp4_share": metrics[-1]["fp4_fraction"],
         "average_share": sum(m["fp4_fraction"] for m in metrics) / len(metrics),

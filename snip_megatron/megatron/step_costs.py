@@ -10,7 +10,7 @@ the exchanges, and the rest of the step for the report.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from snip_megatron.config import SnipConfig
@@ -46,8 +46,17 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
     try:
         model = load_cost_model(wanted, device)
         formats = [Format(f) for f in (*config.formats, *(f for _, f in config.pins))]
-        times = OptionTimes.predict(model, linear_shapes(args, linears), formats)
-        times = _with_exchanges(times, config, args, linears, model)
+        shapes = linear_shapes(args, linears)
+        times = OptionTimes.predict(model, shapes, formats)
+        if config.communication != "bf16":
+            exchanges = TensorParallel(
+                args.tensor_model_parallel_size,
+                Rates(model),
+                Links(),
+                communication=config.communication,
+                sequence_parallel=args.sequence_parallel,
+            )
+            times = _with_exchanges(times, exchanges, shapes, {*formats, *model.formats})
     except SnipError as error:
         argument = f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-cost {config.cost}"
         raise SnipError(f"{argument} with --snip-budget {config.budget}: {error}") from None
@@ -59,20 +68,12 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
 
 
 def _with_exchanges(
-    times: OptionTimes, config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow], model: CostModel
+    times: OptionTimes, exchanges: TensorParallel, shapes: Mapping[str, LinearShape], formats: Collection[Format]
 ) -> OptionTimes:
     """Add the seconds of exchanges, also those of formats that only another request for this run has candidates of.
 
     Experts exchange nothing over these ranks, and are left out.
     """
-    if config.communication == "bf16":
-        return times
-    ranks, parallel = args.tensor_model_parallel_size, args.sequence_parallel
-    exchanges = TensorParallel(
-        ranks, Rates(model), Links(), communication=config.communication, sequence_parallel=parallel
-    )
-    formats = {*model.formats, *(Format(f) for f in (*config.formats, *(f for _, f in config.pins)))}
-    shapes = linear_shapes(args, linears)
     found = {
         name: {
             gemm.value: {

@@ -69,7 +69,7 @@ def make_plan(
         "timings": step.model.name,
         "linears": [_linear(step, kind) for kind in LINEAR_KINDS],
         "stages": stages,
-        "memory": _fit(stages, gpu_memory or getattr(getattr(step.model, "table", None), "memory", None)),
+        "memory": _fit(stages, gpu_memory or step.rates.gpu_memory),
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
         "budget": _budget(step, question, solution, variants["map"]),
         "phases": None if run is None else plan_phases(step, question, problem, solution, run),

@@ -44,11 +44,16 @@ class Rates:
 
     Args:
         model: the cost model. If it has a table, the rates of attention, memory and collectives are taken from it.
+
+    Attributes:
+        gpu_memory: bytes of a GPU's memory; None if no table has them.
+        collectives: the measured collectives; None if there are none.
     """
 
     def __init__(self, model: CostModel) -> None:
         table = model.table if isinstance(model, TimingModel) else None
         attention = {} if table is None else table.attention
+        self.gpu_memory = None if table is None else table.memory
         self.collectives = None if table is None or not table.collectives else MeasuredCollectives(table.collectives)
         self._measured_copy = None if table is None else table.copy_rate
         self._copy = STATED_COPY if self._measured_copy is None else self._measured_copy

@@ -9,10 +9,13 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing
 
+from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.checkpoint_fallback import chosen_iteration
 from snip_megatron.megatron.compat.versions import check_signature
 
 check_signature(checkpointing.get_checkpoint_name, ("checkpoints_path", "iteration", "release"), "get_checkpoint_name")
+if not hasattr(checkpointing, "_NON_PERSISTENT_CKPT_SUBDIR"):
+    raise SnipError("Megatron's checkpointing no longer has _NON_PERSISTENT_CKPT_SUBDIR: SNIP's state would be missed")
 
 
 def checkpoint_holds(args: argparse.Namespace, key: str) -> bool:

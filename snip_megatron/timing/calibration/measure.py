@@ -117,8 +117,7 @@ class Measurer:
     def attention(self, size: Size) -> tuple[float, float]:
         """Time causal attention with the faster of torch's fused kernels (on a CPU, the unfused one).
 
-        On a GPU, as many sequences are computed at once as a microbatch has, because one short sequence with few heads
-        does not fill it.
+        On a GPU, 16,384 tokens are computed at once, because one short sequence with few heads does not fill it.
 
         Args:
             size: (sequence, heads, head size).
