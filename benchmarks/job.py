@@ -15,6 +15,9 @@ A training that fails is listed in ``failed`` with its last error line, one that
 With ``--kernels``, torch's profiler records the step before the last on rank 0, and ``kernels`` in the result has its
 milliseconds by kind of kernel. That step is slower, which a median does not notice.
 
+Where Apex is not installed, Megatron's own layers write weight gradients in bf16 and add them to ``main_grad`` in a
+kernel of their own, which SNIP's linears do not. With ``--fused-accumulation`` all contenders add them in the GEMM.
+
 If ``--out`` is the result of an earlier call on the same machine and code, the new figures are added to it. A table can
 so be made in parts: the contenders named by ``--contenders``, or all that have no time yet, until ``--deadline``.
 Arguments after ``--`` are passed to every training.
@@ -25,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -38,7 +42,7 @@ from typing import Any
 import torch
 
 from benchmarks import job_kernels
-from benchmarks.common import header, step_times, write
+from benchmarks.common import ROOT, header, step_times, write
 from benchmarks.job_contenders import CONTENDERS, EXTRA, MODELS
 from benchmarks.job_turns import Outcome, Training
 from benchmarks.job_updates import accounts
@@ -48,6 +52,7 @@ from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
 from snip_megatron.records.readers import read_events
 
 LAG = 2
+STAND_INS = ROOT / "benchmarks/stand_ins"
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,14 @@ class Job:
 
     def _variables(self) -> dict[str, str]:
         """Return the environment variables of a training. The step before the last is recorded under ``--kernels``."""
-        return {job_kernels.STEP: str(self._arguments.steps - 1)} if self._arguments.kernels else {}
+        variables = {}
+        if self._arguments.kernels:
+            variables[job_kernels.STEP] = str(self._arguments.steps - 1)
+        if self._arguments.fused_accumulation:
+            variables["PYTHONPATH"] = os.pathsep.join(
+                filter(None, (str(STAND_INS), str(ROOT), os.environ.get("PYTHONPATH")))
+            )
+        return variables
 
     # -- training ----------------------------------------------------------------------------------------------
     def train(self, turns: Sequence[Turn]) -> Iterator[tuple[Turn, Outcome, Path]]:
@@ -165,8 +177,8 @@ class Table:
     def _continue(self, earlier: dict[str, Any]) -> None:
         """Add to the result of an earlier command. Exits if it is of another machine, code or training."""
         now = self.result
-        for name in ("device", "commit", "versions", "model", "gpus", "arguments"):
-            if earlier.get(name) != now[name]:
+        for name in ("device", "commit", "versions", "model", "gpus", "arguments", "fused_accumulation"):
+            if earlier.get(name, False) != now[name]:
                 sys.exit(f"job.py: --out: its table is of {name} {earlier.get(name)}, not {now[name]}: choose another")
         commands = [*str(earlier["command"]).split(" && "), now["command"]]
         self.result = now | earlier | {"command": " && ".join(dict.fromkeys(commands))}
@@ -251,6 +263,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=1, help="ranks, each with a GPU; their layout after --")
     parser.add_argument("--kernels", action="store_true", help="record the kernels of one step of each training")
+    parser.add_argument(
+        "--fused-accumulation",
+        action="store_true",
+        help="all trainings add weight gradients in the GEMM, as where Apex is installed",
+    )
     parser.add_argument("--beside", type=int, default=8, help="trainings that start side by side")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds a training may take")
     parser.add_argument("--deadline", type=float, help="seconds after which no training begins any more")
@@ -273,6 +290,7 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
     head = header(arguments.commit) | {
         "model": arguments.model,
         "gpus": arguments.gpus,
+        "fused_accumulation": arguments.fused_accumulation,
         "arguments": [*MODELS[arguments.model].arguments, *arguments.megatron],
     }
     table = Table(head, arguments.out)

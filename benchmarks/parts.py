@@ -81,7 +81,8 @@ def _proposals(
         if out is not None:
             run = functools.partial(library.accumulate, a, b, out, choice=choice)
         try:
-            if run() in (None, False):
+            made = run()
+            if made is None or made is False:
                 break
         except CublasLtError as error:
             print(f"{name} #{choice}: {error}")

@@ -20,7 +20,7 @@ from snip_megatron.records.output_file import check_folder, deliver
 if TYPE_CHECKING:
     from snip_megatron.timing.calibration.measure import Measurer
     from snip_megatron.timing.calibration.workload import Size, Workload
-    from snip_megatron.timing.table import TimingTable
+    from snip_megatron.timing.table import Launching, TimingTable
 
 _FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 _SHARES = {"gemms": 1.0, "activations": 0.6, "weights": 0.7, "attention": 0.75}
@@ -83,10 +83,15 @@ def run(args: argparse.Namespace) -> int:
         workload = grid_workload(device.type)
     else:
         workload = model_workload(args.shapes, _parse_tokens(args.tokens), args.tp)
-    table = calibrate(_measurer(device, args.gemm, formats), workload, started + args.time, _about(args))
-    if args.host:
-        table = with_launching(table, device, args.gemm, formats)
-    table = with_collectives(table, device, args.ranks)
+    measurer = _measurer(device, args.gemm, formats)
+    # The host comes before the GEMMs. It imports Transformer Engine, which on some machines loads another copy of cuDNN than torch
+    # does: that fails once torch has run its own copy, as it does for attention.
+    launching, why = measured_launching(device, args.gemm, formats) if args.host else (None, None)
+    about, deadline = _about(args), time.monotonic() + args.time
+    table = calibrate(measurer, workload, deadline, about)
+    if why is not None:
+        table = replace(table, about={**table.about, "notes": [*table.about["notes"], f"host not measured: {why}"]})
+    table = with_collectives(replace(table, launching=launching), device, args.ranks)
     deliver("--out", args.out, table.to_json())
     seconds = time.monotonic() - started
     incomplete = "" if table.about["complete"] else ", incomplete: give it more --time"
@@ -176,8 +181,8 @@ def calibrate(measurer: Measurer, workload: Workload, deadline: float, about: di
     )
 
 
-def with_launching(table: TimingTable, device: Any, gemm: str, formats: tuple[Format, ...]) -> TimingTable:
-    """Return the table with the host seconds of Megatron's layers. A note says why if they cannot be measured."""
+def measured_launching(device: Any, gemm: str, formats: tuple[Format, ...]) -> tuple[Launching | None, str | None]:
+    """Return the host seconds of Megatron's layers, or None and why they cannot be measured."""
     import torch
 
     from snip_megatron.megatron.startup import prepare
@@ -188,11 +193,11 @@ def with_launching(table: TimingTable, device: Any, gemm: str, formats: tuple[Fo
         prepare([], [])
         from snip_megatron.megatron.launching import measure_launching
 
-        return replace(table, launching=measure_launching(device, gemm, formats))
+        return measure_launching(device, gemm, formats), None
     except Exception as error:  # Megatron can raise anything where it is not supported; the table must not be lost
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
         print(f"snip calibrate: the host is not measured: {why}", file=sys.stderr)
-        return replace(table, about={**table.about, "notes": [*table.about["notes"], f"host not measured: {why}"]})
+        return None, why
 
 
 def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:

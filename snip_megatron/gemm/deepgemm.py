@@ -60,7 +60,7 @@ class DeepGemm:
         if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not _fits(a, b):
             return None
         out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
-        blocks = _blocks(b).contiguous() if b.unpadded is None else b.unpadded
+        blocks = _row_major(_blocks(b)) if b.unpadded is None else b.unpadded
         self.gemm((a.values, a.scale), (b.values, blocks), out, recipe=_BY_BLOCKS, disable_ue8m0_cast=True)
         return out
 
@@ -71,7 +71,7 @@ class DeepGemm:
         """
         if weight is None or weight.scaling != "block" or _blocks(weight).is_contiguous():
             return weight
-        return replace(weight, unpadded=_blocks(weight).contiguous())
+        return replace(weight, unpadded=_row_major(_blocks(weight)))
 
     def accumulate(self, a: Operand, b: Operand, out: Tensor) -> bool:
         """Compute out += a·bᵀ for ``a`` and ``b`` in tiles.
@@ -179,6 +179,14 @@ def difference(found: DeepGemm, library: Any, device: torch.device) -> str | Non
 def _blocks(weight: Operand) -> Tensor:
     """Return the scales [rows/128, D/128] of an operand in blocks, without cuBLASLt's padding."""
     return weight.scale.t()[:, : weight.values.shape[1] // TILE]
+
+
+def _row_major(scale: Tensor) -> Tensor:
+    """Return a matrix in row-major order, with row-major strides even where a side has length 1.
+
+    DeepGEMM checks all strides. torch calls a matrix of one row contiguous whatever the stride between rows is.
+    """
+    return scale.reshape(-1).view(scale.shape)
 
 
 def _fits(a: Operand, b: Operand) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,3 +165,15 @@ def test_an_update_is_accounted_for() -> None:
 def test_an_update_without_steps_to_compare_with_has_no_account() -> None:
     events = [{"step": 1, "event": "submit"}, {"step": 3, "event": "adopt"}, {"step": 9, "event": "submit"}]
     assert accounts(events, [1.0] * 12) == []
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_trainings_find_the_stand_in_for_apex_only_if_it_is_asked_for(fused: bool, tmp_path: Path) -> None:
+    given = job.parse(["--model", "tiny", *(["--fused-accumulation"] if fused else [])])
+    script = "import importlib.util as u; s = u.find_spec('fused_weight_gradient_mlp_cuda'); print(s and s.origin)"
+    environment = {**os.environ, **job.Job(given, tmp_path)._variables()}
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    stand_in = job.STAND_INS / "fused_weight_gradient_mlp_cuda.py"
+    assert (found == str(stand_in)) is fused

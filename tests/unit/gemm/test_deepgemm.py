@@ -33,7 +33,7 @@ def fp8_gemm_nt(
         rows, depth = values.shape
         assert values.is_contiguous()
         assert scale.shape == (-(-rows // tile_rows), depth // TILE), f"scales {tuple(scale.shape)}"
-        assert scale.stride() == (1, rows) if tile_rows == 1 else scale.is_contiguous()
+        assert scale.stride() == ((1, rows) if tile_rows == 1 else (depth // TILE, 1)), f"strides {scale.stride()}"
         wide = scale.double().repeat_interleave(tile_rows, 0)[:rows].repeat_interleave(TILE, 1)
         sides.append(values.double() * wide)
     assert c is None or c is d, "accumulates in place"
