@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         workload = model_workload(args.shapes, _parse_tokens(args.tokens), args.tp)
     measurer = _measurer(device, args.gemm, formats)
-    # The host comes before the GEMMs. It imports Transformer Engine, which on some machines loads another copy of cuDNN than torch
-    # does: that fails once torch has run its own copy, as it does for attention.
+    # The host comes before the GEMMs. It imports Transformer Engine, which on some machines loads another copy of
+    # cuDNN than torch does. That fails once torch has run its own copy, as it does for attention.
     launching, why = measured_launching(device, args.gemm, formats) if args.host else (None, None)
     about, deadline = _about(args), time.monotonic() + args.time
     table = calibrate(measurer, workload, deadline, about)
