@@ -45,8 +45,8 @@ Gaps = dict[tuple[str, float | None], dict[str, float]]
 
 
 def mean_gaps(results: Sequence[dict[str, Any]]) -> Gaps:
-    """Return (label, budget) → validation formats → mean gap to the bf16 run of the same seed, in nats."""
-    runs = {run["id"]: run for result in results for run in result["runs"]}
+    """Return (label, budget) → validation formats → mean gap of the branches to bf16 of the same seed, in nats."""
+    runs = {run["id"]: run for result in results for run in result["runs"] if run["kind"] == "from_warm"}
     return {
         (row.label, row.budget): {formats: float(np.mean(list(gap.values()))) for formats, gap in row.gap.items()}
         for row in rows(list(runs.values()))

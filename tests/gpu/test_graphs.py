@@ -170,6 +170,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     pytest.importorskip("transformer_engine")
     kept = os.environ.get("GRAPH_RUNS")  # where to look at them afterwards
     folder = Path(kept) if kept else tmp_path_factory.mktemp("graphs")
+    folder.mkdir(parents=True, exist_ok=True)
     with multi_process_service(tmp_path_factory.mktemp("mps")) as (service, _):
         trainings = Trainings(folder, service)
         yield trainings

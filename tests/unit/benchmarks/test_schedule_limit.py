@@ -88,6 +88,9 @@ def test_a_result_file_gives_rows_by_budget(monkeypatch: pytest.MonkeyPatch) -> 
         for (label, budget), gaps in made_up(weights).items()
         for seed in (1, 2)
     ]
+    # A comparison may also have runs from scratch, which say nothing about branches.
+    runs += [run | {"id": f"{run['id']} scratch", "kind": "from_scratch", "seed": 1} for run in runs[-1:]]
+    runs[-1]["validation"] = {"map": 9.0, "bf16": 9.0}
     result = {"experiment": EXPERIMENT, "runs": runs}
     assert mean_gaps([result, result])["uniform-fp4", None]["map"] == pytest.approx(SCALE)
     found = limits([result])
