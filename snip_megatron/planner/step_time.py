@@ -41,7 +41,7 @@ The norm reads the gradient (4), clipping scales it in place (8), Adam reads gra
 """
 _ZERO_BYTES = 4  # per parameter: the gradient buffer is cleared
 _SCALE_BYTES = 8  # per parameter: gradients are divided by the number of data parallel ranks in place
-_HOST_BOUND = 3.0
+_HOST_BOUND = 5.5
 """Without a measurement of a training's launches, a step is likely bound by the host if a stage's work is less than
 this multiple of the launches of its linears in a loop (README.md, Known limitations)."""
 

@@ -26,10 +26,12 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) ->
 
 def test_the_table_of_the_gpu_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     memory, text = plan(tmp_path, capsys)
-    assert memory["gpu"] == load_cost_model("h200").table.memory == 139 * GIB  # type: ignore[attr-defined]
+    assert memory["gpu"] == load_cost_model("h200").table.memory  # type: ignore[attr-defined]
+    assert 139 * GIB <= memory["gpu"] < 141 * GIB  # an H200's
     assert memory["fits"] is True
     assert memory["peak"] > 12 * 1.1e9
-    assert f"fits: the map needs {memory['peak'] / GIB:.1f} GiB of the 139.0 that a GPU has\n" in text
+    needs, has = (f"{memory[name] / GIB:.1f}" for name in ("peak", "gpu"))
+    assert f"fits: the map needs {needs} GiB of the {has} that a GPU has\n" in text
 
 
 @pytest.mark.parametrize(
@@ -54,4 +56,4 @@ def test_a_launch_that_does_not_fit_says_so() -> None:
     wishes = Wishes("70b", data="mock", save=Path("checkpoints"), resume=False)
     assert "do not fit" not in summary(make_job(wishes).layout)
     small = dataclasses.replace(make_job(wishes).layout, tp=2)
-    assert "GiB a GPU, which do not fit into its 139; tokens/s" in summary(small)
+    assert "GiB a GPU, which do not fit into its 140; tokens/s" in summary(small)
