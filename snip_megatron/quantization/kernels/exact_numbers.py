@@ -50,23 +50,19 @@ def _reciprocal(x, GPU: tl.constexpr):
 
 
 @triton.jit
-def nearest(y, ELEMENT: tl.constexpr, UNIT: tl.constexpr, GPU: tl.constexpr):
+def nearest(y, ELEMENT: tl.constexpr, UNIT: tl.constexpr):
     """Saturate y ≥ 0 and round it to E2M1 (``ELEMENT`` 4) or E4M3 (8) in units of ``UNIT``, to nearest, ties to even.
 
-    Adding and subtracting 1.5·2^23 spacings rounds. The spacing is a power of two from the exponent of y.
+    Subtracting y from 2^22 y (2^20 y for E4M3), and the result from that number, rounds: its last bit is the spacing of
+    numbers near y. Where y is a tie, that bit is zero, so that the even number remains. Below 1.5 times the smallest
+    normal number all spacings are equal. (Tested for all y: ``test_exact_numbers.py``.)
     """
     maximum: tl.constexpr = (6.0 if ELEMENT == 4 else 448.0) * UNIT
-    smallest: tl.constexpr = (1.0 if ELEMENT == 4 else 0.015625) * UNIT  # the smallest normal number
-    spacings: tl.constexpr = 1.5 * 2.0**22 if ELEMENT == 4 else 1.5 * 2.0**20
+    least: tl.constexpr = 1.5 * (1.0 if ELEMENT == 4 else 0.015625) * UNIT
+    spacings: tl.constexpr = 2.0**22 if ELEMENT == 4 else 2.0**20
     y = tl.minimum(y, maximum, propagate_nan=tl.PropagateNan.ALL)
-    power = tl.maximum(y, smallest).to(tl.int32, bitcast=True) & INFINITY_BITS
-    power = power.to(tl.float32, bitcast=True)
-    if GPU:
-        magic = constant(spacings, y)
-        return tl.fma(power, -1.0 * magic, tl.fma(power, magic, y))
-    else:
-        magic = power * spacings  # exact
-        return (y + magic) - magic
+    multiple = tl.maximum(y, least) * spacings  # exact, so that it may be part of an FMA
+    return multiple - (multiple - y)
 
 
 @triton.jit
@@ -113,7 +109,7 @@ def _e4m3_scale(amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GP
     lifted, inverse = lifted + tl.zeros_like(amax), inverse + tl.zeros_like(amax)
     ratio = amax * inverse
     ratio = fma(fma(-1.0 * ratio, lifted, amax, GPU), inverse, ratio, GPU)
-    of_tile = tl.where(amax_bits < INFINITY_BITS, nearest(ratio, 8, 1.0, GPU), float("nan"))
+    of_tile = tl.where(amax_bits < INFINITY_BITS, nearest(ratio, 8, 1.0), float("nan"))
     scale = of_tile * whole
     divisor = scale * lift
     return divisor, tl.where(scale == 0.0, 0.0, _reciprocal(divisor, GPU)), of_tile
@@ -178,7 +174,7 @@ def rounded_to_nearest(x, amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.c
             y = x * _inverse_power(factor)
         else:
             y = _lifted_quotient(x, factor, GPU)
-    return nearest(y, ELEMENT, 1.0, GPU), factor
+    return nearest(y, ELEMENT, 1.0), factor
 
 
 @triton.jit
@@ -189,7 +185,7 @@ def _candidate(x, amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, 
     """
     divisor, inverse, factor = _e4m3_scale(amax_bits, whole, MAXIMUM, SHORT, GPU)
     y = _quotient(x, divisor * (1.0 / _FINE), inverse * _FINE, GPU)
-    values = nearest(y, 4, _FINE, GPU)
+    values = nearest(y, 4, _FINE)
     error = values - y
     steps = (error * error).to(tl.int32)
     total = tl.sum(tl.sum(steps, axis=3, keep_dims=True), axis=1, keep_dims=True)
@@ -232,7 +228,7 @@ def eden(x, amax_bits, whole, signs, ALONG: tl.constexpr, GPU: tl.constexpr):
     """Return E2M1 values and E4M3 scales of a transformed part: the functions of ``eden.py``."""
     divisor, inverse, factor = _e4m3_scale(amax_bits, whole, _EDEN_VALUE, False, GPU)
     y = _quotient(x * lift_of(whole), divisor, inverse, GPU)
-    values = nearest(y, 4, 1.0, GPU)
+    values = nearest(y, 4, 1.0)
     known = amax_bits < INFINITY_BITS
     y = tl.where(known, tl.minimum(y, 10.0), 0.0)
     weight = (tl.where(known, factor, 0.0) * 512.0).to(tl.int64)
