@@ -25,6 +25,7 @@ from snip_megatron.quantization.kernels.stochastic import less_if_subnormal, mix
 _DRAW_STREAM = tl.constexpr(DRAW_STREAM)
 _EDEN_VALUE = tl.constexpr(6.0 / EDEN_CLIPPING)
 _FINE = tl.constexpr(1024.0)  # a squared error in units of 2^-20 is the square of an error in units of 2^-10
+_SMALLEST_DIVISOR = tl.constexpr(2.0**-40)  # below every divisor of a tile that does not become zero
 
 
 @triton.jit
@@ -80,39 +81,48 @@ def tensor_scale(amax, SCALING: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.const
 
 
 @triton.jit
-def _over_maximum(amax, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
-    """Return amax / ``MAXIMUM`` as IEEE division. With ``SHORT`` amax is an even number of FP32's smallest numbers."""
-    if MAXIMUM == 4.0:
-        return amax * 0.25
+def _over_maximum(amax, lift, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
+    """Return amax / ``MAXIMUM`` as IEEE division, times a power of two. With ``SHORT`` amax is an even number of FP32's
+    smallest numbers.
+    """
+    if SHORT and (MAXIMUM == 4.0):  # exact
+        return amax * (lift * 0.25)
     elif SHORT and (MAXIMUM == 6.0):  # tested for all such numbers: test_exact_numbers.py
         inverse: tl.constexpr = 0.16666666666666666
         quotient = amax * inverse
         rest = fma(quotient, constant(-6.0, amax), amax, GPU)
-        return fma(rest, constant(inverse, amax), quotient, GPU)
+        return fma(rest, constant(inverse, amax), quotient, GPU) * lift
     else:
-        return tl.div_rn(amax, constant(MAXIMUM, amax))
+        return tl.div_rn(amax, constant(MAXIMUM, amax)) * lift
 
 
 @triton.jit
-def _e4m3_scale(amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
-    """Return (divisor of x, its reciprocal, E4M3 scale) of tiles whose amax becomes ``MAXIMUM``.
+def _corrected_quotient(x, divisor, inverse, GPU: tl.constexpr):
+    """Return x / divisor as IEEE division rounds it, from the rounded reciprocal of the divisor.
 
-    The divisor is multiplied by the power of two that brings ``whole``, the scale of the tensor, to [0.5, 1). A zero
-    divisor has the reciprocal zero.
+    The product is corrected once by its residual (P. Markstein, IBM J. Res. Dev. 34, 1990). Powers of two have brought
+    both to where no residual underflows that matters.
     """
-    amax = amax_bits.to(tl.float32, bitcast=True)
+    divisor, inverse = divisor + tl.zeros_like(x), inverse + tl.zeros_like(x)
+    quotient = x * inverse
+    return fma(fma(-1.0 * quotient, divisor, x, GPU), inverse, quotient, GPU)
+
+
+@triton.jit
+def _e4m3_scale(amax_bits, whole, MAXIMUM: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
+    """Return (divisor of x, E4M3 scale) of finite tiles whose amax becomes ``MAXIMUM``.
+
+    The divisor is multiplied by the power of two that brings ``whole``, the scale of the tensor, to [0.5, 1), and
+    divided by ``UNIT``, so that quotients come in units of 1 / ``UNIT``. A tile whose scale is zero gets some divisor.
+    """
     lift = lift_of(whole)
     lifted = whole * lift
-    inverse = tl.div_rn(constant(1.0, lifted), lifted)
-    # The quotient by ``whole``, as in :func:`quotient`. Larger ones saturate.
-    amax = tl.minimum(_over_maximum(amax, MAXIMUM, SHORT, GPU) * lift, 1048576.0)
-    lifted, inverse = lifted + tl.zeros_like(amax), inverse + tl.zeros_like(amax)
-    ratio = amax * inverse
-    ratio = fma(fma(-1.0 * ratio, lifted, amax, GPU), inverse, ratio, GPU)
-    of_tile = tl.where(amax_bits < INFINITY_BITS, nearest(ratio, 8, 1.0), float("nan"))
-    scale = of_tile * whole
-    divisor = scale * lift
-    return divisor, tl.where(scale == 0.0, 0.0, _reciprocal(divisor, GPU)), of_tile
+    amax = tl.minimum(amax_bits.to(tl.float32, bitcast=True), whole * 1048576.0)  # larger ones saturate
+    amax = _over_maximum(amax, lift, MAXIMUM, SHORT, GPU)
+    ratio = _corrected_quotient(amax, lifted, tl.div_rn(constant(1.0, lifted), lifted), GPU)
+    of_tile = nearest(ratio, 8, 1.0)
+    divisor = tl.maximum(of_tile * whole * (lift * (1.0 / UNIT)), _SMALLEST_DIVISOR)
+    return divisor, of_tile
 
 
 @triton.jit
@@ -142,15 +152,21 @@ def _inverse_power(scale):
 
 
 @triton.jit
-def _quotient(x, divisor, inverse, GPU: tl.constexpr):
-    """Return x / divisor as IEEE division rounds it, with one division for each divisor.
+def _quotient(x, divisor, NARROW: tl.constexpr, GPU: tl.constexpr):
+    """Return x / divisor of :func:`_e4m3_scale` as IEEE division rounds it.
 
-    The product with the rounded reciprocal is corrected once by its residual (P. Markstein, IBM J. Res. Dev. 34, 1990),
-    which gives the rounded quotient. Powers of two have brought both to where no residual underflows that matters.
+    ``NARROW``: x and the amax of its tensor are 16-bit numbers. Two FP32 numbers then hold enough of the reciprocal for
+    a quotient in two instructions. The last bit of the second is set for the divisor whose mantissa is all ones, whose
+    reciprocal Newton's step may round down. (Tested for all such numbers: ``test_exact_numbers.py``.)
     """
-    divisor, inverse = divisor + tl.zeros_like(x), inverse + tl.zeros_like(x)
-    quotient = x * inverse
-    return fma(fma(-1.0 * quotient, divisor, x, GPU), inverse, quotient, GPU)
+    if NARROW:
+        inverse = newton_reciprocal(divisor) if GPU else tl.div_rn(constant(1.0, divisor), divisor)
+        rest = fma(-1.0 * divisor, inverse, constant(1.0, divisor), GPU)
+        low = rest * inverse
+        low = (fma(low, rest, low, GPU).to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
+        return fma(x, inverse + tl.zeros_like(x), x * (low + tl.zeros_like(x)), GPU)
+    else:
+        return _corrected_quotient(x, divisor, _reciprocal(divisor, GPU), GPU)
 
 
 @triton.jit
@@ -158,16 +174,21 @@ def _lifted_quotient(x, divisor, GPU: tl.constexpr):
     """Return x / divisor for any FP32 divisors."""
     lift = lift_of(divisor)
     lifted = divisor * lift
-    return _quotient(x * lift, lifted, tl.div_rn(constant(1.0, lifted), lifted), GPU)
+    return _corrected_quotient(x * lift, lifted, tl.div_rn(constant(1.0, lifted), lifted), GPU)
+
+
+@triton.jit
+def _or_nan(factor, amax_bits):
+    return tl.where(amax_bits < INFINITY_BITS, factor, float("nan"))
 
 
 @triton.jit
 def rounded_to_nearest(x, amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr, SHORT: tl.constexpr,
-                       GPU: tl.constexpr):  # fmt: skip
+                       NARROW: tl.constexpr, GPU: tl.constexpr):  # fmt: skip
     """Return elements and factors of tiles of magnitudes."""
     if SCALING == "e4m3_fp32":
-        divisor, inverse, factor = _e4m3_scale(amax_bits, whole, 6.0, SHORT, GPU)
-        y = _quotient(x * lift_of(whole), divisor, inverse, GPU)
+        divisor, factor = _e4m3_scale(amax_bits, whole, 6.0, 1.0, SHORT, GPU)
+        y, factor = _quotient(x * lift_of(whole), divisor, NARROW, GPU), _or_nan(factor, amax_bits)
     else:
         factor = scales(amax_bits, whole, ELEMENT, SCALING)
         if SCALING == "e8m0":  # the product with the reciprocal of a power of two is the quotient
@@ -178,13 +199,14 @@ def rounded_to_nearest(x, amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.c
 
 
 @triton.jit
-def _candidate(x, amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
+def _candidate(x, amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, NARROW: tl.constexpr,
+               GPU: tl.constexpr):  # fmt: skip
     """Return E2M1 values times 2^10, E4M3 scales and squared errors of tiles whose amax becomes ``MAXIMUM``.
 
     The sum is one of integers, as in ``reference.py``: no order of additions changes it.
     """
-    divisor, inverse, factor = _e4m3_scale(amax_bits, whole, MAXIMUM, SHORT, GPU)
-    y = _quotient(x, divisor * (1.0 / _FINE), inverse * _FINE, GPU)
+    divisor, factor = _e4m3_scale(amax_bits, whole, MAXIMUM, _FINE, SHORT, GPU)
+    y = _quotient(x, divisor, NARROW, GPU)
     values = nearest(y, 4, _FINE)
     error = values - y
     steps = (error * error).to(tl.int32)
@@ -193,15 +215,16 @@ def _candidate(x, amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, 
 
 
 @triton.jit
-def four_over_six(x, amax_bits, whole, SHORT: tl.constexpr, GPU: tl.constexpr):
+def four_over_six(x, amax_bits, whole, SHORT: tl.constexpr, NARROW: tl.constexpr, GPU: tl.constexpr):
     """Return E2M1 values times 2^10 and E4M3 scales over 2^10, where the amax of a tile becomes 6 or 4, by the smaller
     squared error.
     """
     x = x * lift_of(whole)
-    values, factor, error = _candidate(x, amax_bits, whole, 6.0, SHORT, GPU)
-    others, of_other, error_of_other = _candidate(x, amax_bits, whole, 4.0, SHORT, GPU)
+    values, factor, error = _candidate(x, amax_bits, whole, 6.0, SHORT, NARROW, GPU)
+    others, of_other, error_of_other = _candidate(x, amax_bits, whole, 4.0, SHORT, NARROW, GPU)
     smaller = (error_of_other < error) | (factor == 0.0)
-    return tl.where(smaller, others, values), tl.where(smaller, of_other, factor) * (1.0 / _FINE)
+    factor = _or_nan(tl.where(smaller, of_other, factor) * (1.0 / _FINE), amax_bits)
+    return tl.where(smaller, others, values), factor
 
 
 @triton.jit
@@ -226,8 +249,8 @@ def _folded(number):
 @triton.jit
 def eden(x, amax_bits, whole, signs, ALONG: tl.constexpr, GPU: tl.constexpr):
     """Return E2M1 values and E4M3 scales of a transformed part: the functions of ``eden.py``."""
-    divisor, inverse, factor = _e4m3_scale(amax_bits, whole, _EDEN_VALUE, False, GPU)
-    y = _quotient(x * lift_of(whole), divisor, inverse, GPU)
+    divisor, factor = _e4m3_scale(amax_bits, whole, _EDEN_VALUE, 1.0, False, GPU)
+    y = _quotient(x * lift_of(whole), divisor, False, GPU)
     values = nearest(y, 4, 1.0)
     known = amax_bits < INFINITY_BITS
     y = tl.where(known, tl.minimum(y, 10.0), 0.0)
@@ -264,7 +287,8 @@ def rounded_stochastically(x, draw, amax_bits, whole, SCALING: tl.constexpr, SHO
     they are subnormal, as above. So the draw is added to the 22 bits that follow. The product y is truncated.
     """
     if SCALING == "e4m3_fp32":
-        _, inverse, factor = _e4m3_scale(amax_bits, whole, 6.0, SHORT, GPU)
+        divisor, factor = _e4m3_scale(amax_bits, whole, 6.0, 1.0, SHORT, GPU)
+        inverse, factor = _reciprocal(divisor, GPU), _or_nan(factor, amax_bits)
         # Factors 2^-20 and 2^-106 instead of 2^-126 alone, so that no reciprocal is subnormal.
         x = x * (lift_of(whole) * 9.5367431640625e-07)
         inverse = less_if_subnormal(inverse, factor * whole) * 1.232595164407831e-32

@@ -122,8 +122,8 @@ def _transformed_along(x, signs, R: tl.constexpr, C: tl.constexpr):
 def _part(
     x, signed, whole, draw, signs, out_ptr, scale_ptr, M, K: tl.constexpr, m, k,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
-    RANDOM: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    RANDOM: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr, SHORT: tl.constexpr, NARROW: tl.constexpr,
+    GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise FP32 x [R, C] in tiles of ``TILE_ROWS`` × ``TILE_COLS`` and store it, with scales that stay apart."""
     if SCALING == "fp32_tensor":
@@ -141,13 +141,13 @@ def _part(
     else:
         amax = largest(bits)
     if FOUR:
-        values, factor = four_over_six(tiles, amax, whole, SHORT, GPU)
+        values, factor = four_over_six(tiles, amax, whole, SHORT, NARROW, GPU)
     elif EDEN:
         values, factor = eden(tiles, amax, whole, signs, TILE_ROWS == 1, GPU)
     elif RANDOM:
         values, factor = rounded_stochastically(tiles, tl.reshape(draw, shape), amax, whole, SCALING, SHORT, GPU)
     else:
-        values, factor = rounded_to_nearest(tiles, amax, whole, ELEMENT, SCALING, SHORT, GPU)
+        values, factor = rounded_to_nearest(tiles, amax, whole, ELEMENT, SCALING, SHORT, NARROW, GPU)
     if (SCALING == "e4m3_fp32") or (SCALING == "e8m0"):
         values = values * factor
     _store(out_ptr, _halves(tl.reshape(values, (R, C)), signed, GPU), M, K, m, k, R, C, WIDE)
@@ -171,6 +171,7 @@ def _side(
     """Quantise the parts of a program in tiles along the columns, with ``ALONG``, or along the rows."""
     # Sixteen points divide a sum by four and keep the numbers even; 128 points do not.
     SHORT: tl.constexpr = (x_ptr.dtype.element_ty != tl.float32) and (TURNED != 128)
+    NARROW: tl.constexpr = (x_ptr.dtype.element_ty != tl.float32) and (TURNED == 0)
     whole = _whole(amax_ptr, scale_ptr, k + first, SCALING, FOUR, EDEN)
     signs = _signs(signs_ptr, signs, SIGNS_LOADED)
     if RANDOM:
@@ -192,7 +193,7 @@ def _side(
         _part(
             x, signed, whole, draw, signs, out_ptr, scale_ptr, height, width, m, k, ELEMENT, SCALING,
             TILE if SQUARE or not ALONG else 1, TILE if SQUARE or ALONG else 1,
-            RANDOM, FOUR, EDEN, SHORT, GPU, R, C, WIDE,
+            RANDOM, FOUR, EDEN, SHORT, NARROW, GPU, R, C, WIDE,
         )  # fmt: skip
         m += 1
 

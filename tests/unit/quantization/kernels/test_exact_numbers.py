@@ -72,6 +72,38 @@ def test_reciprocals_of_all_mantissas() -> None:
     assert wrong == [np.float32(1 - 2.0**-24)]  # the mantissa of ones, without its correction
 
 
+E4M3 = np.arange(1, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+HALVES = {
+    "bf16": ((np.arange(1, 0x7F80, dtype=np.int32) << 16).view(np.float32), 8),
+    "fp16": (np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32), 11),
+}
+
+
+def mantissas(amax: Numbers) -> Numbers:
+    """Return in [0.5, 1) those of the scales of tiles of nvfp4 and nvfp4_46 whose tensors have these amaxes."""
+    found = []
+    for largest in (6 * 448, 6 * 256):
+        whole = amax / np.float32(largest)
+        scales = whole[whole > 0][:, None] * E4M3
+        found.append(np.unique(np.frexp(scales[(scales > 0) & np.isfinite(scales)])[0]))
+    return np.unique(np.concatenate(found))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_quotients_of_all_16_bit_numbers_by_all_scales(dtype: str) -> None:
+    """From the nearest reciprocal, or from its neighbour where Newton's step finds that one."""
+    amax, bits = HALVES[dtype]
+    divisor = mantissas(amax)
+    inverse = np.float32(1) / divisor
+    ones = divisor == np.float32(1 - 2.0**-24)
+    for start in (inverse, np.where(ones, np.float32(1), inverse)):
+        rest = fma(-divisor, start, np.ones_like(divisor))
+        low = (fma(rest * start, rest, rest * start).view(np.int32) | 1).view(np.float32)
+        for x in np.arange(2 ** (bits - 1), 2**bits, dtype=np.float32) * np.float32(2.0**-bits):
+            numerator = np.full_like(divisor, x)
+            assert np.array_equal(fma(numerator, start, numerator * low), numerator / divisor)
+
+
 def rounded(y: Numbers, maximum: float, smallest: float, spacings: int, unit: float) -> Numbers:
     y = np.minimum(y, np.float32(maximum * unit))
     multiple = np.maximum(y, np.float32(1.5 * smallest * unit)) * np.float32(2.0**spacings)
