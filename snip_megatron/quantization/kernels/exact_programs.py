@@ -30,14 +30,39 @@ _SIGN_STREAM = tl.constexpr(SIGN_STREAM)
 
 
 @triton.jit
+def _places(
+    stride: tl.constexpr, M, K: tl.constexpr, m, k, SECOND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Return the places of part (m, k) in a matrix and whether they are inside. A thread gets ``WIDE`` columns.
+
+    A thread accesses eight 16-bit numbers at once. With ``WIDE`` 16 the places are therefore those of the first or
+    ``SECOND`` eight columns of each sixteen, [R, C / 16, 8].
+    """
+    i = tl.arange(0, R)
+    first = m.to(tl.int64) * R * stride
+    if WIDE == 16:
+        j = k * C + 8 * SECOND + tl.arange(0, C // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
+        places = tl.max_contiguous(first + i[:, None, None] * stride + j[None, :, :], [1, 1, 8])
+        return places, (m * R + i < M)[:, None, None] & (j < K)[None, :, :]
+    else:
+        j = k * C + tl.arange(0, C)
+        places = tl.max_contiguous(first + i[:, None] * stride + j[None, :], [1, WIDE])
+        return places, (m * R + i < M)[:, None] & (j < K)[None, :]
+
+
+@triton.jit
 def _load(
     x_ptr, x_stride: tl.constexpr, M, K: tl.constexpr, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr
 ):
     """Return part (m, k) of a matrix [R, C], zero outside the matrix. A thread gets ``WIDE`` columns."""
-    i, j = tl.arange(0, R), k * C + tl.arange(0, C)
-    pointers = x_ptr + m.to(tl.int64) * R * x_stride + i[:, None] * x_stride + j[None, :]
-    pointers = tl.max_contiguous(pointers, [1, WIDE])
-    return tl.load(pointers, mask=(m * R + i < M)[:, None] & (j < K)[None, :], other=0.0)
+    places, inside = _places(x_stride, M, K, m, k, 0, R, C, WIDE)
+    x = tl.load(x_ptr + places, mask=inside, other=0.0)
+    if WIDE == 16:
+        places, inside = _places(x_stride, M, K, m, k, 1, R, C, WIDE)
+        second = tl.load(x_ptr + places, mask=inside, other=0.0)
+        x = tl.reshape(tl.permute(tl.join(x, second), (0, 1, 3, 2)), (R, C))
+    return x
 
 
 @triton.jit
@@ -62,10 +87,14 @@ def _halves(values, signed, GPU: tl.constexpr):
 
 @triton.jit
 def _store(out_ptr, halves, M, K: tl.constexpr, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
-    i, j = tl.arange(0, R), k * C + tl.arange(0, C)
-    pointers = out_ptr + m.to(tl.int64) * R * K + i[:, None] * K + j[None, :]
-    pointers = tl.max_contiguous(pointers, [1, WIDE])
-    tl.store(pointers, halves, mask=(m * R + i < M)[:, None] & (j < K)[None, :])
+    places, inside = _places(K, M, K, m, k, 0, R, C, WIDE)
+    if WIDE == 16:
+        halves, second = tl.split(tl.permute(tl.reshape(halves, (R, C // 16, 2, 8)), (0, 1, 3, 2)))
+        tl.store(out_ptr + places, halves, mask=inside)
+        places, inside = _places(K, M, K, m, k, 1, R, C, WIDE)
+        tl.store(out_ptr + places, second, mask=inside)
+    else:
+        tl.store(out_ptr + places, halves, mask=inside)
 
 
 @triton.jit
