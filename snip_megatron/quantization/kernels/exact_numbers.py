@@ -25,6 +25,7 @@ from snip_megatron.quantization.kernels.stochastic import less_if_subnormal, mix
 _DRAW_STREAM = tl.constexpr(DRAW_STREAM)
 _EDEN_VALUE = tl.constexpr(6.0 / EDEN_CLIPPING)
 _FINE = tl.constexpr(1024.0)  # a squared error in units of 2^-20 is the square of an error in units of 2^-10
+_FOUR_STEPS = tl.constexpr(4 * 2.0**-9)  # of E4M3's smallest numbers
 _SMALLEST_DIVISOR = tl.constexpr(2.0**-40)  # below every divisor of a tile that does not become zero
 
 
@@ -51,17 +52,19 @@ def _reciprocal(x, GPU: tl.constexpr):
 
 
 @triton.jit
-def nearest(y, ELEMENT: tl.constexpr, UNIT: tl.constexpr):
+def nearest(y, ELEMENT: tl.constexpr, UNIT: tl.constexpr, BOUNDED: tl.constexpr = False):
     """Saturate y ≥ 0 and round it to E2M1 (``ELEMENT`` 4) or E4M3 (8) in units of ``UNIT``, to nearest, ties to even.
 
     Subtracting y from 2^22 y (2^20 y for E4M3), and the result from that number, rounds: its last bit is the spacing of
     numbers near y. Where y is a tie, that bit is zero, so that the even number remains. Below 1.5 times the smallest
-    normal number all spacings are equal. (Tested for all y: ``test_exact_numbers.py``.)
+    normal number all spacings are equal. (Tested for all y: ``test_exact_numbers.py``.) ``BOUNDED``: no y is large
+    enough to be rounded above the maximum.
     """
     maximum: tl.constexpr = (6.0 if ELEMENT == 4 else 448.0) * UNIT
     least: tl.constexpr = 1.5 * (1.0 if ELEMENT == 4 else 0.015625) * UNIT
     spacings: tl.constexpr = 2.0**22 if ELEMENT == 4 else 2.0**20
-    y = tl.minimum(y, maximum, propagate_nan=tl.PropagateNan.ALL)
+    if not BOUNDED:
+        y = tl.minimum(y, maximum, propagate_nan=tl.PropagateNan.ALL)
     multiple = tl.maximum(y, least) * spacings  # exact, so that it may be part of an FMA
     return multiple - (multiple - y)
 
@@ -199,32 +202,55 @@ def rounded_to_nearest(x, amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.c
 
 
 @triton.jit
-def _candidate(x, amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, NARROW: tl.constexpr,
-               GPU: tl.constexpr):  # fmt: skip
+def _candidate(x, amax_bits, whole, MAXIMUM: tl.constexpr, EXACT: tl.constexpr, SHORT: tl.constexpr,
+               NARROW: tl.constexpr, GPU: tl.constexpr):  # fmt: skip
     """Return E2M1 values times 2^10, E4M3 scales and squared errors of tiles whose amax becomes ``MAXIMUM``.
 
-    The sum is one of integers, as in ``reference.py``: no order of additions changes it.
+    With ``EXACT`` the sum is one of integers, as in ``reference.py``: no order of additions changes it. Otherwise it is
+    one of FP32 numbers, and values are not saturated.
     """
     divisor, factor = _e4m3_scale(amax_bits, whole, MAXIMUM, _FINE, SHORT, GPU)
     y = _quotient(x, divisor, NARROW, GPU)
-    values = nearest(y, 4, _FINE)
+    values = nearest(y, 4, _FINE, BOUNDED=not EXACT)
     error = values - y
-    steps = (error * error).to(tl.int32)
-    total = tl.sum(tl.sum(steps, axis=3, keep_dims=True), axis=1, keep_dims=True)
+    squares = error * error
+    if EXACT:
+        squares = squares.to(tl.int32)
+    total = tl.sum(tl.sum(squares, axis=3, keep_dims=True), axis=1, keep_dims=True)
     return values, factor, total.to(tl.float32) * factor * factor
 
 
 @triton.jit
-def four_over_six(x, amax_bits, whole, SHORT: tl.constexpr, NARROW: tl.constexpr, GPU: tl.constexpr):
+def four_over_six(x, amax_bits, whole, EXACT: tl.constexpr, SHORT: tl.constexpr, NARROW: tl.constexpr,
+                  GPU: tl.constexpr):  # fmt: skip
     """Return E2M1 values times 2^10 and E4M3 scales over 2^10, where the amax of a tile becomes 6 or 4, by the smaller
-    squared error.
+    squared error; and 1 for tiles where they may be wrong without ``EXACT``.
+
+    Errors in units of 2^-10 are 1024 at most, unless a scale is one of the three smallest or saturates. So a sum of 16
+    squares is less than 2^24, where 16 additions in FP32 lose 8 at most, as the integers lose 16, and the products of
+    the sum with the scale 2 each. Together this is less than 64.
     """
     x = x * lift_of(whole)
-    values, factor, error = _candidate(x, amax_bits, whole, 6.0, SHORT, NARROW, GPU)
-    others, of_other, error_of_other = _candidate(x, amax_bits, whole, 4.0, SHORT, NARROW, GPU)
+    values, factor, error = _candidate(x, amax_bits, whole, 6.0, EXACT, SHORT, NARROW, GPU)
+    others, of_other, error_of_other = _candidate(x, amax_bits, whole, 4.0, EXACT, SHORT, NARROW, GPU)
+    near = tl.abs(error_of_other - error) <= of_other * of_other * 64.0
+    unsure = (near | (factor < _FOUR_STEPS) | (of_other == 448.0)) & (amax_bits != 0)
     smaller = (error_of_other < error) | (factor == 0.0)
     factor = _or_nan(tl.where(smaller, of_other, factor) * (1.0 / _FINE), amax_bits)
-    return tl.where(smaller, others, values), factor
+    return tl.where(smaller, others, values), factor, unsure.to(tl.int32)
+
+
+@triton.jit
+def any_bits(tiles):
+    """Return the union of the bits of all integers of a tensor with four dimensions."""
+    for _ in tl.static_range(4):
+        tiles = tl.reduce(tiles, 0, _union)
+    return tiles
+
+
+@triton.jit
+def _union(a, b):
+    return a | b
 
 
 @triton.jit

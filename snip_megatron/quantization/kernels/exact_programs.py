@@ -15,6 +15,7 @@ import triton.language as tl
 from snip_megatron.quantization.hadamard import SIGN_STREAM
 from snip_megatron.quantization.kernels.elements import INFINITY_BITS, magnitude_bits, to_float32
 from snip_megatron.quantization.kernels.exact_numbers import (
+    any_bits,
     draws,
     eden,
     four_over_six,
@@ -151,10 +152,15 @@ def _transformed_along(x, signs, R: tl.constexpr, C: tl.constexpr):
 def _part(
     x, signed, whole, draw, signs, out_ptr, scale_ptr, M, K: tl.constexpr, m, k,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
-    RANDOM: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr, SHORT: tl.constexpr, NARROW: tl.constexpr,
+    RANDOM: tl.constexpr, FOUR: tl.constexpr, EXACT: tl.constexpr, EDEN: tl.constexpr, SHORT: tl.constexpr,
+    NARROW: tl.constexpr,
     GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise FP32 x [R, C] in tiles of ``TILE_ROWS`` × ``TILE_COLS`` and store it, with scales that stay apart."""
+    """Quantise FP32 x [R, C] in tiles of ``TILE_ROWS`` × ``TILE_COLS`` and store it, with scales that stay apart.
+
+    Return 1 for tiles that have to be quantised again with ``EXACT``.
+    """
+    unsure = 0
     if SCALING == "fp32_tensor":
         row_tiles: tl.constexpr = 1
         col_tiles: tl.constexpr = 1
@@ -170,7 +176,7 @@ def _part(
     else:
         amax = largest(bits)
     if FOUR:
-        values, factor = four_over_six(tiles, amax, whole, SHORT, NARROW, GPU)
+        values, factor, unsure = four_over_six(tiles, amax, whole, EXACT, SHORT, NARROW, GPU)
     elif EDEN:
         values, factor = eden(tiles, amax, whole, signs, TILE_ROWS == 1, GPU)
     elif RANDOM:
@@ -186,6 +192,7 @@ def _part(
         inside = (i < height)[:, None] & (j < width)[None, :]
         places = i.to(tl.int64)[:, None] * width + j[None, :]
         tl.store(scale_ptr + places, tl.reshape(factor, (row_tiles, col_tiles)), mask=inside)
+    return unsure
 
 
 @triton.jit
@@ -198,33 +205,67 @@ def _side(
     R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Quantise the parts of a program in tiles along the columns, with ``ALONG``, or along the rows."""
-    # Sixteen points divide a sum by four and keep the numbers even; 128 points do not.
-    SHORT: tl.constexpr = (x_ptr.dtype.element_ty != tl.float32) and (TURNED != 128)
-    NARROW: tl.constexpr = (x_ptr.dtype.element_ty != tl.float32) and (TURNED == 0)
     whole = _whole(amax_ptr, scale_ptr, k + first, SCALING, FOUR, EDEN)
     signs = _signs(signs_ptr, signs, SIGNS_LOADED)
     if RANDOM:
         word_0, word_1 = _words(key_ptr, word_0, word_1, LOADED)
         ids = _ids(cols_ptr, K, k, GIVEN_COLS, C)
+    else:
+        ids = 0
+    TILE_ROWS: tl.constexpr = TILE if SQUARE or not ALONG else 1
+    TILE_COLS: tl.constexpr = TILE if SQUARE or ALONG else 1
+    first *= STEPS
+    end = tl.minimum(first + STEPS, tl.cdiv(M, R))
+    if FOUR:
+        unsure = tl.zeros((R // TILE_ROWS, 1, C // TILE_COLS, 1), tl.int32)
+    m = first
+    while m < end:
+        again = _stored_part(
+            x_ptr, M, K, x_stride, m, k, whole, ids, word_0, word_1, signs, out_ptr, scale_ptr, ALONG, ELEMENT, SCALING,
+            TILE_ROWS, TILE_COLS, RANDOM, FOUR, False, EDEN, TURNED, GPU, R, C, WIDE,
+        )  # fmt: skip
+        if FOUR:
+            unsure |= again << (m - first)
+        m += 1
+    if FOUR:
+        # One tile in a few thousands is left. What follows is slower.
+        left = any_bits(unsure)
+        m = first
+        while left != 0:
+            if left & 1:
+                _stored_part(
+                    x_ptr, M, K, x_stride, m, k, whole, ids, word_0, word_1, signs, out_ptr, scale_ptr, ALONG, ELEMENT,
+                    SCALING, TILE_ROWS, TILE_COLS, RANDOM, FOUR, True, EDEN, TURNED, GPU, R, C, WIDE,
+                )  # fmt: skip
+            left >>= 1
+            m += 1
+
+
+@triton.jit
+def _stored_part(
+    x_ptr, M, K: tl.constexpr, x_stride: tl.constexpr, m, k, whole, ids, word_0, word_1, signs, out_ptr, scale_ptr,
+    ALONG: tl.constexpr, ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr, RANDOM: tl.constexpr, FOUR: tl.constexpr, EXACT: tl.constexpr, EDEN: tl.constexpr,
+    TURNED: tl.constexpr, GPU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Load part (m, k), transform it and quantise it. See :func:`_part`."""
+    # Sixteen points divide a sum by four and keep the numbers even; 128 points do not.
+    SHORT: tl.constexpr = (x_ptr.dtype.element_ty != tl.float32) and (TURNED != 128)
+    NARROW: tl.constexpr = (x_ptr.dtype.element_ty != tl.float32) and (TURNED == 0)
     height = (M + (TURNED - 1)) // TURNED * TURNED if TURNED and not ALONG else M
     width: tl.constexpr = (K + 127) // 128 * 128 if TURNED and ALONG else K
-    m = first * STEPS
-    end = tl.minimum(m + STEPS, tl.cdiv(M, R))
-    while m < end:
-        signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
-        x = to_float32(signed)
-        if TURNED:
-            x = _transformed_along(x, signs, R, C) if ALONG else _transformed(x, signs, TURNED, R, C)
-            signed = x
-        draw = x
-        if RANDOM:
-            draw = draws(m * R + tl.arange(0, R), ids, word_0, word_1)
-        _part(
-            x, signed, whole, draw, signs, out_ptr, scale_ptr, height, width, m, k, ELEMENT, SCALING,
-            TILE if SQUARE or not ALONG else 1, TILE if SQUARE or ALONG else 1,
-            RANDOM, FOUR, EDEN, SHORT, NARROW, GPU, R, C, WIDE,
-        )  # fmt: skip
-        m += 1
+    signed = _load(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
+    x = to_float32(signed)
+    if TURNED:
+        x = _transformed_along(x, signs, R, C) if ALONG else _transformed(x, signs, TURNED, R, C)
+        signed = x
+    draw = x
+    if RANDOM:
+        draw = draws(m * R + tl.arange(0, R), ids, word_0, word_1)
+    return _part(
+        x, signed, whole, draw, signs, out_ptr, scale_ptr, height, width, m, k, ELEMENT, SCALING, TILE_ROWS, TILE_COLS,
+        RANDOM, FOUR, EXACT, EDEN, SHORT, NARROW, GPU, R, C, WIDE,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -42,7 +42,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "tiles of 16": Shape((128, 8), (256, 2), 4, 4, 64),
         "tiles of 16, stochastic": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 16, transformed": Shape((128, 8), (256, 2), 4, 4, 64),
-        "tiles of 16, four over six": Shape((128, 16), (256, 2), 4, 4),
+        "tiles of 16, four over six": Shape((32, 16), (64, 2), 1, 4),
         "tiles of 32": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 32, stochastic": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 32, transformed": Shape((128, 8), (256, 2), 4, 4),
