@@ -25,6 +25,7 @@ from snip_megatron.quantization.kernels.stochastic import less_if_subnormal, mix
 _DRAW_STREAM = tl.constexpr(DRAW_STREAM)
 _EDEN_VALUE = tl.constexpr(6.0 / EDEN_CLIPPING)
 _FINE = tl.constexpr(1024.0)  # a squared error in units of 2^-20 is the square of an error in units of 2^-10
+_STEPS = tl.constexpr(64.0)  # a product in units of 2^-12 is that of two numbers in units of 2^-6
 _FOUR_STEPS = tl.constexpr(4 * 2.0**-9)  # of E4M3's smallest numbers
 _SMALLEST_DIVISOR = tl.constexpr(2.0**-40)  # below every divisor of a tile that does not become zero
 
@@ -148,7 +149,7 @@ def scales(amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr):
 
 
 @triton.jit
-def _inverse_power(scale):
+def inverse_power(scale):
     """Return 1 / scale of a power of two that is at least 2^-127. NaN gives any number."""
     bits = scale.to(tl.int32, bitcast=True)
     return tl.where(bits == 1 << 22, 254 << 23, (254 << 23) - bits).to(tl.float32, bitcast=True)
@@ -195,7 +196,7 @@ def rounded_to_nearest(x, amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.c
     else:
         factor = scales(amax_bits, whole, ELEMENT, SCALING)
         if SCALING == "e8m0":  # the product with the reciprocal of a power of two is the quotient
-            y = x * _inverse_power(factor)
+            y = x * inverse_power(factor)
         else:
             y = _lifted_quotient(x, factor, GPU)
     return nearest(y, ELEMENT, 1.0), factor
@@ -254,46 +255,44 @@ def _union(a, b):
 
 
 @triton.jit
-def _of_group(tiles, ALONG: tl.constexpr):
-    """Replace the number of each tile [row tiles, 1, column tiles, 1] by the sum over the tiles of its group.
-
-    With ``ALONG`` groups are eight tiles of a row, otherwise all tiles of a column.
-    """
-    if ALONG:
-        groups = tl.reshape(tiles, (tiles.shape[0], tiles.shape[2] // 8, 8, 1))
-        sums = tl.sum(groups, axis=2, keep_dims=True)
-        return tl.reshape(tl.broadcast_to(sums, groups.shape), tiles.shape)
-    else:
-        return tl.broadcast_to(tl.sum(tiles, axis=0, keep_dims=True), tiles.shape)
-
-
-@triton.jit
 def _folded(number):
     return (number ^ (number >> 32)).to(tl.uint32)
 
 
 @triton.jit
-def eden(x, amax_bits, whole, signs, ALONG: tl.constexpr, GPU: tl.constexpr):
-    """Return E2M1 values and E4M3 scales of a transformed part: the functions of ``eden.py``."""
-    divisor, factor = _e4m3_scale(amax_bits, whole, _EDEN_VALUE, 1.0, False, GPU)
-    y = _quotient(x * lift_of(whole), divisor, False, GPU)
-    values = nearest(y, 4, 1.0)
+def _sum_of_floors(numbers):
+    """Return the int32 sums over tiles of numbers ≥ 0, each rounded down to an integer."""
+    return tl.sum(tl.sum(numbers.to(tl.int32), axis=3, keep_dims=True), axis=1, keep_dims=True)
+
+
+@triton.jit
+def eden_sums(x, amax_bits, whole, GPU: tl.constexpr):
+    """Return E2M1 values times 2^6 and E4M3 scales of tiles along the rows of lifted magnitudes, and what the tiles
+    contribute to the integers ⟨z, z⟩ and ⟨z, Q(z)⟩ of their columns, int64.
+    """
+    divisor, factor = _e4m3_scale(amax_bits, whole, _EDEN_VALUE, _STEPS, False, GPU)
+    y = _quotient(x, divisor, False, GPU)
+    values = nearest(y, 4, _STEPS)
+    y = tl.minimum(y, 10.0 * _STEPS)
+    weight = (tl.where(amax_bits < INFINITY_BITS, factor, 0.0) * 512.0).to(tl.int32).to(tl.int64)
+    weight = weight * weight  # zero where the sums may be any numbers
+    square = _sum_of_floors(y * y) * weight
+    product = _sum_of_floors(y * values) * weight
+    return values, factor, tl.sum(square, axis=0, keep_dims=True), tl.sum(product, axis=0, keep_dims=True)
+
+
+@triton.jit
+def eden_scales(factor, amax_bits, square, product, first, signs):
+    """Return the corrected scales of tiles over 2^6, rounded stochastically: the functions of ``eden.py``.
+
+    ``square`` and ``product`` are the integers of a whole group, and ``first`` the place of the first tile in it.
+    """
     known = amax_bits < INFINITY_BITS
-    y = tl.where(known, tl.minimum(y, 10.0), 0.0)
-    weight = (tl.where(known, factor, 0.0) * 512.0).to(tl.int64)
-    squares = (y * y * 4096.0).to(tl.int32)
-    products = (y * tl.where(known, values, 0.0) * 4096.0).to(tl.int32)
-    square = tl.sum(tl.sum(squares, axis=3, keep_dims=True), axis=1, keep_dims=True)
-    product = tl.sum(tl.sum(products, axis=3, keep_dims=True), axis=1, keep_dims=True)
-    square, product = _of_group(square * weight * weight, ALONG), _of_group(product * weight * weight, ALONG)
     ratio = tl.div_rn(square.to(tl.float32), tl.where(product == 0, 1, product).to(tl.float32))
     scale = tl.minimum(factor * tl.where(product == 0, 1.0, ratio), 448.0)
     h = mix32(_folded(square) + (signs.to(tl.uint32) ^ _DRAW_STREAM))
     h = mix32(_folded(product) + h)
-    if ALONG:
-        place = (tl.arange(0, x.shape[2]) & 7)[None, None, :, None]
-    else:
-        place = tl.arange(0, x.shape[0])[:, None, None, None]
+    place = (first + tl.arange(0, factor.shape[0]))[:, None, None, None]
     draw = mix32(place.to(tl.uint32) * 0x9E3779B1 + h)
     # The spacing of E4M3 at the scale, 2^(e − 3) with e ≥ −6, and its reciprocal. The scale has less than 2^24 of their
     # 2^-20th parts, to which the draw is added.
@@ -301,8 +300,8 @@ def eden(x, amax_bits, whole, signs, ALONG: tl.constexpr, GPU: tl.constexpr):
     reciprocal = ((254 << 23) - power).to(tl.float32, bitcast=True)
     parts = (tl.where(known, scale, 0.0) * tl.where(known, reciprocal, 1.0) * 1048576.0).to(tl.int32)
     steps = (parts + (draw >> 12).to(tl.int32)) >> 20
-    scale = steps.to(tl.float32) * tl.where(known, power.to(tl.float32, bitcast=True), float("nan"))
-    return values, scale
+    spacing = power.to(tl.float32, bitcast=True) * (1.0 / _STEPS)
+    return steps.to(tl.float32) * tl.where(known, spacing, float("nan"))
 
 
 @triton.jit
@@ -321,7 +320,7 @@ def rounded_stochastically(x, draw, amax_bits, whole, SCALING: tl.constexpr, SHO
     else:
         factor = scales(amax_bits, whole, 4, SCALING)
         if SCALING == "e8m0":
-            x = x * _inverse_power(factor)
+            x = x * inverse_power(factor)
             inverse = less_if_subnormal(constant(1.1754943508222875e-38, factor), factor)
         else:
             lift = lift_of(factor)

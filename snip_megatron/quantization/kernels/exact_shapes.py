@@ -47,9 +47,9 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "tiles of 32, stochastic": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 32, transformed": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 128": Shape((128, 8), (128, 8), 8),
-        "groups of 128": Shape((128, 8), (64, 2), 8),
+        "groups of 128": Shape((128, 8), (128, 8), 4),
         "amax": Shape((512, 4), (512, 4), 4),
-        "amax of groups of 128": Shape((128, 8), (128, 8), 8),
+        "amax of groups of 128": Shape((128, 8), (128, 8), 4),
     }
 )
 """Kind of a launch → its shape. :func:`kind_of` says which kind a launch is."""
