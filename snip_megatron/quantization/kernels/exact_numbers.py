@@ -260,9 +260,23 @@ def _folded(number):
 
 
 @triton.jit
-def _sum_of_floors(numbers):
-    """Return the int32 sums over tiles of numbers ≥ 0, each rounded down to an integer."""
-    return tl.sum(tl.sum(numbers.to(tl.int32), axis=3, keep_dims=True), axis=1, keep_dims=True)
+def bits_of_floors(numbers, GPU: tl.constexpr):
+    """Return the bits, int32, of 2^23 + ⌊x⌋ in FP32 for x in [0, 2^23). They are those of 2^23 plus ⌊x⌋."""
+    if GPU:  # an addition that rounds towards zero, where a conversion has a quarter of the speed
+        sums = tl.inline_asm_elementwise(
+            "add.rz.f32 $0, $1, 0f4B000000;", "=f,f", [numbers], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return sums.to(tl.int32, bitcast=True)
+    else:
+        return numbers.to(tl.int32) + 0x4B000000
+
+
+@triton.jit
+def _sum_of_floors(numbers, GPU: tl.constexpr):
+    """Return the int32 sums over tiles of numbers in [0, 2^23), each rounded down to an integer."""
+    total = tl.sum(tl.sum(bits_of_floors(numbers, GPU), axis=3, keep_dims=True), axis=1, keep_dims=True)
+    start: tl.constexpr = numbers.shape[1] * numbers.shape[3] * 0x4B000000 % 2**32
+    return (total.to(tl.uint32, bitcast=True) - start).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -276,8 +290,8 @@ def eden_sums(x, amax_bits, whole, GPU: tl.constexpr):
     y = tl.minimum(y, 10.0 * _STEPS)
     weight = (tl.where(amax_bits < INFINITY_BITS, factor, 0.0) * 512.0).to(tl.int32).to(tl.int64)
     weight = weight * weight  # zero where the sums may be any numbers
-    square = _sum_of_floors(y * y) * weight
-    product = _sum_of_floors(y * values) * weight
+    square = _sum_of_floors(y * y, GPU) * weight
+    product = _sum_of_floors(y * values, GPU) * weight
     return values, factor, tl.sum(square, axis=0, keep_dims=True), tl.sum(product, axis=0, keep_dims=True)
 
 
