@@ -189,10 +189,10 @@ def _or_nan(factor, amax_bits):
 @triton.jit
 def rounded_to_nearest(x, amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr, SHORT: tl.constexpr,
                        NARROW: tl.constexpr, GPU: tl.constexpr):  # fmt: skip
-    """Return elements and factors of tiles of magnitudes."""
+    """Return elements and factors of tiles of magnitudes, which are lifted if they have E4M3 scales."""
     if SCALING == "e4m3_fp32":
         divisor, factor = _e4m3_scale(amax_bits, whole, 6.0, 1.0, SHORT, GPU)
-        y, factor = _quotient(x * lift_of(whole), divisor, NARROW, GPU), _or_nan(factor, amax_bits)
+        y, factor = _quotient(x, divisor, NARROW, GPU), _or_nan(factor, amax_bits)
     else:
         factor = scales(amax_bits, whole, ELEMENT, SCALING)
         if SCALING == "e8m0":  # the product with the reciprocal of a power of two is the quotient
@@ -224,14 +224,13 @@ def _candidate(x, amax_bits, whole, MAXIMUM: tl.constexpr, EXACT: tl.constexpr, 
 @triton.jit
 def four_over_six(x, amax_bits, whole, EXACT: tl.constexpr, SHORT: tl.constexpr, NARROW: tl.constexpr,
                   GPU: tl.constexpr):  # fmt: skip
-    """Return E2M1 values times 2^10 and E4M3 scales over 2^10, where the amax of a tile becomes 6 or 4, by the smaller
-    squared error; and 1 for tiles where they may be wrong without ``EXACT``.
+    """Return E2M1 values times 2^10 and E4M3 scales over 2^10 of lifted magnitudes, where the amax of a tile becomes 6
+    or 4, by the smaller squared error; and 1 for tiles where they may be wrong without ``EXACT``.
 
     Errors in units of 2^-10 are 1024 at most, unless a scale is one of the three smallest or saturates. So a sum of 16
     squares is less than 2^24, where 16 additions in FP32 lose 8 at most, as the integers lose 16, and the products of
     the sum with the scale 2 each. Together this is less than 64.
     """
-    x = x * lift_of(whole)
     values, factor, error = _candidate(x, amax_bits, whole, 6.0, EXACT, SHORT, NARROW, GPU)
     others, of_other, error_of_other = _candidate(x, amax_bits, whole, 4.0, EXACT, SHORT, NARROW, GPU)
     near = tl.abs(error_of_other - error) <= of_other * of_other * 64.0

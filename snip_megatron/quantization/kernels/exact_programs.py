@@ -93,8 +93,14 @@ def _halves(values, signed, GPU: tl.constexpr):
 @triton.jit
 def _scaled(halves, factor, GPU: tl.constexpr):
     """Return products of bf16 numbers and FP32 factors that are exact in bf16, all as int16 bits of bf16."""
-    products = (halves.to(tl.int32) << 16).to(tl.float32, bitcast=True) * factor
-    return (products.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    if GPU:  # two numbers at once; the addend −0 changes no product
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
+            "=r,r,r", [halves, factor.to(tl.bfloat16)], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        products = (halves.to(tl.int32) << 16).to(tl.float32, bitcast=True) * factor
+        return (products.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
 
 
 @triton.jit
@@ -166,8 +172,15 @@ def _transformed(x, signs, POINTS: tl.constexpr, GPU: tl.constexpr):
 
 @triton.jit
 def _lifted(signed, lift, GPU: tl.constexpr):
-    """Return FP32 magnitudes times a power of two, ``lift`` [1, 1]."""
-    return tl.abs(to_float32(signed)) * lift
+    """Return FP32 magnitudes times a power of two, ``lift`` [1, 1]. A bf16 number may underflow."""
+    if GPU and (signed.dtype == tl.bfloat16):  # two numbers at once; the addend −0 changes no product
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, z; mov.b32 z, 0x80008000; and.b32 a, $2, 0x7FFF7FFF; fma.rn.bf16x2 a, a, $3, z;"
+            " shl.b32 $0, a, 16; and.b32 $1, a, 0xFFFF0000; }",
+            "=r,=r,r,r", [signed, lift.to(tl.bfloat16)], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.abs(to_float32(signed)) * lift
 
 
 @triton.jit
@@ -257,21 +270,25 @@ def _part(
         row_tiles: tl.constexpr = R // TILE_ROWS
         col_tiles: tl.constexpr = C // TILE_COLS
         shape: tl.constexpr = (R // TILE_ROWS, TILE_ROWS, C // TILE_COLS, TILE_COLS)
-    bits = magnitude_bits(tl.reshape(x, shape))
-    tiles = bits.to(tl.float32, bitcast=True)
-    if SCALING == "fp32_tensor":
-        amax = tl.zeros((1, 1, 1, 1), tl.int32)
+    if (SCALING == "e4m3_fp32") and not RANDOM:
+        tiles, amax = _lifted_tiles(signed, whole, TILE_ROWS, TILE_COLS, GPU)
     else:
-        amax = largest(bits)
+        bits = magnitude_bits(tl.reshape(x, shape))
+        tiles = bits.to(tl.float32, bitcast=True)
+        if SCALING == "fp32_tensor":
+            amax = tl.zeros((1, 1, 1, 1), tl.int32)
+        else:
+            amax = largest(bits)
     if FOUR:
         values, factor, unsure = four_over_six(tiles, amax, whole, EXACT, SHORT, NARROW, GPU)
     elif RANDOM:
         values, factor = rounded_stochastically(tiles, tl.reshape(draw, shape), amax, whole, SCALING, SHORT, GPU)
     else:
         values, factor = rounded_to_nearest(tiles, amax, whole, ELEMENT, SCALING, SHORT, NARROW, GPU)
+    halves = _halves(tl.reshape(values, (R, C)), signed, GPU)
     if (SCALING == "e4m3_fp32") or (SCALING == "e8m0"):
-        values = values * factor
-    _store(out_ptr, _halves(tl.reshape(values, (R, C)), signed, GPU), M, K, m, k, R, C, WIDE)
+        halves = _scaled(halves, tl.reshape(tl.broadcast_to(factor, shape), (R, C)), GPU)
+    _store(out_ptr, halves, M, K, m, k, R, C, WIDE)
     if SCALING == "fp32":
         i, j = m * row_tiles + tl.arange(0, row_tiles), k * col_tiles + tl.arange(0, col_tiles)
         width, height = tl.cdiv(K, TILE_COLS), tl.cdiv(M, TILE_ROWS)
