@@ -165,7 +165,7 @@ def _constants(name: str, side: _Side | None) -> dict[str, object]:
 def _rows(side: _Side, row: _Side | None) -> int:
     """Return how many rows a part needs so that it has whole tiles of ``side``."""
     spec = SPECS[side.format]
-    if spec.scaling is Scaling.FP32 or (side.points == 128 and side is not row):
+    if spec.scaling is Scaling.FP32 or side.points == 128:
         return 128
     return 16 if (side is row and not side.square) or not spec.tile else spec.tile
 
@@ -209,7 +209,7 @@ def _searched(
     """
     bits = torch.zeros(2 * _APART, dtype=torch.int32, device=x.device)
     M, K = x.shape
-    rows = 128 if sides[1] is not None and sides[1].points == 128 else 16
+    rows = 128 if any(side is not None and side.points == 128 for side in sides) else 16
     shape = SHAPES["amax" if rows == 16 else "amax of groups of 128"]
     pointers, signs, turning = _turning(sides, x)
     tensors = (x, bits, bits if current is None else current, *pointers)
@@ -218,7 +218,7 @@ def _searched(
         (M,), signs,
         {
             "TILE": tile, "SQUARE": square, **turning, "GUARDED": current is not None,
-            "K": K, "x_stride": x.stride(0), "R": rows, "C": shape.col[0], "WIDE": shape.col[1],
+            "GPU": _on_gpu(x), "K": K, "x_stride": x.stride(0), "R": rows, "C": shape.col[0], "WIDE": shape.col[1],
         },
         shape.options,
     )  # fmt: skip

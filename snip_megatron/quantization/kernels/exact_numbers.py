@@ -25,6 +25,9 @@ from snip_megatron.quantization.kernels.stochastic import less_if_subnormal, mix
 _DRAW_STREAM = tl.constexpr(DRAW_STREAM)
 _EDEN_VALUE = tl.constexpr(6.0 / EDEN_CLIPPING)
 _FINE = tl.constexpr(1024.0)  # a squared error in units of 2^-20 is the square of an error in units of 2^-10
+_STEPS = tl.constexpr(64.0)  # a product in units of 2^-12 is that of two numbers in units of 2^-6
+_FOUR_STEPS = tl.constexpr(4 * 2.0**-9)  # of E4M3's smallest numbers
+_SMALLEST_DIVISOR = tl.constexpr(2.0**-40)  # below every divisor of a tile that does not become zero
 
 
 @triton.jit
@@ -50,23 +53,21 @@ def _reciprocal(x, GPU: tl.constexpr):
 
 
 @triton.jit
-def nearest(y, ELEMENT: tl.constexpr, UNIT: tl.constexpr, GPU: tl.constexpr):
+def nearest(y, ELEMENT: tl.constexpr, UNIT: tl.constexpr, BOUNDED: tl.constexpr = False):
     """Saturate y ≥ 0 and round it to E2M1 (``ELEMENT`` 4) or E4M3 (8) in units of ``UNIT``, to nearest, ties to even.
 
-    Adding and subtracting 1.5·2^23 spacings rounds. The spacing is a power of two from the exponent of y.
+    Subtracting y from 2^22 y (2^20 y for E4M3), and the result from that number, rounds: its last bit is the spacing of
+    numbers near y. Where y is a tie, that bit is zero, so that the even number remains. Below 1.5 times the smallest
+    normal number all spacings are equal. (Tested for all y: ``test_exact_numbers.py``.) ``BOUNDED``: no y is large
+    enough to be rounded above the maximum.
     """
     maximum: tl.constexpr = (6.0 if ELEMENT == 4 else 448.0) * UNIT
-    smallest: tl.constexpr = (1.0 if ELEMENT == 4 else 0.015625) * UNIT  # the smallest normal number
-    spacings: tl.constexpr = 1.5 * 2.0**22 if ELEMENT == 4 else 1.5 * 2.0**20
-    y = tl.minimum(y, maximum, propagate_nan=tl.PropagateNan.ALL)
-    power = tl.maximum(y, smallest).to(tl.int32, bitcast=True) & INFINITY_BITS
-    power = power.to(tl.float32, bitcast=True)
-    if GPU:
-        magic = constant(spacings, y)
-        return tl.fma(power, -1.0 * magic, tl.fma(power, magic, y))
-    else:
-        magic = power * spacings  # exact
-        return (y + magic) - magic
+    least: tl.constexpr = 1.5 * (1.0 if ELEMENT == 4 else 0.015625) * UNIT
+    spacings: tl.constexpr = 2.0**22 if ELEMENT == 4 else 2.0**20
+    if not BOUNDED:
+        y = tl.minimum(y, maximum, propagate_nan=tl.PropagateNan.ALL)
+    multiple = tl.maximum(y, least) * spacings  # exact, so that it may be part of an FMA
+    return multiple - (multiple - y)
 
 
 @triton.jit
@@ -84,39 +85,48 @@ def tensor_scale(amax, SCALING: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.const
 
 
 @triton.jit
-def _over_maximum(amax, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
-    """Return amax / ``MAXIMUM`` as IEEE division. With ``SHORT`` amax is an even number of FP32's smallest numbers."""
-    if MAXIMUM == 4.0:
-        return amax * 0.25
+def _over_maximum(amax, lift, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
+    """Return amax / ``MAXIMUM`` as IEEE division, times a power of two. With ``SHORT`` amax is an even number of FP32's
+    smallest numbers.
+    """
+    if SHORT and (MAXIMUM == 4.0):  # exact
+        return amax * (lift * 0.25)
     elif SHORT and (MAXIMUM == 6.0):  # tested for all such numbers: test_exact_numbers.py
         inverse: tl.constexpr = 0.16666666666666666
         quotient = amax * inverse
         rest = fma(quotient, constant(-6.0, amax), amax, GPU)
-        return fma(rest, constant(inverse, amax), quotient, GPU)
+        return fma(rest, constant(inverse, amax), quotient, GPU) * lift
     else:
-        return tl.div_rn(amax, constant(MAXIMUM, amax))
+        return tl.div_rn(amax, constant(MAXIMUM, amax)) * lift
 
 
 @triton.jit
-def _e4m3_scale(amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
-    """Return (divisor of x, its reciprocal, E4M3 scale) of tiles whose amax becomes ``MAXIMUM``.
+def _corrected_quotient(x, divisor, inverse, GPU: tl.constexpr):
+    """Return x / divisor as IEEE division rounds it, from the rounded reciprocal of the divisor.
 
-    The divisor is multiplied by the power of two that brings ``whole``, the scale of the tensor, to [0.5, 1). A zero
-    divisor has the reciprocal zero.
+    The product is corrected once by its residual (P. Markstein, IBM J. Res. Dev. 34, 1990). Powers of two have brought
+    both to where no residual underflows that matters.
     """
-    amax = amax_bits.to(tl.float32, bitcast=True)
+    divisor, inverse = divisor + tl.zeros_like(x), inverse + tl.zeros_like(x)
+    quotient = x * inverse
+    return fma(fma(-1.0 * quotient, divisor, x, GPU), inverse, quotient, GPU)
+
+
+@triton.jit
+def _e4m3_scale(amax_bits, whole, MAXIMUM: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
+    """Return (divisor of x, E4M3 scale) of finite tiles whose amax becomes ``MAXIMUM``.
+
+    The divisor is multiplied by the power of two that brings ``whole``, the scale of the tensor, to [0.5, 1), and
+    divided by ``UNIT``, so that quotients come in units of 1 / ``UNIT``. A tile whose scale is zero gets some divisor.
+    """
     lift = lift_of(whole)
     lifted = whole * lift
-    inverse = tl.div_rn(constant(1.0, lifted), lifted)
-    # The quotient by ``whole``, as in :func:`quotient`. Larger ones saturate.
-    amax = tl.minimum(_over_maximum(amax, MAXIMUM, SHORT, GPU) * lift, 1048576.0)
-    lifted, inverse = lifted + tl.zeros_like(amax), inverse + tl.zeros_like(amax)
-    ratio = amax * inverse
-    ratio = fma(fma(-1.0 * ratio, lifted, amax, GPU), inverse, ratio, GPU)
-    of_tile = tl.where(amax_bits < INFINITY_BITS, nearest(ratio, 8, 1.0, GPU), float("nan"))
-    scale = of_tile * whole
-    divisor = scale * lift
-    return divisor, tl.where(scale == 0.0, 0.0, _reciprocal(divisor, GPU)), of_tile
+    amax = tl.minimum(amax_bits.to(tl.float32, bitcast=True), whole * 1048576.0)  # larger ones saturate
+    amax = _over_maximum(amax, lift, MAXIMUM, SHORT, GPU)
+    ratio = _corrected_quotient(amax, lifted, tl.div_rn(constant(1.0, lifted), lifted), GPU)
+    of_tile = nearest(ratio, 8, 1.0)
+    divisor = tl.maximum(of_tile * whole * (lift * (1.0 / UNIT)), _SMALLEST_DIVISOR)
+    return divisor, of_tile
 
 
 @triton.jit
@@ -139,22 +149,28 @@ def scales(amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr):
 
 
 @triton.jit
-def _inverse_power(scale):
+def inverse_power(scale):
     """Return 1 / scale of a power of two that is at least 2^-127. NaN gives any number."""
     bits = scale.to(tl.int32, bitcast=True)
     return tl.where(bits == 1 << 22, 254 << 23, (254 << 23) - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _quotient(x, divisor, inverse, GPU: tl.constexpr):
-    """Return x / divisor as IEEE division rounds it, with one division for each divisor.
+def _quotient(x, divisor, NARROW: tl.constexpr, GPU: tl.constexpr):
+    """Return x / divisor of :func:`_e4m3_scale` as IEEE division rounds it.
 
-    The product with the rounded reciprocal is corrected once by its residual (P. Markstein, IBM J. Res. Dev. 34, 1990),
-    which gives the rounded quotient. Powers of two have brought both to where no residual underflows that matters.
+    ``NARROW``: x and the amax of its tensor are 16-bit numbers. Two FP32 numbers then hold enough of the reciprocal for
+    a quotient in two instructions. The last bit of the second is set for the divisor whose mantissa is all ones, whose
+    reciprocal Newton's step may round down. (Tested for all such numbers: ``test_exact_numbers.py``.)
     """
-    divisor, inverse = divisor + tl.zeros_like(x), inverse + tl.zeros_like(x)
-    quotient = x * inverse
-    return fma(fma(-1.0 * quotient, divisor, x, GPU), inverse, quotient, GPU)
+    if NARROW:
+        inverse = newton_reciprocal(divisor) if GPU else tl.div_rn(constant(1.0, divisor), divisor)
+        rest = fma(-1.0 * divisor, inverse, constant(1.0, divisor), GPU)
+        low = rest * inverse
+        low = (fma(low, rest, low, GPU).to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
+        return fma(x, inverse + tl.zeros_like(x), x * (low + tl.zeros_like(x)), GPU)
+    else:
+        return _corrected_quotient(x, divisor, _reciprocal(divisor, GPU), GPU)
 
 
 @triton.jit
@@ -162,64 +178,79 @@ def _lifted_quotient(x, divisor, GPU: tl.constexpr):
     """Return x / divisor for any FP32 divisors."""
     lift = lift_of(divisor)
     lifted = divisor * lift
-    return _quotient(x * lift, lifted, tl.div_rn(constant(1.0, lifted), lifted), GPU)
+    return _corrected_quotient(x * lift, lifted, tl.div_rn(constant(1.0, lifted), lifted), GPU)
+
+
+@triton.jit
+def _or_nan(factor, amax_bits):
+    return tl.where(amax_bits < INFINITY_BITS, factor, float("nan"))
 
 
 @triton.jit
 def rounded_to_nearest(x, amax_bits, whole, ELEMENT: tl.constexpr, SCALING: tl.constexpr, SHORT: tl.constexpr,
-                       GPU: tl.constexpr):  # fmt: skip
-    """Return elements and factors of tiles of magnitudes."""
+                       NARROW: tl.constexpr, GPU: tl.constexpr):  # fmt: skip
+    """Return elements and factors of tiles of magnitudes, which are lifted if they have E4M3 scales."""
     if SCALING == "e4m3_fp32":
-        divisor, inverse, factor = _e4m3_scale(amax_bits, whole, 6.0, SHORT, GPU)
-        y = _quotient(x * lift_of(whole), divisor, inverse, GPU)
+        divisor, factor = _e4m3_scale(amax_bits, whole, 6.0, 1.0, SHORT, GPU)
+        y, factor = _quotient(x, divisor, NARROW, GPU), _or_nan(factor, amax_bits)
     else:
         factor = scales(amax_bits, whole, ELEMENT, SCALING)
         if SCALING == "e8m0":  # the product with the reciprocal of a power of two is the quotient
-            y = x * _inverse_power(factor)
+            y = x * inverse_power(factor)
         else:
             y = _lifted_quotient(x, factor, GPU)
-    return nearest(y, ELEMENT, 1.0, GPU), factor
+    return nearest(y, ELEMENT, 1.0), factor
 
 
 @triton.jit
-def _candidate(x, amax_bits, whole, MAXIMUM: tl.constexpr, SHORT: tl.constexpr, GPU: tl.constexpr):
+def _candidate(x, amax_bits, whole, MAXIMUM: tl.constexpr, EXACT: tl.constexpr, SHORT: tl.constexpr,
+               NARROW: tl.constexpr, GPU: tl.constexpr):  # fmt: skip
     """Return E2M1 values times 2^10, E4M3 scales and squared errors of tiles whose amax becomes ``MAXIMUM``.
 
-    The sum is one of integers, as in ``reference.py``: no order of additions changes it.
+    With ``EXACT`` the sum is one of integers, as in ``reference.py``: no order of additions changes it. Otherwise it is
+    one of FP32 numbers, and values are not saturated.
     """
-    divisor, inverse, factor = _e4m3_scale(amax_bits, whole, MAXIMUM, SHORT, GPU)
-    y = _quotient(x, divisor * (1.0 / _FINE), inverse * _FINE, GPU)
-    values = nearest(y, 4, _FINE, GPU)
+    divisor, factor = _e4m3_scale(amax_bits, whole, MAXIMUM, _FINE, SHORT, GPU)
+    y = _quotient(x, divisor, NARROW, GPU)
+    values = nearest(y, 4, _FINE, BOUNDED=not EXACT)
     error = values - y
-    steps = (error * error).to(tl.int32)
-    total = tl.sum(tl.sum(steps, axis=3, keep_dims=True), axis=1, keep_dims=True)
+    squares = error * error
+    if EXACT:
+        squares = squares.to(tl.int32)
+    total = tl.sum(tl.sum(squares, axis=3, keep_dims=True), axis=1, keep_dims=True)
     return values, factor, total.to(tl.float32) * factor * factor
 
 
 @triton.jit
-def four_over_six(x, amax_bits, whole, SHORT: tl.constexpr, GPU: tl.constexpr):
-    """Return E2M1 values times 2^10 and E4M3 scales over 2^10, where the amax of a tile becomes 6 or 4, by the smaller
-    squared error.
+def four_over_six(x, amax_bits, whole, EXACT: tl.constexpr, SHORT: tl.constexpr, NARROW: tl.constexpr,
+                  GPU: tl.constexpr):  # fmt: skip
+    """Return E2M1 values times 2^10 and E4M3 scales over 2^10 of lifted magnitudes, where the amax of a tile becomes 6
+    or 4, by the smaller squared error; and 1 for tiles where they may be wrong without ``EXACT``.
+
+    Errors in units of 2^-10 are 1024 at most, unless a scale is one of the three smallest or saturates. So a sum of 16
+    squares is less than 2^24, where 16 additions in FP32 lose 8 at most, as the integers lose 16, and the products of
+    the sum with the scale 2 each. Together this is less than 64.
     """
-    x = x * lift_of(whole)
-    values, factor, error = _candidate(x, amax_bits, whole, 6.0, SHORT, GPU)
-    others, of_other, error_of_other = _candidate(x, amax_bits, whole, 4.0, SHORT, GPU)
+    values, factor, error = _candidate(x, amax_bits, whole, 6.0, EXACT, SHORT, NARROW, GPU)
+    others, of_other, error_of_other = _candidate(x, amax_bits, whole, 4.0, EXACT, SHORT, NARROW, GPU)
+    near = tl.abs(error_of_other - error) <= of_other * of_other * 64.0
+    unsure = (near | (factor < _FOUR_STEPS) | (of_other == 448.0)) & (amax_bits != 0)
     smaller = (error_of_other < error) | (factor == 0.0)
-    return tl.where(smaller, others, values), tl.where(smaller, of_other, factor) * (1.0 / _FINE)
+    factor = _or_nan(tl.where(smaller, of_other, factor) * (1.0 / _FINE), amax_bits)
+    return tl.where(smaller, others, values), factor, unsure.to(tl.int32)
 
 
 @triton.jit
-def _of_group(tiles, ALONG: tl.constexpr):
-    """Replace the number of each tile [row tiles, 1, column tiles, 1] by the sum over the tiles of its group.
+def any_bits(tiles):
+    """Return the union of the bits of all integers of a tensor with four dimensions."""
+    for _ in tl.static_range(4):
+        tiles = tl.reduce(tiles, 0, _union)
+    return tiles
 
-    With ``ALONG`` groups are eight tiles of a row, otherwise all tiles of a column.
-    """
-    if ALONG:
-        groups = tl.reshape(tiles, (tiles.shape[0], tiles.shape[2] // 8, 8, 1))
-        sums = tl.sum(groups, axis=2, keep_dims=True)
-        return tl.reshape(tl.broadcast_to(sums, groups.shape), tiles.shape)
-    else:
-        return tl.broadcast_to(tl.sum(tiles, axis=0, keep_dims=True), tiles.shape)
+
+@triton.jit
+def _union(a, b):
+    return a | b
 
 
 @triton.jit
@@ -228,27 +259,53 @@ def _folded(number):
 
 
 @triton.jit
-def eden(x, amax_bits, whole, signs, ALONG: tl.constexpr, GPU: tl.constexpr):
-    """Return E2M1 values and E4M3 scales of a transformed part: the functions of ``eden.py``."""
-    divisor, inverse, factor = _e4m3_scale(amax_bits, whole, _EDEN_VALUE, False, GPU)
-    y = _quotient(x * lift_of(whole), divisor, inverse, GPU)
-    values = nearest(y, 4, 1.0, GPU)
+def bits_of_floors(numbers, GPU: tl.constexpr):
+    """Return the bits, int32, of 2^23 + ⌊x⌋ in FP32 for x in [0, 2^23). They are those of 2^23 plus ⌊x⌋."""
+    if GPU:  # an addition that rounds towards zero, where a conversion has a quarter of the speed
+        sums = tl.inline_asm_elementwise(
+            "add.rz.f32 $0, $1, 0f4B000000;", "=f,f", [numbers], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return sums.to(tl.int32, bitcast=True)
+    else:
+        return numbers.to(tl.int32) + 0x4B000000
+
+
+@triton.jit
+def _sum_of_floors(numbers, GPU: tl.constexpr):
+    """Return the int32 sums over tiles of numbers in [0, 2^23), each rounded down to an integer."""
+    total = tl.sum(tl.sum(bits_of_floors(numbers, GPU), axis=3, keep_dims=True), axis=1, keep_dims=True)
+    start: tl.constexpr = numbers.shape[1] * numbers.shape[3] * 0x4B000000 % 2**32
+    return (total.to(tl.uint32, bitcast=True) - start).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def eden_sums(x, amax_bits, whole, GPU: tl.constexpr):
+    """Return E2M1 values times 2^6 and E4M3 scales of tiles along the rows of lifted magnitudes, and what the tiles
+    contribute to the integers ⟨z, z⟩ and ⟨z, Q(z)⟩ of their columns, int64.
+    """
+    divisor, factor = _e4m3_scale(amax_bits, whole, _EDEN_VALUE, _STEPS, False, GPU)
+    y = _quotient(x, divisor, False, GPU)
+    values = nearest(y, 4, _STEPS)
+    y = tl.minimum(y, 10.0 * _STEPS)
+    weight = (tl.where(amax_bits < INFINITY_BITS, factor, 0.0) * 512.0).to(tl.int32).to(tl.int64)
+    weight = weight * weight  # zero where the sums may be any numbers
+    square = _sum_of_floors(y * y, GPU) * weight
+    product = _sum_of_floors(y * values, GPU) * weight
+    return values, factor, tl.sum(square, axis=0, keep_dims=True), tl.sum(product, axis=0, keep_dims=True)
+
+
+@triton.jit
+def eden_scales(factor, amax_bits, square, product, first, signs):
+    """Return the corrected scales of tiles over 2^6, rounded stochastically: the functions of ``eden.py``.
+
+    ``square`` and ``product`` are the integers of a whole group, and ``first`` the place of the first tile in it.
+    """
     known = amax_bits < INFINITY_BITS
-    y = tl.where(known, tl.minimum(y, 10.0), 0.0)
-    weight = (tl.where(known, factor, 0.0) * 512.0).to(tl.int64)
-    squares = (y * y * 4096.0).to(tl.int32)
-    products = (y * tl.where(known, values, 0.0) * 4096.0).to(tl.int32)
-    square = tl.sum(tl.sum(squares, axis=3, keep_dims=True), axis=1, keep_dims=True)
-    product = tl.sum(tl.sum(products, axis=3, keep_dims=True), axis=1, keep_dims=True)
-    square, product = _of_group(square * weight * weight, ALONG), _of_group(product * weight * weight, ALONG)
     ratio = tl.div_rn(square.to(tl.float32), tl.where(product == 0, 1, product).to(tl.float32))
     scale = tl.minimum(factor * tl.where(product == 0, 1.0, ratio), 448.0)
     h = mix32(_folded(square) + (signs.to(tl.uint32) ^ _DRAW_STREAM))
     h = mix32(_folded(product) + h)
-    if ALONG:
-        place = (tl.arange(0, x.shape[2]) & 7)[None, None, :, None]
-    else:
-        place = tl.arange(0, x.shape[0])[:, None, None, None]
+    place = (first + tl.arange(0, factor.shape[0]))[:, None, None, None]
     draw = mix32(place.to(tl.uint32) * 0x9E3779B1 + h)
     # The spacing of E4M3 at the scale, 2^(e − 3) with e ≥ −6, and its reciprocal. The scale has less than 2^24 of their
     # 2^-20th parts, to which the draw is added.
@@ -256,8 +313,8 @@ def eden(x, amax_bits, whole, signs, ALONG: tl.constexpr, GPU: tl.constexpr):
     reciprocal = ((254 << 23) - power).to(tl.float32, bitcast=True)
     parts = (tl.where(known, scale, 0.0) * tl.where(known, reciprocal, 1.0) * 1048576.0).to(tl.int32)
     steps = (parts + (draw >> 12).to(tl.int32)) >> 20
-    scale = steps.to(tl.float32) * tl.where(known, power.to(tl.float32, bitcast=True), float("nan"))
-    return values, scale
+    spacing = power.to(tl.float32, bitcast=True) * (1.0 / _STEPS)
+    return steps.to(tl.float32) * tl.where(known, spacing, float("nan"))
 
 
 @triton.jit
@@ -268,14 +325,15 @@ def rounded_stochastically(x, draw, amax_bits, whole, SCALING: tl.constexpr, SHO
     they are subnormal, as above. So the draw is added to the 22 bits that follow. The product y is truncated.
     """
     if SCALING == "e4m3_fp32":
-        _, inverse, factor = _e4m3_scale(amax_bits, whole, 6.0, SHORT, GPU)
+        divisor, factor = _e4m3_scale(amax_bits, whole, 6.0, 1.0, SHORT, GPU)
+        inverse, factor = _reciprocal(divisor, GPU), _or_nan(factor, amax_bits)
         # Factors 2^-20 and 2^-106 instead of 2^-126 alone, so that no reciprocal is subnormal.
         x = x * (lift_of(whole) * 9.5367431640625e-07)
         inverse = less_if_subnormal(inverse, factor * whole) * 1.232595164407831e-32
     else:
         factor = scales(amax_bits, whole, 4, SCALING)
         if SCALING == "e8m0":
-            x = x * _inverse_power(factor)
+            x = x * inverse_power(factor)
             inverse = less_if_subnormal(constant(1.1754943508222875e-38, factor), factor)
         else:
             lift = lift_of(factor)

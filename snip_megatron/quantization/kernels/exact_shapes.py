@@ -12,7 +12,8 @@ class Shape:
     """How a kernel divides a matrix. A program has as many rows as the largest tile.
 
     Attributes:
-        row: columns of a program on the row side, and neighbouring columns of a thread.
+        row: columns of a program on the row side, and neighbouring columns of a thread. With 16 of them a thread holds
+            whole tiles of 16, and accesses memory in halves of a tile.
         col: the same on the col side and for square blocks. The quotient is a multiple of a program's threads, so that
             a thread holds whole columns.
         warps: warps of a program.
@@ -41,14 +42,14 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "tiles of 16": Shape((128, 8), (256, 2), 4, 4, 64),
         "tiles of 16, stochastic": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 16, transformed": Shape((128, 8), (256, 2), 4, 4, 64),
-        "tiles of 16, four over six": Shape((128, 8), (256, 2), 4, 4),
+        "tiles of 16, four over six": Shape((32, 16), (64, 2), 1, 4),
         "tiles of 32": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 32, stochastic": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 32, transformed": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 128": Shape((128, 8), (128, 8), 8),
-        "groups of 128": Shape((128, 8), (64, 2), 8),
+        "groups of 128": Shape((128, 8), (128, 8), 4),
         "amax": Shape((512, 4), (512, 4), 4),
-        "amax of groups of 128": Shape((128, 8), (128, 8), 8),
+        "amax of groups of 128": Shape((128, 8), (128, 8), 4),
     }
 )
 """Kind of a launch → its shape. :func:`kind_of` says which kind a launch is."""
