@@ -161,11 +161,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refused: str | None = None
         self._steps: list[Step] = []
         self._kept: list[Tensor] = []  # the tensor of each slot. While they live, no memory is used twice
-        self._slots: dict[int, int] = {}  # storage → slot
+        self._slots: dict[int, list[int]] = {}  # storage → slots
         self._opaque = False
         for tensor in tensors_of(arguments):
-            if _storage(tensor) in self._slots:
-                self.refuse("two arguments share memory")
             self._new_slot(tensor)
 
     def __enter__(self) -> Recording:
@@ -206,16 +204,18 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _new_slot(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
-        self._slots[_storage(tensor)] = len(self._kept) - 1
+        self._slots.setdefault(_storage(tensor), []).append(len(self._kept) - 1)
         return len(self._kept) - 1
 
     def address(self, tensor: Tensor) -> Address:
         """Return where a tensor is."""
-        slot = self._slots.get(_storage(tensor))
-        if slot is None:
-            self.refuse("it uses memory that is not its own")
+        slots = self._slots.get(_storage(tensor), [])
+        if len(slots) > 1:  # arguments that share memory may lie elsewhere in another call
+            slots = [slot for slot in slots if self._kept[slot].data_ptr() == tensor.data_ptr()]
+        if len(slots) != 1:
+            self.refuse("it uses memory that is not its own, or of which argument is unknown")
             return NOWHERE
-        return slot, tensor.data_ptr() - self._kept[slot].data_ptr()
+        return slots[0], tensor.data_ptr() - self._kept[slots[0]].data_ptr()
 
     def placed(self, value: Any) -> Any:
         """Return a value with a :class:`View` for each tensor, and with objects taken apart."""

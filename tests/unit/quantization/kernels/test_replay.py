@@ -189,6 +189,17 @@ def test_an_error_of_a_called_function_and_of_a_launch_reach_the_caller(extensio
         refused.call((), same_key(4, seed=0))
 
 
+def test_arguments_may_share_memory_if_it_is_clear_which_is_used(extension: Any) -> None:
+    for function, repeated in ((lambda a, b: a.detach() - b.view(-1), 2), (lambda a, b: a[1:] - b[1:], 0)):
+        replayed = Replayed(extension, lambda _, a, b, function=function: function(a, b))
+        for seed in range(3):
+            x = same_key(256, seed=seed)
+            pair = x[64 * seed : 64 * seed + 4], x[128:132]
+            pair = pair[::-1] if seed else (x[192:196], x[128:132])
+            assert torch.equal(replayed.call((), *pair), function(*pair))
+        assert replayed.replays == repeated
+
+
 # -- products ------------------------------------------------------------------------------------------------------
 MATMUL = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 14, ctypes.c_size_t, ctypes.c_void_p)
 SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t)
