@@ -400,13 +400,21 @@ struct Table {
   }
 };
 
+// Returns whether nothing else wants to see the launches: no listing, no function in Triton's hooks.
 bool is_idle(const Table& table) {
+  static PyObject* names[] = {PyUnicode_InternFromString("launch_enter_hook"),
+                              PyUnicode_InternFromString("launch_exit_hook")};
+  static PyObject* calls = PyUnicode_InternFromString("calls");
   if (PyList_GET_SIZE(table.listings.ptr()) != 0) return false;
-  if (hooks.is_none()) return true;
-  for (const char* name : {"launch_enter_hook", "launch_exit_hook"}) {
-    py::object hook = hooks.attr(name);  // None, a chain of functions, or a function
+  for (PyObject* name : names) {
+    if (hooks.is_none()) break;
+    auto hook = py::reinterpret_steal<py::object>(PyObject_GetAttr(hooks.ptr(), name));
+    if (!hook) throw py::error_already_set();
     if (hook.is_none()) continue;
-    if (!py::hasattr(hook, "calls") || py::len(hook.attr("calls")) != 0) return false;
+    // A chain of functions, or one function.
+    auto chain = py::reinterpret_steal<py::object>(PyObject_GetAttr(hook.ptr(), calls));
+    if (!chain) return PyErr_Clear(), false;
+    if (!PyList_Check(chain.ptr()) || PyList_GET_SIZE(chain.ptr()) != 0) return false;
   }
   return true;
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import subprocess
 import weakref
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from snip_megatron.quantization.kernels.replay import (
 from snip_megatron.quantization.rounding import key_words
 
 from .replay_library import Library
+from .test_compiles import CAPTURED_TILES, SIDES, assembled
 
 HOOKS = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
 
@@ -397,6 +399,25 @@ def test_listings_and_hooks_of_triton_see_every_launch(extension: Any) -> None:
     replayed.call((), x)
     HOOKS.launch_exit_hook = None
     assert len(calls) == 4
+
+
+# -- Triton's kernels ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "constants"), [("tile_kernel", CAPTURED_TILES), ("block_kernel", SIDES)])
+def test_arguments_are_those_of_a_kernel_that_triton_compiled(name: str, constants: dict[str, object]) -> None:
+    """A recorded launch has an address or a number for each parameter, and two more parameters are scratch memory."""
+    compiled = assembled(name, constants, "blocks" if name == "block_kernel" else "tiles")
+    kinds = list(compiled.src.signature.values())
+    tensors = [torch.empty(4) for kind in kinds if kind.startswith("*")]
+    noted = Recording(tensors)
+    compiled.function = 1
+    noted.launch(compiled, (2, 3), tensors, [7] * (len(kinds) - len(tensors)))
+    recorded = noted.finished(None)
+    assert recorded is not None
+    (launch,) = (timed.step for timed in recorded.steps)
+    assert isinstance(launch, Launch)
+    parameters = re.findall(r"\.param \.(u\d+)", compiled.asm["ptx"].split(")")[0])
+    assert parameters == ["u64"] * len(launch.addresses) + ["u32"] * len(launch.numbers) + ["u64"] * 2
+    assert f".reqntid {launch.threads}" in compiled.asm["ptx"]
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
