@@ -12,6 +12,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/TensorImpl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <mutex>
@@ -420,7 +421,8 @@ bool is_idle(const Table& table) {
 }
 
 // Called with a tuple of seeds and the arguments.
-PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) try {
+PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS  // torch's own exceptions, as that of memory that is used up
   Table& table = *static_cast<Table*>(PyCapsule_GetPointer(self, nullptr));
   Key key;
   key.reserve(128);
@@ -454,12 +456,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) try {
     }
   }
   return recipe->result.make(run.slots);
-} catch (py::error_already_set& error) {
-  error.restore();
-  return nullptr;
-} catch (std::exception& error) {
-  PyErr_SetString(PyExc_RuntimeError, error.what());
-  return nullptr;
+  END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef call_definition = {"replayed", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)),

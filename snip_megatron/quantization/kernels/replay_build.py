@@ -129,8 +129,10 @@ def _command() -> list[str]:
 
 
 def _cache() -> Path:
-    """Return the folder of the cache. ``TRITON_CACHE_DIR`` moves it, as it moves the kernels' own cache."""
-    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    """Return the folder of Triton's cache."""
+    import triton
+
+    return Path(triton.knobs.cache.dir)
 
 
 def _address(library: Any, name: str) -> int:

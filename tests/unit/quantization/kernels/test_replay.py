@@ -25,6 +25,7 @@ from snip_megatron.precision import Format
 from snip_megatron.quantization.kernels import replay_build
 from snip_megatron.quantization.kernels.listing import listed
 from snip_megatron.quantization.kernels.replay import (
+    Launch,
     Product,
     Recording,
     Replayed,
