@@ -1,6 +1,6 @@
 """The Hopper backend with its work on the device replayed by C++, for linears whose time the host bounds.
 
-Every method gives the bits of :class:`snip_megatron.gemm.hopper.HopperBackend`, which runs the first call with given
+Every method gives the bits of :class:`snip_megatron.gemm.hopper.HopperBackend`, which runs the first calls with given
 shapes and formats, and every call that cannot be replayed (:mod:`snip_megatron.quantization.kernels.replay`).
 """
 

@@ -34,6 +34,7 @@ using SetAttribute = int (*)(void* operation, int name, const void* value, size_
 constexpr int kInvalidContext = 201;
 constexpr uint64_t kMaximumAlignment = 256;  // the largest that a library distinguishes
 constexpr long long kLargest = 1ll << 31;     // a larger number is a seed, which differs from call to call
+constexpr size_t kKept = 4096;               // kinds of calls that a table remembers
 constexpr int kAttempts = 3;                 // the first call may look at memory, which later calls need not
 
 template <class T>
@@ -370,25 +371,37 @@ bool describe(PyObject* value, Key& key, Tensors& tensors, std::vector<PyObject*
 
 struct Entry {
   std::shared_ptr<Recipe> recipe;
-  int attempts = 0;
+  int calls = 0;     // in Python, until there is a recipe
+  int attempts = 0;  // to record
   std::vector<py::object> constants;  // keeps their addresses from being used again
 };
 
 struct Table {
   py::object record, plain, listings;
+  int patience;
   std::unordered_map<Key, Entry, Hash> entries;
   size_t replays = 0;
 
-  // Calls of this table that are being recorded add their result by this key.
+  // Returns what is known of a call in Python; null if that is too much already.
+  Entry* entry(const Key& key, const std::vector<PyObject*>& constants) {
+    auto found = entries.find(key);
+    if (found != entries.end()) return &found->second;
+    if (entries.size() >= kKept) return nullptr;
+    Entry& made = entries[key];
+    for (PyObject* c : constants) made.constants.push_back(py::reinterpret_borrow<py::object>(c));
+    return &made;
+  }
+
+  // Adds what was recorded of a call with these arguments; None if nothing can be.
   void add(const py::tuple& arguments, const py::object& recording) {
     Key key;
     Tensors tensors;
     std::vector<PyObject*> constants;
     if (!describe(arguments.ptr(), key, tensors, constants)) return;
-    Entry& entry = entries[key];
+    Entry* known = entry(key, constants);
+    if (!known) return;
+    Entry& entry = *known;
     entry.attempts++;
-    if (entry.constants.empty())
-      for (PyObject* c : constants) entry.constants.push_back(py::reinterpret_borrow<py::object>(c));
     if (recording.is_none()) return;
     auto recipe = std::make_shared<Recipe>();
     recipe->slots = recording.attr("slots").cast<size_t>();
@@ -432,12 +445,13 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   bool known = count > 0 && PyTuple_CheckExact(given[0]);
   for (Py_ssize_t i = 1; known && i < count; i++) known = describe(given[i], key, run.slots, constants);
   known = known && !run.slots.empty() && is_idle(table);
-  auto found = known ? table.entries.find(key) : table.entries.end();
-  bool refused = !known || (found != table.entries.end() && !found->second.recipe && found->second.attempts >= kAttempts);
-  if (refused) return PyObject_Vectorcall(table.plain.ptr(), given, count, nullptr);
-  if (found == table.entries.end() || !found->second.recipe)
-    return PyObject_Vectorcall(table.record.ptr(), given, count, nullptr);
-  std::shared_ptr<Recipe> recipe = found->second.recipe;
+  Entry* entry = known ? table.entry(key, constants) : nullptr;
+  if (!entry || !entry->recipe) {
+    // A number of tokens that does not come again, as that of an expert, is not worth a recording.
+    bool records = entry && ++entry->calls > table.patience && entry->attempts < kAttempts;
+    return PyObject_Vectorcall((records ? table.record : table.plain).ptr(), given, count, nullptr);
+  }
+  std::shared_ptr<Recipe> recipe = entry->recipe;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given[0]); i++) {
     run.seeds.push_back(PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(given[0], i)));
     if (PyErr_Occurred()) return nullptr;
@@ -464,8 +478,9 @@ PyMethodDef call_definition = {"replayed", reinterpret_cast<PyCFunction>(reinter
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Table, std::shared_ptr<Table>>(m, "Table")
-      .def(py::init([](py::object record, py::object plain, py::object listings) {
+      .def(py::init([](py::object record, py::object plain, py::object listings, int patience) {
         auto table = std::make_shared<Table>();
+        table->patience = patience;
         table->record = std::move(record), table->plain = std::move(plain), table->listings = std::move(listings);
         return table;
       }))

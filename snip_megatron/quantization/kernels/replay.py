@@ -2,8 +2,8 @@
 
 The host bounds small linears: a function of a backend spends most of its time in Python, on views, dictionaries and
 launchers. What it does on the device depends only on the shapes, dtypes, strides and alignments of its tensors and on
-its other arguments. :class:`Replayed` therefore runs the function once under a :class:`Recording`, and later calls with
-equal arguments repeat its steps on other memory: allocations, launches of Triton's kernels, products of cuBLASLt, and
+its other arguments. :class:`Replayed` therefore runs a call under a :class:`Recording`, and later calls with equal
+arguments repeat its steps on other memory: allocations, launches of Triton's kernels, products of cuBLASLt, and
 calls of Python functions for everything else that computes.
 
 A recording is refused, and Python runs the function in every call, if it used memory that is neither an argument nor
@@ -347,7 +347,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 # -- replay -----------------------------------------------------------------------------------------------------------
 class Replayed:
-    """A function that is recorded at the first call with given arguments, and replayed afterwards.
+    """A function that is recorded at the second call with given arguments, and replayed afterwards.
 
     Calls return what the function returns, with other tensors. A recording holds no memory of the device.
 
@@ -355,15 +355,16 @@ class Replayed:
         extension: the compiled ``replay.cpp``.
         function: called with the arguments of a call. It returns tensors, alone or inside tuples and dataclasses. What
             it does must depend only on its arguments' shapes, dtypes, strides, alignments and other values.
+        patience: number of calls with given arguments before the one that is recorded.
 
     Attributes:
         call: called with a tuple of seeds and the arguments. A seed is a number that may differ from call to call. The
             function gets the seeds as its first argument, as numbers or as :class:`Seed`.
     """
 
-    def __init__(self, extension: Any, function: Callable[..., Any]) -> None:
+    def __init__(self, extension: Any, function: Callable[..., Any], patience: int = 1) -> None:
         self._function = function
-        self._table = extension.Table(self._record, function, listings)
+        self._table = extension.Table(self._record, function, listings, patience)
         self.call: Callable[..., Any] = self._table.function()
 
     @property

@@ -33,7 +33,7 @@ from .emulated_scaled_mm import scaled_mm
 from .test_hopper import BF16, EVEN, FP4, FP8, MIXED, NVFP4, REFUSED, TAILS, TENSOR, UNIFORM, operands
 
 pytest.importorskip("triton")
-CALLS = 3
+CALLS = 4  # in Python, recorded, and replayed
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_bits_are_those_of_python(extension: Any, shape: tuple[int, int, int], f
     replayed, python = pair(extension, ScaledProducts(scaled_mm))
     assert_bits(replayed, python, shape, formats)
     counts = {name: replayed.replayed[name].replays for name in ("input", "weight", "fprop", "dgrad", "wgrad")}
-    assert counts == dict.fromkeys(counts, CALLS - 1)
+    assert counts == dict.fromkeys(counts, CALLS - 2)
 
 
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (TENSOR, TENSOR, TENSOR), (FP8, TENSOR, BF16)], ids=str)
@@ -152,7 +152,7 @@ def test_products_of_cublaslt_are_replayed_by_address(extension: Any, library: C
     replayed, python = pair(extension, ScaledProducts(scaled_mm, library))
     assert_bits(replayed, python, EVEN, formats)
     names = ["fprop", "dgrad", "wgrad"][: 3 if formats[2] is not BF16 else 2]
-    assert {name: replayed.replayed[name].replays for name in names} == dict.fromkeys(names, CALLS - 1)
+    assert {name: replayed.replayed[name].replays for name in names} == dict.fromkeys(names, CALLS - 2)
     assert emulated.products == 2 * 3 * CALLS
 
 
@@ -161,7 +161,7 @@ def test_factors_in_device_memory_are_read_at_each_call(extension: Any, library:
         assert library.accumulate_scaled(a, b, out, factor)
         return out
 
-    replayed = Replayed(extension, scaled)
+    replayed = Replayed(extension, scaled, patience=0)
     for seed in range(4):
         draws = torch.Generator().manual_seed(seed)
         a, b, out = (torch.randn(64, 32, generator=draws) for _ in range(3))
@@ -178,7 +178,7 @@ def test_a_library_without_addresses_stays_in_python(extension: Any, monkeypatch
     replayed, python = pair(extension, ScaledProducts(scaled_mm, CublasLt()))
     assert_bits(replayed, python, EVEN, (FP8, FP8, FP8))
     assert replayed.replayed["fprop"].kept == replayed.replayed["wgrad"].kept == 0
-    assert replayed.replayed["input"].replays == CALLS - 1
+    assert replayed.replayed["input"].replays == CALLS - 2
 
 
 def test_deepgemm_is_called_with_the_operands_of_the_call(extension: Any) -> None:
@@ -197,7 +197,7 @@ def test_deepgemm_is_called_with_the_operands_of_the_call(extension: Any) -> Non
     replayed, python = pair(extension, products)
     assert_bits(replayed, python, (256, 384, 640), (FP8, FP8, FP8))
     assert set(calls) == {(1, 128, 128), (1, 1, 128)}
-    assert replayed.replayed["fprop"].replays == replayed.replayed["wgrad"].replays == CALLS - 1
+    assert replayed.replayed["fprop"].replays == replayed.replayed["wgrad"].replays == CALLS - 2
 
 
 def test_an_amax_of_all_shards_and_rotations_reach_the_quantiser(extension: Any) -> None:
@@ -206,7 +206,7 @@ def test_an_amax_of_all_shards_and_rotations_reach_the_quantiser(extension: Any)
         x, amax = same((operands(*EVEN)[0], torch.tensor(factor)))
         ours, truth = (b.quantize_input(x, TENSOR, TENSOR, amax=amax)[1] for b in (replayed, python))
         assert torch.equal(ours.scale, truth.scale)
-    assert replayed.replayed["input"].replays == 2
+    assert replayed.replayed["input"].replays == 1
     for signs in (1, 2, 3, 4):
         sides = [b.quantize_input(x, NVFP4, NVFP4, rotation=Rotation(signs)) for b in (replayed, python)]
         assert sides[0][1].rotation == sides[1][1].rotation == Rotation(signs)

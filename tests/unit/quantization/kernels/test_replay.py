@@ -106,7 +106,7 @@ def flat(value: Any) -> list[Any]:
 # -- what is repeated ----------------------------------------------------------------------------------------------
 def test_a_replay_gives_the_bits_of_the_function_on_other_memory(extension: Any, library: Library) -> None:
     function = scaled(library, 5)
-    replayed = Replayed(extension, function)
+    replayed = Replayed(extension, function, patience=0)
     for seed in range(4):
         x, side = same_key(3, 4, seed=seed), Side(same_key(2, 6, seed=seed + 9), None, "tile")
         found, expected = flat(replayed.call((), x, side, 7)), flat(function((), x, side, 7))
@@ -123,7 +123,7 @@ def test_a_replay_gives_the_bits_of_the_function_on_other_memory(extension: Any,
 
 
 def test_results_can_be_used_by_autograd(extension: Any) -> None:
-    replayed = Replayed(extension, lambda _, x: (torch.empty(x.shape).copy_(x), x.detach()[1:]))
+    replayed = Replayed(extension, lambda _, x: (torch.empty(x.shape).copy_(x), x.detach()[1:]), patience=0)
     for seed in range(3):
         made, view = replayed.call((), same_key(4, seed=seed))
         made.requires_grad_().mul(view.sum()).sum().backward()
@@ -145,7 +145,7 @@ def test_seeds_of_a_call_reach_the_kernel_as_key_words(
             noted.launch(kernel, (1, 1), (out,), (-(2**40), *words))
         return out
 
-    replayed = Replayed(extension, function)
+    replayed = Replayed(extension, function, patience=0)
     replayed.call((1, 2), same_key(4, seed=0))
     (_, high), second = key_words(seeds[0]), key_words(seeds[1])
     words = [word - (word >> 31 << 32) for word in (*second, high)]
@@ -162,7 +162,7 @@ def test_an_opaque_function_is_called_with_the_memory_of_the_call(extension: Any
         run_opaque(double, (x[:2], "unused"), out)
         return out
 
-    replayed = Replayed(extension, function)
+    replayed = Replayed(extension, function, patience=0)
     for seed in range(3):
         x = same_key(4, 2, seed=seed)
         assert torch.equal(replayed.call((), x), 2 * x[:2])
@@ -174,7 +174,7 @@ def test_an_error_of_a_called_function_and_of_a_launch_reach_the_caller(extensio
         if x[0] < 0:
             raise ValueError("a negative number")
 
-    replayed = Replayed(extension, lambda _, x: run_opaque(fails, x) or x)
+    replayed = Replayed(extension, lambda _, x: run_opaque(fails, x) or x, patience=0)
     for _ in range(2):
         replayed.call((), same_key(4, seed=0).abs_())
     with pytest.raises(ValueError, match="a negative number"):
@@ -186,7 +186,7 @@ def test_an_error_of_a_called_function_and_of_a_launch_reach_the_caller(extensio
             noted.launch(library.kernel("scale", ("*fp32",), shared=47), (1, 1), (x,), ())
         return x
 
-    refused = Replayed(extension, launches)
+    refused = Replayed(extension, launches, patience=0)
     refused.call((), same_key(4, seed=0))
     with pytest.raises(RuntimeError, match="cannot be launched: error 1"):
         refused.call((), same_key(4, seed=0))
@@ -194,7 +194,7 @@ def test_an_error_of_a_called_function_and_of_a_launch_reach_the_caller(extensio
 
 def test_arguments_may_share_memory_if_it_is_clear_which_is_used(extension: Any) -> None:
     for function, repeated in ((lambda a, b: a.detach() - b.view(-1), 2), (lambda a, b: a[1:] - b[1:], 0)):
-        replayed = Replayed(extension, lambda _, a, b, function=function: function(a, b))
+        replayed = Replayed(extension, lambda _, a, b, function=function: function(a, b), patience=0)
         for seed in range(3):
             x = same_key(256, seed=seed)
             pair = x[64 * seed : 64 * seed + 4], x[128:132]
@@ -255,7 +255,7 @@ def multiplied(products: Callable[..., Product]) -> Callable[..., Tensor]:
 
 
 def test_products_get_their_matrices_scales_and_factors(extension: Any, products: Callable[..., Product]) -> None:
-    replayed = Replayed(extension, multiplied(products))
+    replayed = Replayed(extension, multiplied(products), patience=0)
     replayed.call((), *(same_key(2, seed=s) for s in range(3)))
     for seed in range(3):
         a, b, out = (same_key(2, seed=seed + s) for s in range(3))
@@ -266,7 +266,7 @@ def test_products_get_their_matrices_scales_and_factors(extension: Any, products
 
 
 def test_threads_do_not_mix_their_products(extension: Any, products: Callable[..., Product]) -> None:
-    replayed = Replayed(extension, multiplied(products))
+    replayed = Replayed(extension, multiplied(products), patience=0)
     replayed.call((), *(same_key(2, seed=s) for s in range(3)))
 
     def differences(thread: int) -> list[float]:
@@ -307,11 +307,25 @@ def arguments(**changes: Any) -> tuple[Any, ...]:
 )  # fmt: skip
 def test_other_arguments_are_recorded_anew(extension: Any, changes: dict[str, Any]) -> None:
     calls = []
-    replayed = Replayed(extension, lambda _, *given: (calls.append(given), given[0])[1])
+    replayed = Replayed(extension, lambda _, *given: (calls.append(given), given[0])[1], patience=0)
     for given in (BASE, BASE, changes, changes, BASE):
         replayed.call((), *arguments(**given))
     assert len(calls) == 2
     assert (replayed.replays, replayed.kept) == (3, 2)
+
+
+def test_a_call_that_does_not_come_again_is_not_recorded(extension: Any) -> None:
+    recorded = []
+
+    def function(_: Any, x: Tensor) -> Tensor:
+        recorded.append(recording() is not None)
+        return x
+
+    replayed = Replayed(extension, function)
+    for tokens in (1, 2, 3, 2, 3, 2):
+        replayed.call((), same_key(tokens, 4, seed=0))
+    assert recorded == [False, False, False, True, True]
+    assert (replayed.replays, replayed.kept) == (1, 2)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -331,7 +345,7 @@ OUTSIDE = torch.ones(4)
 def test_what_cannot_be_repeated_runs_in_python_in_every_call(
     extension: Any, function: Callable[[Tensor], Tensor]
 ) -> None:
-    replayed = Replayed(extension, lambda _, x: function(x))
+    replayed = Replayed(extension, lambda _, x: function(x), patience=0)
     for seed in range(6):
         x = same_key(4, seed=seed)
         assert torch.equal(replayed.call((), x), function(x))
@@ -353,7 +367,7 @@ def test_a_first_call_that_looks_at_numbers_does_not_prevent_a_recording(extensi
             known.append(float(OUTSIDE.sum()))
         return x.detach() * known[0]
 
-    replayed = Replayed(extension, function)
+    replayed = Replayed(extension, function, patience=0)
     for seed in range(4):
         x = same_key(4, seed=seed)
         assert torch.equal(replayed.call((), x), 4 * x)
@@ -362,7 +376,7 @@ def test_a_first_call_that_looks_at_numbers_does_not_prevent_a_recording(extensi
 
 def test_a_function_that_computes_with_a_seed_or_returns_it_gets_the_number(extension: Any) -> None:
     for function in (lambda seeds, x: x + seeds[0] % 7, lambda seeds, x: (x, seeds[0])):
-        replayed = Replayed(extension, function)
+        replayed = Replayed(extension, function, patience=0)
         for seed in range(5):
             x = same_key(4, seed=seed)
             found, expected = replayed.call((seed,), x), function((seed,), x)
@@ -374,7 +388,7 @@ def test_a_function_that_computes_with_a_seed_or_returns_it_gets_the_number(exte
 
 
 def test_large_numbers_and_unknown_objects_are_not_remembered(extension: Any) -> None:
-    replayed = Replayed(extension, lambda _, x, other: x)
+    replayed = Replayed(extension, lambda _, x, other: x, patience=0)
     for other in (2**31, 2**70, -(2**40), 0.5, object(), [1]):
         replayed.call((), same_key(4, seed=0), other)
         replayed.call((), same_key(4, seed=0), other)
@@ -383,7 +397,7 @@ def test_large_numbers_and_unknown_objects_are_not_remembered(extension: Any) ->
 
 def test_listings_and_hooks_of_triton_see_every_launch(extension: Any) -> None:
     calls = []
-    replayed = Replayed(extension, lambda _, x: (calls.append(0), x)[1])
+    replayed = Replayed(extension, lambda _, x: (calls.append(0), x)[1], patience=0)
     x = same_key(4, seed=0)
     for _ in range(2):
         replayed.call((), x)
@@ -436,7 +450,7 @@ def test_neither_a_recording_nor_a_replay_keeps_memory(extension: Any) -> None:
         run_opaque(keep, second)
         return second
 
-    replayed = Replayed(extension, function)
+    replayed = Replayed(extension, function, patience=0)
     for _ in range(3):
         x = same_key(4, seed=0)
         result = replayed.call((), x)
