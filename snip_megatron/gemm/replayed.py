@@ -25,6 +25,7 @@ from snip_megatron.quantization.rounding import Key
 Seeds = tuple[Any, ...]
 TYPES = (Operand, ExactOperand, Plain)
 """The operands that this backend passes between its methods."""
+_SMALL = 256  # rows, columns and reduction of the GEMMs that are compared before the first use
 _SEED = "seed"  # stands for a key that is a number: the number is a seed of the call
 
 
@@ -168,6 +169,31 @@ class ReplayedHopperBackend(HopperBackend):
 
     def _wgrad_in_python(self, _: Seeds, g: Side, x: Side, out: Tensor | None) -> Tensor:
         return super().wgrad(g, x, out=out)
+
+
+def difference(replayed: HopperBackend, python: HopperBackend, device: torch.device) -> str | None:
+    """Compare small GEMMs of both backends bit by bit. Returns what is wrong, as a phrase, or None if nothing is."""
+    draws = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(_SMALL, _SMALL, generator=draws).to(device, torch.bfloat16) for _ in range(3))
+    cols = torch.arange(_SMALL, device=device)
+    try:
+        for call in range(4):  # two in Python, of which the second is recorded, and two replays
+            keys = GradientKeys(1 + call, 2**63 + call, cols)
+            found, expected = (_gemms(backend, x, w, g, keys) for backend in (replayed, python))
+            if not all(map(torch.equal, found, expected)):
+                return "C++ does not give the bits of Python on this device"
+    except RuntimeError as error:
+        return f"C++ fails: {error}"[:200]
+    return None
+
+
+def _gemms(backend: HopperBackend, x: Tensor, w: Tensor, g: Tensor, keys: GradientKeys) -> list[Tensor]:
+    fmt, out = Format.FP4, torch.ones(_SMALL, _SMALL, device=x.device)
+    x_row, x_col = backend.quantize_input(x, fmt, fmt)
+    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
+    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
+    y, d = backend.fprop(x_row, w_row, dtype=x.dtype), backend.dgrad(g_row, w_col, dtype=x.dtype)
+    return [y, d, backend.wgrad(g_col, x_col, out=out)]
 
 
 def _split(keys: GradientKeys) -> tuple[tuple[int, ...], tuple[Key | str | None, Key | str | None, Any, bool]]:

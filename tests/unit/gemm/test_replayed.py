@@ -21,7 +21,7 @@ from snip_megatron.gemm.cublaslt import CublasLt
 from snip_megatron.gemm.deepgemm import DeepGemm
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.operands import GradientKeys
-from snip_megatron.gemm.replayed import TYPES, ReplayedHopperBackend
+from snip_megatron.gemm.replayed import TYPES, ReplayedHopperBackend, difference
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.hadamard import Rotation
@@ -224,6 +224,23 @@ def test_keys_on_the_device_and_columns_that_are_no_pairs_are_kept_apart(extensi
             for ours, truth in zip(*found, strict=True):
                 assert torch.equal(ours.values.view(torch.uint8), truth.values.view(torch.uint8))
                 assert torch.equal(ours.scale, truth.scale)
+
+
+def test_other_bits_and_failures_are_found_before_the_first_use(
+    extension: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed, python = pair(extension, ScaledProducts(scaled_mm))
+    cpu = torch.device("cpu")
+    assert difference(replayed, python, cpu) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplayedHopperBackend, "dgrad", lambda *a, **named: HopperBackend.dgrad(*a, **named) + 1)
+        assert difference(replayed, python, cpu) == "C++ does not give the bits of Python on this device"
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a kernel cannot be launched: error 1 of CUDA")
+
+    monkeypatch.setattr(replayed, "_fprop", fails)
+    assert difference(replayed, python, cpu) == "C++ fails: a kernel cannot be launched: error 1 of CUDA"
 
 
 def test_a_refused_argument_is_refused_as_in_python(extension: Any) -> None:
