@@ -102,7 +102,8 @@ def compiled_extension() -> Any:
 
 def _compile(command: list[str], library: Path) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
-        print("snip: compiling the launches of kernels in C++ ...", flush=True)
+        # Commands print JSON to standard output.
+        print("snip: compiling the launches of kernels in C++ ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
