@@ -72,7 +72,9 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["snip_megatron", "snip_megatron.*"]),
-    package_data={"snip_megatron": ["**/*.md", "gemm/*.json", "timing/tables/*.json", "reporting/templates/*"]},
+    package_data={
+        "snip_megatron": ["**/*.md", "**/*.cpp", "gemm/*.json", "timing/tables/*.json", "reporting/templates/*"]
+    },
     python_requires=">=3.12",
     install_requires=REQUIREMENTS,
     extras_require={

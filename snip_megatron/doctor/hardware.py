@@ -57,6 +57,24 @@ def check_backends() -> Iterator[Check]:
 
     for name in BACKENDS:
         yield _backend(name)
+    yield from _host_path()
+
+
+def _host_path() -> Iterator[Check]:
+    """Check whether C++ launches the Hopper backend's kernels."""
+    import torch
+
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return
+    from snip_megatron.gemm.replayed import TYPES
+    from snip_megatron.quantization.kernels.replay_build import replay_extension
+
+    extension, how = replay_extension(TYPES)
+    if extension is not None:
+        yield ok(GEMM_ROOM, "host path", how)
+    else:
+        advice = "install a C++ compiler (g++); without it the results are the same, and small linears take longer"
+        yield note(GEMM_ROOM, "host path", how, advice)
 
 
 def _backend(name: str) -> Check:

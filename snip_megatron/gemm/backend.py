@@ -192,12 +192,13 @@ class GemmBackend:
             rotation: how the second operand is transformed if its format has a Hadamard transform, and its ``row`` how
                 the first is.
         """
-        first, second = formats
-        of_row, of_col = (None, None) if rotation is None else (rotation.of(1), rotation.of(0))
-        return (
-            None if first is None else Plain(x, first, keys[0], cols, amax, first_row, rotation=of_row),
-            None if second is None else Plain(x, second, keys[1], cols, amax, first_row, rotation=of_col),
-        )
+
+        def plain(fmt: Format | None, key: Key | None, axis: int) -> Plain | None:
+            if fmt is None or fmt is Format.BF16:  # bf16 is not rounded
+                return None if fmt is None else Plain(x, fmt)
+            return Plain(x, fmt, key, cols, amax, first_row, rotation=None if rotation is None else rotation.of(axis))
+
+        return plain(formats[0], keys[0], 1), plain(formats[1], keys[1], 0)
 
     def _renew(
         self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides, rotation: Rotation | None

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from snip_megatron.quantization.kernels.replay import NOWHERE, Address, Product, Recording, recording
 from snip_megatron.quantization.packed import Operand
 
+_Function = ctypes._CFuncPtr  # type: ignore[attr-defined]  # the class of functions that have an address
 _LIBRARY = "libcublasLt.so.{major}"
 _FIRST_VERSION = 120900  # 1×128 and 128×128 scales
 _WORKSPACE = 32 << 20  # bytes, recommended by cuBLAS for Hopper
@@ -218,7 +220,46 @@ class CublasLt:
                 plan.algorithm, None if workspace is None else _pointer(workspace), ctypes.c_size_t(size),
                 ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)),
             )  # fmt: skip
+            recorded = recording()
+            if recorded is not None:
+                tensors = (*values, out, workspace, factor, *(scales or ()))
+                recorded.product(self._recorded(recorded, device, problem, plan, tensors, add=add))
         return out
+
+    def _recorded(
+        self,
+        recorded: Recording,
+        device: int,
+        problem: _Problem,
+        plan: _Plan,
+        tensors: tuple[Tensor | None, ...],
+        *,
+        add: bool,
+    ) -> Product | None:
+        """Return a product for ``replay.cpp``, or None if the library's functions have no address.
+
+        It has an operation of its own, because the addresses of scales are part of that.
+
+        Args:
+            tensors: A, B, result, workspace, factor and scales, with None for those that there are not.
+        """
+        names = "cublasLtMatmul", "cublasLtMatmulDescSetAttribute"
+        functions = [getattr(self._library, name) for name in names]
+        if not all(isinstance(function, _Function) for function in functions):
+            return None
+        matmul, set_attribute = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+        a, b, out, workspace, factor, *scales = (None if t is None else recorded.address(t) for t in tensors)
+        assert a is not None
+        assert b is not None
+        assert out is not None
+        zero_or_one = self._factors(add, None if factor is None else tensors[4])
+        alpha: Address = (-1, _host_address(zero_or_one[0])) if factor is None else factor
+        return Product(
+            matmul, set_attribute, self._handle(device).value or 0, self._operation(problem).value or 0,
+            (plan.a.value or 0, plan.b.value or 0, plan.c.value or 0), ctypes.addressof(plan.algorithm._obj),
+            alpha, (-1, _host_address(zero_or_one[1])), a, b, out, workspace or NOWHERE, plan.workspace,
+            (_A_SCALE, _B_SCALE), tuple(scale for scale in scales if scale is not None),
+        )  # fmt: skip
 
     def _factors(self, add: bool, factor: Tensor | None) -> tuple[Any, Any]:
         """Return where alpha and beta are: both in host memory, or both on the device."""
@@ -237,10 +278,7 @@ class CublasLt:
         return self._plans[key]
 
     def _make_plan(self, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
-        operation = self.operation(
-            problem.a.transposed, problem.b.transposed, problem.a.scaling, problem.b.scaling, fast=problem.fast,
-            scaled=problem.scaled,
-        )  # fmt: skip
+        operation = self._operation(problem)
         held = ctypes.c_void_p(), ctypes.c_void_p()
         if scales is not None:
             self._set_scales(operation, held, scales)
@@ -250,6 +288,12 @@ class CublasLt:
             return None
         chosen = found[problem.choice]
         return _Plan(operation, a, b, c, ctypes.byref(chosen), chosen.workspace, held)
+
+    def _operation(self, problem: _Problem) -> ctypes.c_void_p:
+        a, b = problem.a, problem.b
+        return self.operation(
+            a.transposed, b.transposed, a.scaling, b.scaling, fast=problem.fast, scaled=problem.scaled
+        )
 
     def operation(
         self,
@@ -376,6 +420,11 @@ def _result(out: Tensor) -> _Matrix:
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _host_address(value: Any) -> int:
+    """Return the address in a pointer, or of the object in a reference."""
+    return value.value or 0 if isinstance(value, ctypes.c_void_p) else ctypes.addressof(value._obj)
 
 
 def _alignment(tensor: Tensor) -> int:

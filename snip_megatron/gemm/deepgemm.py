@@ -16,6 +16,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.cublaslt import CublasLt
 from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.kernels.replay import run_opaque
 from snip_megatron.quantization.packed import Operand, quantize_blocks, quantize_tiles
 
 DISTRIBUTION, VERSION = "sgl-deep-gemm", "0.1.4"
@@ -61,7 +63,8 @@ class DeepGemm:
             return None
         out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
         blocks = _row_major(_blocks(b)) if b.unpadded is None else b.unpadded
-        self.gemm((a.values, a.scale), (b.values, blocks), out, recipe=_BY_BLOCKS, disable_ue8m0_cast=True)
+        gemm = partial(self.gemm, recipe=_BY_BLOCKS, disable_ue8m0_cast=True)
+        run_opaque(gemm, (a.values, a.scale), (b.values, blocks), out)
         return out
 
     def prepared(self, weight: Operand | None) -> Operand | None:
@@ -83,8 +86,11 @@ class DeepGemm:
         """
         if not self.accumulates or a.scaling != "tile" or b.scaling != "tile" or not _fits(a, b) or b.rows % 4:
             return False
-        self.gemm((a.values, a.scale), (b.values, b.scale), out, c=out, recipe=_BY_TILES, disable_ue8m0_cast=True)
+        run_opaque(self._add, (a.values, a.scale), (b.values, b.scale), out)
         return True
+
+    def _add(self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor) -> None:
+        self.gemm(a, b, out, c=out, recipe=_BY_TILES, disable_ue8m0_cast=True)
 
 
 def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | None, str]:

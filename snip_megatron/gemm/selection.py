@@ -178,9 +178,11 @@ def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, s
     from snip_megatron.gemm.deepgemm import deepgemm
     from snip_megatron.gemm.hopper import HopperBackend
     from snip_megatron.gemm.proposals import measured_choices
+    from snip_megatron.gemm.replayed import TYPES, ReplayedHopperBackend, difference
     from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.quantization.kernels import quantize as triton_quantize
     from snip_megatron.quantization.kernels import swiglu as triton_swiglu
+    from snip_megatron.quantization.kernels.replay_build import replay_extension
 
     library = cublaslt()
     choices = {} if library is None else measured_choices(library.version, torch.cuda.get_device_name())
@@ -189,7 +191,15 @@ def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, s
         faster, products = deepgemm(library, required=library_name == "deepgemm")
     scaled = ScaledProducts(library=library, choices=choices, faster=faster)
     others = _emulated() if emulates else REFERENCE
-    return HopperBackend(triton_quantize, scaled, others, triton_swiglu), products
+    python = HopperBackend(triton_quantize, scaled, others, triton_swiglu)
+    extension, host = replay_extension(TYPES)
+    if extension is None:
+        return python, f"{products}; {host}"
+    backend = ReplayedHopperBackend(extension, triton_quantize, scaled, others, triton_swiglu)
+    fault = difference(backend, python, torch.device("cuda", torch.cuda.current_device()))
+    if fault is not None:
+        return python, f"{products}; Python launches kernels ({fault})"
+    return backend, f"{products}; {host}"
 
 
 # -- small linears -------------------------------------------------------------------------------------------------

@@ -128,9 +128,9 @@ class QuantizedLinear(torch.autograd.Function):
             kept = plain_shard(x, backend, wgrad, _rotation(call, "x", _matrix(x), None, wgrad))
         else:
             kept_format = wgrad if call.has_backward else None
-            amax = handle.shared_amax("x", x, (fprop, kept_format))
-            rotation = _rotation(call, "x", _matrix(x), None, kept_format)
-            x_side, kept = backend.quantize_input(_matrix(x), fprop, kept_format, amax=amax, rotation=rotation)
+            amax, rows = handle.shared_amax("x", x, (fprop, kept_format)), _matrix(x)
+            rotation = _rotation(call, "x", rows, None, kept_format)
+            x_side, kept = backend.quantize_input(rows, fprop, kept_format, amax=amax, rotation=rotation)
         w_side, _ = _weight(call, weight, fprop, dgrad, refresh=True)
         if kept is not None:
             tensors, ctx.assemble = disassemble_parcel(kept) if isinstance(kept, Parcel) else disassemble(kept)

@@ -47,10 +47,22 @@ def derive_seed(*parts: int) -> int:
 
 def derive_seeds(parts: Sequence[int], last: Sequence[int]) -> list[int]:
     """Return ``[derive_seed(*parts, each) for each in last]``. Mixes the common parts only once."""
-    state = len(parts) + 1
+    state = _state(len(parts) + 1, tuple(parts[:2]))  # those of linears begin with the seed and the step
+    for part in parts[2:]:
+        state = splitmix64(state ^ _mixed(part))
+    return [splitmix64(state ^ _mixed(part)) for part in last]
+
+
+@functools.lru_cache(maxsize=64)
+def _state(state: int, parts: tuple[int, ...]) -> int:
     for part in parts:
-        state = splitmix64(state ^ splitmix64(int(part) & _MASK64))
-    return [splitmix64(state ^ splitmix64(int(part) & _MASK64)) for part in last]
+        state = splitmix64(state ^ _mixed(part))
+    return state
+
+
+@functools.lru_cache(maxsize=1024)
+def _mixed(part: int) -> int:
+    return splitmix64(int(part) & _MASK64)
 
 
 def splitmix64(value: int) -> int:

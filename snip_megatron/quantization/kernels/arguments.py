@@ -11,6 +11,7 @@ from torch import Tensor
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.kernels.replay import Seed
 from snip_megatron.quantization.packed import Operand, stored_format
 from snip_megatron.quantization.rounding import Key, key_words
 
@@ -58,8 +59,10 @@ def stride_of(side: Operand | None) -> int:
     return 0 if side is None else side.values.stride(0)
 
 
-def key_arguments(seed: Key | None) -> list[int]:
+def key_arguments(seed: Key | Seed | None) -> list[int]:
     """Return the seed's key words as signed 32-bit numbers, so that all seeds have one kernel signature."""
+    if isinstance(seed, Seed):
+        return [*seed.words]
     if seed is None or isinstance(seed, Tensor):
         return [0, 0]
     return [word - (word >> 31 << 32) for word in key_words(seed)]

@@ -17,10 +17,11 @@ from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair, shared
 from snip_megatron.quantization.formats import E2M1, SPECS, STOCHASTIC, Scaling, resolve
 from snip_megatron.quantization.hadamard import Rotation, points
+from snip_megatron.quantization.kernels.arguments import key_arguments
 from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel, exact_kernel
 from snip_megatron.quantization.kernels.exact_shapes import SHAPES, kind_of
 from snip_megatron.quantization.kernels.launch import launch
-from snip_megatron.quantization.rounding import Key, key_words
+from snip_megatron.quantization.rounding import Key
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (Scaling.E4M3_FP32, Scaling.FP32_TENSOR)
@@ -244,10 +245,7 @@ def _turning(
 
 
 def _words(side: _Side | None) -> list[int]:
-    """The seed's key words as signed 32-bit numbers."""
-    if side is None or side.seed is None or isinstance(side.seed, Tensor):
-        return [0, 0]
-    return [word - (word >> 31 << 32) for word in key_words(side.seed)]
+    return key_arguments(None if side is None else side.seed)
 
 
 def _checked(x: Tensor) -> Tensor:

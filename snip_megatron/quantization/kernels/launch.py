@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.quantization.kernels.listing import Listing, active
+from snip_megatron.quantization.kernels.replay import recording
 
 _KEPT = 4096
 _ALIGNED = 16  # bytes; Triton compiles another kernel for pointers that are not
@@ -58,11 +59,14 @@ def launch(
         found = _compiled.get(key) if active() is None else None
         if found is not None:  # addresses instead of tensors: Triton asks the driver about each of those
             found[(*grid, 1)](*pointers, *numbers, *counters, *values)
-            return
-        viewed = [t if t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
-        made = on_grid(kernel, grid)(*viewed, *numbers, *counters, **constants, **options)
-        if made is not None and len(_compiled) < _KEPT:  # Triton's interpreter compiles nothing
-            _compiled[key] = made
+        else:
+            viewed = [t if t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
+            found = on_grid(kernel, grid)(*viewed, *numbers, *counters, **constants, **options)
+            if found is not None and len(_compiled) < _KEPT:  # Triton's interpreter compiles nothing
+                _compiled[key] = found
+    recorded = recording()
+    if recorded is not None:
+        recorded.launch(found, grid, tensors, (*numbers, *counters, *values))
 
 
 def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:

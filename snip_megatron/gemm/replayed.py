@@ -1,0 +1,215 @@
+"""The Hopper backend with its work on the device replayed by C++, for linears whose time the host bounds.
+
+Every method gives the bits of :class:`snip_megatron.gemm.hopper.HopperBackend`, which runs the first calls with given
+shapes and formats, and every call that cannot be replayed (:mod:`snip_megatron.quantization.kernels.replay`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.gemm.backend import Sides
+from snip_megatron.gemm.hopper import HopperBackend
+from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
+from snip_megatron.precision import Format
+from snip_megatron.quantization.exact import ExactOperand
+from snip_megatron.quantization.hadamard import Rotation
+from snip_megatron.quantization.kernels.arguments import are_pairs
+from snip_megatron.quantization.kernels.replay import Replayed
+from snip_megatron.quantization.packed import Operand
+from snip_megatron.quantization.rounding import Key
+
+Seeds = tuple[Any, ...]
+TYPES = (Operand, ExactOperand, Plain)
+"""The operands that this backend passes between its methods."""
+_SMALL = 256  # rows, columns and reduction of the GEMMs that are compared before the first use
+_SEED = "seed"  # stands for a key that is a number: the number is a seed of the call
+
+
+class ReplayedHopperBackend(HopperBackend):
+    """A Hopper backend whose calls are replayed.
+
+    Args:
+        extension: of :func:`snip_megatron.quantization.kernels.replay_build.compiled_extension`.
+        arguments, named: those of the base class.
+    """
+
+    def __init__(self, extension: Any, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.replayed = {
+            name: Replayed(extension, getattr(self, f"_{name}_in_python"))
+            for name in ("input", "weight", "gradient", "swiglu", "swiglu_gradient", "fprop", "dgrad", "wgrad")
+        }
+        calls = {name: replayed.call for name, replayed in self.replayed.items()}
+        self._input, self._weight, self._gradient = calls["input"], calls["weight"], calls["gradient"]
+        self._swiglu, self._swiglu_gradient = calls["swiglu"], calls["swiglu_gradient"]
+        self._fprop, self._dgrad, self._wgrad = calls["fprop"], calls["dgrad"], calls["wgrad"]
+
+    # -- quantisation --------------------------------------------------------------------------------------------
+    def quantize_input(
+        self,
+        x: Tensor,
+        fprop: Format | None,
+        wgrad: Format | None,
+        *,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Sides:
+        """See the base class. Signs of Hadamard transforms differ from step to step, so that Python transforms."""
+        if rotation is not None:
+            return super().quantize_input(x, fprop, wgrad, amax=amax, rotation=rotation)
+        return self._input((), x, fprop, wgrad, amax)  # type: ignore[no-any-return]
+
+    def _input_in_python(
+        self, _: Seeds, x: Tensor, fprop: Format | None, wgrad: Format | None, amax: Tensor | None
+    ) -> Sides:
+        return super().quantize_input(x, fprop, wgrad, amax=amax)
+
+    def quantize_weight(
+        self,
+        w: Tensor,
+        fprop: Format | None,
+        dgrad: Format | None,
+        *,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+        held: HeldSides | None = None,
+    ) -> Sides:
+        """See the base class."""
+        if rotation is not None or held is not None:
+            return super().quantize_weight(w, fprop, dgrad, amax=amax, rotation=rotation, held=held)
+        return self._weight((), w, fprop, dgrad, amax)  # type: ignore[no-any-return]
+
+    def _weight_in_python(
+        self, _: Seeds, w: Tensor, fprop: Format | None, dgrad: Format | None, amax: Tensor | None
+    ) -> Sides:
+        return super().quantize_weight(w, fprop, dgrad, amax=amax)
+
+    def quantize_gradient(
+        self,
+        g: Tensor,
+        dgrad: Format | None,
+        wgrad: Format | None,
+        keys: GradientKeys,
+        *,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Sides:
+        """See the base class."""
+        if rotation is not None:
+            return super().quantize_gradient(g, dgrad, wgrad, keys, amax=amax, rotation=rotation)
+        seeds, random = _split(keys)
+        return self._gradient(seeds, g, dgrad, wgrad, *random, keys.first_row, amax)  # type: ignore[no-any-return]
+
+    def _gradient_in_python(
+        self,
+        seeds: Seeds,
+        g: Tensor,
+        dgrad: Format | None,
+        wgrad: Format | None,
+        first: Any,
+        second: Any,
+        cols: Any,
+        paired: bool,
+        first_row: int,
+        amax: Tensor | None,
+    ) -> Sides:
+        keys = _joined(seeds, first, second, cols, first_row)
+        return super().quantize_gradient(g, dgrad, wgrad, keys, amax=amax)
+
+    def quantize_swiglu(self, y: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
+        """See the base class."""
+        return self._swiglu((), y, fprop, wgrad)  # type: ignore[no-any-return]
+
+    def _swiglu_in_python(self, _: Seeds, y: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
+        return super().quantize_swiglu(y, fprop, wgrad)
+
+    def quantize_swiglu_gradient(
+        self, d: Tensor, y: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys
+    ) -> Sides:
+        """See the base class."""
+        seeds, random = _split(keys)
+        return self._swiglu_gradient(seeds, d, y, dgrad, wgrad, *random)  # type: ignore[no-any-return]
+
+    def _swiglu_gradient_in_python(
+        self,
+        seeds: Seeds,
+        d: Tensor,
+        y: Tensor,
+        dgrad: Format | None,
+        wgrad: Format | None,
+        first: Any,
+        second: Any,
+        cols: Any,
+        paired: bool,
+    ) -> Sides:
+        return super().quantize_swiglu_gradient(d, y, dgrad, wgrad, _joined(seeds, first, second, cols, 0))
+
+    # -- products ------------------------------------------------------------------------------------------------
+    def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
+        """See the base class."""
+        return self._fprop((), x, w, dtype)  # type: ignore[no-any-return]
+
+    def _fprop_in_python(self, _: Seeds, x: Side, w: Side, dtype: torch.dtype) -> Tensor:
+        return super().fprop(x, w, dtype=dtype)
+
+    def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
+        """See the base class."""
+        return self._dgrad((), g, w, dtype)  # type: ignore[no-any-return]
+
+    def _dgrad_in_python(self, _: Seeds, g: Side, w: Side, dtype: torch.dtype) -> Tensor:
+        return super().dgrad(g, w, dtype=dtype)
+
+    def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
+        """See the base class."""
+        return self._wgrad((), g, x, out)  # type: ignore[no-any-return]
+
+    def _wgrad_in_python(self, _: Seeds, g: Side, x: Side, out: Tensor | None) -> Tensor:
+        return super().wgrad(g, x, out=out)
+
+
+def difference(replayed: HopperBackend, python: HopperBackend, device: torch.device) -> str | None:
+    """Compare small GEMMs of both backends bit by bit. Returns what is wrong, as a phrase, or None if nothing is."""
+    draws = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(_SMALL, _SMALL, generator=draws).to(device, torch.bfloat16) for _ in range(3))
+    cols = torch.arange(_SMALL, device=device)
+    try:
+        for call in range(4):  # two in Python, of which the second is recorded, and two replays
+            keys = GradientKeys(1 + call, 2**63 + call, cols)
+            found, expected = (_gemms(backend, x, w, g, keys) for backend in (replayed, python))
+            if not all(map(torch.equal, found, expected)):
+                return "C++ does not give the bits of Python on this device"
+    except RuntimeError as error:
+        return f"C++ fails: {error}"[:200]
+    return None
+
+
+def _gemms(backend: HopperBackend, x: Tensor, w: Tensor, g: Tensor, keys: GradientKeys) -> list[Tensor]:
+    fmt, out = Format.FP4, torch.ones(_SMALL, _SMALL, device=x.device)
+    x_row, x_col = backend.quantize_input(x, fmt, fmt)
+    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
+    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
+    y, d = backend.fprop(x_row, w_row, dtype=x.dtype), backend.dgrad(g_row, w_col, dtype=x.dtype)
+    return [y, d, backend.wgrad(g_col, x_col, out=out)]
+
+
+def _split(keys: GradientKeys) -> tuple[tuple[int, ...], tuple[Key | str | None, Key | str | None, Any, bool]]:
+    """Return the keys that are numbers, and the other arguments of stochastic rounding.
+
+    Those are the keys with the numbers replaced, the columns, and whether they are pairs, on which the kernel depends.
+    """
+    dgrad, wgrad = keys.dgrad, keys.wgrad
+    if dgrad is None and wgrad is None:
+        return (), (None, None, None, True)
+    seeds = tuple(key for key in (dgrad, wgrad) if isinstance(key, int))
+    first, second = (_SEED if isinstance(key, int) else key for key in (dgrad, wgrad))
+    return seeds, (first, second, keys.cols, are_pairs(keys.cols, 0))
+
+
+def _joined(seeds: Seeds, first: Any, second: Any, cols: Any, first_row: int) -> GradientKeys:
+    remaining = iter(seeds)
+    dgrad, wgrad = (next(remaining) if isinstance(key, str) else key for key in (first, second))
+    return GradientKeys(dgrad, wgrad, cols, first_row)
