@@ -40,7 +40,12 @@ class Selection:
 
 
 def select_backend(
-    name: str, formats: Collection[Format] | None = None, *, tensor_parallel: bool = False, library: str = "auto"
+    name: str,
+    formats: Collection[Format] | None = None,
+    *,
+    tensor_parallel: bool = False,
+    library: str = "auto",
+    replays: bool = True,
 ) -> Selection:
     """Return the backend for a value of ``--snip-gemm``.
 
@@ -50,6 +55,7 @@ def select_backend(
         formats: the formats that GEMMs will use; None if they are unknown.
         tensor_parallel: whether weights are sharded over tensor parallel ranks.
         library: ``--snip-gemm-library``, one of ``LIBRARIES``.
+        replays: whether C++ may launch the kernels of the Hopper backend.
 
     Raises:
         SnipError: the name is unknown, or the backend or library cannot run on this machine.
@@ -58,7 +64,7 @@ def select_backend(
         raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(BACKENDS)}")
     if library not in LIBRARIES:
         raise SnipError(f"--snip-gemm-library {library}: unknown; choose one of {', '.join(LIBRARIES)}")
-    selection = _select(name, formats, tensor_parallel, library)
+    selection = _select(name, formats, tensor_parallel, library, replays)
     if library == "deepgemm" and selection.backend.name != "hopper":
         raise SnipError(
             f"--snip-gemm-library deepgemm: the {selection.backend.name} GEMMs ({selection.reason}) do not use it"
@@ -66,7 +72,9 @@ def select_backend(
     return selection
 
 
-def _select(name: str, formats: Collection[Format] | None, tensor_parallel: bool, library: str) -> Selection:
+def _select(
+    name: str, formats: Collection[Format] | None, tensor_parallel: bool, library: str, replays: bool
+) -> Selection:
     if name == "reference":
         return Selection(REFERENCE, "as asked")
     if name == "emulated":
@@ -79,7 +87,7 @@ def _select(name: str, formats: Collection[Format] | None, tensor_parallel: bool
     missing = _why_not_hopper()
     if missing is None:
         fault = None if formats is None or NATIVE.issuperset(formats) else _fault(set(formats) - NATIVE)
-        backend, products = _hopper(library, emulates=fault is None)
+        backend, products = _hopper(library, emulates=fault is None, replays=replays)
         if fault is not None:
             products += f"; {fault}, so that such formats are emulated in torch, slower than bf16"
         return Selection(backend, f"{_device()}; {products}")
@@ -171,7 +179,7 @@ def _why_not_hopper() -> str | None:
 
 
 @functools.cache
-def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, str]:
+def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -> tuple[GemmBackend, str]:
     """Return the backend, and the name of the library that multiplies."""
     # Triton is installed only on machines with a GPU.
     from snip_megatron.gemm.cublaslt import cublaslt
@@ -192,6 +200,8 @@ def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, s
     scaled = ScaledProducts(library=library, choices=choices, faster=faster)
     others = _emulated() if emulates else REFERENCE
     python = HopperBackend(triton_quantize, scaled, others, triton_swiglu)
+    if not replays:
+        return python, products
     extension, host = replay_extension(TYPES)
     if extension is None:
         return python, f"{products}; {host}"
