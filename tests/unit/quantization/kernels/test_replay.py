@@ -6,8 +6,10 @@ CUDA's driver is a library of C functions, so that launches compute on the host.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import re
+import shutil
 import subprocess
 import weakref
 from collections.abc import Callable
@@ -584,6 +586,59 @@ def test_a_missing_or_failing_compiler_is_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match="no C\\+\\+ compiler"):
         replay_build.compiled_extension()
     assert not list(tmp_path.glob("*.so"))
+
+
+def test_a_library_in_a_cache_that_others_lock_or_that_cannot_be_written_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = replay_build._library(replay_build._command())
+    replay_build.compiled_extension()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shutil.copy(made, tmp_path)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: pytest.fail("it waits for others"))
+    assert hasattr(replay_build.compiled_extension(), "Table")
+    assert [each.name for each in tmp_path.iterdir()] == [made.name]
+
+
+def test_a_lock_that_is_never_released_is_waited_for_with_an_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(replay_build, "_PATIENCE", 0.2)
+    with open(tmp_path / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with replay_build._locked(tmp_path / "lock"):
+            entered = True
+    assert entered
+
+
+def test_a_file_system_without_locks_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with replay_build._locked(tmp_path / "lock"):
+        entered = True
+    assert entered
+
+
+def test_a_library_that_another_node_made_meanwhile_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its processes have mapped it."""
+    library, compiler = tmp_path / "found.so", tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho theirs > {library}\nfor last; do :; done\necho ours > $last\n")
+    compiler.chmod(0o755)
+    replay_build._compile([str(compiler)], library)
+    assert library.read_text() == "theirs\n"
+
+
+def test_a_compiler_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(replay_build, "_PATIENCE", 0.2)
+    with pytest.raises(subprocess.TimeoutExpired):
+        replay_build._compile([str(compiler)], tmp_path / "found.so")
 
 
 def test_a_machine_without_a_driver_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
