@@ -74,7 +74,8 @@ struct View {  // the tensor of a slot, or another tensor on its memory
     auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(base.storage()), base.key_set(), dtype);
     int64_t offset = base.storage_offset() * static_cast<int64_t>(base.itemsize()) + bytes;
     made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset / static_cast<int64_t>(dtype.itemsize()));
-    made.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+    if (!made.is_inference() && !base.is_inference())  // autograd sees writes through either
+      made.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
     return made;
   }
 };

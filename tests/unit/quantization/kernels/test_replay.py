@@ -475,6 +475,19 @@ def test_autocast_and_inference_mode_are_recorded_apart(extension: Any) -> None:
     assert (replayed.replays, replayed.kept) == (6, 3)
 
 
+def test_views_of_tensors_from_outside_inference_mode_are_made_inside(extension: Any) -> None:
+    replayed = Replayed(extension, lambda _, x: (x.t(), x.t() + 1), patience=0)
+    for made_inside in (False, True):
+        for used_inside in (True, False):
+            for seed in range(3):
+                with torch.inference_mode(made_inside):
+                    x = same_key(4, 4, seed=seed)
+                with torch.inference_mode(used_inside):
+                    view, result = replayed.call((), x)
+                    assert torch.equal(view + 1, result)
+                    assert torch.equal(result, x.t() + 1)
+
+
 def test_a_mode_of_torch_sees_every_function(extension: Any) -> None:
     replayed = Replayed(extension, lambda _, x: x + 1, patience=0)
     x = same_key(4, seed=0)
