@@ -62,9 +62,9 @@ def check_backends() -> Iterator[Check]:
 
 def _host_path() -> Iterator[Check]:
     """Check whether C++ launches the Hopper backend's kernels."""
-    import torch
+    from snip_megatron.gemm.selection import why_not_hopper
 
-    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    if why_not_hopper() is not None:
         return
     from snip_megatron.gemm.replayed import TYPES
     from snip_megatron.quantization.kernels.replay_build import replay_extension

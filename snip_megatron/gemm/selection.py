@@ -84,7 +84,7 @@ def _select(
         return Selection(_emulated(), f"as asked; exact numerics on the bf16 tensor cores of {_device()}")
     if name == "blackwell" or (name == "auto" and is_blackwell()):
         return _select_blackwell(name, formats, tensor_parallel)
-    missing = _why_not_hopper()
+    missing = why_not_hopper()
     if missing is None:
         fault = None if formats is None or NATIVE.issuperset(formats) else _fault(set(formats) - NATIVE)
         backend, products = _hopper(library, emulates=fault is None, replays=replays)
@@ -164,7 +164,8 @@ def _emulated() -> GemmBackend:
     return EmulatedBackend(quantize_exact, ExactProducts(cublaslt(), multiply))
 
 
-def _why_not_hopper() -> str | None:
+def why_not_hopper() -> str | None:
+    """Return why the Hopper backend cannot run on this machine, or None if it can."""
     if not torch.cuda.is_available():
         return "needs a Hopper GPU (sm_90) and there is no CUDA device here"
     capability = torch.cuda.get_device_capability()

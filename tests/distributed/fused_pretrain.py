@@ -46,7 +46,7 @@ def install() -> None:
     functions = {name: noted(getattr(swiglu, name)) for name in ("quantize_swiglu", "quantize_swiglu_gradient")}
     activations = SimpleNamespace(fits=swiglu.fits, **functions)
     backend = hopper.HopperBackend(packed, ScaledProducts(scaled_mm), activations=activations)
-    selection._why_not_hopper = lambda: None
+    selection.why_not_hopper = lambda: None
     selection._hopper = lambda library, **_: (backend, "emulated products")
     stock = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)
     fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = stock.forward, stock.backward

@@ -83,7 +83,7 @@ def install() -> None:
     fused_mlp.difference = lambda *_: None  # takes half a minute in plain torch
     products = ScaledProducts(scaled_mm)
     backend = hopper.HopperBackend(SimpleNamespace(**quantisers), products, activations=SimpleNamespace(**activations))
-    selection._why_not_hopper = lambda: None
+    selection.why_not_hopper = lambda: None
     selection._hopper = lambda library, **_: (backend, "emulated products")
     names = ("tensor_sums", "weight_sums", "output_sums")
     summed = SimpleNamespace(**{n: both(getattr(kernel_sums, n), getattr(errors, n)) for n in names})

@@ -11,7 +11,10 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -71,6 +74,8 @@ struct View {  // the tensor of a slot, or another tensor on its memory
     auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(base.storage()), base.key_set(), dtype);
     int64_t offset = base.storage_offset() * static_cast<int64_t>(base.itemsize()) + bytes;
     made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset / static_cast<int64_t>(dtype.itemsize()));
+    if (!made.is_inference() && !base.is_inference())  // autograd sees writes through either
+      made.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
     return made;
   }
 };
@@ -124,6 +129,7 @@ uint64_t splitmix64(uint64_t value) {
 struct Run {  // one replay
   Tensors slots;
   std::vector<uint64_t> seeds;
+  c10::Device device = c10::kCPU;
   void* stream = nullptr;
 };
 
@@ -139,7 +145,8 @@ struct Allocation : Step {
   std::vector<int64_t> sizes, strides;
   at::TensorOptions options;
   void run(Run& run) override {
-    run.slots[slot] = zero ? at::zeros(sizes, options) : at::empty_strided(sizes, strides, options);
+    run.slots[slot] = at::empty_strided(sizes, strides, options);
+    if (zero) run.slots[slot].zero_();
   }
 };
 
@@ -168,7 +175,7 @@ struct Launch : Step {
     };
     int status = once();
     if (status == kInvalidContext) {  // this thread has not used the device: torch makes its context current
-      at::zeros({1}, run.slots[0].options().dtype(at::kByte));
+      at::zeros({1}, at::TensorOptions(run.device).dtype(at::kByte));
       status = once();
     }
     TORCH_CHECK(status == 0, "a kernel cannot be launched: error ", status, " of CUDA");
@@ -230,8 +237,8 @@ struct Recipe {
 py::handle view_class, object_class;  // replay.View and replay.Object
 
 Address read_address(py::handle pair) {
-  auto [slot, offset] = pair.cast<std::pair<int, uint64_t>>();
-  return {slot, static_cast<int64_t>(offset)};
+  auto [slot, offset] = pair.cast<std::pair<int, int64_t>>();
+  return {slot, offset};
 }
 
 Node read_node(py::handle value) {
@@ -308,6 +315,17 @@ std::unique_ptr<Step> read_step(py::handle given) {
   return step;
 }
 
+std::shared_ptr<Recipe> read_recipe(const py::object& recording) {
+  auto recipe = std::make_shared<Recipe>();
+  recipe->slots = recording.attr("slots").cast<size_t>();
+  for (py::handle given : recording.attr("steps")) {
+    recipe->steps.push_back(read_step(given.attr("step")));
+    recipe->steps.back()->last_uses = given.attr("last_uses").cast<std::vector<int>>();
+  }
+  recipe->result = read_node(recording.attr("result"));
+  return recipe;
+}
+
 // -- lookup -----------------------------------------------------------------------------------------------------------
 using Key = std::vector<int64_t>;
 
@@ -331,6 +349,7 @@ bool describe(PyObject* value, Key& key, Tensors& tensors, std::vector<PyObject*
   if (THPVariable_CheckExact(value)) {
     const at::Tensor& t = THPVariable_Unpack(value);
     if (t.layout() != at::kStrided || !t.has_storage()) return false;
+    if (t.requires_grad() && c10::GradMode::is_enabled()) return false;  // a replay has no backward
     uint64_t address = reinterpret_cast<uint64_t>(t.const_data_ptr()) | kMaximumAlignment;
     key.insert(key.end(), {kTensorTag, t.dim(), static_cast<int64_t>(t.scalar_type()),
                            static_cast<int64_t>(t.device().type()) << 8 | static_cast<uint8_t>(t.device().index()),
@@ -369,6 +388,13 @@ bool describe(PyObject* value, Key& key, Tensors& tensors, std::vector<PyObject*
   return true;
 }
 
+// Appends the state of torch on which it depends what its functions do, as autocast and inference mode.
+void describe_state(Key& key) {
+  auto state = c10::impl::tls_local_dispatch_key_set();
+  key.push_back(static_cast<int64_t>(state.included_.raw_repr()));
+  key.push_back(static_cast<int64_t>(state.excluded_.raw_repr()));
+}
+
 struct Entry {
   std::shared_ptr<Recipe> recipe;
   int calls = 0;     // in Python, until there is a recipe
@@ -382,10 +408,14 @@ struct Table {
   std::unordered_map<Key, Entry, Hash> entries;
   size_t replays = 0;
 
-  // Returns what is known of a call in Python; null if that is too much already.
+  // Returns what is known of a call in Python; null if there are too many recordings already. Forgets calls that did not
+  // come again before there are too many of those.
   Entry* entry(const Key& key, const std::vector<PyObject*>& constants) {
     auto found = entries.find(key);
     if (found != entries.end()) return &found->second;
+    if (entries.size() >= kKept)
+      for (auto each = entries.begin(); each != entries.end();)
+        each = each->second.recipe ? std::next(each) : entries.erase(each);
     if (entries.size() >= kKept) return nullptr;
     Entry& made = entries[key];
     for (PyObject* c : constants) made.constants.push_back(py::reinterpret_borrow<py::object>(c));
@@ -397,29 +427,23 @@ struct Table {
     Key key;
     Tensors tensors;
     std::vector<PyObject*> constants;
+    describe_state(key);
     if (!describe(arguments.ptr(), key, tensors, constants)) return;
+    auto recipe = recording.is_none() ? nullptr : read_recipe(recording);  // another thread may run meanwhile
     Entry* known = entry(key, constants);
     if (!known) return;
-    Entry& entry = *known;
-    entry.attempts++;
-    if (recording.is_none()) return;
-    auto recipe = std::make_shared<Recipe>();
-    recipe->slots = recording.attr("slots").cast<size_t>();
-    for (py::handle given : recording.attr("steps")) {
-      recipe->steps.push_back(read_step(given.attr("step")));
-      recipe->steps.back()->last_uses = given.attr("last_uses").cast<std::vector<int>>();
-    }
-    recipe->result = read_node(recording.attr("result"));
-    entry.recipe = std::move(recipe);
+    known->attempts++;
+    if (recipe) known->recipe = std::move(recipe);
   }
 };
 
-// Returns whether nothing else wants to see the launches: no listing, no function in Triton's hooks.
+// Returns whether nothing else wants to see what runs: no listing, no function in Triton's hooks, and no mode of torch
+// that sees its functions, as a recording of a caller has.
 bool is_idle(const Table& table) {
   static PyObject* names[] = {PyUnicode_InternFromString("launch_enter_hook"),
                               PyUnicode_InternFromString("launch_exit_hook")};
   static PyObject* calls = PyUnicode_InternFromString("calls");
-  if (PyList_GET_SIZE(table.listings.ptr()) != 0) return false;
+  if (PyList_GET_SIZE(table.listings.ptr()) != 0 || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
   for (PyObject* name : names) {
     if (hooks.is_none()) break;
     auto hook = py::reinterpret_steal<py::object>(PyObject_GetAttr(hooks.ptr(), name));
@@ -441,6 +465,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   key.reserve(128);
   Run run;
   std::vector<PyObject*> constants;
+  describe_state(key);
   key.insert(key.end(), {kTupleTag, count - 1});
   bool known = count > 0 && PyTuple_CheckExact(given[0]);
   for (Py_ssize_t i = 1; known && i < count; i++) known = describe(given[i], key, run.slots, constants);
@@ -456,13 +481,13 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     run.seeds.push_back(PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(given[0], i)));
     if (PyErr_Occurred()) return nullptr;
   }
-  c10::Device device = run.slots[0].device();
-  if (device.is_cuda()) run.stream = at_address<void>(current_stream(device.index()).cast<uint64_t>());
+  run.device = run.slots[0].device();
+  if (run.device.is_cuda()) run.stream = at_address<void>(current_stream(run.device.index()).cast<uint64_t>());
   run.slots.resize(recipe->slots);
   table.replays++;
   {
     py::gil_scoped_release unlocked;
-    c10::DeviceGuard guard(device);
+    c10::DeviceGuard guard(run.device);
     at::AutoDispatchBelowADInplaceOrView raw;
     for (auto& step : recipe->steps) {
       step->run(run);

@@ -193,7 +193,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::")
         if not isinstance(found, (list, tuple)) or not all(isinstance(t, Tensor) for t in found):
             self.refuse(f"{name} returns no tensor")
-        elif name in _ALLOCATING or (name in _ZEROING and found[0].is_contiguous()):
+        elif name in (*_ALLOCATING, *_ZEROING):
             self._steps.append(Allocation(self._new_slot(found[0]), found[0], name in _ZEROING))
         elif func._schema.is_mutable or not all(_storage(t) in self._slots for t in found):
             if list(tensors_of(kwargs.values())):
@@ -215,13 +215,16 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(slots) != 1:
             self.refuse("it uses memory that is not its own, or of which argument is unknown")
             return NOWHERE
-        return slots[0], tensor.data_ptr() - self._kept[slots[0]].data_ptr()
+        offset = _start(tensor) - _start(self._kept[slots[0]])
+        if offset < 0:
+            self.refuse("it uses memory before an argument")
+        return slots[0], offset
 
     def placed(self, value: Any) -> Any:
         """Return a value with a :class:`View` for each tensor, and with objects taken apart."""
         if isinstance(value, Tensor):
             slot, offset = self.address(value)
-            return View(slot, offset, slot >= 0 and _alike(value, self._kept[slot]), value)
+            return View(slot, offset, slot >= 0 and value is self._kept[slot], value)
         if isinstance(value, (tuple, list)):
             return tuple(self.placed(each) for each in value)
         if is_dataclass(value) and not isinstance(value, type):
@@ -240,6 +243,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors: the first arguments.
             values: the other arguments: numbers, then constants.
         """
+        if 0 in grid:  # Triton launches nothing, and CUDA refuses such a launch
+            return
         known = _launchable(compiled)
         types = list(compiled.src.signature.values())[len(tensors) :] if known else []
         numbers = [value for value, kind in zip(values, types, strict=False) if kind != "constexpr"]
@@ -341,8 +346,9 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
+def _start(tensor: Tensor) -> int:
+    """Return where a tensor starts in its storage, in bytes. The address of an empty tensor is 0 wherever it starts."""
+    return int(tensor.storage_offset()) * tensor.itemsize
 
 
 # -- replay -----------------------------------------------------------------------------------------------------------

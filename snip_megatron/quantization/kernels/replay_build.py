@@ -6,6 +6,7 @@ functions of libraries are called by their addresses.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from snip_megatron.quantization.kernels.replay import Object, View
 _SOURCE = Path(__file__).with_name("replay.cpp")
 _NAME = "snip_replay"
 _LAUNCH = "cuLaunchKernel"
+_PATIENCE = 120.0  # seconds for the compilation by this process, and likewise by another
 _CONSTANTS = (type(None), bool, str, Format, torch.dtype)
 """Classes of arguments of which equal values are one object."""
 
@@ -83,15 +87,12 @@ def compiled_extension() -> Any:
         ImportError: it cannot be loaded.
     """
     command = _command()
-    identity = "\0".join([_SOURCE.read_text(), torch.__version__, sys.version, platform.platform(), *command])
-    folder = _cache()
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{_NAME}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
-    # The processes of a node wait for the first. The system releases the lock of a process that ends.
-    with open(folder / f"{_NAME}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            _compile(command, library)
+    library = _library(command)
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(library.with_suffix(".lock")):  # the processes of a node wait for the first
+            if not library.exists():
+                _compile(command, library)
     spec = importlib.util.spec_from_file_location(_NAME, library)
     assert spec is not None
     assert spec.loader is not None
@@ -100,17 +101,41 @@ def compiled_extension() -> Any:
     return module
 
 
+def _library(command: list[str]) -> Path:
+    source = _SOURCE.read_text(encoding="utf-8")
+    identity = "\0".join([source, torch.__version__, sys.version, platform.platform(), *command])
+    return _cache() / f"{_NAME}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, or go on without it after ``_PATIENCE``: the node that held it may be gone."""
+    with open(path, "w") as lock:
+        until = time.monotonic() + _PATIENCE
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # this file system has no locks
+                break
+        yield
+
+
 def _compile(command: list[str], library: Path) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         # Commands print JSON to standard output.
         print("snip: compiling the launches of kernels in C++ ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
-        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+        command = [*command, "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=_PATIENCE)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise subprocess.SubprocessError(f"{command[0]}: {errors[0] if errors else done.returncode}")
-        os.replace(made, library)
+        with contextlib.suppress(FileExistsError):  # processes of another node have loaded it: it is not replaced
+            os.link(made, library)
 
 
 def _command() -> list[str]:

@@ -10,6 +10,7 @@ from snip_megatron.doctor.check import Status
 from snip_megatron.gemm import selection
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.selection import Selection
+from snip_megatron.quantization.kernels import replay_build
 
 
 def test_every_backend_is_named_and_the_reference_is_right():
@@ -44,3 +45,14 @@ def test_wrong_numbers_fail(monkeypatch, backend):
     found = [check for check in hardware.check_backends() if check.name == "auto"]
     assert found[0].status is Status.FAIL
     assert "fp8, fp8_tensor, fp4" in found[0].advice
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_the_host_path_is_checked_where_the_hopper_backend_runs(monkeypatch, capability):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(replay_build, "replay_extension", lambda types: (None, "Python launches kernels (no g++)"))
+    found = list(hardware._host_path())
+    assert [check.status for check in found] == ([Status.NOTE] if capability == (9, 0) else [])

@@ -6,8 +6,10 @@ CUDA's driver is a library of C functions, so that launches compute on the host.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import re
+import shutil
 import subprocess
 import weakref
 from collections.abc import Callable
@@ -203,6 +205,46 @@ def test_arguments_may_share_memory_if_it_is_clear_which_is_used(extension: Any)
         assert replayed.replays == repeated
 
 
+def test_empty_views_and_empty_launches_are_repeated(extension: Any, library: Library) -> None:
+    def function(_: Any, x: Tensor) -> Tensor:
+        noted = recording()
+        if noted is not None:
+            noted.launch(library.kernel("scale", ("*fp32",), shared=47), (0, 1), (x[4:],), ())
+        return x.detach()[4:]
+
+    replayed = Replayed(extension, function, patience=0)
+    for seed in range(3):
+        x = same_key(4, seed=seed)
+        found = replayed.call((), x)
+        assert (found.shape, found.storage_offset()) == ((0,), x.storage_offset() + 4)
+    assert replayed.replays == 2
+
+
+def test_zeros_have_the_strides_of_python(extension: Any) -> None:
+    replayed = Replayed(extension, lambda _, x: (torch.zeros_like(x), torch.zeros_like(x.t())), patience=0)
+    for shape, stride in (((1, 4), (1, 1)), ((3, 4), (1, 3))):
+        for _ in range(3):
+            x = same_key(12, seed=0).as_strided(shape, stride)
+            found, expected = replayed.call((), x), (torch.zeros_like(x), torch.zeros_like(x.t()))
+            assert [each.stride() for each in found] == [each.stride() for each in expected]
+            assert not any(each.any() for each in found)
+    assert replayed.replays == 4
+
+
+def test_a_detached_argument_is_no_part_of_the_caller_s_graph(extension: Any) -> None:
+    replayed = Replayed(extension, lambda _, x: (x.detach(), x), patience=0)
+    for seed in range(3):
+        x = same_key(4, seed=seed).requires_grad_()
+        with torch.no_grad():
+            found, same = replayed.call((), x)
+        assert same is x
+        assert not found.requires_grad
+        assert found._version == x._version
+        found.mul_(2)  # autograd would otherwise miss that a saved x has changed
+        assert found._version == x._version
+    assert replayed.replays == 2
+
+
 # -- products ------------------------------------------------------------------------------------------------------
 MATMUL = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 14, ctypes.c_size_t, ctypes.c_void_p)
 SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t)
@@ -328,6 +370,16 @@ def test_a_call_that_does_not_come_again_is_not_recorded(extension: Any) -> None
     assert (replayed.replays, replayed.kept) == (1, 2)
 
 
+def test_calls_that_did_not_come_again_make_room(extension: Any) -> None:
+    replayed = Replayed(extension, lambda _, x, number: x + number)
+    x = same_key(4, seed=0)
+    for number in range(4200):
+        replayed.call((), x, number)
+    for _ in range(3):
+        assert torch.equal(replayed.call((), x, 5000), x + 5000)
+    assert (replayed.replays, replayed.kept) == (1, 1)
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------
 OUTSIDE = torch.ones(4)
 
@@ -337,17 +389,24 @@ OUTSIDE = torch.ones(4)
     [
         lambda x: x * float(x.sum()),
         lambda x: x + OUTSIDE,
+        lambda x: x.as_strided((2,), (1,), x.storage_offset() - 2) + x[:2],
         lambda x: (x, OUTSIDE)[0] if recording() is None else (recording().product(None), x)[1],  # type: ignore[union-attr]
         lambda x: (x, None)[0] if recording() is None else (recording().launch(None, (1, 1), (x,), ()), x)[1],  # type: ignore[union-attr,func-returns-value]
     ],
-    ids=["looks at numbers", "other memory", "library without address", "interpreted kernel"],
+    ids=[
+        "looks at numbers",
+        "other memory",
+        "memory before an argument",
+        "library without address",
+        "interpreted kernel",
+    ],
 )
 def test_what_cannot_be_repeated_runs_in_python_in_every_call(
     extension: Any, function: Callable[[Tensor], Tensor]
 ) -> None:
     replayed = Replayed(extension, lambda _, x: function(x), patience=0)
     for seed in range(6):
-        x = same_key(4, seed=seed)
+        x = same_key(68, seed=seed)[64:]
         assert torch.equal(replayed.call((), x), function(x))
     assert (replayed.replays, replayed.kept) == (0, 0)
 
@@ -393,6 +452,54 @@ def test_large_numbers_and_unknown_objects_are_not_remembered(extension: Any) ->
         replayed.call((), same_key(4, seed=0), other)
         replayed.call((), same_key(4, seed=0), other)
     assert (replayed.replays, replayed.kept) == (0, 0)
+
+
+def test_results_that_autograd_differentiates_come_from_python(extension: Any) -> None:
+    replayed = Replayed(extension, lambda _, x: 2 * x, patience=0)
+    for seed in range(3):
+        x = same_key(4, seed=seed).requires_grad_()
+        replayed.call((), x).sum().backward()
+        assert torch.equal(x.grad, torch.full((4,), 2.0))
+    assert replayed.replays == 0
+
+
+def test_autocast_and_inference_mode_are_recorded_apart(extension: Any) -> None:
+    replayed = Replayed(extension, lambda _, x: x @ x, patience=0)
+    for _ in range(3):
+        x = same_key(4, 4, seed=0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert replayed.call((), x).dtype is torch.bfloat16
+        assert replayed.call((), x).dtype is torch.float32
+        with torch.inference_mode():
+            assert replayed.call((), x).is_inference()
+    assert (replayed.replays, replayed.kept) == (6, 3)
+
+
+def test_views_of_tensors_from_outside_inference_mode_are_made_inside(extension: Any) -> None:
+    replayed = Replayed(extension, lambda _, x: (x.t(), x.t() + 1), patience=0)
+    for made_inside in (False, True):
+        for used_inside in (True, False):
+            for seed in range(3):
+                with torch.inference_mode(made_inside):
+                    x = same_key(4, 4, seed=seed)
+                with torch.inference_mode(used_inside):
+                    view, result = replayed.call((), x)
+                    assert torch.equal(view + 1, result)
+                    assert torch.equal(result, x.t() + 1)
+
+
+def test_a_mode_of_torch_sees_every_function(extension: Any) -> None:
+    replayed = Replayed(extension, lambda _, x: x + 1, patience=0)
+    x = same_key(4, seed=0)
+    for _ in range(2):
+        replayed.call((), x)
+    outer = Recording([x])
+    with outer:
+        found = replayed.call((), x)
+    recorded = outer.finished(found)
+    assert replayed.replays == 1
+    assert recorded is not None
+    assert len(recorded.steps) == 1
 
 
 def test_listings_and_hooks_of_triton_see_every_launch(extension: Any) -> None:
@@ -492,6 +599,59 @@ def test_a_missing_or_failing_compiler_is_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match="no C\\+\\+ compiler"):
         replay_build.compiled_extension()
     assert not list(tmp_path.glob("*.so"))
+
+
+def test_a_library_in_a_cache_that_others_lock_or_that_cannot_be_written_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = replay_build._library(replay_build._command())
+    replay_build.compiled_extension()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shutil.copy(made, tmp_path)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: pytest.fail("it waits for others"))
+    assert hasattr(replay_build.compiled_extension(), "Table")
+    assert [each.name for each in tmp_path.iterdir()] == [made.name]
+
+
+def test_a_lock_that_is_never_released_is_waited_for_with_an_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(replay_build, "_PATIENCE", 0.2)
+    with open(tmp_path / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with replay_build._locked(tmp_path / "lock"):
+            entered = True
+    assert entered
+
+
+def test_a_file_system_without_locks_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with replay_build._locked(tmp_path / "lock"):
+        entered = True
+    assert entered
+
+
+def test_a_library_that_another_node_made_meanwhile_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its processes have mapped it."""
+    library, compiler = tmp_path / "found.so", tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho theirs > {library}\nfor last; do :; done\necho ours > $last\n")
+    compiler.chmod(0o755)
+    replay_build._compile([str(compiler)], library)
+    assert library.read_text() == "theirs\n"
+
+
+def test_a_compiler_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(replay_build, "_PATIENCE", 0.2)
+    with pytest.raises(subprocess.TimeoutExpired):
+        replay_build._compile([str(compiler)], tmp_path / "found.so")
 
 
 def test_a_machine_without_a_driver_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
