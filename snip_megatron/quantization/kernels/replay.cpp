@@ -388,7 +388,7 @@ bool describe(PyObject* value, Key& key, Tensors& tensors, std::vector<PyObject*
   return true;
 }
 
-// Appends the state of torch on which it depends what its functions do, as autocast and inference mode.
+// Appends the state of torch on which it depends what its functions do, as inference mode.
 void describe_state(Key& key) {
   auto state = c10::impl::tls_local_dispatch_key_set();
   key.push_back(static_cast<int64_t>(state.included_.raw_repr()));
@@ -438,12 +438,13 @@ struct Table {
 };
 
 // Returns whether nothing else wants to see what runs: no listing, no function in Triton's hooks, and no mode of torch
-// that sees its functions, as a recording of a caller has.
+// that sees its functions, as a recording of a caller has. Autocast is one too: its dtype may change from call to call.
 bool is_idle(const Table& table) {
   static PyObject* names[] = {PyUnicode_InternFromString("launch_enter_hook"),
                               PyUnicode_InternFromString("launch_exit_hook")};
   static PyObject* calls = PyUnicode_InternFromString("calls");
   if (PyList_GET_SIZE(table.listings.ptr()) != 0 || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
+  if (!c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset)) return false;
   for (PyObject* name : names) {
     if (hooks.is_none()) break;
     auto hook = py::reinterpret_steal<py::object>(PyObject_GetAttr(hooks.ptr(), name));
