@@ -11,19 +11,17 @@ in the 20 microbatches. ``replays`` counts the calls that C++ replayed.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import header, refuse_without_cuda, write
+from common import header, host_milliseconds, refuse_without_cuda, write
 from contenders import Contender, Problem, Snip, bf16_contenders, transformer_engine_contenders
 
-from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.replayed import ReplayedHopperBackend
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
@@ -37,14 +35,12 @@ def contenders(problem: Problem, library: str) -> tuple[dict[str, Contender], Re
     """Return the contenders by name, and the backend that replays; None if the extension is not built."""
     found: dict[str, Contender] = {}
     backend = select_backend("hopper", library=library).backend
-    assert isinstance(backend, HopperBackend)
-    python = HopperBackend(backend._quantizers, backend._products, backend._others, backend._activations)
+    replayed = backend if isinstance(backend, ReplayedHopperBackend) else None
     for fmt in FORMATS:
-        found[f"snip {fmt.value} Python"] = Snip(problem, python, (fmt, fmt, fmt))
-        if isinstance(backend, ReplayedHopperBackend):
-            found[f"snip {fmt.value} C++"] = Snip(problem, backend, (fmt, fmt, fmt))
-    found |= bf16_contenders(problem) | transformer_engine_contenders(problem)
-    return found, backend if isinstance(backend, ReplayedHopperBackend) else None
+        found[f"snip {fmt.value} Python"] = Snip(problem, backend if replayed is None else replayed.python, (fmt,) * 3)
+        if replayed is not None:
+            found[f"snip {fmt.value} C++"] = Snip(problem, replayed, (fmt,) * 3)
+    return found | bf16_contenders(problem) | transformer_engine_contenders(problem), replayed
 
 
 def step(contender: Any) -> None:
@@ -54,16 +50,6 @@ def step(contender: Any) -> None:
         contender.handle.weights.clear()
     for index in range(MICROBATCHES):
         contender.microbatch(index)
-
-
-def microseconds(call: Callable[[], object]) -> float:
-    """Return how long a call occupies this thread, per microbatch. The launch queue has room for all of it."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    taken = time.perf_counter() - started
-    torch.cuda.synchronize()
-    return taken * 1e6 / MICROBATCHES
 
 
 def working(found: dict[str, Contender], failed: dict[str, str]) -> dict[str, Contender]:
@@ -87,7 +73,7 @@ def measure(found: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
     for _ in range(rounds):
         shuffler.shuffle(order)
         for name, contender in order:
-            times[name].append(microseconds(lambda contender=contender: step(contender)))  # type: ignore[misc]
+            times[name].append(1e3 * host_milliseconds(functools.partial(step, contender), 1) / MICROBATCHES)
     return times
 
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shlex
 import statistics
 import sys
@@ -140,9 +139,7 @@ class Job:
         if self._arguments.kernels:
             variables[job_kernels.STEP] = str(self._arguments.steps - 1)
         if self._arguments.fused_accumulation:
-            variables["PYTHONPATH"] = os.pathsep.join(
-                filter(None, (str(STAND_INS), str(ROOT), os.environ.get("PYTHONPATH")))
-            )
+            variables["PYTHONPATH"] = str(STAND_INS)
         return variables
 
     # -- training ----------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Training:
         ranks: number of ranks. Each uses the GPU with its number.
         arguments: arguments of the training entry.
         folder: working directory and folder of the output. It is created if it does not exist.
-        variables: environment variables in addition to those of this process.
+        variables: environment variables in addition to those of this process. Its ``PYTHONPATH`` comes first.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Training:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        common = {**os.environ, "PYTHONPATH": path, "LOCAL_WORLD_SIZE": str(ranks), **rendezvous}
-        common |= variables or {}
+        common = {**os.environ, "LOCAL_WORLD_SIZE": str(ranks), **rendezvous, **(variables or {})}
+        paths = (str(ROOT), (variables or {}).get("PYTHONPATH"), os.environ.get("PYTHONPATH"))
+        common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, "-u", "-m", "benchmarks.job_process", str(folder), *arguments]
         self._ranks = [
             self._start(command, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, rank) for rank in range(ranks)

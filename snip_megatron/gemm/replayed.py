@@ -6,6 +6,7 @@ shapes and formats, and every call that cannot be replayed (:mod:`snip_megatron.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from snip_megatron.quantization.packed import Operand
 from snip_megatron.quantization.rounding import Key
 
 Seeds = tuple[Any, ...]
+Random = tuple[Key | str | None, Key | str | None, Any, bool]
 TYPES = (Operand, ExactOperand, Plain)
 """The operands that this backend passes between its methods."""
 _SMALL = 256  # rows, columns and reduction of the GEMMs that are compared before the first use
@@ -34,15 +36,34 @@ class ReplayedHopperBackend(HopperBackend):
 
     Args:
         extension: of :func:`snip_megatron.quantization.kernels.replay_build.compiled_extension`.
-        arguments, named: those of the base class.
+        python: runs the calls that are not replayed.
+
+    Attributes:
+        python: the argument.
+        replayed: the calls, by what they compute.
     """
 
-    def __init__(self, extension: Any, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.replayed = {
-            name: Replayed(extension, getattr(self, f"_{name}_in_python"))
-            for name in ("input", "weight", "gradient", "swiglu", "swiglu_gradient", "fprop", "dgrad", "wgrad")
+    def __init__(self, extension: Any, python: HopperBackend) -> None:
+        super().__init__(python._quantizers, python._products, python._others, python._activations)
+        self.python = python
+
+        def gradient(seeds: Seeds, g: Tensor, dgrad: Any, wgrad: Any, random: Random, row: int, amax: Any) -> Sides:
+            return python.quantize_gradient(g, dgrad, wgrad, _joined(seeds, random, row), amax=amax)
+
+        def swiglu_gradient(seeds: Seeds, d: Tensor, y: Tensor, dgrad: Any, wgrad: Any, random: Random) -> Sides:
+            return python.quantize_swiglu_gradient(d, y, dgrad, wgrad, _joined(seeds, random, 0))
+
+        functions: dict[str, Callable[..., Any]] = {
+            "input": lambda _, x, fprop, wgrad, amax: python.quantize_input(x, fprop, wgrad, amax=amax),
+            "weight": lambda _, w, fprop, dgrad, amax: python.quantize_weight(w, fprop, dgrad, amax=amax),
+            "gradient": gradient,
+            "swiglu": lambda _, y, fprop, wgrad: python.quantize_swiglu(y, fprop, wgrad),
+            "swiglu_gradient": swiglu_gradient,
+            "fprop": lambda _, x, w, dtype: python.fprop(x, w, dtype=dtype),
+            "dgrad": lambda _, g, w, dtype: python.dgrad(g, w, dtype=dtype),
+            "wgrad": lambda _, g, x, out: python.wgrad(g, x, out=out),
         }
+        self.replayed = {name: Replayed(extension, function) for name, function in functions.items()}
         calls = {name: replayed.call for name, replayed in self.replayed.items()}
         self._input, self._weight, self._gradient = calls["input"], calls["weight"], calls["gradient"]
         self._swiglu, self._swiglu_gradient = calls["swiglu"], calls["swiglu_gradient"]
@@ -60,13 +81,8 @@ class ReplayedHopperBackend(HopperBackend):
     ) -> Sides:
         """See the base class. Signs of Hadamard transforms differ from step to step, so that Python transforms."""
         if rotation is not None:
-            return super().quantize_input(x, fprop, wgrad, amax=amax, rotation=rotation)
+            return self.python.quantize_input(x, fprop, wgrad, amax=amax, rotation=rotation)
         return self._input((), x, fprop, wgrad, amax)  # type: ignore[no-any-return]
-
-    def _input_in_python(
-        self, _: Seeds, x: Tensor, fprop: Format | None, wgrad: Format | None, amax: Tensor | None
-    ) -> Sides:
-        return super().quantize_input(x, fprop, wgrad, amax=amax)
 
     def quantize_weight(
         self,
@@ -80,13 +96,8 @@ class ReplayedHopperBackend(HopperBackend):
     ) -> Sides:
         """See the base class."""
         if rotation is not None or held is not None:
-            return super().quantize_weight(w, fprop, dgrad, amax=amax, rotation=rotation, held=held)
+            return self.python.quantize_weight(w, fprop, dgrad, amax=amax, rotation=rotation, held=held)
         return self._weight((), w, fprop, dgrad, amax)  # type: ignore[no-any-return]
-
-    def _weight_in_python(
-        self, _: Seeds, w: Tensor, fprop: Format | None, dgrad: Format | None, amax: Tensor | None
-    ) -> Sides:
-        return super().quantize_weight(w, fprop, dgrad, amax=amax)
 
     def quantize_gradient(
         self,
@@ -100,75 +111,33 @@ class ReplayedHopperBackend(HopperBackend):
     ) -> Sides:
         """See the base class."""
         if rotation is not None:
-            return super().quantize_gradient(g, dgrad, wgrad, keys, amax=amax, rotation=rotation)
+            return self.python.quantize_gradient(g, dgrad, wgrad, keys, amax=amax, rotation=rotation)
         seeds, random = _split(keys)
-        return self._gradient(seeds, g, dgrad, wgrad, *random, keys.first_row, amax)  # type: ignore[no-any-return]
-
-    def _gradient_in_python(
-        self,
-        seeds: Seeds,
-        g: Tensor,
-        dgrad: Format | None,
-        wgrad: Format | None,
-        first: Any,
-        second: Any,
-        cols: Any,
-        paired: bool,
-        first_row: int,
-        amax: Tensor | None,
-    ) -> Sides:
-        keys = _joined(seeds, first, second, cols, first_row)
-        return super().quantize_gradient(g, dgrad, wgrad, keys, amax=amax)
+        return self._gradient(seeds, g, dgrad, wgrad, random, keys.first_row, amax)  # type: ignore[no-any-return]
 
     def quantize_swiglu(self, y: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
         """See the base class."""
         return self._swiglu((), y, fprop, wgrad)  # type: ignore[no-any-return]
-
-    def _swiglu_in_python(self, _: Seeds, y: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
-        return super().quantize_swiglu(y, fprop, wgrad)
 
     def quantize_swiglu_gradient(
         self, d: Tensor, y: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys
     ) -> Sides:
         """See the base class."""
         seeds, random = _split(keys)
-        return self._swiglu_gradient(seeds, d, y, dgrad, wgrad, *random)  # type: ignore[no-any-return]
-
-    def _swiglu_gradient_in_python(
-        self,
-        seeds: Seeds,
-        d: Tensor,
-        y: Tensor,
-        dgrad: Format | None,
-        wgrad: Format | None,
-        first: Any,
-        second: Any,
-        cols: Any,
-        paired: bool,
-    ) -> Sides:
-        return super().quantize_swiglu_gradient(d, y, dgrad, wgrad, _joined(seeds, first, second, cols, 0))
+        return self._swiglu_gradient(seeds, d, y, dgrad, wgrad, random)  # type: ignore[no-any-return]
 
     # -- products ------------------------------------------------------------------------------------------------
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """See the base class."""
         return self._fprop((), x, w, dtype)  # type: ignore[no-any-return]
 
-    def _fprop_in_python(self, _: Seeds, x: Side, w: Side, dtype: torch.dtype) -> Tensor:
-        return super().fprop(x, w, dtype=dtype)
-
     def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
         """See the base class."""
         return self._dgrad((), g, w, dtype)  # type: ignore[no-any-return]
 
-    def _dgrad_in_python(self, _: Seeds, g: Side, w: Side, dtype: torch.dtype) -> Tensor:
-        return super().dgrad(g, w, dtype=dtype)
-
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
         """See the base class."""
         return self._wgrad((), g, x, out)  # type: ignore[no-any-return]
-
-    def _wgrad_in_python(self, _: Seeds, g: Side, x: Side, out: Tensor | None) -> Tensor:
-        return super().wgrad(g, x, out=out)
 
 
 def difference(replayed: HopperBackend, python: HopperBackend, device: torch.device) -> str | None:
@@ -196,7 +165,7 @@ def _gemms(backend: HopperBackend, x: Tensor, w: Tensor, g: Tensor, keys: Gradie
     return [y, d, backend.wgrad(g_col, x_col, out=out)]
 
 
-def _split(keys: GradientKeys) -> tuple[tuple[int, ...], tuple[Key | str | None, Key | str | None, Any, bool]]:
+def _split(keys: GradientKeys) -> tuple[tuple[int, ...], Random]:
     """Return the keys that are numbers, and the other arguments of stochastic rounding.
 
     Those are the keys with the numbers replaced, the columns, and whether they are pairs, on which the kernel depends.
@@ -209,7 +178,9 @@ def _split(keys: GradientKeys) -> tuple[tuple[int, ...], tuple[Key | str | None,
     return seeds, (first, second, keys.cols, are_pairs(keys.cols, 0))
 
 
-def _joined(seeds: Seeds, first: Any, second: Any, cols: Any, first_row: int) -> GradientKeys:
+def _joined(seeds: Seeds, random: Random, first_row: int) -> GradientKeys:
+    """Return the keys that :func:`_split` took apart."""
+    *keys, cols, _ = random
     remaining = iter(seeds)
-    dgrad, wgrad = (next(remaining) if isinstance(key, str) else key for key in (first, second))
+    dgrad, wgrad = (next(remaining) if isinstance(key, str) else key for key in keys)
     return GradientKeys(dgrad, wgrad, cols, first_row)

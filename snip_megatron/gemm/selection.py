@@ -206,7 +206,7 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     extension, host = replay_extension(TYPES)
     if extension is None:
         return python, f"{products}; {host}"
-    backend = ReplayedHopperBackend(extension, triton_quantize, scaled, others, triton_swiglu)
+    backend = ReplayedHopperBackend(extension, python)
     fault = difference(backend, python, torch.device("cuda", torch.cuda.current_device()))
     if fault is not None:
         return python, f"{products}; Python launches kernels ({fault})"

@@ -7,18 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu_linear import Formats, Linear
 from torch import Tensor
 
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.operands import GradientKeys
 from snip_megatron.gemm.replayed import ReplayedHopperBackend
 from snip_megatron.gemm.selection import select_backend
-from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
-from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.precision import Format, LinearId
+from snip_megatron.precision import Format
 
 BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
-Formats = tuple[Format, Format, Format]
 FORMATS: list[Formats] = [
     (FP8,) * 3, (FP4,) * 3, (TENSOR,) * 3, (NVFP4,) * 3, (Format.MXFP8,) * 3,
     (FP8, FP4, BF16), (BF16, TENSOR, FP4), (TENSOR, FP8, FP4), (FP4, BF16, FP8),
@@ -44,28 +42,7 @@ def replayed() -> ReplayedHopperBackend:
 
 @pytest.fixture(scope="module")
 def python(replayed: ReplayedHopperBackend) -> HopperBackend:
-    b = replayed
-    return HopperBackend(b._quantizers, b._products, b._others, b._activations)
-
-
-class Linear(torch.nn.Module):
-    def __init__(self, backend: HopperBackend, n: int, k: int, formats: Formats, device: str = "cuda") -> None:
-        super().__init__()
-        generator = torch.Generator(device=device).manual_seed(n + k)
-        self.weight = torch.nn.Parameter(torch.randn(n, k, device=device, generator=generator).bfloat16())
-        self.weight.main_grad = torch.zeros(n, k, device=device)
-        self.weight.grad_added_to_main_grad = False
-        self.handle = LinearHandle(
-            id=LinearId(3, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
-            out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend, seed=11),
-            module=self, formats=formats,
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        backend = self.handle.context.backend
-        call = LinearCall(self.handle, backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
-        y: Tensor = QuantizedLinear.apply(x, self.weight, None, call)
-        return y
+    return replayed.python
 
 
 def operands(t: int, n: int, k: int, seed: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
@@ -77,7 +54,7 @@ def operands(t: int, n: int, k: int, seed: int, device: str = "cuda") -> tuple[T
 def step(backend: HopperBackend, shape: tuple[int, int, int], formats: Formats, device: str = "cuda") -> list[Tensor]:
     """Y and ∂L/∂X of each microbatch, then main_grad. The weight is quantised in the first one."""
     t, n, k = shape
-    linear, found = Linear(backend, n, k, formats, device), []
+    linear, found = Linear(backend, n, k, formats, device=device), []
     for microbatch in range(MICROBATCHES):
         x, g = operands(t, n, k, microbatch, device)
         y = linear(x)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu_linear import Formats, Linear
 from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
@@ -14,12 +15,9 @@ from snip_megatron.gemm.cublaslt import cublaslt
 from snip_megatron.gemm.operands import GradientKeys
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.selection import select_backend
-from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
-from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.precision import Format, LinearId
+from snip_megatron.precision import Format
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
-Formats = tuple[Format, Format, Format]
 SHAPES = [(4096, 4096, 4096), (1000, 1040, 4224), (8192, 512, 1024), (132, 144, 208), (130, 136, 200), (4, 128, 128)]
 # Signal to noise in dB for independent normal operands: at least; 1.0 to 1.5 below what the reference gives.
 FLOOR = {FP8: 27.5, TENSOR: 27.0, FP4: 13.0, BF16: 50.0}
@@ -39,31 +37,6 @@ def _hopper() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def backend() -> GemmBackend:
     return select_backend("auto").backend
-
-
-class Linear(torch.nn.Module):
-    """A weight with DDP's attributes and its handle."""
-
-    def __init__(
-        self, backend: GemmBackend, n: int, k: int, formats: Formats, *, main_grad: Tensor | None = None
-    ) -> None:
-        super().__init__()
-        generator = torch.Generator(device="cuda").manual_seed(n + k)
-        weight = torch.randn(n, k, device="cuda", generator=generator).mul_(k**-0.5).bfloat16()
-        self.weight = torch.nn.Parameter(weight)
-        self.weight.main_grad = torch.zeros(n, k, device="cuda") if main_grad is None else main_grad
-        self.weight.grad_added_to_main_grad = False
-        self.handle = LinearHandle(
-            id=LinearId(3, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
-            out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend, seed=11),
-            module=self, formats=formats,
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        backend = self.handle.context.backend
-        call = LinearCall(self.handle, backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
-        y: Tensor = QuantizedLinear.apply(x, self.weight, None, call)
-        return y
 
 
 def operands(m: int, n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:

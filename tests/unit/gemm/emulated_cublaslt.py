@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from snip_megatron.gemm import cublaslt
@@ -112,3 +115,14 @@ def _view(pointer: Any, fields: dict[str, Any]) -> torch.Tensor:
 
 def _floats(address: int, count: int) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))).double()
+
+
+def emulated_cublaslt(
+    monkeypatch: pytest.MonkeyPatch, library: Callable[[], EmulatedLibrary] = EmulatedLibrary
+) -> cublaslt.CublasLt:
+    """Return the binding on an emulated library, for tensors of the host."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library())
+    return cublaslt.CublasLt()

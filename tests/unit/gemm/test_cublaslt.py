@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import re
 import sysconfig
@@ -17,7 +16,7 @@ from snip_megatron.gemm.cublaslt import CublasLt, CublasLtError
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.packed import Operand
 
-from .emulated_cublaslt import EmulatedLibrary
+from .emulated_cublaslt import emulated_cublaslt
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +95,7 @@ def test_no_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- layouts, on an emulated library -------------------------------------------------------------------------------
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: EmulatedLibrary())
-    return CublasLt()
+    return emulated_cublaslt(monkeypatch)
 
 
 def operand(rows: int, depth: int, scaling: str, seed: int) -> Operand:

@@ -6,7 +6,6 @@ launches is tested in tests/gpu/test_host_path.py.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -28,7 +27,7 @@ from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.kernels import replay_build
 from snip_megatron.quantization.kernels.replay import Replayed
 
-from .emulated_cublaslt import EmulatedLibrary
+from .emulated_cublaslt import EmulatedLibrary, emulated_cublaslt
 from .emulated_scaled_mm import scaled_mm
 from .test_hopper import BF16, EVEN, FP4, FP8, MIXED, NVFP4, REFUSED, TAILS, TENSOR, UNIFORM, operands
 
@@ -76,15 +75,12 @@ class AddressedLibrary(EmulatedLibrary):
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: AddressedLibrary())
-    return CublasLt()
+    return emulated_cublaslt(monkeypatch, AddressedLibrary)
 
 
 def pair(extension: Any, products: ScaledProducts) -> tuple[ReplayedHopperBackend, HopperBackend]:
-    return ReplayedHopperBackend(extension, packed, products), HopperBackend(packed, products)
+    python = HopperBackend(packed, products)
+    return ReplayedHopperBackend(extension, python), python
 
 
 def aligned(value: Any) -> Any:
@@ -172,10 +168,7 @@ def test_factors_in_device_memory_are_read_at_each_call(extension: Any, library:
 
 
 def test_a_library_without_addresses_stays_in_python(extension: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: EmulatedLibrary())
-    replayed, python = pair(extension, ScaledProducts(scaled_mm, CublasLt()))
+    replayed, python = pair(extension, ScaledProducts(scaled_mm, emulated_cublaslt(monkeypatch)))
     assert_bits(replayed, python, EVEN, (FP8, FP8, FP8))
     assert replayed.replayed["fprop"].kept == replayed.replayed["wgrad"].kept == 0
     assert replayed.replayed["input"].replays == CALLS - 2

@@ -1,0 +1,45 @@
+"""A quantised linear without Megatron, for tests on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.precision import Format, LinearId
+
+Formats = tuple[Format, Format, Format]
+
+
+class Linear(torch.nn.Module):
+    """A weight with DDP's attributes and its handle."""
+
+    def __init__(
+        self,
+        backend: GemmBackend,
+        n: int,
+        k: int,
+        formats: Formats,
+        *,
+        main_grad: Tensor | None = None,
+        device: str = "cuda",
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator(device=device).manual_seed(n + k)
+        weight = torch.randn(n, k, device=device, generator=generator).mul_(k**-0.5).bfloat16()
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.main_grad = torch.zeros(n, k, device=device) if main_grad is None else main_grad
+        self.weight.grad_added_to_main_grad = False
+        self.handle = LinearHandle(
+            id=LinearId(3, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
+            out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend, seed=11),
+            module=self, formats=formats,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        backend = self.handle.context.backend
+        call = LinearCall(self.handle, backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
+        y: Tensor = QuantizedLinear.apply(x, self.weight, None, call)
+        return y
