@@ -40,6 +40,9 @@ def install() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # torch._dynamo registers torch's functions by identity, so it is imported before they are replaced.
     importlib.import_module("torch._dynamo")
+    # So does a default device, when it is first used.
+    with CPU:
+        torch.empty(0)
 
     _redirect_devices()
     _replace_cuda_runtime()

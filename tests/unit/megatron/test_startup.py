@@ -61,6 +61,8 @@ assert s.on_cpu and s.allows("cpu") and not torch.cuda.is_available()
 cpu_device.install()  # a second time: nothing is wrapped twice
 assert torch.zeros(2, device="cuda").device == torch.empty(1, device=0).device == torch.device("cpu")
 assert torch.ones(3).to("cuda:0", torch.bfloat16).dtype == torch.bfloat16
+with torch.device("meta"):
+    assert torch.ones(3).device == torch.arange(3).device == torch.device("meta")
 named = torch.tensor([1.0], device=torch.device("cuda", 0)).new_zeros(2, device="cuda")
 assert named.type() == "torch.cuda.FloatTensor"
 assert torch.ones(1).type(torch.int32).dtype == torch.int32
