@@ -45,6 +45,7 @@ def layout_of(job: dict[str, Any], graphs: str, contender: Contender = CONTENDER
         shape, tp, pp, 1, job["gpus"] // (tp * pp), seq, int(sizes["--micro-batch-size"]),
         int(sizes["--global-batch-size"]), sequence_parallel="--sequence-parallel" in sizes, cuda_graph_impl=graphs,
         communication=_values(contender.arguments).get("--snip-communication", "bf16"),
+        gradient_accumulation_fusion="--fused-accumulation" in job["command"],  # no such machine has had Apex
     )  # fmt: skip
 
 

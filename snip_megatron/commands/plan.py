@@ -145,6 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 _FLAGS = {
     "sequence-parallel": "as Megatron's argument",
     "no-distributed-optimizer": "every data parallel rank holds the whole state of the optimizer",
+    "no-gradient-accumulation-fusion": "as Megatron's argument, which SNIP gives where Apex is missing",
     "overlap-grad-reduce": "as Megatron's argument",
     "overlap-param-gather": "as Megatron's argument",
     "account-for-embedding-in-pipeline-split": "as Megatron's argument",
@@ -213,6 +214,7 @@ def _layout(args: argparse.Namespace) -> Layout:
         embedding_as_layer=args.account_for_embedding_in_pipeline_split,
         loss_as_layer=args.account_for_loss_in_pipeline_split,
         cuda_graph_impl=args.cuda_graph_impl,
+        gradient_accumulation_fusion=not args.no_gradient_accumulation_fusion,
         communication=args.communication,
         gradient_reduction=args.gradient_reduction,
         parameter_gather=args.parameter_gather,

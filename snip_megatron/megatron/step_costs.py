@@ -139,6 +139,7 @@ def step_model(
             cuda_graph_impl=compat.graph_implementation(args) or "none",
             communication=communication,
             gradient_reduction=gradient_reduction,
+            gradient_accumulation_fusion=args.gradient_accumulation_fusion,
         )
         return StepModel(layout, model)
     except SnipError:  # the planner does not support this layout, and the report omits the rest of the step
@@ -174,6 +175,7 @@ def _linear_shape(args: argparse.Namespace, row: LinearRow) -> LinearShape:
         microbatches=microbatches,
         sequence_parallel=sequence_parallel,
         recompute=_recomputed(args, row),
+        fused_accumulation=args.gradient_accumulation_fusion,
     )
 
 

@@ -53,6 +53,8 @@ class Layout:
         communication: ``--snip-communication``: ``bf16``, ``gather`` or ``all``.
         gradient_reduction: ``--snip-gradient-reduction``: ``fp32``, ``fp8`` or ``fp8-feedback``.
         parameter_gather: ``--snip-parameter-gather``: ``bf16`` or ``quantized``.
+        gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP gives where Apex is
+            missing.
 
     Raises:
         SnipError: Megatron or SNIP would refuse the sizes.
@@ -77,6 +79,7 @@ class Layout:
     communication: str = "bf16"
     gradient_reduction: str = "fp32"
     parameter_gather: str = "bf16"
+    gradient_accumulation_fusion: bool = True
 
     def __post_init__(self) -> None:
         self._check_positive()
@@ -144,6 +147,7 @@ class Layout:
                 microbatches=self.microbatches,
                 sequence_parallel=self.sequence_parallel,
                 recompute=self.recompute == "full",
+                fused_accumulation=self.gradient_accumulation_fusion,
             )
             for kind in LINEAR_KINDS
         }

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from snip_megatron.timing.collectives import MeasuredCollectives
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel
 from snip_megatron.timing.log_grid import LogGrid
-from snip_megatron.timing.table_model import TimingModel
+from snip_megatron.timing.table_model import STATED_COPY, TimingModel, accumulation_seconds
 
 STATED_ATTENTION = 0.45
 """Assumed rate of causal attention as a share of the bf16 rate, if the table has no measurement."""
-STATED_COPY = 4.0e12
-"""Assumed bytes a second of a copy, if the table has no measurement."""
 ELEMENTWISE = 0.75
 """Bandwidth of norms, SwiGLU, RoPE and additions as a share of a copy's."""
 ATTENTION_BACKWARD = 2.5
@@ -76,6 +74,10 @@ class Rates:
     def memory(self, moved: float) -> float:
         """Return the seconds of element-wise kernels that read and write ``moved`` bytes."""
         return moved / (self._copy * ELEMENTWISE)
+
+    def accumulation(self, parameters: float) -> float:
+        """Return the seconds of a kernel that adds bf16 gradients to ``main_grad``."""
+        return accumulation_seconds(parameters, self._measured_copy)
 
     def assumptions(self, links: Links) -> tuple[str, ...]:
         """Return the assumptions behind the times, a sentence each."""

@@ -14,6 +14,7 @@ from snip_megatron.planner.tensor_parallel import TensorParallel
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
+from snip_megatron.timing.table_model import ACCUMULATION
 
 ASSUMPTIONS = (
     "step: the slowest stage's work times 1 + (pp − 1) / (vpp · microbatches), plus exposed gradient and parameter"
@@ -21,6 +22,8 @@ ASSUMPTIONS = (
     "tensor parallel communication: the forward's is exposed, and under sequence parallelism the gather of an output"
     " gradient; the rest of the backward's hides behind its GEMMs; pipeline sends are exposed unless the pipeline is"
     " virtual; exchanges whose bytes formats decide count to the time of linears",
+    f"a kernel that adds gradients to main_grad has {ACCUMULATION:.0%} of a copy's bandwidth: it adds those of the"
+    " embedding, and with --no-gradient-accumulation-fusion those of the layers that Megatron's own code runs",
     "data loading, logging and checkpoints take no time",
 )
 
@@ -247,9 +250,13 @@ class StepModel:
         """Return the seconds of embedding, output layer and loss of one microbatch."""
         layout = self.layout
         features = layout.tokens * layout.model.hidden
-        seconds = self.rates.memory(_EMBEDDING_BYTES * features) if stage == 0 else 0.0
+        rows = layout.vocabulary // layout.tp
+        added = self.rates.accumulation(rows * layout.model.hidden)
+        seconds = 0.0
+        if stage == 0:
+            seconds += self.rates.memory(_EMBEDDING_BYTES * features) + added
         if stage == layout.pp - 1:
-            rows = layout.vocabulary // layout.tp
+            seconds += 0.0 if layout.gradient_accumulation_fusion else added
             shape = LinearShape(layout.tokens, rows, layout.model.hidden)
             seconds += math.fsum(self.model.seconds(shape, gemm, Format.BF16) for gemm in Gemm)
             seconds += self.rates.memory(_LOSS_BYTES * layout.tokens * rows + 2 * sum(_NORM) * features)

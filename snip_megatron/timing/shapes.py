@@ -25,6 +25,8 @@ class LinearShape:
         gathered: whether X is gathered from token shards (column-parallel linears under sequence parallelism). fprop
             and wgrad then quantise it separately.
         forwards: 2 if activations are recomputed in the backward, else 1.
+        fused_accumulation: whether Megatron's own linear, which runs where all GEMMs are bf16, adds ∇W to ``main_grad``
+            in its GEMM. Otherwise it writes ∇W in bf16 and adds it in another kernel.
     """
 
     tokens: int
@@ -33,6 +35,7 @@ class LinearShape:
     microbatches: int = 1
     gathered: bool = False
     forwards: int = 1
+    fused_accumulation: bool = True
 
     @property
     def flops(self) -> float:
@@ -53,6 +56,7 @@ def local_shape(
     microbatches: int = 1,
     sequence_parallel: bool = False,
     recompute: bool = False,
+    fused_accumulation: bool = True,
 ) -> LinearShape:
     """Return one rank's shape of a linear.
 
@@ -65,6 +69,7 @@ def local_shape(
         microbatches: microbatches of a training step on one data parallel rank.
         sequence_parallel: whether sequence parallelism is on.
         recompute: whether the linear's forward runs again in the backward.
+        fused_accumulation: see :class:`LinearShape`.
 
     Raises:
         SnipError: the features cannot be divided by the tensor parallel size.
@@ -80,4 +85,5 @@ def local_shape(
         microbatches=microbatches,
         gathered=column and sequence_parallel and tensor_parallel > 1,
         forwards=2 if recompute else 1,
+        fused_accumulation=fused_accumulation,
     )

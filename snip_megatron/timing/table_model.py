@@ -5,6 +5,9 @@ fprop and dgrad. A Problem adds up costs of single GEMMs, so :meth:`TimingModel.
 quantisation without knowing the format of the other GEMM. Each GEMM is charged its Shapley value: the mean of its time
 alone and of the time that it adds to the other's. The sum is exact if both GEMMs quantise, and too low by half of the
 shared read if only one does. :meth:`TimingModel.linear_seconds` knows all three formats and charges the actual calls.
+
+Where Megatron's own linear adds ∇W in a kernel of its own, a bf16 wgrad is charged this kernel. That is exact if all
+three GEMMs are bf16. Otherwise SNIP's linear runs, which adds in the GEMM, and the charge is too high.
 """
 
 from __future__ import annotations
@@ -15,9 +18,17 @@ from collections.abc import Callable, Mapping
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import VARIANTS, Format, Gemm
 from snip_megatron.timing.log_grid import LogGrid, Point
-from snip_megatron.timing.shapes import Formats, LinearShape
+from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
 from snip_megatron.timing.table import OPERANDS, TimingTable, Triple
 
+STATED_COPY = 4.0e12
+"""Assumed bytes a second of a copy, if the table has no measurement."""
+ACCUMULATION = 0.58
+"""Bandwidth of the kernel that adds a bf16 gradient to ``main_grad``, as a share of a copy's.
+
+Three trainings on H200s had 0.55, 0.58 and 0.62 (``kernels`` of bf16 in ``benchmarks/job_1b_h200_2026-11-23.json``,
+``job_8b-blocks_h200_2026-11-23.json`` and ``job_8b-blocks-4k-tp2_2xh200_2026-11-23.json``)."""
+_ACCUMULATION_BYTES = 10  # per parameter: the gradient is read in bf16, main_grad is read and written in FP32
 _GEMMS = tuple(Gemm)
 _WHOLE = (Format.FP8_TENSOR,)  # one scale a tensor: its kernel shares no read with those of tile formats
 
@@ -72,6 +83,8 @@ class TimingModel:
             else:
                 time += _portion(x, 1, alone=shape.gathered) + _portion(g, 1)
             once = 0.0 if gemm is Gemm.WGRAD else self._weight(shape, fmt)
+        elif gemm is Gemm.WGRAD:
+            time += self._added(shape)
         if gemm is Gemm.FPROP:
             time += self._again(shape, fmt)
         return shape.microbatches * time + once
@@ -83,6 +96,8 @@ class TimingModel:
         time += _together(fprop, wgrad, lambda fmt: self._input(shape, fmt), apart=shape.gathered)
         time += _together(dgrad, wgrad, lambda fmt: self._gradient(shape, fmt))
         time += self._again(shape, fprop)
+        if formats == ALL_BF16:
+            time += self._added(shape)
         sides = [self._weight(shape, fmt) for fmt in (fprop, dgrad) if fmt is not Format.BF16]
         return shape.microbatches * time + math.fsum(sides)
 
@@ -103,6 +118,10 @@ class TimingModel:
         """
         host = self.table.host
         return math.fsum(host.get(fmt, host.get(fmt.base, 0.0)) / 3 for fmt in formats)
+
+    def _added(self, shape: LinearShape) -> float:
+        """Return the seconds in which Megatron's own linear adds ∇W of a microbatch, outside of its GEMM."""
+        return 0.0 if shape.fused_accumulation else accumulation_seconds(shape.n * shape.k, self.table.copy_rate)
 
     def _again(self, shape: LinearShape, fmt: Format) -> float:
         """Return the seconds of the additional forward under recomputation, which quantises X for fprop only."""
@@ -146,6 +165,16 @@ class TimingModel:
                 " measure it with snip calibrate, or leave the format out"
             )
         return fmt
+
+
+def accumulation_seconds(parameters: float, copy_rate: float | None) -> float:
+    """Return the seconds of a kernel that adds bf16 gradients to ``main_grad``.
+
+    Args:
+        parameters: number of parameters.
+        copy_rate: bytes a second of a copy; None if not measured.
+    """
+    return _ACCUMULATION_BYTES * parameters / (ACCUMULATION * (copy_rate or STATED_COPY))
 
 
 def _time(grid: LogGrid, size: Point, rates: Mapping[Point, float]) -> float:

@@ -30,6 +30,23 @@ def test_contenders_with_one_format_are_predicted() -> None:
     assert abs(rows["bf16"]["ms"]["error"]) < 0.07
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["1b_h200_2026-11-22", "1b_h200_2026-11-23", "8b-blocks_h200_2026-11-23", "8b-blocks-4k-tp2_2xh200_2026-11-23",
+     "8b-blocks-4k-dp2_2xh200_2026-11-22", "8b-blocks-4k-pp2_2xh200_2026-11-22"],
+)  # fmt: skip
+def test_promised_speedups_of_steps_with_graphs_are_kept_within_5_percent(name: str) -> None:
+    job = json.loads((HERE / f"job_{name}.json").read_text(encoding="utf-8"))
+    rows = [row for row in rows_of(job, load_cost_model("h200")) if row["graphs"] != "none"]
+    assert rows
+    assert max(abs(row["speedup"]["error"]) for row in rows) < 0.05
+
+
+def test_apex_is_taken_from_the_command_of_the_job() -> None:
+    assert not layout_of(JOB, "none").gradient_accumulation_fusion
+    assert layout_of(JOB | {"command": f"{JOB['command']} --fused-accumulation"}, "none").gradient_accumulation_fusion
+
+
 @pytest.mark.parametrize(("name", "tp", "pp", "dp"), [("tp2", 2, 1, 1), ("pp2", 1, 2, 1), ("dp2", 1, 1, 2)])
 def test_layouts_of_two_gpus_are_predicted(name: str, tp: int, pp: int, dp: int) -> None:
     job = json.loads((HERE / f"job_8b-blocks-4k-{name}_2xh200_2026-11-22.json").read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ ARGUMENTS: dict[str, Any] = {
     "context_parallel_size": 1,
     "padded_vocab_size": 32000, "untie_embeddings_and_output_weights": True, "use_distributed_optimizer": True,
     "overlap_grad_reduce": False, "overlap_param_gather": False, "account_for_embedding_in_pipeline_split": False,
+    "gradient_accumulation_fusion": True,
     "account_for_loss_in_pipeline_split": False, "pipeline_model_parallel_layout": None,
     "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
     "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None, "recompute_modules": None,

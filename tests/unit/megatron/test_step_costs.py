@@ -38,6 +38,7 @@ def test_shapes_are_those_of_one_rank() -> None:
         FC2: LinearShape(4096, 1024, 2048, microbatches=4),
     }
     assert not any(shape.gathered for shape in shapes(sequence_parallel=False).values())
+    assert not any(shape.fused_accumulation for shape in shapes(gradient_accumulation_fusion=False).values())
 
 
 def test_context_parallel_ranks_share_the_tokens() -> None:

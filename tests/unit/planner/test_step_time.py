@@ -24,7 +24,7 @@ from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import ALL_BF16
-from snip_megatron.timing.table_model import TimingModel
+from snip_megatron.timing.table_model import ACCUMULATION, TimingModel
 
 from .formula import SMALL, layout, step_model, with_blocks
 
@@ -56,6 +56,20 @@ def test_the_bubble_and_the_slowest_stage() -> None:
         assert step.total == pytest.approx(work * (1 + ends / 12) + step.optimizer)
         assert step.stages[-1].ends > step.stages[0].ends > step.stages[1].ends == 0
         assert step.balance == pytest.approx(sum(s.total for s in step.stages) / 4 / work)
+
+
+def test_weight_gradients_are_added_apart_without_the_fusion() -> None:
+    """Those of stock linears and of the output layer. Those of the embedding always are."""
+    model = TimingModel(formula_table())
+    chosen = layout("8b")
+    fused, apart = (
+        StepModel(replace(chosen, gradient_accumulation_fusion=fusion), model, LINKS) for fusion in (True, False)
+    )
+    one = chosen.microbatches * 10 / (ACCUMULATION * 4e12)
+    for formats, linears in ((ALL_BF16, chosen.model.blocks * chosen.model.block_weights), (FP4, 0)):
+        before, after = (step.step(lambda b, k, formats=formats: formats).stages[0] for step in (fused, apart))
+        assert after.linears - before.linears == pytest.approx(one * linears)
+        assert after.ends - before.ends == pytest.approx(one * chosen.vocabulary * chosen.model.hidden)
 
 
 def test_recomputation_runs_forwards_again() -> None:
