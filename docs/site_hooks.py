@@ -185,7 +185,7 @@ def rows(names: list[str], known: dict[str, argparse.Action]) -> str:
         action = known[name]
         default = getattr(SnipConfig, name, None)
         shown = ",".join(default) if isinstance(default, tuple) else default
-        text = re.sub(r"; default .*$", "", str(action.help)).replace("|", "\\|")
+        text = re.sub(r"; default: .*$", "", str(action.help)).replace("|", "\\|")
         metavar = f" {action.metavar}" if action.metavar else ""
         value = "" if shown is None or isinstance(shown, bool) or shown == "" else f"`{shown}`"
         lines.append(f"| `{action.option_strings[0]}{metavar}` | {value} | {html.escape(text, quote=False)} |")

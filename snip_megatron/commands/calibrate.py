@@ -30,23 +30,30 @@ _SHARES = {"gemms": 1.0, "activations": 0.6, "weights": 0.7, "attention": 0.75}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip calibrate``."""
     add = parser.add_argument
-    add("--out", type=Path, metavar="FILE.json", help="file for the table (default: standard output)")
+    add("--out", type=Path, metavar="FILE.json", help="file for the table; default: standard output")
     add(
         "--shapes",
         default="grid",
         metavar="grid|MODEL",
         help="what to measure: a grid of shapes that covers any model, or the linears of one model; default: grid",
     )
-    add("--tp", type=int, default=1, metavar="N", help="tensor parallel size of the model; default: 1")
-    add("--tokens", default="8192", metavar="N,N", help="tokens of the model's microbatches; default: %(default)s")
+    add("--tp", type=int, default=1, metavar="N", help="tensor parallel size of the model of --shapes; default: 1")
+    add(
+        "--tokens",
+        default="8192",
+        metavar="N,N",
+        help="tokens of a microbatch of the model, one number or several; default: 8192",
+    )
     add(
         "--formats",
         default=",".join(_FORMATS),
         metavar="F,F",
-        help="quantised formats to measure; default: %(default)s",
+        help="quantised formats to measure, comma separated; default: %(default)s",
     )
-    add("--time", type=float, default=110.0, metavar="S", help="start no measurement after S seconds; default: 110")
-    add("--gemm", default="auto", help="GEMM backend, as --snip-gemm; default: auto")
+    add(
+        "--time", type=float, default=110.0, metavar="S", help="seconds after which no measurement starts; default: 110"
+    )
+    add("--gemm", default="auto", metavar="NAME", help="GEMM backend, as --snip-gemm; default: auto")
     add("--device", default=None, metavar="cuda|cpu", help="device to measure; default: a GPU if there is one")
     add(
         "--ranks",
@@ -62,7 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure only the collectives of --ranks, and write this table with them",
     )
     add("--no-host", dest="host", action="store_false", help="do not measure how long the host takes to launch a step")
-    add("--commit", default=None, help="commit of the measured code, which the table records")
+    add(
+        "--commit",
+        metavar="HASH",
+        help="commit of the measured code, which the table records; default: $SNIP_COMMIT, or unknown",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

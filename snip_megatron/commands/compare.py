@@ -63,24 +63,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("runs/compare"),
         metavar="DIR",
-        help="folder for the results NAME.json, NAME.md and NAME.html; default runs/compare",
+        help="folder for the results NAME.json, NAME.md and NAME.html; default: runs/compare",
     )
     parser.add_argument(
-        "--work", type=Path, metavar="DIR", help="folder for checkpoints, run directories and logs; default OUT/work"
+        "--work", type=Path, metavar="DIR", help="folder for checkpoints, run directories and logs; default: OUT/work"
     )
     parser.add_argument(
-        "--gpus", default="auto", metavar="auto|N", help="number of GPUs to use; 0: the CPU; default auto: all GPUs"
+        "--gpus", default="auto", metavar="auto|N", help="number of GPUs to use; 0: the CPU; default: auto, all GPUs"
     )
     parser.add_argument(
         "--per-gpu",
         type=int,
         default=None,
         metavar="K",
-        help="runs at the same time on each GPU, or on the CPU; default 8 on a GPU, 1 on the CPU and for"
-        " runs of several ranks",
+        help="runs at the same time on each GPU, or on the CPU; default: 8 on a GPU, 1 on the CPU and for runs of"
+        " several ranks",
     )
     parser.add_argument(
-        "--time-limit", type=float, metavar="S", help="end within S seconds, and start no run that would take longer"
+        "--time-limit",
+        type=float,
+        metavar="S",
+        help="end within S seconds, and start no run that would take longer; default: no limit",
     )
     parser.add_argument(
         "--mps",

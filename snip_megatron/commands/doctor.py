@@ -18,11 +18,17 @@ _MARKS = {Status.OK: "ok  ", Status.NOTE: "note", Status.FAIL: "FAIL"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip doctor``."""
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON (snip.doctor/1)")
     parser.add_argument(
-        "--dir", metavar="DIR", type=Path, default=Path(), help="folder that runs will write to (default: here)"
+        "--dir",
+        metavar="DIR",
+        type=Path,
+        default=Path(),
+        help="folder that runs will write to; default: the current one",
     )
-    parser.add_argument("--port", metavar="N", type=int, default=29500, help="port of torchrun (default: 29500)")
+    parser.add_argument(
+        "--port", metavar="N", type=int, default=29500, help="port of torchrun's rendezvous; default: 29500"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with code 1 also if there are only notes")
 
 

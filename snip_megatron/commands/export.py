@@ -9,7 +9,7 @@ from pathlib import Path
 TARGETS: dict[str, tuple[str, str]] = {
     "megatron": (
         "snip_megatron.export.te_precision",
-        "a map as YAML for Megatron's --te-precision-config-file, one file a pipeline stage",
+        "a map as YAML for Megatron's --te-precision-config-file, one file per pipeline stage",
     ),
     "te": (
         "snip_megatron.export.te_factory",

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip launch``. Those that Megatron has too have the same names."""
     add = parser.add_argument
-    add("configuration", metavar="CONFIGURATION", help="1b, 3b, 7b, 70b (TP8 × PP4 × DP2) or 70b-pp8 (TP8 × PP8)")
+    add(
+        "configuration",
+        metavar="CONFIGURATION",
+        help="1b, 3b, 7b, 70b (TP8 × PP4 × DP2) or 70b-pp8 (TP8 × PP8); see launch/README.md",
+    )
     add("--data", metavar="DIR", help="folder that snip prepare-data wrote; or mock, for random tokens")
     add("--save", type=Path, metavar="DIR", help="folder for checkpoints; a run resumes from the newest one there")
     add("--no-resume", dest="resume", action="store_false", help="start anew even if --save holds a checkpoint")
@@ -27,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|config.json",
         help="another Llama: 1b, 3b, 7b, 8b, 70b, 405b, or a config.json; default: the configuration's",
     )
-    for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline stages"), ("nodes", "nodes of the job")):
+    for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline parallel size"), ("nodes", "nodes of the job")):
         add(f"--{name}", type=int, metavar="N", help=f"{text}; default: the configuration's")
     add("--gpus-per-node", type=int, metavar="N", help="ranks on each node; default: 8")
     for name, text in (("seq-length", "tokens of a sequence"), ("micro-batch-size", "sequences of a microbatch")):
@@ -44,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--rendezvous",
         metavar="HOST:PORT",
-        help="for several nodes: a free port of one of them; the same on all nodes",
+        help="for several nodes: address of one of them, with a free port; the same on all nodes",
     )
     add(
         "--rendezvous-id",

@@ -36,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|config.json",
         help="the model: 1b, 3b, 7b, 8b, 70b, 405b, or the config.json of a Llama",
     )
-    for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline stages"), ("vpp", "model chunks per stage")):
+    for name, text in (
+        ("tp", "tensor parallel size"),
+        ("pp", "pipeline parallel size"),
+        ("vpp", "model chunks per pipeline stage"),
+    ):
         add(f"--{name}", type=_count, default=1, metavar="N", help=f"{text}; default: 1")
     add("--dp", type=_count, default=1, metavar="N", help="data parallel size; default: 1")
     add("--seq-length", type=_count, metavar="N", help="tokens of a sequence; default: the model's context length")
@@ -53,19 +57,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="activations to recompute in the backward; default: none",
     )
-    add("--cuda-graph-impl", choices=CUDA_GRAPHS, default="none", help="as Megatron's argument; default: none")
-    add("--communication", choices=COMMUNICATION, default="bf16", help="as --snip-communication; default: bf16")
+    add("--cuda-graph-impl", choices=CUDA_GRAPHS, default="none", help="CUDA graphs of training steps; default: none")
+    add(
+        "--communication",
+        choices=COMMUNICATION,
+        default="bf16",
+        help="how linears communicate (--snip-communication); default: bf16",
+    )
     add(
         "--gradient-reduction",
         choices=GRADIENT_REDUCTION,
         default="fp32",
-        help="as --snip-gradient-reduction; default: fp32",
+        help="how gradients are reduced over data parallel ranks (--snip-gradient-reduction); default: fp32",
     )
     add(
         "--parameter-gather",
         choices=PARAMETER_GATHER,
         default="bf16",
-        help="as --snip-parameter-gather; default: bf16",
+        help="how updated parameters are gathered over data parallel ranks (--snip-parameter-gather); default: bf16",
     )
     add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
     for flag, text in _FLAGS.items():
@@ -74,82 +83,127 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         default="fp4=0.75",
         metavar="KIND=X",
-        help="fp4=, speedup= or loss= as --snip-budget, or step=: speedup of the whole step; default: fp4=0.75",
+        help="fp4=SHARE, speedup=FACTOR or loss=NATS, as --snip-budget; or step=FACTOR: speedup of the whole step over"
+        " bf16; default: fp4=0.75",
     )
     add(
         "--formats",
         metavar="F,F",
-        help="candidate formats; default: fp8,fp4 with a budget of fp4=, otherwise bf16,fp8,fp8_tensor",
+        help="candidate formats, comma separated; default: fp8,fp4 with a budget of fp4=, otherwise"
+        " bf16,fp8,fp8_tensor",
     )
     add(
         "--schedule",
         default="static",
-        metavar="NAME",
-        help="as --snip-schedule: static, auto or a FILE; default: static",
+        metavar="static|auto|FILE",
+        help="phases of the run (--snip-schedule): static (none), auto (four) or a snip.schedule/1 file; default:"
+        " static",
     )
-    add("--train-iters", type=_count, metavar="N", help="as Megatron's: the steps of a run with --schedule")
-    add("--deploy", choices=DEPLOYED, help="as --snip-deploy; default: map")
-    add("--granularity", choices=GRANULARITIES, default="gemm", help="as --snip-granularity; default: gemm")
-    add("--stage-tolerance", default="0.02", metavar="X", help="as --snip-stage-tolerance; default: 0.02")
+    add(
+        "--train-iters", type=_count, metavar="N", help="training steps of the run; needed with --schedule auto or FILE"
+    )
+    add(
+        "--deploy",
+        choices=DEPLOYED,
+        help="with --schedule auto or FILE: formats in which the trained model will be deployed; default: map",
+    )
+    add(
+        "--granularity",
+        choices=GRANULARITIES,
+        default="gemm",
+        help="one format per GEMM, or per linear (layer); default: gemm",
+    )
+    add(
+        "--stage-tolerance",
+        default="0.02",
+        metavar="SHARE",
+        help="with a budget of fp4=: how far the share of a pipeline stage may be below the budget; none: no"
+        " constraint; default: 0.02",
+    )
     add(
         "--statistics",
         type=Path,
         metavar="FILE.npz",
-        help="statistics of a run (stats/step_N.npz) to compute losses from; default: synthetic losses",
+        help="statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses",
     )
     add("--seed", type=_seed, default=1, metavar="N", help="seed of synthetic losses; default: 1")
     add(
         "--timings",
         default="h200",
         metavar="NAME|FILE",
-        help="times of GEMMs: h200, flops, or a file of snip calibrate; default: h200",
+        help="times of GEMMs: h200, a file that snip calibrate wrote, or flops (no times); default: h200",
     )
-    add("--probe-microbatches", type=_count, default=1, metavar="B", help="as --snip-probe-microbatches; default: 1")
-    add("--probe-tokens", type=_count, default=512, metavar="N", help="as --snip-probe-tokens; default: 512")
-    add("--policy", default="snip", metavar="NAME", help="as --snip-policy; default: snip")
+    add(
+        "--probe-microbatches",
+        type=_count,
+        default=1,
+        metavar="B",
+        help="microbatches that a probe runs on each data parallel rank; default: 1",
+    )
+    add(
+        "--probe-tokens",
+        type=_count,
+        default=512,
+        metavar="N",
+        help="tokens of each microbatch at which noise probes compare activations and gradients; default: 512",
+    )
+    add("--policy", default="snip", metavar="NAME", help="rule that scores the options (--snip-policy); default: snip")
     add(
         "--estimator",
         choices=ESTIMATORS,
         default="noise",
-        help="as --snip-estimator; default: noise",
+        help="how sensitivities are estimated (--snip-estimator); default: noise",
     )
-    add("--backward-noise", action="store_true", help="as --snip-backward-noise")
-    add("--measured-share", type=_SHARE, default=0.25, metavar="X", help="as --snip-measured-share; default: 0.25")
-    add("--measured-twice", action="store_true", help="as --snip-measured-twice")
-    add("--hessian-probes", type=_count, default=8, metavar="N", help="as --snip-hessian-probes; default: 8")
-    add("--update-interval", type=_count, default=1000, metavar="N", help="as --snip-update-interval; default: 1000")
+    add("--backward-noise", action="store_true", help="a probe runs one more pass, with noise in the gradients")
+    add(
+        "--measured-share",
+        type=_SHARE,
+        default=0.25,
+        metavar="SHARE",
+        help="with --estimator measured: share of the fprops and dgrads that an update measures; default: 0.25",
+    )
+    add("--measured-twice", action="store_true", help="with --estimator measured: measure a second time")
+    add("--hessian-probes", type=_count, default=8, metavar="N", help="with --policy hawq: probe vectors; default: 8")
+    add(
+        "--update-interval",
+        type=_count,
+        default=1000,
+        metavar="N",
+        help="training steps between two updates; default: 1000",
+    )
     add("--gpus-per-node", type=_count, default=8, metavar="N", help="GPUs of a node; default: 8")
     add(
         "--node-bandwidth",
         type=_BANDWIDTH,
         default=350.0,
         metavar="GB/s",
-        help="bandwidth of one GPU to the others of its node; default: 350",
+        help="GB that one GPU sends to the others of its node in a second; default: 350",
     )
     add(
         "--network-bandwidth",
         type=_BANDWIDTH,
         default=40.0,
         metavar="GB/s",
-        help="bandwidth of one GPU to other nodes; default: 40",
+        help="GB that one GPU sends to other nodes in a second; default: 40",
     )
     add(
         "--gpu-memory",
         type=positive("GiB above 0", 1e6),
         metavar="GIB",
-        help="memory of a GPU; default: that of the table of --timings, if it has it",
+        help="memory of a GPU in GiB; default: that of the GPU of --timings, if its table has it",
     )
     add("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
 
 
 _FLAGS = {
-    "sequence-parallel": "as Megatron's argument",
+    "sequence-parallel": "tensor parallel ranks share the tokens of norms and additions",
     "no-distributed-optimizer": "every data parallel rank holds the whole state of the optimizer",
-    "no-gradient-accumulation-fusion": "as Megatron's argument, which SNIP gives where Apex is missing",
-    "overlap-grad-reduce": "as Megatron's argument",
-    "overlap-param-gather": "as Megatron's argument",
-    "account-for-embedding-in-pipeline-split": "as Megatron's argument",
-    "account-for-loss-in-pipeline-split": "as Megatron's argument",
+    "no-gradient-accumulation-fusion": "Megatron's own layers add weight gradients in another kernel than wgrad, as where"
+    " Apex is missing",
+    "overlap-grad-reduce": "gradients are reduced during the backward",
+    "overlap-param-gather": "parameters are gathered during the forward",
+    "account-for-embedding-in-pipeline-split": "the embedding counts as a layer of the first pipeline stage",
+    "account-for-loss-in-pipeline-split": "output layer and loss count as a layer of the last pipeline stage",
 }
 
 

@@ -23,19 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="FILE",
         type=Path,
-        help="file for the page (default: RUN/report.html; for several runs comparison.html in the first RUN)",
+        help="file for the page; default: RUN/report.html, for several runs comparison.html in the first RUN",
     )
     parser.add_argument(
         "--cost",
-        metavar="MODEL",
-        help="cost model of the predicted time saved: flops, a table such as h200, or a file of snip calibrate"
-        " (default: the times that the run used; flops if it used none)",
+        metavar="NAME|FILE",
+        help="what predicts the time saved: flops, a packaged table such as h200, or a file that snip calibrate wrote;"
+        " default: the times that the run used, or flops if it used none",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--json",
         action="store_true",
-        help="instead of a page, print whether the run was worth it: times of steps, time saved, costs, loss, memory",
+        help="instead of a page, print as JSON (snip.worth/1) whether the run was worth it: times of steps, time saved,"
+        " costs, loss, memory",
     )
     instead.add_argument(
         "--live",
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve the page of a running job on this machine and keep it up to date, until Ctrl-C",
     )
     parser.add_argument(
-        "--port", metavar="N", type=int, help="port of --live on 127.0.0.1 (default: 8765; 0: any free port)"
+        "--port", metavar="N", type=int, help="port of --live on 127.0.0.1; 0: any free port; default: 8765"
     )
 
 

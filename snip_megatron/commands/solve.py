@@ -29,25 +29,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "problem",
         type=Path,
         metavar="PROBLEM.json",
-        help="a problem file (snip.problem/1 or /2); a run directory, for its latest update; or a file of its stats/",
+        help="a problem file (snip.problem/1 or /2), a run directory (its latest update is solved), or a file of its"
+        " stats/",
     )
     add(
         "--out",
         type=Path,
         metavar="MAP.json",
-        help="file for the map, or for the plan of a snip.problem/2 file (default: standard output)",
+        help="file for the map, or for the plan if the problem has phases; default: standard output",
     )
-    add("--solver", choices=("cpsat", "greedy"), default="cpsat", help="default: %(default)s")
+    add(
+        "--solver",
+        choices=("cpsat", "greedy"),
+        default="cpsat",
+        help="cpsat proves the optimum; greedy stops at a good solution; default: cpsat",
+    )
     add(
         "--time-limit",
         type=positive("a number of seconds above 0"),
         metavar="S",
-        help="wall-clock seconds that a solve may take (default: 60)",
+        help="wall-clock seconds that a solve may take; default: 60",
     )
     add(
         "--budget",
         metavar="KIND=X",
-        help="fp4=SHARE, speedup=FACTOR or loss=BOUND (default: the budget of the problem)",
+        help="fp4=SHARE, speedup=FACTOR or loss=BOUND, as --snip-budget; default: the budget of the problem",
     )
     add("--previous", type=Path, metavar="MAP.json", help="a map to start the search from")
     add(
@@ -55,26 +61,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="loss that is added for every choice that differs from --previous",
+        help="loss, in the problem's unit, that is added for every choice that differs from --previous; default: 0",
     )
     stored = parser.add_argument_group("solve a run's statistics with other settings")
     add_stored = stored.add_argument
-    add_stored("--step", type=int, metavar="N", help="step of an earlier update (default: the latest update)")
+    add_stored("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")
     for name in ("policy", "estimator", "q", "granularity"):
-        add_stored(f"--{name}", metavar="NAME", help=f"replaces the run's --snip-{name}")
-    add_stored("--formats", metavar="A,B", help="replaces the run's candidate formats; only measured ones and bf16")
-    add_stored("--stage-tolerance", metavar="X", help="replaces the run's tolerance; none: no constraint")
-    add_stored("--pin", action="append", metavar="GLOB=FORMAT", help="replaces the run's pins; repeatable")
-    add_stored("--group", action="append", metavar="GLOB", help="replaces the run's groups; repeatable")
-    add_stored("--schedule", choices=("static",), help="one map, although the run planned phases")
-    add_stored("--cost", metavar="NAME", help="costs: times of a device, such as h200, or of a file; or flops")
+        add_stored(f"--{name}", metavar="NAME", help=f"replaces --snip-{name}; default: the run's")
+    add_stored(
+        "--formats",
+        metavar="A,B",
+        help="candidate formats among those that the run measured, and bf16; default: the run's",
+    )
+    add_stored(
+        "--stage-tolerance",
+        metavar="SHARE",
+        help="replaces --snip-stage-tolerance; none: no constraint; default: the run's",
+    )
+    add_stored(
+        "--pin", action="append", metavar="GLOB=FORMAT", help="fixed format, in place of all the run's pins; repeatable"
+    )
+    add_stored(
+        "--group",
+        action="append",
+        metavar="GLOB",
+        help="options with one format, in place of all the run's groups; repeatable",
+    )
+    add_stored("--schedule", choices=("static",), help="solve for one map, although the run planned phases")
+    add_stored(
+        "--cost",
+        metavar="NAME|FILE",
+        help="what a choice saves: times of a packaged table such as h200 or of a file that snip calibrate wrote, or"
+        " flops; default: the run's",
+    )
     add(
         "--sweep",
         type=int,
         nargs="?",
         const=41,
         metavar="POINTS",
-        help="solve for budgets from nothing to the highest reachable one, and write snip.sweep/1 (default: 41 points)",
+        help="write snip.sweep/1 instead of a map: solutions for budgets from nothing to the highest reachable one;"
+        " default: 41 points",
     )
 
 

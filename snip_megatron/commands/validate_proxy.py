@@ -38,9 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " .toml), whose warm checkpoints are measured first",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/proxy"), metavar="DIR", help="folder for the results; default runs/proxy"
+        "--out",
+        type=Path,
+        default=Path("runs/proxy"),
+        metavar="DIR",
+        help="folder for the results; default: runs/proxy",
     )
-    parser.add_argument("--format", default="fp4", metavar="NAME", help="format to compare; default fp4")
+    parser.add_argument("--format", default="fp4", metavar="NAME", help="format to compare; default: fp4")
     parser.add_argument(
         "--stale", action="store_true", help="show how scores age: compare the updates of each run with each other"
     )
@@ -49,21 +53,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.75,
         metavar="SHARE",
-        help="fp4 share of the maps that --stale compares; default .75",
+        help="fp4 share of the maps that --stale compares, 0 to 1; default: 0.75",
     )
     recording = parser.add_argument_group("measuring an experiment's checkpoints")
     recording.add_argument("--data", type=Path, metavar="DIR", help="folder that snip prepare-data wrote")
-    recording.add_argument("--work", type=Path, metavar="DIR", help="as --work of snip compare; default OUT/work")
+    recording.add_argument(
+        "--work", type=Path, metavar="DIR", help="folder for checkpoints and logs; default: OUT/work"
+    )
     recording.add_argument(
         "--steps", metavar="N,N", help="steps of the checkpoints to measure; default: all that the warm run keeps"
     )
     recording.add_argument(
-        "--probe-microbatches", type=int, default=2, metavar="B", help="microbatches of each measured batch; default 2"
+        "--probe-microbatches", type=int, default=2, metavar="B", help="microbatches of each measured batch; default: 2"
     )
     recording.add_argument(
-        "--gpus", default="auto", metavar="auto|N", help="number of GPUs to use; 0: the CPU; default auto: all GPUs"
+        "--gpus", default="auto", metavar="auto|N", help="number of GPUs to use; 0: the CPU; default: auto, all GPUs"
     )
-    recording.add_argument("--time-limit", type=float, metavar="S", help="end within S seconds")
+    recording.add_argument("--time-limit", type=float, metavar="S", help="end within S seconds; default: no limit")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from snip_megatron.config.guard import GuardSettings
+from snip_megatron.config.guard import LEAST_LOSSES, GuardSettings
 from snip_megatron.config.schedule import DEPLOYED, check_schedule, load_schedule
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.gemm import BACKENDS, LIBRARIES
@@ -46,35 +46,42 @@ class SnipConfig:
     enabled: bool = False
     budget: str = _option(
         "fp4=0.75",
-        "fp4=SHARE: share of the decoder linears' FLOPs that run in fp4; speedup=FACTOR: predicted speedup of the"
-        " decoder linears over bf16; loss=NATS: the fastest map whose predicted loss stays within this bound",
+        "what every map must reach. fp4=SHARE: this share of the decoder linears' FLOPs runs in four bits, 0 to 1;"
+        " speedup=FACTOR: this predicted speedup of the decoder linears over bf16, 1 or more; loss=NATS: the fastest"
+        " map whose predicted rise of the loss stays within this bound, 0 or more",
+        metavar="KIND=VALUE",
     )
     schedule: str = _option(
         "static",
-        "phases of the run, each with a map of its own: static (no phases), auto (four phases) or a snip.schedule/1"
-        " file. With phases, the budget is the average over the run",
+        "phases of the run: static (none; a map stays until the next update), auto (four phases with a map each) or a"
+        " snip.schedule/1 file. With phases, the budget is the average over the run",
         metavar="static|auto|FILE",
     )
     deploy: str | None = _option(
         None,
-        "formats in which the trained model will be deployed. A schedule with phases minimises the loss of the deployed"
-        " model. Without this argument: bf16 with --snip-eval bf16, otherwise map",
+        "with phases: formats in which the trained model will be deployed. The plan minimises the loss of this model."
+        " Without this argument: bf16 with --snip-eval bf16, otherwise map",
         choices=DEPLOYED,
     )
     standing_share: float | None = _option(
         None,
-        "with phases: share of an fprop's loss that disappears once the fprop runs in a precise format again. Without"
-        " this argument: a measured value",
+        "with phases: share of an fprop's loss, 0 to 1, that disappears once the fprop runs in a precise format again."
+        " Without this argument: 0.8",
         type=float,
+        metavar="SHARE",
     )
     forgetting: float | None = _option(
         None,
-        "with phases: rate at which later training repairs the loss that an imprecise phase leaves behind. Without this"
-        " argument: a measured value",
+        "with phases: rate per run, 0 or more, at which later training repairs what imprecise steps leave in the"
+        " weights. Without this argument: 0",
         type=float,
+        metavar="RATE",
     )
     formats: tuple[str, ...] = _option(
-        ("fp8", "fp4"), "candidate formats, comma separated; bf16 can be a candidate only with speedup= and loss="
+        ("fp8", "fp4"),
+        "candidate formats, comma separated: fp8, fp4, fp8_tensor, nvfp4, mxfp4, mxfp8 and their variants"
+        " (docs/choosing.md); with speedup= and loss= also bf16",
+        metavar="F,F",
     )
     cost: str = _option(
         "auto",
@@ -83,49 +90,82 @@ class SnipConfig:
     )
     timings: str | None = _option(
         None,
-        "measured times of GEMMs for --snip-cost time, a file of snip calibrate. Without this argument: the table of"
-        " this GPU",
+        "table of measured times for --snip-cost time, which snip calibrate wrote. Without this argument: the package's"
+        " table of this GPU",
         metavar="FILE",
     )
     granularity: str = _option(
-        "gemm", "gemm: one format per GEMM; layer: one format per linear, as in the paper", choices=GRANULARITIES
+        "gemm",
+        "gemm: one format per GEMM; layer: one format per linear, as in the paper",
+        choices=GRANULARITIES,
     )
-    update_interval: int = _option(1000, "steps between two updates of the map; 0: no updates", type=int, metavar="N")
+    update_interval: int = _option(
+        1000,
+        "training steps between two updates of the map; 0: no updates, or with --snip-trigger only those that it starts"
+        " after the first",
+        type=int,
+        metavar="N",
+    )
     trigger: float = _option(
         0.0,
         "start an update early if the coefficient of variation, over linears, of the change of their gradient norms"
         " exceeds this value; 0: off",
         type=float,
     )
-    first_update: int = _option(100, "step of the first update", type=int, metavar="N")
+    first_update: int = _option(
+        100, "training step, counted from 0, before which the first update starts", type=int, metavar="N"
+    )
     lag: int = _option(
-        10, "steps between the submission of an update to the solver and its adoption", type=int, metavar="N"
+        10, "training steps from the probe of an update to the adoption of its map", type=int, metavar="N"
     )
     wait: float = _option(
         0.0,
-        "seconds that training waits for the solver when its map is due, so that the steps of adoptions are repeatable",
+        "seconds that training waits, at most, for a map that is due. With enough, the steps of adoptions are"
+        " repeatable; 0: the adoption is postponed by another lag",
         type=float,
+        metavar="SECONDS",
     )
-    policy: str = _option("snip", "rule that scores the options (snip, fisher, hawq, ...; see sensitivity/README.md)")
-    estimator: str = _option("noise", "sensitivity estimator of the policy snip (noise, fisher, measured)")
-    q: str = _option("split", "rule that combines loss and weight divergence into one score (split, noise, paper)")
+    policy: str = _option(
+        "snip",
+        "rule that scores the options: snip, fisher, hawq, ... (snip_megatron/sensitivity/README.md)",
+        metavar="NAME",
+    )
+    estimator: str = _option(
+        "noise",
+        "with --snip-policy snip: how loss and weight divergence are estimated (noise, fisher, measured)",
+        metavar="NAME",
+    )
+    q: str = _option(
+        "split",
+        "with --snip-policy snip: rule that combines loss and weight divergence into one score (split, noise, paper)",
+        metavar="NAME",
+    )
     backward_share: float = _option(
         0.08,
-        "with --snip-q split: the loss of all dgrads and wgrads in fp4, relative to the loss of all fprops in fp4",
+        "with --snip-q split: sum of the scores of all dgrads and wgrads over that of all fprops, in the candidates"
+        " with the fewest bits",
         type=float,
+        metavar="SHARE",
     )
-    backward_noise: bool = _option(False, "also run the paper's backward-noise probe")
+    backward_noise: bool = _option(False, "run one more probe pass, with noise in the gradients, as in the paper")
     probe_microbatches: int = _option(
         1, "microbatches that a probe runs on each data parallel rank", type=int, metavar="B"
     )
     probe_tokens: int = _option(
-        512, "tokens of each microbatch at which noise probes compare activations", type=int, metavar="N"
+        512,
+        "tokens of each microbatch at which noise probes compare activations and gradients",
+        type=int,
+        metavar="N",
     )
-    probe_noise: float = _option(0.03, "relative size of the noise that noise probes add", type=float)
+    probe_noise: float = _option(
+        0.03, "size of the noise that noise probes add, relative to that of the tensor", type=float
+    )
     measured_share: float = _option(
         0.25,
-        "with --snip-estimator measured: share of the options that an update measures; the others keep their scores",
+        "with --snip-estimator measured: share of the fprops and dgrads that an update measures, above 0 and at most 1;"
+        " the others keep their scores",
         type=float,
+        metavar="SHARE",
     )
     measured_twice: bool = _option(
         False,
@@ -136,19 +176,25 @@ class SnipConfig:
     )
     protect: tuple[str, ...] = _option(
         ("fc2", "proj"),
-        "with --snip-policy layer-type: kinds of linears to protect, comma separated, the most protected first",
+        "with --snip-policy layer-type: kinds of linears to protect (qkv, proj, fc1, fc2), comma separated, the most"
+        " protected first",
+        metavar="KIND,KIND",
     )
     stage_tolerance: str = _option(
         "0.02",
-        "with a budget of fp4=: how far the share of a pipeline stage may be below the budget; none: no constraint",
+        "with a budget of fp4=: how far the share of a pipeline stage may be below the budget, 0 to 1; none: no"
+        " constraint",
+        metavar="SHARE",
     )
     change_penalty: float = _option(
         0.0,
-        "loss that is added for every option whose format changes, relative to the mean loss of an option's worst"
+        "loss that is added for every option whose format changes, as a multiple of the mean loss of an option's worst"
         " format",
         type=float,
     )
-    pin: tuple[str, ...] = _option((), "GLOB=FORMAT: fixed format of all linears or GEMMs that match; repeatable")
+    pin: tuple[str, ...] = _option(
+        (), "fixed format of all linears or GEMMs that match GLOB; the last match applies; repeatable"
+    )
     group: tuple[str, ...] = _option(
         (),
         "all linears that match GLOB get the same format, separately for fprop, dgrad and wgrad; block:GLOB: within"
@@ -157,13 +203,13 @@ class SnipConfig:
     )
     map: str | None = _option(None, "train under this snip.map/1 file, without updates", metavar="MAP.json")
     replay: str | None = _option(
-        None, "run directory of another run, whose adoptions are repeated at their steps", metavar="RUN"
+        None, "repeat the adoptions of another run, given by its run directory, at their steps", metavar="RUN"
     )
-    gemm: str = _option("auto", "GEMM backend", choices=BACKENDS)
+    gemm: str = _option("auto", "GEMM backend; auto: the one for this device", choices=BACKENDS)
     gemm_library: str = _option(
         "auto",
-        "library for fp8 and fp4 GEMMs on Hopper: auto uses DeepGEMM for fprop and dgrad if it is installed; deepgemm"
-        " uses it for wgrad too, whose last bits then differ from those of cuBLAS",
+        "library for fp8 and fp4 GEMMs on Hopper. auto: DeepGEMM for fprop and dgrad if it is installed; deepgemm: for"
+        " wgrad too, whose last bits then differ from those of cuBLAS; cublas: cuBLAS alone",
         choices=LIBRARIES,
     )
     communication: str = _option(
@@ -187,20 +233,28 @@ class SnipConfig:
     )
     fusions: str = _option(
         "none",
-        "quantisation in the kernel that computes a tensor: auto computes SwiGLU, and its gradient, with the"
-        " quantisation for the linears that read them, if the bits stay those of Megatron's functions on this device",
+        "quantisation in the kernel that computes a tensor. auto: SwiGLU and its gradient are computed with the"
+        " quantisation for the linears that read them, if no bit differs from Megatron's functions on this device",
         choices=FUSIONS,
     )
-    eval: str = _option("map", "formats of validation: those of the map, bf16, or both", choices=EVAL_MODES)
+    eval: str = _option(
+        "map", "formats of validation: those of the map, bf16, or both on the same batches", choices=EVAL_MODES
+    )
     solver_time: float = _option(
-        10.0, "time limit of the solver for an update, in deterministic seconds of CP-SAT", type=float
+        10.0,
+        "time limit of the solver for an update, in CP-SAT's deterministic seconds",
+        type=float,
+        metavar="SECONDS",
     )
     deadline: float = _option(
-        600.0, "seconds after which a solver process that does not answer is killed and replaced", type=float
+        600.0,
+        "seconds after which a solver process that does not answer is killed and replaced",
+        type=float,
+        metavar="SECONDS",
     )
     guard_steps: int = _option(
         100,
-        "steps after an adoption during which the guard watches for loss spikes; 0: no guard",
+        "training steps after an adoption during which the guard watches for loss spikes; 0: no guard",
         type=int,
         metavar="N",
     )
@@ -212,20 +266,34 @@ class SnipConfig:
     )
     guard_window: int = _option(
         50,
-        "number of losses before the adoption from which mean and standard deviation are computed",
+        f"number of losses, {LEAST_LOSSES} or more, before the adoption from which mean and standard deviation are"
+        " computed",
         type=int,
         metavar="N",
     )
     guard_bar: float = _option(
         0.9,
-        "limit of the next map's predicted loss after the guard has restored a map, relative to the predicted loss of"
-        " the map that it replaced",
+        "after the guard has restored a map: limit of the next map's predicted loss, as a multiple of the predicted"
+        " loss of the map that was taken back",
         type=float,
     )
-    seed: int = _option(1234, "seed of stochastic rounding, probes and tie-breaking", type=int)
-    dir: str | None = _option(None, "run directory for events, statistics, maps and the report", metavar="DIR")
-    overwrite: bool = _option(False, "write into a run directory that belongs to another configuration")
-    no_compat: tuple[str, ...] = _option((), "name of a compatibility set to switch off; repeatable", metavar="NAME")
+    seed: int = _option(1234, "seed of stochastic rounding, probes and tie-breaking", type=int, metavar="N")
+    dir: str | None = _option(
+        None,
+        "run directory for events, statistics, maps and the report. Without this argument: the folder snip of --save,"
+        " if that is given",
+        metavar="DIR",
+    )
+    overwrite: bool = _option(
+        False,
+        "write into a run directory of another configuration or of an earlier run. Records of the earlier run are"
+        " removed, unless the run resumes",
+    )
+    no_compat: tuple[str, ...] = _option(
+        (),
+        "switch off this set of compatibility patches (snip_megatron/megatron/compat.md); repeatable",
+        metavar="NAME",
+    )
 
     def __post_init__(self) -> None:
         if self.enabled:
@@ -502,8 +570,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         elif isinstance(f.default, tuple) and f.name not in _LISTS:
             kwargs |= {"action": "append", "metavar": argument.get("metavar", "GLOB=FORMAT")}
         else:
-            kwargs |= {"type": argument.get("type", str), "metavar": argument.get("metavar", "X")}
+            kwargs |= {
+                "type": argument.get("type", str),
+                "metavar": argument.get("metavar", "NAME" if choices else "X"),
+            }
             if f.default is not None:
-                kwargs["help"] += f"; default {','.join(f.default) if isinstance(f.default, tuple) else f.default}"
+                kwargs["help"] += f"; default: {','.join(f.default) if isinstance(f.default, tuple) else f.default}"
         group.add_argument(_flag(f.name), **kwargs)
     return parser

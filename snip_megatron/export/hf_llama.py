@@ -79,14 +79,14 @@ class Shape:
 # -- the command ---------------------------------------------------------------------------------------------------
 def add_arguments(group: Any) -> None:
     """Add the arguments of ``snip export --format hf``."""
-    group.add_argument("--step", type=int, metavar="N", help="iteration to export (default: the latest of the folder)")
-    group.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the weights (default: that of the checkpoint)")
-    group.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to copy (default: that of the run)")
+    group.add_argument("--step", type=int, metavar="N", help="iteration to export; default: the latest of the folder")
+    group.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the weights; default: that of the checkpoint")
+    group.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to copy; default: that of the run")
     group.add_argument(
         "--vocab-size",
         type=int,
         metavar="N",
-        help="tokens to keep of the padded vocabulary (default: the size of the copied tokenizer; all without one)",
+        help="tokens to keep of the padded vocabulary; default: the size of the copied tokenizer, or all without one",
     )
 
 

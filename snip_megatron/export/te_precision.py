@@ -159,10 +159,10 @@ def recipe_yaml(formats: Mapping[str, Format], comment: Sequence[str] = ()) -> s
 # -- the command ---------------------------------------------------------------------------------------------------
 def add_arguments(group: Any) -> None:
     """Add the arguments of ``snip export --format megatron``."""
-    group.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline parallel size (default 1)")
-    group.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks per stage (default 1)")
+    group.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline parallel size; default: 1")
+    group.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks per pipeline stage; default: 1")
     group.add_argument(
-        "--layers", metavar="A,B,…", help="layers of every chunk in the model's order (default: an even split)"
+        "--layers", metavar="A,B,…", help="numbers of layers of all chunks in the model's order; default: an even split"
     )
     group.add_argument(
         "--collapse",

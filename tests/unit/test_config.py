@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from snip_megatron.config import SnipConfig, add_arguments
 from snip_megatron.errors import SnipError
 from snip_megatron.phases import AUTO
+from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
 
 FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name != "enabled"}
 
@@ -39,7 +40,9 @@ def test_every_field_is_an_argument_with_help_and_default() -> None:
         assert action.option_strings == [flag(name)]
         assert action.help
         if f.default is not None and not isinstance(f.default, bool | tuple):
-            assert f"default {f.default}" in action.help, name
+            assert f"; default: {f.default}" in action.help, name
+    for name, value in (("standing_share", STANDING_SHARE), ("forgetting", FORGETTING)):
+        assert f"Without this argument: {value:g}" in str(actions[f"snip_{name}"].help)
     for name, choice in (("granularity", "layer"), ("eval", "both"), ("gemm", "reference")):
         help_text = actions[f"snip_{name}"].help
         assert help_text is not None

@@ -57,13 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bpe",
         help="a BPE trained on the text, or one token per byte; default: bpe",
     )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help=f"size of the BPE vocabulary; default {VOCABULARY}")
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help=f"size of the BPE vocabulary; default: {VOCABULARY}"
+    )
     parser.add_argument(
         "--holdout",
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="share of files that is held out for validation; default 0.05",
+        help="share of files that is held out for validation; default: 0.05",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if this command wrote it")
     parser.add_argument("--reuse", action="store_true", help="do nothing if DIR already holds the same result")
