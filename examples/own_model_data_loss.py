@@ -54,7 +54,7 @@ class Counting(torch.utils.data.Dataset):
 def datasets(samples: tuple[int, int, int]) -> tuple[Counting | None, ...]:
     """Train, validation and test data. Megatron calls this on the first rank of each tensor parallel group."""
     args = get_args()
-    return tuple(Counting(count, args.seq_length, args.vocab_size) if count else None for count in samples)
+    return tuple(Counting(count, args.seq_length, args.padded_vocab_size) if count else None for count in samples)
 
 
 def build_model(pre_process: bool, post_process: bool, vp_stage: int | None = None, **other: Any) -> GPTModel:

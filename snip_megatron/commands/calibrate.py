@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
 import shlex
@@ -204,7 +205,8 @@ def measured_launching(device: Any, gemm: str, formats: tuple[Format, ...]) -> t
         prepare([], [])
         from snip_megatron.megatron.launching import measure_launching
 
-        return measure_launching(device, gemm, formats), None
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the table's
+            return measure_launching(device, gemm, formats), None
     except Exception as error:  # Megatron can raise anything where it is not supported; the table must not be lost
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
         print(f"snip calibrate: the host is not measured: {why}", file=sys.stderr)

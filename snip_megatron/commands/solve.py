@@ -206,6 +206,7 @@ def _change(args: argparse.Namespace) -> Change:
 def _other_budget(text: str, old: Budget) -> Budget:
     """Parse ``KIND=X``. Stage tolerance or fixed cost of the old budget are kept if they apply to the new kind."""
     from snip_megatron.solver.items import Budget
+    from snip_megatron.solver.validation import budget_faults
 
     kind, _, figure = text.partition("=")
     try:
@@ -213,12 +214,16 @@ def _other_budget(text: str, old: Budget) -> Budget:
     except ValueError:
         wanted = math.nan
     if kind in ("fp4", "target") and not math.isnan(wanted):
-        return Budget(target=wanted, stage_tolerance=old.stage_tolerance)
-    if kind == "speedup" and not math.isnan(wanted):
-        return Budget(speedup=wanted, fixed_cost=old.fixed_cost)
-    if kind == "loss" and not math.isnan(wanted):
-        return Budget(loss=wanted, fixed_cost=old.fixed_cost)
-    raise SnipError(f"--budget {cut(text)}: must be fp4=SHARE, speedup=FACTOR or loss=BOUND")
+        budget = Budget(target=wanted, stage_tolerance=old.stage_tolerance)
+    elif kind == "speedup" and not math.isnan(wanted):
+        budget = Budget(speedup=wanted, fixed_cost=old.fixed_cost)
+    elif kind == "loss" and not math.isnan(wanted):
+        budget = Budget(loss=wanted, fixed_cost=old.fixed_cost)
+    else:
+        raise SnipError(f"--budget {cut(text)}: must be fp4=SHARE, speedup=FACTOR or loss=BOUND")
+    for _, what in budget_faults(budget):
+        raise SnipError(f"--budget {cut(text)}: {what}")
+    return budget
 
 
 def _previous(args: argparse.Namespace) -> dict[str, Format] | None:

@@ -102,7 +102,10 @@ def parse_question(
             raise SnipError(f"--formats {cut(formats)}: {why}")
     missing = [fmt.value for fmt in chosen if fmt not in measured and fmt.base not in measured]
     if missing:
-        raise SnipError(f"--formats: the timings have no {missing[0]} (they have {', '.join(measured)})")
+        raise SnipError(
+            f"--formats {cut(formats or ','.join(chosen))}: the timings have no {missing[0]} (they have"
+            f" {', '.join(measured)}); give --timings flops, or a file of snip calibrate that has it"
+        )
     return Question(kind, wanted, chosen, granularity, tolerance, statistics, seed)
 
 

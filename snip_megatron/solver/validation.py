@@ -17,7 +17,7 @@ _ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums roun
 
 def faults(budget: Budget, items: Sequence[Item]) -> Iterator[tuple[str, str]]:
     """Yield (JSON path, what is wrong) for each fault, in order."""
-    yield from _budget_faults(budget)
+    yield from budget_faults(budget)
     if not items:
         yield "items", "must hold at least one item"
     seen: dict[str, int] = {}
@@ -43,7 +43,8 @@ def faults(budget: Budget, items: Sequence[Item]) -> Iterator[tuple[str, str]]:
         yield from _unity_faults(name, members)
 
 
-def _budget_faults(budget: Budget) -> Iterator[tuple[str, str]]:
+def budget_faults(budget: Budget) -> Iterator[tuple[str, str]]:
+    """Yield (JSON path, what is wrong) for each fault of a budget."""
     given = [kind for kind in KINDS if getattr(budget, kind) is not None]
     if len(given) != 1:
         yield "budget", f"must have exactly one of {', '.join(KINDS)}, has {' and '.join(given) or 'none'}"

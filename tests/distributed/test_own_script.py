@@ -11,6 +11,7 @@ from launch import REPOSITORY, losses, run_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.evaluation.weights_hash import weights_sha256
+from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
 
 USUAL = REPOSITORY / "examples" / "own_pretrain_gpt.py"
@@ -65,8 +66,10 @@ def test_the_usual_script_under_snip_is_our_entry(warm: WarmRanks, tmp_path: Pat
 
 def test_own_model_data_and_loss_under_snip(warm: WarmRanks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    extra = ("--focus", "2", "--eval-iters", "1", "--eval-interval", "8")
-    arguments = tiny_llama_args("--pipeline-model-parallel-size", "2", *extra, *SNIP, "--snip-dir", str(run), iters=12)
+    save(byte_tokenizer(), tmp_path / "tokenizer")  # unlike NullTokenizer it leaves --vocab-size empty
+    text = ("--mock-data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer"))
+    extra = ("--focus", "2", "--eval-iters", "1", "--eval-interval", "8", "--pipeline-model-parallel-size", "2")
+    arguments = tiny_llama_args(*text, *extra, *SNIP, "--snip-dir", str(run), iters=12, mock_data=False)
     process = warm.run(2, arguments, module="examples.own_model_data_loss", tmp=tmp_path, timeout=300)
     check(process)
     (adopted, *_) = [event for event in read_events(run) if event["event"] == "adopt"]

@@ -158,7 +158,10 @@ def test_a_plan_is_made_without_torch() -> None:
         (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number of 1 or more"),
         (("--model", "8b", "--dp", "0"), "argument --dp: '0' is not a whole number of 1 or more"),
         (("--model", "8b", "--budget", "fast"), "--budget fast: must be fp4=SHARE"),
-        (("--model", "8b", "--formats", "fp8,nvfp4"), "--formats: the timings have no nvfp4"),
+        (
+            ("--model", "8b", "--formats", "fp8,nvfp4"),
+            "--formats fp8,nvfp4: the timings have no nvfp4 (they have bf16, fp8, fp8_tensor, fp4); give --timings",
+        ),
         (("--model", "8b", "--timings", "b300"), "b300: neither a file of timings nor one of flops, time, h200"),
         (("--model", "8b", "--statistics", "none.npz"), "none.npz: cannot be read"),
         (("--model", "8b", "--json", "/nowhere/p.json"), "--json /nowhere/p.json: there is no folder /nowhere"),
