@@ -198,8 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 _FLAGS = {
     "sequence-parallel": "tensor parallel ranks share the tokens of norms and additions",
     "no-distributed-optimizer": "every data parallel rank holds the whole state of the optimizer",
-    "no-gradient-accumulation-fusion": "Megatron's own layers add weight gradients in another kernel than wgrad, as where"
-    " Apex is missing",
+    "no-gradient-accumulation-fusion": "Megatron's layers add weight gradients in a kernel of its own, as without Apex",
     "overlap-grad-reduce": "gradients are reduced during the backward",
     "overlap-param-gather": "parameters are gathered during the forward",
     "account-for-embedding-in-pipeline-split": "the embedding counts as a layer of the first pipeline stage",
