@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from snip_megatron.config.run import in_nats
+from snip_megatron.config.conflicts import in_nats
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
