@@ -1,12 +1,22 @@
-"""A stand-in for CUDA's driver, in C: kernels are functions of the host, and a launch calls them."""
+"""What tests of replays call: a stand-in for CUDA's driver, in C, whose kernels are functions of the host."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.quantization.kernels.replay import recording
+
+HOOKS = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+"""Triton's hooks."""
 
 SOURCE = """
 #include <stdint.h>
@@ -59,3 +69,52 @@ class Library:
             metadata=SimpleNamespace(**(metadata | unusual)),
             src=SimpleNamespace(signature=dict(enumerate(signature))),
         )
+
+
+@dataclass(frozen=True)
+class Side:
+    """An operand as a backend has them."""
+
+    values: Tensor
+    scale: Tensor | None
+    scaling: str
+
+
+def same_key(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random numbers at an address that is a multiple of 256 and of nothing larger that matters."""
+    memory = torch.empty(1 << 14, dtype=torch.uint8)
+    start = -memory.data_ptr() % 256
+    found = memory[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+    return found.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def scaled(library: Library, factor: int) -> Callable[..., Any]:
+    """x·factor + 3 of the first numbers, by a kernel, in a function with views, zeros and torch's own arithmetic."""
+    kernel = library.kernel("scale", ("*fp32", "*fp32", "i32", "constexpr"))
+    address, launch = library.address("scale"), library.address("launch")
+
+    def function(_: Any, x: Tensor, side: Side, count: int) -> Any:
+        x = x.detach().view(-1)
+        out = torch.zeros(count + 2)
+        run_kernel(launch, address, (3, count), (x, out[1:]), factor)
+        noted = recording()
+        if noted is not None:
+            noted.launch(kernel, (3, count), (x, out[1:]), (factor, True))
+        mean = (side.values.t() @ out[:2].view(2, 1)).add_(out[2])
+        return Side(out[1:], mean.t(), side.scaling), (out.view(torch.int32), None), x
+
+    return function
+
+
+def run_kernel(launch: int, function: int, grid: tuple[int, int], tensors: tuple[Tensor, ...], *numbers: int) -> None:
+    """Launch as Python would."""
+    values = [ctypes.c_uint64(t.data_ptr()) for t in tensors] + [ctypes.c_uint64(n) for n in (*numbers, 0, 0)]
+    places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
+    assert kind(launch)(function, *grid, 1, 128, 1, 1, 48, None, places, None) == 0
+
+
+def flat(value: Any) -> list[Any]:
+    if isinstance(value, Side):
+        return [value.values, value.scale, value.scaling]
+    return [part for each in value for part in flat(each)] if isinstance(value, tuple) else [value]

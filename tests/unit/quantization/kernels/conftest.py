@@ -1,0 +1,24 @@
+"""Fixtures of replays: ``replay.cpp``, really compiled, over a driver whose kernels run on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from snip_megatron.quantization.kernels import replay_build
+
+from .replay_library import HOOKS, Library, Side
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return Library(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture(scope="module")
+def extension(library: Library) -> Any:
+    found = replay_build.compiled_extension()
+    launch = library.address("launch")
+    replay_build.configure(found, launch=launch, types=(Side,), hooks=HOOKS, stream=lambda _: 0)
+    return found

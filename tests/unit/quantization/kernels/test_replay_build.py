@@ -1,0 +1,97 @@
+"""The compilation of ``replay.cpp``: caches that others use, and compilers that fail."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snip_megatron.quantization.kernels import replay_build
+
+
+def test_a_missing_or_failing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    broken = tmp_path / "compiler"
+    broken.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such header' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(subprocess.SubprocessError, match=r"compiler: x.cpp:1: error: no such header"):
+        replay_build.compiled_extension()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: None)
+    found, why = replay_build.replay_extension.__wrapped__(())
+    assert found is None
+    assert why.startswith("Python launches kernels (")
+    assert "\n" not in why
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(OSError, match="no C\\+\\+ compiler"):
+        replay_build.compiled_extension()
+    assert not list(tmp_path.glob("*.so"))
+
+
+def test_a_library_in_a_cache_that_others_lock_or_that_cannot_be_written_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = replay_build._library(replay_build._command())
+    replay_build.compiled_extension()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shutil.copy(made, tmp_path)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: pytest.fail("it waits for others"))
+    assert hasattr(replay_build.compiled_extension(), "Table")
+    assert [each.name for each in tmp_path.iterdir()] == [made.name]
+
+
+def test_a_lock_that_is_never_released_is_waited_for_with_an_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(replay_build, "_PATIENCE", 0.2)
+    with open(tmp_path / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with replay_build._locked(tmp_path / "lock"):
+            entered = True
+    assert entered
+
+
+def test_a_file_system_without_locks_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with replay_build._locked(tmp_path / "lock"):
+        entered = True
+    assert entered
+
+
+def test_a_library_that_another_node_made_meanwhile_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its processes have mapped it."""
+    library, compiler = tmp_path / "found.so", tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho theirs > {library}\nfor last; do :; done\necho ours > $last\n")
+    compiler.chmod(0o755)
+    replay_build._compile([str(compiler)], library)
+    assert library.read_text() == "theirs\n"
+
+
+def test_a_compiler_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(replay_build, "_PATIENCE", 0.2)
+    with pytest.raises(subprocess.TimeoutExpired):
+        replay_build._compile([str(compiler)], tmp_path / "found.so")
+
+
+def test_a_machine_without_a_driver_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    found, why = replay_build.replay_extension.__wrapped__(())
+    assert found is None
+    assert "libcuda.so.1" in why
