@@ -56,6 +56,12 @@ def test_what_is_refused_beside_megatron_is_one_line(
     assert {path.name for path in tmp_path.iterdir()} == {"map.json", "rank0.out", "rank0.err"}  # nothing is written
 
 
+def test_help_lists_megatrons_arguments_and_snips(warm: WarmRanks, tmp_path: Path) -> None:
+    process = warm.run(1, ["--help"], tmp=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert {"--num-layers", "--snip-budget"} <= set(process.stdout.split())
+
+
 def check_refusal(process: subprocess.CompletedProcess[str], message: str) -> None:
     assert process.returncode == 2
     (line,) = error_lines(process)
