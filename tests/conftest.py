@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ def warm() -> Iterator[Any]:
     server = WarmRanks()
     yield server
     server.close()
+
+
+@pytest.fixture(autouse=True)
+def torch_stays_as_it_is() -> Iterator[None]:
+    """Fail a test that leaves torch patched for the CPU, which would change the tests after it on the same worker.
+
+    Commands that import Megatron, as ``snip doctor``, patch torch. They run in a process of their own.
+    """
+    yield
+    torch = sys.modules.get("torch")
+    assert torch is None or not hasattr(torch.cuda, "snip_cpu_device"), "the test has patched torch in this process"
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
