@@ -55,7 +55,7 @@ from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.policies import needs_forward_noise, needs_hessian, pinned_gemms
 from snip_megatron.statistics.reduction import ProbeGroups
 
-_GRAD_NORM = 5  # index in what train_step returns
+_SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in what train_step returns
 
 
 def install(config: SnipConfig, *, args: argparse.Namespace) -> SnipRun:
@@ -256,7 +256,8 @@ class SnipRun:
         """Run the controller before the step, the step itself, and the controller after it.
 
         Args:
-            train_step: Runs the step. Its result holds the losses at index 0 and the gradient norm at index 5.
+            train_step: Runs the step. Its result holds the losses at index 0, whether Megatron exits instead of
+                completing the step at index 3, and the gradient norm at index 5.
             call: The arguments of the step. ``clip`` and ``measured`` are set here for a probe.
 
         Returns:
@@ -288,6 +289,8 @@ class SnipRun:
             self._traffic.take()  # leaves out what SNIP exchanged between the steps
         started = time.perf_counter()
         result = train_step()
+        if result[_SHOULD_EXIT]:  # no weight has changed, and a resumed job runs the step again
+            return result
         if self._probes is not None:
             self._probes.has_trained = True
         captures = self._graphs.captures()

@@ -14,6 +14,13 @@ from snip_megatron.megatron.probing.probe_call import StepCall
 from snip_megatron.megatron.setup import SnipRun
 
 
+def a_call() -> StepCall:
+    return StepCall(
+        step=3, forward_step_func=None, data_iterator=None, model=[], optimizer=None, config=None,
+        forward_backward_func=None, num_microbatches=1, clip=1.0,
+    )  # fmt: skip
+
+
 def test_backwards_of_a_step_run_in_its_own_thread_and_other_code_s_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
@@ -29,10 +36,7 @@ def test_backwards_of_a_step_run_in_its_own_thread_and_other_code_s_as_before(mo
         before_step=lambda *_: note("probe"), after_step=lambda *found: seen.update(norm=found[2])
     )
     monkeypatch.setattr(run, "_controller", controller)
-    call = StepCall(
-        step=3, forward_step_func=None, data_iterator=None, model=[], optimizer=None, config=None,
-        forward_backward_func=None, num_microbatches=1, clip=1.0,
-    )  # fmt: skip
+    call = a_call()
     assert run.around_step(step, call)[5] == 1.0
     assert seen == {"probe": False, "train": False, "norm": 1.0}
     assert torch._C._is_multithreading_enabled()
@@ -43,6 +47,19 @@ def test_backwards_of_a_step_run_in_its_own_thread_and_other_code_s_as_before(mo
     with pytest.raises(RuntimeError, match="a step"):
         run.around_step(fails, call)
     assert torch._C._is_multithreading_enabled()
+
+
+def test_a_step_that_megatron_gives_up_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rerun machine then saves a checkpoint from before the step and exits: a resumed job runs the step again."""
+    run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
+    calls: list[str] = []
+    controller = SimpleNamespace(
+        before_step=lambda *_: calls.append("before"), after_step=lambda *_: calls.append("after")
+    )
+    monkeypatch.setattr(run, "_controller", controller)
+    given_up = ({}, True, True, True, 16, None, None, 0)
+    assert run.around_step(lambda: given_up, a_call()) == given_up
+    assert calls == ["before"]
 
 
 def test_an_in_process_restart_forgets_what_the_gradients_of_its_first_model_lost() -> None:

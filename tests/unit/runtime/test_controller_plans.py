@@ -192,12 +192,36 @@ def test_a_pending_plan_for_another_end_is_moved_when_it_comes() -> None:
     assert [rest.formats[s] for s in (3, 4, 19, 20)] == [BF16, FP4, FP4, FP8]
 
 
-def test_an_account_that_does_not_lead_to_the_step_starts_anew() -> None:
-    state = ControllerState(ledger=Ledger(0, 5, 5.0, 5.0, 20), plan=planned(1, 20, at_0=FP4).plan)
+def test_an_account_of_later_steps_starts_anew() -> None:
+    state = ControllerState(ledger=Ledger(0, 12, 12.0, 12.0, 20), plan=planned(1, 20, at_0=FP4).plan)
     run = run_of(Script(), state)
     run.steps(9, 10)
     assert run.controller.state.ledger == Ledger(9, 1, 0.0, 1.0, 20)
     assert run.controller.state.plan is None
+
+
+def test_steps_that_megatron_leaves_out_end_neither_the_account_nor_the_plan() -> None:
+    """Steps 5 and 6 do not run, and 12 does not after the resume (--iterations-to-skip)."""
+    part = run_of(one_plan())
+    part.steps(0, 5)
+    part.steps(7, 12)
+    rest = run_of(Script(), restored_from(part))
+    rest.steps(13, 20)
+    assert {rest.formats[step] for step in range(13, 20)} == {FP8}
+    assert rest.controller.state.plan == part.controller.state.plan
+    assert rest.controller.state.ledger == Ledger(0, 17, shares=4.0, times=17.0, last=20)
+
+
+def test_a_pending_plan_becomes_a_map_in_a_run_without_phases() -> None:
+    """A plan would be followed to its end, over the maps of later updates."""
+    part = run_of(one_plan())
+    part.steps(0, 3)
+    script = Script({1: [ready(1)]})
+    rest = run_of(script, restored_from(part), Timeline(20))
+    rest.steps(3, 12)
+    assert script.phases == [None]
+    assert (rest.formats[4], rest.formats[11]) == (FP4, FP4)
+    assert rest.controller.state.plan is None
 
 
 # -- plans without statistics --------------------------------------------------------------------------------------
