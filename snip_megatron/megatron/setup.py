@@ -240,7 +240,7 @@ class SnipRun:
                     optimizer,
                     opt_param_scheduler,
                     config,
-                    schedule,
+                    self.repeatable(schedule, iteration),
                     iteration=iteration,
                     **kwargs,
                 )
@@ -251,6 +251,23 @@ class SnipRun:
             return self.around_step(step, call)
 
         return step_with_snip
+
+    def repeatable(self, schedule: Callable[..., Any], step: int) -> Callable[..., Any]:
+        """Return the schedule of ``step``, which rounds alike whenever it is called again.
+
+        Megatron's rerun machine repeats a step of which a result is suspect, and takes another result for a fault of
+        the GPU.
+        """
+        again = False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal again
+            if again and self._registry is not None:
+                self._registry.start_step(step)
+            again = True
+            return schedule(*args, **kwargs)
+
+        return run
 
     def around_step(self, train_step: Callable[[], Any], call: StepCall) -> Any:
         """Run the controller before the step, the step itself, and the controller after it.
