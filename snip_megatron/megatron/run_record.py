@@ -15,6 +15,7 @@ from snip_megatron import __version__
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
+from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import unquantised_flops
 from snip_megatron.megatron.step_costs import linear_shapes, option_times
 from snip_megatron.records.run_data import load_run
@@ -52,7 +53,7 @@ def open_run_directory(
         "version": __version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "gemm_backend": backend,
-        "batch_size_ramps": getattr(args, "rampup_batch_size", None) is not None,
+        "batch_size_ramps": compat.batch_size_ramp(args) is not None,
         "world_size": dist.get_world_size(),
         "tensor_parallel": args.tensor_model_parallel_size,
         "pipeline_parallel": args.pipeline_model_parallel_size,

@@ -269,10 +269,9 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
             f"{here} --cuda-graph-warmup-steps {args.cuda_graph_warmup_steps} under --snip: kernels are compiled in a"
             " step before the one that is captured; use 1 or more"
         )
-    if args.rampup_batch_size is not None:
-        raise SnipError(
-            f"{here} --rampup-batch-size: the graph holds the microbatches of one batch size; leave one out"
-        )
+    ramp = compat.batch_size_ramp(args)
+    if ramp is not None:
+        raise SnipError(f"{here} {ramp}: the graph holds the microbatches of one batch size; leave one out")
 
 
 def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:

@@ -87,6 +87,11 @@ def test_each_conflict_is_an_argument_of_this_megatron(conflict: Conflict) -> No
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, {}, "--cuda-graph-warmup-steps 0"),
         ({"cuda_graph_impl": "full_iteration", "rampup_batch_size": [8, 8, 64]}, {}, "--rampup-batch-size"),
         (
+            {"cuda_graph_impl": "full_iteration", "step_batch_size_schedule": "0:8 1M:16"},
+            {},
+            "--step-batch-size-schedule: the graph holds",
+        ),
+        (
             {"cuda_graph_impl": "full_iteration", "pipeline_model_parallel_size": 2},
             {},
             "--pipeline-model-parallel-size 2 under --snip: Megatron waits for the device",
