@@ -34,12 +34,17 @@ def open_run_directory(
 ) -> RunDirectory | None:
     """Open ``--snip-dir``, or ``<save>/snip``. Returns None if neither is given: the run then keeps no record.
 
-    ``backend`` is the name of the GEMM backend.
+    ``backend`` is the name of the GEMM backend. Raises SnipError if the directory cannot be used.
     """
     if config.dir is None and not args.save:
         print("snip: no run directory: give --snip-dir (or --save) to keep events, maps and a report", flush=True)
         return None
     path = Path(config.dir) if config.dir is not None else Path(args.save) / "snip"
+    if config.replay is not None and path.resolve() == Path(config.replay).resolve():
+        raise SnipError(
+            f"--snip-replay {config.replay}: this run would write its record over the one it replays; choose another"
+            " --snip-dir"
+        )
     # A resumed run must have the same identity, but may write its record elsewhere or with other permissions.
     identity = replace(config, dir=None, overwrite=False, no_compat=()).as_dict()
     schedule = config.phases

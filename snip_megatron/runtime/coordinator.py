@@ -87,7 +87,11 @@ class RankZeroCoordinator:
         self._settling = None if pace is None else Settling()
         self.progress = Progress(None if run is None else run.path, emulated=pace is None)
         self._finished = finished
-        self._replay = dict(replay_schedule(config.replay)) if config.replay is not None else {}
+        # All maps are read now, because a file that is gone later would end training in the middle.
+        replayed = [] if config.replay is None else replay_schedule(config.replay)
+        self._replay = {
+            step: PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)) for step, path in replayed
+        }
         self._decisions: dict[int, Decision] = {}
         self._submitted: dict[int, int] = {}
         self._in_force: PrecisionMap | None = None
@@ -227,8 +231,7 @@ class RankZeroCoordinator:
 
     def replayed_map(self, step: int) -> Decision:
         """Return the map that the replayed run adopted at ``step``."""
-        path = self._replay[step]
-        return Decision(Verdict.MAP, PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)))
+        return Decision(Verdict.MAP, self._replay[step])
 
     # -- record ------------------------------------------------------------------------------------------------
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
