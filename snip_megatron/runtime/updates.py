@@ -80,12 +80,12 @@ class Updates:
         if self._state.pending is not None:
             self._event(step, "skipped", reason="the previous update is still undecided")
             return
+        self.restart_trigger(step)
         due = step + self._config.lag
         phases = self._plans.request(step, due, self._registry.current)
         if phases is None and self._plans.solves:
             self._event(step, "skipped", reason="training ends before its plan would come into force")
             return
-        self.restart_trigger(step)
         started = time.perf_counter()
         result = probe(self._clip_factor())
         seconds = since(started)

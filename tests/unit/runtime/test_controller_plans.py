@@ -102,6 +102,14 @@ def test_an_update_whose_plan_would_come_after_the_end_is_left_out() -> None:
     assert script.submitted == []
 
 
+def test_a_trigger_that_comes_too_late_for_a_plan_is_told_once() -> None:
+    fields = {"first_update": 2, "update_interval": 1000, "lag": 15, "trigger": 0.2}
+    script = Script({1: [planned(1, 80, at_17=FP4)]})
+    run = Run(script, timeline=phased(last=80), **fields)
+    run.steps(0, 80, gradients=lambda step: [1.0, 1.0 if step <= 60 else 16.0])
+    assert script.of("trigger") == script.of("skipped") == [72]
+
+
 def test_a_late_plan_starts_in_the_phase_that_its_step_lies_in() -> None:
     script = Script({1: [LATE, LATE, LATE, LATE, planned(1, 20, at_4=FP4, at_10=FP8)]})
     run = run_of(script)
