@@ -398,6 +398,19 @@ def test_the_share_of_the_backward_pass_reaches_the_solver() -> None:
 
 
 # -- maps over time ------------------------------------------------------------------------------------------------
+def test_pins_that_leave_the_budget_of_a_phase_out_of_reach(tmp_path: Path) -> None:
+    """Every update would be infeasible, and the whole run in bf16."""
+    path = tmp_path / "phases.json"
+    phases: list[dict[str, Any]] = [{"from": 0.0, "budget": "fp4=0.6"}, {"from": 0.5, "budget": "fp4=0.7"}]
+    path.write_text(json.dumps({"schema": "snip.schedule/1", "phases": phases}))
+    fields = {"schedule": str(path), "budget": "fp4=0.5"}
+    validate.check(config(**fields), arguments())
+    message = refused(config(**fields, pin=("*.linear_fc1=bf16",)), arguments())
+    assert message.startswith(
+        "--snip-schedule: phases[1].budget: fp4=0.7 is out of reach with --snip-pin: at most fp4=0.6000"
+    )
+
+
 def test_globs_of_a_schedule_are_checked_before_training(tmp_path: Path) -> None:
     path = tmp_path / "late.json"
     phases = [{"from": 0}, {"from": 0.9, "change": ["*:fprop"]}]
