@@ -375,8 +375,12 @@ class SnipRun:
                 self._traffic = compat.Traffic()
                 self._undo_evaluation.callback(self._traffic.install())
             tokens = args.global_batch_size * args.seq_length
-            pace = None if registry.context.backend.name in EMULATIONS else Pace()
-            self._coordinator = RankZeroCoordinator(config, request, linears, static_map, run, tokens, pace, finish)
+            emulated = registry.context.backend.name in EMULATIONS
+            pace = None if emulated or compat.batch_size_ramp(args) is not None else Pace()
+            self._coordinator = RankZeroCoordinator(
+                config, request, linears, static_map, run, tokens, pace, finish,
+                unjudged="emulated" if emulated else "batch size grows",
+            )  # fmt: skip
         restored = self._restored_state()
         self._controller = Controller(
             config,
