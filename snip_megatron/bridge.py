@@ -151,6 +151,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
                     "Bridge built its model without SNIP's pre-wrap hook: was attach() given its container?"
                 )
             self._run.state, self._run.scheduler = global_state, scheduler
+            iteration, model_config = global_state.train_state.step, get_model_config(model[0])
             step = functools.partial(
                 train_step,
                 forward_step_func,
@@ -160,11 +161,10 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
                 scheduler,
                 global_state,
                 pg_collection,
-                forward_backward_func,
+                self._run.repeatable(forward_backward_func, iteration),
                 *rest,
                 **named,
             )
-            iteration, model_config = global_state.train_state.step, get_model_config(model[0])
             call = StepCall(
                 iteration, forward_step_func, data_iterator, model, optimizer, model_config, forward_backward_func
             )

@@ -21,6 +21,8 @@ SCHEDULE_SCHEMA = "snip.schedule/1"
 PLAN_SCHEMA = "snip.phases/1"
 
 _FIGURES = ("objective", "bound", "target", "achieved")
+MOST_PHASES = 64
+"""Of a schedule, and of what the solver takes."""
 _MOST_STEPS = 2**53  # above, JSON readers of other languages lose digits
 
 
@@ -75,6 +77,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.phases or self.phases[0].begin != 0:
             raise SnipError("phases: the first one must begin at 0")
+        if len(self.phases) > MOST_PHASES:
+            raise SnipError(f"phases: at most {MOST_PHASES} are supported, got {len(self.phases)}")
         for i, (before, after) in enumerate(zip(self.phases, self.phases[1:], strict=False), start=1):
             if after.begin <= before.begin:
                 raise SnipError(

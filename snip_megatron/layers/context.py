@@ -75,7 +75,8 @@ class StepContext:
         forcing: during a measuring pass, a function that returns what the pass requests of a linear in the current
             microbatch; None otherwise. During a measuring pass no linear runs Megatron's own code, so that every wgrad
             accumulates in FP32.
-        bf16_eval: whether forwards without gradients run in bf16 under any map.
+        bf16_eval: whether forwards without gradients run in bf16 under any map, of modules in evaluation mode
+            (``module.eval()``). Forwards of training have no gradients either where they are recomputed later.
         packs: whether shards of tokens are quantised before they are gathered (``--snip-communication gather``).
         reduces: whether partial results of quantised GEMMs are quantised before they are summed over tensor parallel
             ranks (``--snip-communication all``).
@@ -223,7 +224,7 @@ class LinearHandle:
             return False
         if self.context.probing:
             return self.recorder is None
-        if self.context.bf16_eval and not torch.is_grad_enabled():
+        if self.context.bf16_eval and not torch.is_grad_enabled() and not self.module.training:
             return True
         return self.formats == ALL_BF16
 

@@ -15,6 +15,7 @@ from snip_megatron import __version__
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
+from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import unquantised_flops
 from snip_megatron.megatron.step_costs import linear_shapes, option_times
 from snip_megatron.records.run_data import load_run
@@ -33,12 +34,17 @@ def open_run_directory(
 ) -> RunDirectory | None:
     """Open ``--snip-dir``, or ``<save>/snip``. Returns None if neither is given: the run then keeps no record.
 
-    ``backend`` is the name of the GEMM backend.
+    ``backend`` is the name of the GEMM backend. Raises SnipError if the directory cannot be used.
     """
     if config.dir is None and not args.save:
         print("snip: no run directory: give --snip-dir (or --save) to keep events, maps and a report", flush=True)
         return None
     path = Path(config.dir) if config.dir is not None else Path(args.save) / "snip"
+    if config.replay is not None and path.resolve() == Path(config.replay).resolve():
+        raise SnipError(
+            f"--snip-replay {config.replay}: this run would write its record over the one it replays; choose another"
+            " --snip-dir"
+        )
     # A resumed run must have the same identity, but may write its record elsewhere or with other permissions.
     identity = replace(config, dir=None, overwrite=False, no_compat=()).as_dict()
     schedule = config.phases
@@ -52,7 +58,7 @@ def open_run_directory(
         "version": __version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "gemm_backend": backend,
-        "batch_size_ramps": getattr(args, "rampup_batch_size", None) is not None,
+        "batch_size_ramps": compat.batch_size_ramp(args) is not None,
         "world_size": dist.get_world_size(),
         "tensor_parallel": args.tensor_model_parallel_size,
         "pipeline_parallel": args.pipeline_model_parallel_size,

@@ -55,7 +55,7 @@ from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.policies import needs_forward_noise, needs_hessian, pinned_gemms
 from snip_megatron.statistics.reduction import ProbeGroups
 
-_GRAD_NORM = 5  # index in what train_step returns
+_SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in what train_step returns
 
 
 def install(config: SnipConfig, *, args: argparse.Namespace) -> SnipRun:
@@ -240,7 +240,7 @@ class SnipRun:
                     optimizer,
                     opt_param_scheduler,
                     config,
-                    schedule,
+                    self.repeatable(schedule, iteration),
                     iteration=iteration,
                     **kwargs,
                 )
@@ -252,11 +252,29 @@ class SnipRun:
 
         return step_with_snip
 
+    def repeatable(self, schedule: Callable[..., Any], step: int) -> Callable[..., Any]:
+        """Return the schedule of ``step``, which rounds alike whenever it is called again.
+
+        Megatron's rerun machine repeats a step of which a result is suspect, and takes another result for a fault of
+        the GPU.
+        """
+        again = False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal again
+            if again and self._registry is not None:
+                self._registry.start_step(step)
+            again = True
+            return schedule(*args, **kwargs)
+
+        return run
+
     def around_step(self, train_step: Callable[[], Any], call: StepCall) -> Any:
         """Run the controller before the step, the step itself, and the controller after it.
 
         Args:
-            train_step: Runs the step. Its result holds the losses at index 0 and the gradient norm at index 5.
+            train_step: Runs the step. Its result holds the losses at index 0, whether Megatron exits instead of
+                completing the step at index 3, and the gradient norm at index 5.
             call: The arguments of the step. ``clip`` and ``measured`` are set here for a probe.
 
         Returns:
@@ -288,6 +306,8 @@ class SnipRun:
             self._traffic.take()  # leaves out what SNIP exchanged between the steps
         started = time.perf_counter()
         result = train_step()
+        if result[_SHOULD_EXIT]:  # no weight has changed, and a resumed job runs the step again
+            return result
         if self._probes is not None:
             self._probes.has_trained = True
         captures = self._graphs.captures()
@@ -355,8 +375,12 @@ class SnipRun:
                 self._traffic = compat.Traffic()
                 self._undo_evaluation.callback(self._traffic.install())
             tokens = args.global_batch_size * args.seq_length
-            pace = None if registry.context.backend.name in EMULATIONS else Pace()
-            self._coordinator = RankZeroCoordinator(config, request, linears, static_map, run, tokens, pace, finish)
+            emulated = registry.context.backend.name in EMULATIONS
+            pace = None if emulated or compat.batch_size_ramp(args) is not None else Pace()
+            self._coordinator = RankZeroCoordinator(
+                config, request, linears, static_map, run, tokens, pace, finish,
+                unjudged="emulated" if emulated else "batch size grows",
+            )  # fmt: skip
         restored = self._restored_state()
         self._controller = Controller(
             config,

@@ -269,10 +269,9 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
             f"{here} --cuda-graph-warmup-steps {args.cuda_graph_warmup_steps} under --snip: kernels are compiled in a"
             " step before the one that is captured; use 1 or more"
         )
-    if args.rampup_batch_size is not None:
-        raise SnipError(
-            f"{here} --rampup-batch-size: the graph holds the microbatches of one batch size; leave one out"
-        )
+    ramp = compat.batch_size_ramp(args)
+    if ramp is not None:
+        raise SnipError(f"{here} {ramp}: the graph holds the microbatches of one batch size; leave one out")
 
 
 def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -413,14 +412,18 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
     check_groups(model_linears(args), request)
     tokens = 1 if request.unquantised_stage_flops is None else _tokens_per_step(args)
     share = reachable_share(model_linears(args), request, tokens_per_step=tokens)
-    if share < request.target - 1e-9:
-        limits, way = ("--snip-pin", "lower the budget or pin less")
-        if request.unquantised_stage_flops is not None:
-            limits, way = (f"--num-experts {args.num_experts}, whose experts stay bf16", "lower the budget")
-        raise SnipError(
-            f"--snip-budget {config.budget} is out of reach with {limits}: at most fp4={_down(share)} of the FLOPs can"
-            f" be four-bit; {way}"
-        )
+    budgets = [(f"--snip-budget {config.budget}", request.target)]
+    for i, phase in enumerate(() if config.phases is None else config.phases.phases):
+        if phase.floor is not None:
+            budgets.append((f"--snip-schedule: phases[{i}].budget: {phase.budget}", phase.floor[1]))
+    for asked, target in budgets:
+        if share < target - 1e-9:
+            limits, way = ("--snip-pin", "lower the budget or pin less")
+            if request.unquantised_stage_flops is not None:
+                limits, way = (f"--num-experts {args.num_experts}, whose experts stay bf16", "lower the budget")
+            raise SnipError(
+                f"{asked} is out of reach with {limits}: at most fp4={_down(share)} of the FLOPs can be four-bit; {way}"
+            )
 
 
 def _down(share: float) -> str:

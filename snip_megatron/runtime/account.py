@@ -191,14 +191,17 @@ class Account:
         known = [s.saved_s for s in self.stretches() if s.quantised and s.saved_s is not None]
         return sum(known) - self.cost_s if known else None
 
-    def figures(self, *, emulated: bool) -> dict[str, float] | None:
-        """Return the logged figures ``step_s``, ``speedup`` and ``saved_h`` that are known; None if none is known."""
+    def figures(self, *, judged: bool) -> dict[str, float] | None:
+        """Return the logged figures that are known; None if none is known.
+
+        These are ``step_s``, and if speeds are ``judged``, ``speedup`` and ``saved_h``.
+        """
         now = self.now()
         if now is None or now.step_s is None:
             return None
         found = {"step_s": now.step_s}
         saved = self.saved_s()
-        if not emulated and now.speedup is not None and saved is not None:
+        if judged and now.speedup is not None and saved is not None:
             found |= {"speedup": now.speedup, "saved_h": saved / 3600.0}
         return found
 

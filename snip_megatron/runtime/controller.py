@@ -116,7 +116,7 @@ class Controller:
             self._decide(step, pending)
         if self._plans.due(step):
             self._next_phase(step)
-        self._updates.start_if_due(step, probe)
+        self._updates.start_if_due(range(self._next_step, step + 1), probe)
         self._registry.start_step(step)
 
     def after_step(
@@ -186,7 +186,7 @@ class Controller:
     # -- maps --------------------------------------------------------------------------------------------------
     def _start(self, step: int) -> None:
         """Prepare the first step of this process: the initial map, a replay's schedule, a restored update."""
-        self._started = True
+        self._started, self._next_step = True, step
         if self._config.replay is not None:
             steps = self._coordinator.replay_steps() if self._coordinator else None
             self._replay_steps = [s for s in self._channel.agree_steps(steps) if s >= step]

@@ -60,9 +60,9 @@ class RankZeroCoordinator:
         static_map: the checked map of ``--snip-map``; None without.
         run: the run directory; None if the run keeps none.
         tokens_per_step: the tokens of a step to which ``request`` refers; None if its FLOPs do not depend on them.
-        pace: compares step times under maps with those in bf16; None if quantised GEMMs are emulated, which never
-            saves time.
+        pace: compares step times under maps with those in bf16; None if that means nothing.
         finished: called with the path of the run directory after its last record.
+        unjudged: why there is no ``pace``, in the words of the line that the run prints at Megatron's log interval.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class RankZeroCoordinator:
         tokens_per_step: int | None = None,
         pace: Pace | None = None,
         finished: Callable[[Path], None] | None = None,
+        unjudged: str = "emulated",
     ) -> None:
         self._config = config
         self._request = request
@@ -85,9 +86,13 @@ class RankZeroCoordinator:
         self._run = run
         self._pace = pace
         self._settling = None if pace is None else Settling()
-        self.progress = Progress(None if run is None else run.path, emulated=pace is None)
+        self.progress = Progress(None if run is None else run.path, unjudged=unjudged if pace is None else None)
         self._finished = finished
-        self._replay = dict(replay_schedule(config.replay)) if config.replay is not None else {}
+        # All maps are read now, because a file that is gone later would end training in the middle.
+        replayed = [] if config.replay is None else replay_schedule(config.replay)
+        self._replay = {
+            step: PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)) for step, path in replayed
+        }
         self._decisions: dict[int, Decision] = {}
         self._submitted: dict[int, int] = {}
         self._in_force: PrecisionMap | None = None
@@ -227,8 +232,7 @@ class RankZeroCoordinator:
 
     def replayed_map(self, step: int) -> Decision:
         """Return the map that the replayed run adopted at ``step``."""
-        path = self._replay[step]
-        return Decision(Verdict.MAP, PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)))
+        return Decision(Verdict.MAP, self._replay[step])
 
     # -- record ------------------------------------------------------------------------------------------------
     def event(self, step: int, kind: str, /, **fields: Any) -> None:

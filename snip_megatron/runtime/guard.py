@@ -163,6 +163,8 @@ class Guard:
         self._refusals = count(state.get("refusals"), f"{where}: guard.refusals")
         self._bar = bar
         self.good = None if good is None else PrecisionMap.from_json(good, where=where)
+        if not self._settings.steps:  # the resumed run has switched the guard off
+            self._probation = self._bar = None
 
 
 def predicted_loss(precision_map: PrecisionMap) -> float | None:

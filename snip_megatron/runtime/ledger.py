@@ -36,7 +36,7 @@ class Ledger:
 
     @property
     def next_step(self) -> int:
-        """The step that follows the last one in the ledger."""
+        """The step that follows the last one in the ledger, or an earlier one if training has left out steps."""
         return self.origin + self.steps
 
     def average(self, *, timed: bool) -> float:

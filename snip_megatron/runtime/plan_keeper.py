@@ -86,15 +86,18 @@ class PlanKeeper:
     def begin(self, step: int) -> Moved | None:
         """Prepare the first step of this process, and move the phases if a resumed run has another end.
 
-        The ledger starts anew if the checkpoint has none, or one that does not lead to this step.
+        The ledger starts anew if the checkpoint has none, or one that counts steps which are still to come. It may
+        count fewer steps than training has passed, because Megatron leaves out those of ``--iterations-to-skip``.
         """
         state, timeline = self._state, self._timeline
-        if state.ledger is None or state.ledger.next_step != step:
+        if state.ledger is None or state.ledger.next_step > step:
             state.ledger = Ledger(step)
             state.plan = None
         before, state.ledger.last = state.ledger.last, None if timeline is None else timeline.last
         if state.plan is not None and self._is_of_another_policy(state.plan, step):
             state.plan = None
+        if state.pending is not None and not self.solves:
+            state.pending.phases = None  # of a run with phases: in this one, the update gives a single map
         if timeline is None or (timeline.schedule is None and timeline.fixed is None):
             state.plan = None
             return None

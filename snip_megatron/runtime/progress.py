@@ -22,11 +22,11 @@ class Progress:
 
     Args:
         run: the run directory, whose records of earlier jobs count as well; None without one.
-        emulated: whether formats are emulated on this machine, so that speeds mean nothing.
+        unjudged: see :func:`progress_line`.
     """
 
-    def __init__(self, run: Path | None, *, emulated: bool) -> None:
-        self._emulated = emulated
+    def __init__(self, run: Path | None, *, unjudged: str | None) -> None:
+        self._unjudged = unjudged
         self._account = _account_of(run)
         self._fp4_share: float | None = None
         self._figures: dict[int, dict[str, Any]] = {}
@@ -60,10 +60,10 @@ class Progress:
     def show(self, step: int) -> None:
         """Print the line, and have its figures ready for :meth:`news`."""
         self._of(step)["peak_bytes"] = peak_bytes()
-        line = progress_line(self._account, self._fp4_share, emulated=self._emulated)
+        line = progress_line(self._account, self._fp4_share, unjudged=self._unjudged)
         if line is not None:
             print(line, flush=True)
-        self._news = self._account.figures(emulated=self._emulated)
+        self._news = self._account.figures(judged=self._unjudged is None)
 
     def news(self) -> dict[str, float] | None:
         """Return the figures of the latest :meth:`show` once; None afterwards. See ``step_report.News``."""
@@ -94,13 +94,13 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def progress_line(account: Account, fp4_share: float | None, *, emulated: bool) -> str | None:
+def progress_line(account: Account, fp4_share: float | None, *, unjudged: str | None) -> str | None:
     """Return the line that a run prints beside Megatron's own; None before the first step.
 
     Args:
         account: the account so far.
         fp4_share: the fp4 share of FLOPs of the map in force; None without a map.
-        emulated: whether formats are emulated here, so that speeds mean nothing.
+        unjudged: why speeds mean nothing in this run, such as ``emulated``; None if they do.
     """
     now = account.now()
     if now is None:
@@ -109,9 +109,9 @@ def progress_line(account: Account, fp4_share: float | None, *, emulated: bool) 
     parts = [f"map {now.version}{share}" if now.quantised else "bf16"]
     if now.step_s is None:
         return f"snip: {parts[0]} | measuring steps"
-    speed = "" if not now.quantised else ", emulated" if emulated else f", {_factor(now.speedup)} bf16"
+    speed = "" if not now.quantised else f", {unjudged or f'{_factor(now.speedup)} bf16'}"
     parts.append(f"{duration(now.step_s)} a step{speed}")
-    saved = None if emulated else account.saved_s()
+    saved = None if unjudged else account.saved_s()
     if saved is not None:
         parts.append(f"{'saved' if saved >= 0 else 'lost'} {duration(abs(saved))}, updates included")
     return f"snip: {' | '.join(parts)}"

@@ -50,11 +50,17 @@ class Updates:
         self._event = event
         self._clip_grad = clip_grad
 
-    def start_if_due(self, step: int, probe: Callable[[float], Probe | Unmeasured]) -> None:
-        """Start an update if one is due before ``step``, or if the trigger starts one."""
-        triggered = self._triggered(step)
-        if self._config.is_update_step(step) or triggered:
-            self._start(step, probe)
+    def start_if_due(self, steps: range, probe: Callable[[float], Probe | Unmeasured]) -> None:
+        """Start an update if one is due, or if the trigger starts one.
+
+        Args:
+            steps: the step that is next, after those that training has left out since the last one. An update that was
+                due before one of these starts now.
+            probe: see :meth:`Controller.before_step`.
+        """
+        triggered = self._triggered(steps[-1])
+        if triggered or any(map(self._config.is_update_step, steps)):
+            self._start(steps[-1], probe)
 
     def _triggered(self, step: int) -> bool:
         """Return whether the trigger starts an update. It never does while an update is pending."""
@@ -74,12 +80,12 @@ class Updates:
         if self._state.pending is not None:
             self._event(step, "skipped", reason="the previous update is still undecided")
             return
+        self.restart_trigger(step)
         due = step + self._config.lag
         phases = self._plans.request(step, due, self._registry.current)
         if phases is None and self._plans.solves:
             self._event(step, "skipped", reason="training ends before its plan would come into force")
             return
-        self.restart_trigger(step)
         started = time.perf_counter()
         result = probe(self._clip_factor())
         seconds = since(started)

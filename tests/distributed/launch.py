@@ -39,7 +39,7 @@ def run_ranks(
     args: Sequence[str],
     *,
     module: str = "snip_megatron.pretrain_gpt",
-    timeout: float = 120,
+    timeout: float = 400,
     env: Mapping[str, str] | None = None,
     tmp: Path,
     launcher: Sequence[str] = ("--standalone",),
@@ -63,7 +63,7 @@ def run_alone(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=400,
         cwd=tmp,
         env={**outer, **cpu_environment(), **(env or {})},
     )

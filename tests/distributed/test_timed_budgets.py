@@ -174,7 +174,7 @@ def test_a_share_of_flops_with_the_map_in_force_held(warm: WarmRanks, tmp_path: 
 def test_what_cannot_be_reached_is_refused_at_start(
     warm: WarmRanks, tmp_path: Path, budget: str, extra: tuple[str, ...], words: list[str]
 ) -> None:
-    done = warm.run(1, arguments(tmp_path, budget, *extra), tmp=tmp_path, timeout=120)
+    done = warm.run(1, arguments(tmp_path, budget, *extra), tmp=tmp_path, timeout=400)
     assert done.returncode == 2
     (line,) = error_lines(done)
     assert all(word in line for word in words), line

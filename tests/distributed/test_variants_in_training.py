@@ -131,6 +131,6 @@ def test_a_resume_draws_the_same_signs_and_numbers(run: Path, warm: WarmRanks, t
 def test_what_cannot_run_is_refused_before_training(
     arguments: list[str], words: str, warm: WarmRanks, tmp_path: Path
 ) -> None:
-    process = warm.run(1, tiny_llama_args(*SNIP, *arguments, iters=STEPS), tmp=tmp_path, timeout=120)
+    process = warm.run(1, tiny_llama_args(*SNIP, *arguments, iters=STEPS), tmp=tmp_path, timeout=400)
     assert process.returncode != 0
     assert words in process.stderr + process.stdout

@@ -67,7 +67,7 @@ class WarmRanks:
         args: Sequence[str],
         *,
         module: str = "snip_megatron.pretrain_gpt",
-        timeout: float = 120,
+        timeout: float = 400,
         env: Mapping[str, str] | None = None,
         tmp: Path,
     ) -> subprocess.CompletedProcess[str]:

@@ -50,6 +50,7 @@ def test_the_contract_of_a_schedule_file() -> None:
         (schedule({"from": 0.0}, schema="snip.map/1"), '"schema" must be "snip.schedule/1"'),
         (schedule(), "phases: the first one must begin at 0"),
         (schedule({"from": 0.1}), "phases: the first one must begin at 0"),
+        (schedule(*({"from": i / 65} for i in range(65))), "phases: at most 64 are supported, got 65"),
         (schedule({"from": 0}, {"from": 1.0}), "phases[1].from: 1.0 must be a fraction of the run"),
         (schedule({"from": 0}, {"from": 0.5}, {"from": 0.5}), "phases[2].from: 0.5 must be above 0.5"),
         (schedule({"from": 0}, {"from": True}), "phases[1].from: must be a fraction"),

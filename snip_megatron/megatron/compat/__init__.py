@@ -3,7 +3,7 @@
 These names are checked when the modules are imported.
 """
 
-from snip_megatron.megatron.compat.batches import PeekedBatches, peek
+from snip_megatron.megatron.compat.batches import PeekedBatches, batch_size_ramp, peek
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.defaults import check, set_defaults
 from snip_megatron.megatron.compat.gradient_reduction import (
@@ -58,6 +58,7 @@ __all__ = [
     "Traffic",
     "TrainStep",
     "apply",
+    "batch_size_ramp",
     "check",
     "check_gradient_reduction",
     "check_parameter_gather",

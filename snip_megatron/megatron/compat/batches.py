@@ -1,7 +1,8 @@
-"""Reads the next microbatches of training without consuming them."""
+"""Reads the next microbatches of training without consuming them, and tells whether their number changes."""
 
 from __future__ import annotations
 
+import argparse
 import collections
 import inspect
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,13 @@ from snip_megatron.errors import SnipError
 
 if list(inspect.signature(RerunDataIterator.__init__).parameters) != ["self", "iterable"]:
     raise SnipError("Megatron's RerunDataIterator no longer wraps one iterable: probes cannot look at batches")
+
+_RAMPS = ("--step-batch-size-schedule", "--rampup-batch-size")
+
+
+def batch_size_ramp(args: argparse.Namespace) -> str | None:
+    """Return the argument by which the batch size grows in training, which differs between versions; None without."""
+    return next((name for name in _RAMPS if getattr(args, name[2:].replace("-", "_"), None) is not None), None)
 
 
 class PeekableIterator:

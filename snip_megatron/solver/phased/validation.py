@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from snip_megatron.phases import MOST_PHASES
 from snip_megatron.solver.items import Budget, Choice, Item
 from snip_megatron.solver.phased.parts import Phase, PhasedItem, Spent
 from snip_megatron.solver.validation import MAX_LOSS, faults
 
 MAX_STEPS = 10**12
-MAX_PHASES = 64
 
 
 def phased_faults(
     budget: Budget, phases: Sequence[Phase], items: Sequence[PhasedItem], spent: Spent | None
 ) -> Iterator[tuple[str, str]]:
     """(JSON path, what is wrong), first fault first."""
-    if not 1 <= len(phases) <= MAX_PHASES:
-        yield "phases", f"must hold 1 to {MAX_PHASES} phases, got {len(phases)}"
+    if not 1 <= len(phases) <= MOST_PHASES:
+        yield "phases", f"must hold 1 to {MOST_PHASES} phases, got {len(phases)}"
     for p, phase in enumerate(phases):
         yield from _phase_faults(budget, phase, f"phases[{p}]")
     if spent is not None:

@@ -301,11 +301,24 @@ def test_validation_in_bf16(group: dist.ProcessGroup, context: StepContext) -> N
     linear = stock_linear(group, 96, 64, dtype=torch.bfloat16)
     convert(linear, context, (FP4, FP4, FP4))
     x, _ = operands(8, 2, 96, 64, torch.bfloat16)
+    linear.eval()
     with torch.no_grad():
         assert not torch.equal(linear(x)[0], stock(x)[0])
         context.bf16_eval = True
         assert torch.equal(linear(x)[0], stock(x)[0])
     assert not torch.equal(linear(x)[0], stock(x)[0])  # a training forward keeps its map
+
+
+def test_a_training_forward_that_is_recomputed_keeps_its_map_beside_validation_in_bf16(
+    group: dist.ProcessGroup, context: StepContext
+) -> None:
+    """Under recomputation, the first forward of a training step has no gradients, like that of a validation."""
+    linear = stock_linear(group, 96, 64, dtype=torch.bfloat16)
+    convert(linear, context, (FP4, FP4, FP4))
+    x, _ = operands(8, 2, 96, 64, torch.bfloat16)
+    wanted = linear(x)[0]
+    context.bf16_eval = True
+    assert torch.equal(checkpoint(linear, x, use_reentrant=True)[0], wanted)
 
 
 def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(

@@ -10,8 +10,18 @@ import pytest
 import torch
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
 from snip_megatron.megatron.probing.probe_call import StepCall
 from snip_megatron.megatron.setup import SnipRun
+from snip_megatron.precision import LinearId
+
+
+def a_call() -> StepCall:
+    return StepCall(
+        step=3, forward_step_func=None, data_iterator=None, model=[], optimizer=None, config=None,
+        forward_backward_func=None, num_microbatches=1, clip=1.0,
+    )  # fmt: skip
 
 
 def test_backwards_of_a_step_run_in_its_own_thread_and_other_code_s_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,10 +39,7 @@ def test_backwards_of_a_step_run_in_its_own_thread_and_other_code_s_as_before(mo
         before_step=lambda *_: note("probe"), after_step=lambda *found: seen.update(norm=found[2])
     )
     monkeypatch.setattr(run, "_controller", controller)
-    call = StepCall(
-        step=3, forward_step_func=None, data_iterator=None, model=[], optimizer=None, config=None,
-        forward_backward_func=None, num_microbatches=1, clip=1.0,
-    )  # fmt: skip
+    call = a_call()
     assert run.around_step(step, call)[5] == 1.0
     assert seen == {"probe": False, "train": False, "norm": 1.0}
     assert torch._C._is_multithreading_enabled()
@@ -43,6 +50,44 @@ def test_backwards_of_a_step_run_in_its_own_thread_and_other_code_s_as_before(mo
     with pytest.raises(RuntimeError, match="a step"):
         run.around_step(fails, call)
     assert torch._C._is_multithreading_enabled()
+
+
+def test_a_step_that_megatron_gives_up_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rerun machine then saves a checkpoint from before the step and exits: a resumed job runs the step again."""
+    run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
+    calls: list[str] = []
+    controller = SimpleNamespace(
+        before_step=lambda *_: calls.append("before"), after_step=lambda *_: calls.append("after")
+    )
+    monkeypatch.setattr(run, "_controller", controller)
+    given_up = ({}, True, True, True, 16, None, None, 0)
+    assert run.around_step(lambda: given_up, a_call()) == given_up
+    assert calls == ["before"]
+
+
+def test_a_step_that_megatron_repeats_rounds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of a backward in its step enters the keys of stochastic rounding."""
+    run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
+    registry = LinearRegistry(decoder_linear_names(1), StepContext())
+    features = torch.arange(4)
+    handle = LinearHandle(
+        LinearId(0, "mlp.linear_fc1"), "column", 4, 4, 0, 0, 1, features, features, registry.context,
+        torch.nn.Linear(4, 4),
+    )  # fmt: skip
+    registry.add(handle)
+    monkeypatch.setattr(run, "_registry", registry)
+    indices: list[tuple[int, int]] = []
+
+    def two_microbatches(*, losses: str) -> str:
+        for _ in range(2):
+            indices.append((registry.context.step, handle.backwards))
+            handle.backwards += 1
+        return losses
+
+    registry.start_step(3)
+    schedule = run.repeatable(two_microbatches, 3)
+    assert [schedule(losses=name) for name in ("first", "again")] == ["first", "again"]
+    assert indices == [(3, 0), (3, 1)] * 2
 
 
 def test_an_in_process_restart_forgets_what_the_gradients_of_its_first_model_lost() -> None:

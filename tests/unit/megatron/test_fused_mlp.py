@@ -239,6 +239,7 @@ def test_validation_quantises_for_fprop_alone() -> None:
         assert torch.equal(fused(run.mlp, tensors(0)[0]), unfused(plain.mlp, tensors(0)[0]))
     assert ACTIVATIONS.called == ["quantize_swiglu"]
     run.registry.context.bf16_eval = True
+    run.mlp.eval()
     with torch.no_grad():
         fused(run.mlp, tensors(0)[0])
     assert ACTIVATIONS.called == ["quantize_swiglu"]

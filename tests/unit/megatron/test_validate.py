@@ -87,6 +87,11 @@ def test_each_conflict_is_an_argument_of_this_megatron(conflict: Conflict) -> No
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, {}, "--cuda-graph-warmup-steps 0"),
         ({"cuda_graph_impl": "full_iteration", "rampup_batch_size": [8, 8, 64]}, {}, "--rampup-batch-size"),
         (
+            {"cuda_graph_impl": "full_iteration", "step_batch_size_schedule": "0:8 1M:16"},
+            {},
+            "--step-batch-size-schedule: the graph holds",
+        ),
+        (
             {"cuda_graph_impl": "full_iteration", "pipeline_model_parallel_size": 2},
             {},
             "--pipeline-model-parallel-size 2 under --snip: Megatron waits for the device",
@@ -393,6 +398,19 @@ def test_the_share_of_the_backward_pass_reaches_the_solver() -> None:
 
 
 # -- maps over time ------------------------------------------------------------------------------------------------
+def test_pins_that_leave_the_budget_of_a_phase_out_of_reach(tmp_path: Path) -> None:
+    """Every update would be infeasible, and the whole run in bf16."""
+    path = tmp_path / "phases.json"
+    phases: list[dict[str, Any]] = [{"from": 0.0, "budget": "fp4=0.6"}, {"from": 0.5, "budget": "fp4=0.7"}]
+    path.write_text(json.dumps({"schema": "snip.schedule/1", "phases": phases}))
+    fields = {"schedule": str(path), "budget": "fp4=0.5"}
+    validate.check(config(**fields), arguments())
+    message = refused(config(**fields, pin=("*.linear_fc1=bf16",)), arguments())
+    assert message.startswith(
+        "--snip-schedule: phases[1].budget: fp4=0.7 is out of reach with --snip-pin: at most fp4=0.6000"
+    )
+
+
 def test_globs_of_a_schedule_are_checked_before_training(tmp_path: Path) -> None:
     path = tmp_path / "late.json"
     phases = [{"from": 0}, {"from": 0.9, "change": ["*:fprop"]}]

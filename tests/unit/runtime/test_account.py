@@ -48,8 +48,8 @@ def test_time_saved_is_that_of_usual_steps_less_what_updates_cost() -> None:
     assert (before.quantised, before.steps, before.saved_s) == (False, 33, 0.0)
     assert (under.version, under.steps, under.step_s, under.speedup) == (4, 40, 0.75, pytest.approx(4 / 3))
     assert account.saved_s() == pytest.approx(40 * 0.25 - 2.25)
-    assert account.figures(emulated=False) == pytest.approx({"step_s": 0.75, "speedup": 4 / 3, "saved_h": 7.75 / 3600})
-    assert account.figures(emulated=True) == {"step_s": 0.75}
+    assert account.figures(judged=True) == pytest.approx({"step_s": 0.75, "speedup": 4 / 3, "saved_h": 7.75 / 3600})
+    assert account.figures(judged=False) == {"step_s": 0.75}
 
 
 def test_steps_under_a_bf16_map_are_bf16_s_and_few_steps_judge_nothing() -> None:
@@ -57,7 +57,7 @@ def test_steps_under_a_bf16_map_are_bf16_s_and_few_steps_judge_nothing() -> None
     account.adopted(0, 1, quantised=True)
     steps(account, 0, *[1.0] * 18)
     assert account.now() is not None
-    assert account.figures(emulated=False) is None  # 15 usual ones
+    assert account.figures(judged=True) is None  # 15 usual ones
     account.adopted(18, 0, quantised=False)
     steps(account, 18, *[2.0] * 19)
     assert account.bf16_s == 2.0
@@ -95,19 +95,19 @@ def test_another_machine_needs_its_own_bf16_steps() -> None:
 
 def test_the_line_of_a_run() -> None:
     account = Account()
-    assert progress_line(account, None, emulated=False) is None
+    assert progress_line(account, None, unjudged=None) is None
     at = steps(account, 0, *[0.2] * 10)
-    assert progress_line(account, None, emulated=False) == "snip: bf16 | measuring steps"
+    assert progress_line(account, None, unjudged=None) == "snip: bf16 | measuring steps"
     at = steps(account, at, *[0.2] * 10)
-    assert progress_line(account, None, emulated=False) == "snip: bf16 | 200.0 ms a step"
+    assert progress_line(account, None, unjudged=None) == "snip: bf16 | 200.0 ms a step"
     account.adopted(at, 3, quantised=True)
     account.event("adopt", {"wait_s": 1.0})
     steps(account, at, *[0.1] * 30)
-    line = progress_line(account, 0.75, emulated=False)
+    line = progress_line(account, 0.75, unjudged=None)
     assert line == "snip: map 3, 75% fp4 | 100.0 ms a step, 2.00 x bf16 | saved 2.0 s, updates included"
-    assert progress_line(account, 0.75, emulated=True) == "snip: map 3, 75% fp4 | 100.0 ms a step, emulated"
+    assert progress_line(account, 0.75, unjudged="emulated") == "snip: map 3, 75% fp4 | 100.0 ms a step, emulated"
     account.event("probe", {"wait_s": 3.0})
-    lost = progress_line(account, 0.75, emulated=False)
+    lost = progress_line(account, 0.75, unjudged=None)
     assert lost is not None
     assert lost.endswith("lost 1.0 s, updates included")
 
@@ -146,7 +146,7 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
 
     replayed = Account()
     replayed.replay(read_events(tmp_path), read_metrics(tmp_path), dict(read_maps(tmp_path)))
-    assert replayed.figures(emulated=False) == news
+    assert replayed.figures(judged=True) == news
 
     again = a_job(tmp_path, 60)
     again.adopted(60, precision_map)
@@ -166,6 +166,18 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     assert elsewhere.progress.news() == {"step_s": 0.1}
     elsewhere.close()
     assert [e["changed_fact"] for e in read_events(tmp_path) if e["event"] == "resume"] == [None, "device"]
+
+
+def test_steps_of_a_batch_size_that_grows_are_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    """Later steps have more tokens. Compared with the first ones in bf16, every map would be slower."""
+    config = SnipConfig(enabled=True, policy="bf16")
+    job = RankZeroCoordinator(config, SolveRequest(), (), None, None, unjudged="batch size grows")
+    train(job, 0, 30, 0.5)
+    job.adopted(30, PrecisionMap.uniform(NAMES, Format.FP4, version=1))
+    train(job, 30, 60, 1.0)
+    job.progress.show(59)
+    assert capsys.readouterr().out == "snip: map 1 | 1.0 s a step, batch size grows\n"
+    assert job.progress.news() == {"step_s": 1.0}
 
 
 def test_the_peak_before_the_first_update_and_at_the_line(tmp_path: Path) -> None:

@@ -118,6 +118,14 @@ def test_an_update_that_is_due_while_one_is_pending_is_left_out() -> None:
     assert run.script.of("adopt") == [12]
 
 
+def test_an_update_of_a_step_that_megatron_leaves_out_starts_before_the_next_one() -> None:
+    run = Run(Script({1: [ready(1)], 2: [ready(2)]}))
+    run.steps(0, 2)
+    run.steps(4, 9)  # --iterations-to-skip: before step 2 an update is due
+    assert run.script.submitted == [(4, 1), (8, 2)]
+    assert run.script.of("adopt") == [6]
+
+
 def test_a_lost_update_keeps_the_map() -> None:
     run = Run(Script({1: [LOST], 2: [ready(2)]}))
     run.steps(0, 11)

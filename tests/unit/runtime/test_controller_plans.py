@@ -102,6 +102,14 @@ def test_an_update_whose_plan_would_come_after_the_end_is_left_out() -> None:
     assert script.submitted == []
 
 
+def test_a_trigger_that_comes_too_late_for_a_plan_is_told_once() -> None:
+    fields = {"first_update": 2, "update_interval": 1000, "lag": 15, "trigger": 0.2}
+    script = Script({1: [planned(1, 80, at_17=FP4)]})
+    run = Run(script, timeline=phased(last=80), **fields)
+    run.steps(0, 80, gradients=lambda step: [1.0, 1.0 if step <= 60 else 16.0])
+    assert script.of("trigger") == script.of("skipped") == [72]
+
+
 def test_a_late_plan_starts_in_the_phase_that_its_step_lies_in() -> None:
     script = Script({1: [LATE, LATE, LATE, LATE, planned(1, 20, at_4=FP4, at_10=FP8)]})
     run = run_of(script)
@@ -192,12 +200,36 @@ def test_a_pending_plan_for_another_end_is_moved_when_it_comes() -> None:
     assert [rest.formats[s] for s in (3, 4, 19, 20)] == [BF16, FP4, FP4, FP8]
 
 
-def test_an_account_that_does_not_lead_to_the_step_starts_anew() -> None:
-    state = ControllerState(ledger=Ledger(0, 5, 5.0, 5.0, 20), plan=planned(1, 20, at_0=FP4).plan)
+def test_an_account_of_later_steps_starts_anew() -> None:
+    state = ControllerState(ledger=Ledger(0, 12, 12.0, 12.0, 20), plan=planned(1, 20, at_0=FP4).plan)
     run = run_of(Script(), state)
     run.steps(9, 10)
     assert run.controller.state.ledger == Ledger(9, 1, 0.0, 1.0, 20)
     assert run.controller.state.plan is None
+
+
+def test_steps_that_megatron_leaves_out_end_neither_the_account_nor_the_plan() -> None:
+    """Steps 5 and 6 do not run, and 12 does not after the resume (--iterations-to-skip)."""
+    part = run_of(one_plan())
+    part.steps(0, 5)
+    part.steps(7, 12)
+    rest = run_of(Script(), restored_from(part))
+    rest.steps(13, 20)
+    assert {rest.formats[step] for step in range(13, 20)} == {FP8}
+    assert rest.controller.state.plan == part.controller.state.plan
+    assert rest.controller.state.ledger == Ledger(0, 17, shares=4.0, times=17.0, last=20)
+
+
+def test_a_pending_plan_becomes_a_map_in_a_run_without_phases() -> None:
+    """A plan would be followed to its end, over the maps of later updates."""
+    part = run_of(one_plan())
+    part.steps(0, 3)
+    script = Script({1: [ready(1)]})
+    rest = run_of(script, restored_from(part), Timeline(20))
+    rest.steps(3, 12)
+    assert script.phases == [None]
+    assert (rest.formats[4], rest.formats[11]) == (FP4, FP4)
+    assert rest.controller.state.plan is None
 
 
 # -- plans without statistics --------------------------------------------------------------------------------------

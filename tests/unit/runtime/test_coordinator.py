@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.layers.registry import decoder_linear_names
+from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.readers import read_events
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.sidecar import client
 from snip_megatron.sensitivity.request import SolveRequest
+
+
+def test_a_replay_does_not_need_the_recorded_run_while_it_trains(tmp_path: Path) -> None:
+    recorded = PrecisionMap.uniform(decoder_linear_names(1), Format.FP4, version=1)
+    with RunDirectory(tmp_path / "recorded", {}, overwrite=False, resume_step=None) as run:
+        run.event(4, "adopt", version=1)
+        run.write_map(4, recorded)
+    config = SnipConfig(enabled=True, replay=str(tmp_path / "recorded"))
+    coordinator = RankZeroCoordinator(config, SolveRequest(), (), None, None)
+    shutil.rmtree(tmp_path / "recorded")
+    assert coordinator.replay_steps() == [4]
+    assert coordinator.replayed_map(4).precision_map == recorded
 
 
 def test_a_restart_is_recorded_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

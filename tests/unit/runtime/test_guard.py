@@ -154,6 +154,18 @@ def test_a_restored_guard_judges_as_the_uninterrupted_one(stop: int) -> None:
     assert any(run(None))
 
 
+def test_a_guard_that_a_resumed_run_switches_off_neither_takes_back_nor_refuses() -> None:
+    guard = Guard(SETTINGS)
+    guard.taken_back(a_map())
+    feed(guard, range(20))
+    guard.adopted(20)
+    assert feed(guard, range(20, 22), lambda step: 6.0, a_map()) is None
+    off = Guard(GuardSettings(steps=0))
+    off.restore(guard.as_dict(), "here")
+    assert feed(off, range(22, 30), lambda step: 6.0, a_map()) is None
+    assert off.refuses(a_map()) is None
+
+
 @pytest.mark.parametrize(
     "damage",
     [
