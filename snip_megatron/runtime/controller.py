@@ -147,7 +147,7 @@ class Controller:
         figures = self._report.exchange(step, loss, grad_norm, shares, answered=answered)
         self._answered = figures is not None and figures.answered
         if figures is not None and figures.gradients is not None and self._trigger is not None:
-            self._trigger.observe(figures.gradients)
+            self._trigger.observe(figures.step, figures.gradients)
         if figures is not None and self._guard is not None:
             self.state.alarm = self._guard.observe(figures, self._registry.current) or self.state.alarm
         self._metric(figures)

@@ -51,9 +51,12 @@ class Trigger:
         self._since, self._looks = step, 0
         self._average, self._reference = [], []
 
-    def observe(self, squares: Sequence[float]) -> None:
-        """Observe ‖∇W‖² of every linear. An observation that is not finite is ignored."""
-        if self._since is None or not all(math.isfinite(s) for s in squares):
+    def observe(self, step: int, squares: Sequence[float]) -> None:
+        """Observe ‖∇W‖² of every linear in ``step``.
+
+        What is not finite is ignored, and so are the gradients of a step before the restart, which arrive after it.
+        """
+        if self._since is None or step < self._since or not all(math.isfinite(s) for s in squares):
             return
         if len(self._average) != len(squares):
             self._average, self._reference, self._looks = list(squares), [], 0

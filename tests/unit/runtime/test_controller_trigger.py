@@ -48,6 +48,14 @@ def test_no_update_starts_without_drift(quiet: str) -> None:
     assert bool(run.looks) == (quiet != "off")
 
 
+def test_gradients_under_the_map_before_are_not_compared_with() -> None:
+    """The map of step 11 is adopted when the gradients of step 10 are still on their way."""
+    run = Run(Script({1: [ready(1)]}), **TRIGGER | {"first_update": 9})
+    run.steps(0, 60, gradients=lambda step: [1.0, 1.0, 1.0, 100.0 if step <= 10 else 1.0])
+    assert run.script.of("adopt") == [11]
+    assert run.script.of("trigger") == []
+
+
 def test_no_second_update_while_one_is_on_its_way() -> None:
     run = Run(Script({1: [ready(1)], 2: [LATE] * 20 + [ready(2)]}), **TRIGGER)
     run.steps(0, 110, gradients=lambda step: [1.0, 1.0, 1.0, 10.0 ** (step // 10)])
