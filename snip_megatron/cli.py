@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -50,6 +52,8 @@ def _cut_words(message: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding such as Latin-1 lacks signs that tables use
+        sys.stdout.reconfigure(errors="replace")
     top = _Parser(prog="snip", description="SNIP for Megatron: choose which GEMM runs in FP4, FP8 or BF16.")
     top.add_argument("--version", action="version", version=f"snip {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
@@ -58,15 +62,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] and arguments[0] in COMMANDS:  # the modules of other commands are not imported
             importlib.import_module(COMMANDS[arguments[0]][0]).add_arguments(subparsers[arguments[0]])
         args = top.parse_args(arguments)
-        return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+        code = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+        print(end="", flush=True)  # a failed write is reported here and not by the interpreter when it ends
+        return code
     except SnipError as error:
         print(f"snip {arguments[0]}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of standard output has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_output()
+        print(f"snip {arguments[0]}: output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """Send what standard output still holds to the null device, where the interpreter can write it when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

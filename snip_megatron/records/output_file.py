@@ -19,6 +19,17 @@ def check_folder(argument: str, path: Path | None) -> None:
         raise SnipError(f"{argument} {path}: there is no folder {path.absolute().parent}")
 
 
+def write_output(path: Path, data: bytes) -> None:
+    """Write ``data`` by :func:`write_atomically`, or straight into ``path`` if it is a pipe or a device.
+
+    A rename would put a file in the place of ``/dev/null``. Raises OSError if ``path`` cannot be written.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        path.write_bytes(data)
+    else:
+        write_atomically(path, data)
+
+
 def deliver(argument: str, path: Path | None, text: str) -> None:
     """Write ``text`` to ``path``, or to standard output if ``path`` is None.
 
@@ -29,6 +40,6 @@ def deliver(argument: str, path: Path | None, text: str) -> None:
         sys.stdout.write(text)
         return
     try:
-        write_atomically(path, text.encode())
+        write_output(path, text.encode())
     except OSError as error:
         raise SnipError(f"{argument} {path}: cannot be written: {error.strerror}") from None

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from snip_megatron import __version__
 from snip_megatron.errors import SnipError, needs_extra
-from snip_megatron.records.storage import write_atomically
+from snip_megatron.records.output_file import write_output
 
 with needs_extra("report", "a report"):
     from plotly.offline import get_plotlyjs
@@ -46,7 +46,7 @@ def write_page(page: str, path: Path) -> Path:
     try:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory; give a file name")
-        write_atomically(path, page.encode("utf-8", errors="replace"))
+        write_output(path, page.encode("utf-8", errors="replace"))
     except OSError as error:
         raise SnipError(f"report: cannot be written ({error})") from None
     return path

@@ -1,0 +1,60 @@
+"""Commands whose standard output is closed, full, or of another encoding than UTF-8."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = ("plan", "--model", "1b")
+
+
+def snip(*arguments: object, stdout: int, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    # Output is written when the buffer is full or the command ends, unless a test says otherwise.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | variables
+    command = [sys.executable, "-m", "snip_megatron.cli", *map(str, arguments)]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, timeout=300, check=False)
+
+
+def test_a_reader_that_has_exited_ends_a_command_silently() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = snip(*PLAN, stdout=writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_line(unbuffered: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = snip(*PLAN, stdout=full.fileno(), PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (1, b"snip plan: output cannot be written: No space left on device\n")
+
+
+def test_what_an_encoding_lacks_is_replaced() -> None:
+    done = snip(*PLAN, stdout=subprocess.PIPE, PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stderr) == (0, b"")
+    whole = snip(*PLAN, stdout=subprocess.PIPE, PYTHONIOENCODING="utf-8").stdout.decode()
+    assert len(done.stdout.splitlines()) == len(whole.splitlines())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a named pipe")
+def test_a_device_or_pipe_is_written_and_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe, page = tmp_path / "pipe", tmp_path / "page"
+    os.mkfifo(pipe)
+    with page.open("wb") as kept, subprocess.Popen(["cat", str(pipe)], stdout=kept) as reader:
+        try:
+            done = snip(*PLAN, "--json", pipe, stdout=subprocess.PIPE)
+            assert done.returncode == 0, done.stderr
+            assert pipe.is_fifo()
+            assert reader.wait(timeout=60) == 0
+        finally:
+            reader.kill()
+    assert page.read_bytes().startswith(b'{\n "schema": "snip.plan/1"')
