@@ -96,10 +96,11 @@ def main() -> int:
     try:
         snip = SnipConfig.from_args(args)
         decided = startup.prepare([], snip.no_compat)  # before Megatron is imported
+        # This import comes first: it says in one line that Bridge is missing.
+        from snip_megatron.bridge import SnipCallback, prepare  # isort: skip
+
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain
-
-        from snip_megatron.bridge import SnipCallback, prepare
 
         prepare(decided)
         config = container(args.steps, on_cpu=decided.on_cpu)

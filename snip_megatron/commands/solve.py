@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,10 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.solver.phased import PhasedProblem
 
     check_folder("--out", args.out)
-    problem, stored = _problem(args)
+    try:
+        problem, stored = _problem(args)
+    except SnipError as error:
+        raise _in_own_names(error, args) from None
     if isinstance(problem, PhasedProblem):
         return _solve_phases(problem, args)
     options: dict[str, Any] = {"time_limit_s": args.time_limit, "solver": args.solver, "hint": _previous(args)}
@@ -133,6 +137,19 @@ def run(args: argparse.Namespace) -> int:
     precision_map = solution.to_precision_map()
     deliver("--out", args.out, (precision_map if stored is None else stored.with_fp4_share(precision_map)).to_json())
     return 0
+
+
+def _in_own_names(error: SnipError, args: argparse.Namespace) -> SnipError:
+    """Name the given arguments as this command does: ``--pin`` where the error says ``--snip-pin``.
+
+    What has to be recorded with other arguments is a matter of the training, whose names stay.
+    """
+    names = ("budget", "policy", "estimator", "q", "granularity", "formats", "stage-tolerance", "pin", "group")
+    given = [name for name in names if getattr(args, name.replace("-", "_")) is not None]
+    text, recorded, rest = str(error).partition("record")
+    for name in given:
+        text = re.sub(rf"--snip-{name}\b(?!-)", f"--{name}", text)
+    return SnipError(text + recorded + rest, exit_code=error.exit_code)
 
 
 def _solve_phases(problem: PhasedProblem, args: argparse.Namespace) -> int:

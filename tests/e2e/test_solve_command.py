@@ -127,6 +127,12 @@ def test_infeasible_names_stage_and_reach(tmp_path: Path) -> None:
     assert line.endswith("the highest reachable target is 0.625")
 
 
+def test_both_schemas_are_named(written: Path) -> None:
+    written.write_text(json.dumps(problem(schema="snip.problem/3")))
+    words = 'schema: must be "snip.problem/1" or "snip.problem/2"'
+    assert one_line(snip("solve", written), 2).endswith(words)
+
+
 def break_items(index: int, **fields: Any) -> dict[str, Any]:
     raw = problem()
     raw["items"][index] |= fields

@@ -96,10 +96,13 @@ def test_a_speedup_from_a_run_that_asked_for_a_share(recorded: Path) -> None:
 def test_mistakes(recorded: Path, tmp_path: Path) -> None:
     for arguments, words in [
         ([recorded, "--step", "11"], "has an update at 10"),
-        ([recorded, "--policy", "best"], "best"),
         ([recorded, "--policy", "bf16"], "nothing to solve"),
         ([recorded, "--formats", "fp8,nvfp4"], "hold no nvfp4"),
-        ([recorded, "--pin", "*.linear_fc9=fp8"], "linear_fc9"),
+        ([recorded, "--pin", "*.linear_fc9=fp8"], "solve: --pin *.linear_fc9=fp8: matches no option"),
+        ([recorded, "--pin", "fc1"], "solve: --pin fc1: expected GLOB=FORMAT"),
+        ([recorded, "--policy", "best"], "solve: --policy best: unknown"),
+        ([recorded, "--stage-tolerance", "2"], "solve: --stage-tolerance 2: "),
+        ([recorded, "--estimator", "measured"], "record them with --snip-estimator measured"),
         ([tmp_path], "not a run directory"),
     ]:
         assert words in one_line(snip("solve", *arguments), 2)

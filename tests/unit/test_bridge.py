@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +75,15 @@ def test_configuration_has_the_names_that_are_read(bridge: Any) -> None:
     assert {"global_batch_size", "micro_batch_size"} <= names(config.TrainingConfig)
     assert "grad_reduce_in_fp32" in names(config.DistributedDataParallelConfig)
     assert {"optimizer", "clip_grad"} <= names(config.OptimizerConfig)
+
+
+def test_the_example_says_in_one_line_what_is_missing() -> None:
+    if installed():
+        pytest.skip("Megatron Bridge is installed")
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, root / "examples" / "bridge_pretrain.py"]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("bridge_pretrain: snip_megatron.bridge needs megatron-bridge 0.6"), done.stderr
+    assert done.stderr.count("\n") == 1
