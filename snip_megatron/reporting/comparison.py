@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from snip_megatron.reporting.figures import (
     new_figure,
     plain,
     thin,
+    validation_losses,
 )
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.report import flatten, policy_line
@@ -203,12 +205,12 @@ def _row(run: RunData, name: str, runs: Sequence[RunData]) -> Row:
     steps, _ = run.series("loss")
     tail = _tail(runs)
     losses = _losses(run)
-    validation = [v for e in run.events if e["event"] == "validation" and (v := number(e.get("loss"))) is not None]
+    validations = validation_losses(run)
+    validation = list(validations.get("map", validations.get("bf16", {})).values())
     _, shares = run.series("fp4_fraction")
     last, base = _last_map(run), _last_map(runs[0])
     blocked = math.fsum(update.wait_s or 0.0 for update in run.updates)
-    times = [t for row in run.metrics if (t := number(row.get("time"))) is not None]
-    trained = max(times) - min(times) if len(times) > 1 else 0.0
+    trained = _trained(run)
     return Row(
         name=name,
         policy=policy_line(run.config),
@@ -223,6 +225,17 @@ def _row(run: RunData, name: str, runs: Sequence[RunData]) -> Row:
         blocked=blocked,
         blocked_share=blocked / trained if trained > 0 else None,
         faults=len(run.faults),
+    )
+
+
+def _trained(run: RunData) -> float:
+    """Return the seconds between the first and the last step on record, without those between two jobs of the run."""
+    resumed = [event["step"] for event in run.events if event["event"] == "resume"]
+    known = [(row["step"], t) for row in run.metrics if (t := number(row.get("time"))) is not None]
+    return math.fsum(
+        max(0.0, end - begin)
+        for (first, begin), (last, end) in itertools.pairwise(known)
+        if not any(first < step <= last for step in resumed)
     )
 
 

@@ -64,12 +64,13 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     figure = new_figure("loss", rangemode="normal")
     x, y = thin(steps, losses)
     figure.add_scatter(x=x, y=y, name="training loss", mode="lines", line={"color": LINE, "width": 1.6})
-    validation = [(e["step"], v) for e in run.events if e["event"] == "validation" and (v := number(e.get("loss")))]
-    if validation:
-        marker = {"symbol": "circle-open", "size": 8, "color": STAGE_COLOURS[2], "line": {"width": 2}}
-        mode = "markers" if len(validation) <= 40 else "lines"
-        x, y = thin([s for s, _ in validation], [v for _, v in validation])
-        figure.add_scatter(x=x, y=y, name="validation", mode=mode, marker=marker, line={"color": STAGE_COLOURS[2]})
+    validations = validation_losses(run)
+    for formats, colour in zip(validations, (STAGE_COLOURS[2], STAGE_COLOURS[3]), strict=False):
+        marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}
+        mode = "markers" if len(validations[formats]) <= 40 else "lines"
+        x, y = thin(list(validations[formats]), list(validations[formats].values()))
+        name = "validation in bf16" if formats == "bf16" else "validation"
+        figure.add_scatter(x=x, y=y, name=name, mode=mode, marker=marker, line={"color": colour})
     on_curve = _Curve(steps, losses)
     texts = [_adoption_text(a) for a in run.adoptions]
     _add_marks(figure, "map adopted", [a.step for a in run.adoptions], texts, on_curve, MARK, "diamond")
@@ -84,6 +85,19 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     for adoption in run.adoptions:
         figure.add_vline(x=adoption.step, line={"color": MARK, "width": 1, "dash": "dot"}, opacity=0.6)
     return plain(figure)
+
+
+def validation_losses(run: RunData) -> dict[str, dict[int, float]]:
+    """Return formats of the validation, ``map`` or ``bf16`` → step → loss.
+
+    After the last step Megatron validates and then tests. Only the first loss of a step is that of the validation.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for event in run.events:
+        loss = number(event.get("loss"))
+        if event["event"] == "validation" and loss is not None:
+            found.setdefault(str(event.get("formats") or "map"), {}).setdefault(event["step"], loss)
+    return found
 
 
 def share_figure(

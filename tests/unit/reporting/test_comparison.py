@@ -95,3 +95,24 @@ def test_command(pair, tmp_path, capsys):
         assert error.count("\n") == 1
     with pytest.raises(SnipError, match="too many"):
         write_comparison([tmp_path] * (MAX_RUNS + 1))
+
+
+def test_validation_loss_is_that_of_the_map_and_not_of_the_test_set(tmp_path):
+    paths = [short_run(tmp_path / name, [4.0] * 20, {"fprop": "fp4"}, policy=name) for name in "ab"]
+    with RunDirectory(paths[0], {"policy": "a", "seed": 1}, overwrite=False, resume_step=20) as run:
+        for formats, loss in (("map", 4.25), ("bf16", 4.125), ("map", 7.0), ("bf16", 7.0)):  # --snip-eval both, tested
+            run.event(20, "validation", formats=formats, loss=loss)
+    page = render_comparison([load_run(path) for path in paths])
+    assert "<td>20</td><td>4.0000</td><td>4.2500</td>" in page
+
+
+def test_time_between_two_jobs_of_a_run_is_no_training(tmp_path):
+    paths = [short_run(tmp_path / name, [4.0] * 20, {"fprop": "fp4"}, policy=name) for name in "ab"]
+    lines = [json.loads(line) | {"time": 1000.0 + i} for i, line in enumerate((paths[0] / "metrics.jsonl").open())]
+    for line in lines[10:]:
+        line["time"] += 86_400.0  # resumed on the next day
+    (paths[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (paths[0] / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"time": 87_410.0, "step": 10, "event": "resume"}) + "\n")
+    page = render_comparison([load_run(path) for path in paths])
+    assert "<td>3</td><td>16.67%</td>" in page  # blocked for 3 of 18 s

@@ -14,8 +14,9 @@ from plotly.offline import get_plotlyjs
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.reporting.figures import MAX_POINTS, thin
+from snip_megatron.reporting.figures import MAX_POINTS, loss_figure, thin
 from snip_megatron.reporting.report import MAX_EVENT_ROWS, write_report
 
 URL_ATTRIBUTES = {"src", "href", "srcset", "action", "data", "poster", "formaction", "background", "xlink:href"}
@@ -97,6 +98,19 @@ def test_policy_allows_exactly_the_scripts_of_the_page(page):
     hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in executable]
     assert directives["script-src"].split() == [f"'sha256-{h}'" for h in hashes]
     assert executable[0] == get_plotlyjs()
+
+
+def test_validations_of_the_map_and_in_bf16_are_two_lines(tmp_path):
+    with RunDirectory(tmp_path / "run", {}, overwrite=False, resume_step=None) as run:
+        for step in range(4):
+            run.metric(step, loss=4.0, grad_norm=1.0, fp4_fraction=0.5)
+            run.event(step, "validation", formats="map", loss=3.0)
+            run.event(step, "validation", formats="bf16", loss=2.0)
+    data = loss_figure(load_run(tmp_path / "run"))["data"]
+    assert {trace["name"]: list(trace["y"]) for trace in data[1:]} == {
+        "validation": [3.0] * 4,
+        "validation in bf16": [2.0] * 4,
+    }
 
 
 def scripts_of(page: Page):
