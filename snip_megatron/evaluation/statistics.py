@@ -102,9 +102,15 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Group the runs of a result file into rows.
 
-    A run has a gap if its block has a run in bf16, and a recovered share if it has one of uniform-fp4 as well.
+    A run has a gap if its block has a run in bf16, and a recovered share if it has one of uniform-fp4 as well. Of several
+    runs of a policy in a block, which differ in settings of the experiment file, only the last one counts.
     """
-    done = [entry for entry in entries if entry.get("status") == "done"]
+    latest = {
+        (entry["kind"], entry["label"], entry["budget"], _block(entry)): entry
+        for entry in entries
+        if entry.get("status") == "done"
+    }
+    done = list(latest.values())
     losses: dict[tuple[str, Block, str], Mapping[str, float]] = {}
     # Runs without a label of their own come first, and the first run is the reference.
     for entry in sorted(done, key=lambda e: bool(e["label"] != e["policy"])):
