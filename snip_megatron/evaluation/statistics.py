@@ -167,6 +167,9 @@ def overall(table: Sequence[Row], kind: str, formats: str) -> list[Difference]:
 def planned_differences(table: Sequence[Row], planned: Sequence[Mapping[str, Any]]) -> list[Difference]:
     """Make the comparisons that an experiment announced. Their p-values are adjusted together, and with no others.
 
+    Announced comparisons without enough runs count in the adjustment: which ones fail or are still missing must not
+    make the others significant.
+
     Args:
         table: the rows of all policies.
         planned: the announced comparisons; see :class:`~snip_megatron.evaluation.planned.Planned`.
@@ -181,7 +184,12 @@ def planned_differences(table: Sequence[Row], planned: Sequence[Mapping[str, Any
                 validation = plan["validation"]
                 difference = _paired(theirs, budget, a[validation], b[validation])
                 found.append(replace(difference, ours=plan["ours"], validation=validation))
-    return _adjust([difference for difference in found if difference.blocks])
+    return _adjust([difference for difference in found if difference.blocks], planned_count(planned))
+
+
+def planned_count(planned: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of comparisons that an experiment announced."""
+    return sum(len(plan["budgets"]) * len(plan["theirs"]) for plan in planned)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -247,6 +255,8 @@ def _paired(theirs: str, budget: float | None, a: Mapping[Block, float], b: Mapp
     return Difference(REFERENCE, theirs, budget, len(values), mean, low, high, p)
 
 
-def _adjust(found: Sequence[Difference]) -> list[Difference]:
-    adjusted = iter(holm([d.p for d in found if d.p is not None]))
+def _adjust(found: Sequence[Difference], family: int = 0) -> list[Difference]:
+    """Adjust by Holm's procedure. Of a larger ``family``, the p-values that are not known count as 1."""
+    known = [d.p for d in found if d.p is not None]
+    adjusted = iter(holm([*known, *[1.0] * (family - len(known))]))
     return [d if d.p is None else replace(d, adjusted=next(adjusted)) for d in found]

@@ -14,6 +14,7 @@ from snip_megatron.evaluation.statistics import (
     differences,
     mean_std,
     overall,
+    planned_count,
     planned_differences,
     rows,
 )
@@ -36,8 +37,11 @@ def markdown(results: Results) -> str:
                     parts += [f"### `snip` − policy, gap recovered, {FORMATS[formats]}", _differences(found)]
                 if found := overall(table, kind, formats):
                     parts += ["Means over the budgets, adjusted among themselves:", _differences(found)]
-    if announced := planned_differences(table, results.experiment.get("planned", [])):
-        parts += [f"## Planned comparisons (p by Holm over these {len(announced)})", _planned(announced)]
+    planned = results.experiment.get("planned", [])
+    if announced := planned_differences(table, planned):
+        count = planned_count(planned)
+        over = f"these {count}" if count == len(announced) else f"all {count}, of which {len(announced)} were made"
+        parts += [f"## Planned comparisons (p by Holm over {over})", _planned(announced)]
     failed = [entry for entry in results.runs.values() if entry["status"] != "done"]
     if failed:
         parts += ["## Failed", "\n".join(f"- {e['label']}, seed {e['seed']}: {e.get('error')}" for e in failed)]
