@@ -196,7 +196,7 @@ def _results(args: argparse.Namespace, experiment: Experiment, data: Data) -> Re
     if results.data != text:
         raise SnipError(f"{path}: was made from other text than --data {args.data}; give that, or another --out")
     results.experiment = body
-    # Tables show the last run of a policy and seed: runs of the experiment as it is come after those of earlier settings.
+    # Tables show the last run of a policy and seed. Runs with settings that the file had earlier therefore come first.
     current = {run.identity(data, sha) for run in experiment_runs(experiment, data) for sha in (None, *results.warm)}
     results.runs = dict(sorted(results.runs.items(), key=lambda run: run[0] in current))
     return results

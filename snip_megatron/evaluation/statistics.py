@@ -102,8 +102,8 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Group the runs of a result file into rows.
 
-    A run has a gap if its block has a run in bf16, and a recovered share if it has one of uniform-fp4 as well. Of several
-    runs of a policy in a block, which differ in settings of the experiment file, only the last one counts.
+    A run has a gap if its block has a run in bf16, and a recovered share if it has one of uniform-fp4 as well.
+    Of several runs of a policy in a block, which differ in settings of the experiment file, only the last one counts.
     """
     latest = {
         (entry["kind"], entry["label"], entry["budget"], _block(entry)): entry

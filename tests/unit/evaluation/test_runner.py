@@ -45,7 +45,8 @@ while sum(n.endswith(".here") for n in os.listdir({str(tmp_path)!r})) < 4: time.
 def test_a_failed_run_is_tried_twice_and_stops_nobody(tmp_path: Path) -> None:
     bad = "import sys; open('tries', 'a').write('x'); print('noise'); sys.exit('what went wrong')"
     os.chdir(tmp_path)
-    outcomes, left = run(Pool([None], {}), [job(tmp_path, "bad", bad), job(tmp_path, "good", "pass")])
+    unbuffered = {"PYTHONUNBUFFERED": "1"}  # as a comparison sets it: the error is the last line of the log
+    outcomes, left = run(Pool([None], unbuffered), [job(tmp_path, "bad", bad), job(tmp_path, "good", "pass")])
     assert left == 0
     assert outcomes["good"].error is None
     assert outcomes["bad"].error == "exit code 1: what went wrong"
