@@ -83,13 +83,13 @@ def make_job(wishes: Wishes) -> Job:
     if wishes.model is not None:
         epsilon, rotary = constants(wishes.model)
         recipe = replace(recipe, norm_epsilon=epsilon, rotary_base=rotary)
-    tp, pp = wishes.tp or base.tp, wishes.pp or base.pp
-    gpus_per_node = wishes.gpus_per_node or GPUS_PER_NODE
-    nodes = wishes.nodes or max(1, base.nodes * GPUS_PER_NODE // gpus_per_node)
+    tp, pp = _given(wishes.tp, base.tp), _given(wishes.pp, base.pp)
+    gpus_per_node = _given(wishes.gpus_per_node, GPUS_PER_NODE)
+    nodes = _given(wishes.nodes, max(1, base.nodes * GPUS_PER_NODE // max(1, gpus_per_node)))
     dp = _data_parallel(nodes, gpus_per_node, tp, pp)
-    seq_length = wishes.seq_length or min(base.seq_length, model.context)
-    micro = wishes.micro_batch_size or base.micro_batch_size
-    batch = wishes.global_batch_size or base.global_batch_size
+    seq_length = _given(wishes.seq_length, min(base.seq_length, model.context))
+    micro = _given(wishes.micro_batch_size, base.micro_batch_size)
+    batch = _given(wishes.global_batch_size, base.global_batch_size)
     if wishes.smoke:
         model, seq_length, micro, batch = _shrunk(model, pp), 64, 1, 2 * pp * dp
     layout = Layout(
@@ -120,6 +120,11 @@ def make_job(wishes: Wishes) -> Job:
         smoke=wishes.smoke,
         extra=wishes.extra,
     )
+
+
+def _given(asked: int | None, default: int) -> int:
+    """Return the default only if nothing was asked: 0 is refused later and must not be taken for it."""
+    return default if asked is None else asked
 
 
 def _data_parallel(nodes: int, gpus_per_node: int, tp: int, pp: int) -> int:
@@ -157,7 +162,8 @@ def _holds_checkpoint(folder: Path) -> bool:
 
 
 def _data(wishes: Wishes) -> str | None:
-    given = next((name for name in _DATA_ARGUMENTS if name in wishes.extra), None)
+    words = {word.partition("=")[0] for word in wishes.extra}
+    given = next((name for name in _DATA_ARGUMENTS if name in words), None)
     if wishes.data is None:
         if given is None and not wishes.smoke:
             raise SnipError(

@@ -189,3 +189,16 @@ def _one_line(capsys: pytest.CaptureFixture[str], says: str) -> None:
     assert len(lines) == 1, lines
     assert lines[0].startswith("snip export: ")
     assert says in lines[0]
+
+
+def test_a_model_in_the_current_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is written beside its folder and renamed, which cannot be done for the one that is in use."""
+    source = write(tmp_path / "checkpoint", [whole()])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", "../here"):
+        assert main(["export", "--format", "hf", str(source), "--out", out]) == 2
+        _one_line(capsys, f"--out {out}: is the current folder")
+    assert list((tmp_path / "here").iterdir()) == []

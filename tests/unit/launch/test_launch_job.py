@@ -153,3 +153,17 @@ def test_how_far_a_job_is(extra: tuple[str, ...], expected: tuple[int, int], tmp
     words = tuple(word.format(tmp_path) for word in extra)
     found = progress(job(smoke=True, save=tmp_path / "a", extra=words))
     assert (found.saved, found.steps, found.finished) == (*expected, expected[0] == expected[1])
+
+
+@pytest.mark.parametrize(
+    "name", ["tp", "pp", "nodes", "gpus_per_node", "seq_length", "micro_batch_size", "global_batch_size"]
+)
+def test_a_size_of_zero_is_refused_and_not_taken_for_the_default(name: str) -> None:
+    with pytest.raises(SnipError, match=f"^--{name.replace('_', '-')} 0: must be"):
+        job(**{name: 0})
+
+
+def test_data_may_be_named_with_an_equals_sign() -> None:
+    assert job(data=None, extra=["--data-path=/data/text"]).data is None
+    with pytest.raises(SnipError, match="cannot be combined with --data-path"):
+        job(extra=["--data-path=/data/text"])
