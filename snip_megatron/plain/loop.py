@@ -141,7 +141,8 @@ class PlainSnip:
         """Begin a training step. Call this before the forward of the step's first batch.
 
         If an update is due, the passes of a probe run on the loss, the solver chooses a map, and the map is adopted.
-        Weights, optimizer, gradients, buffers and random states stay as they were.
+        Weights, optimizer, gradients, buffers and random states stay as they were. If a statistic is NaN or infinite,
+        the update is dropped.
 
         Args:
             loss: Returns the mean token loss of the step's first batch. It is called up to three times in an update,
@@ -155,14 +156,15 @@ class PlainSnip:
         """
         step = self._steps
         self._steps += 1
-        due = self._config.is_update_step(step)
-        if due:
-            self._update(loss, step)
+        adopted = self._config.is_update_step(step) and self._update(loss, step)
         self.registry.start_step(step)
-        return due
+        return adopted
 
-    def _update(self, loss: Callable[[], torch.Tensor], step: int) -> None:
+    def _update(self, loss: Callable[[], torch.Tensor], step: int) -> bool:
         self.table = self._probe.run(loss, step)
+        if broken := self.table.non_finite():
+            logger.warning("snip: step %d: the update is dropped, %s is not finite", step, broken[0])
+            return False
         problem, _ = build_problem(self.table, self._request)
         solution = solve(
             problem,
@@ -175,6 +177,7 @@ class PlainSnip:
             raise SnipError(f"no map meets budget {self._config.budget}: {solution.fault}")
         self.registry.adopt(solution.to_precision_map(self.map.version + 1))
         logger.info("snip: step %d adopts map %d, fp4 share %.3f", step, self.map.version, solution.achieved or 0.0)
+        return True
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

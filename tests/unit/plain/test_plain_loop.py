@@ -103,6 +103,18 @@ def test_an_update_leaves_weights_gradients_buffers_and_random_states_alone() ->
     assert all(bool((g == 0.5).all()) for g in grads if g is not None)
 
 
+def test_an_update_on_a_loss_that_is_nan_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(budget="fp4=0.75", first_update=1, update_interval=2)
+    assert training.snip is not None
+    training.run(range(3))
+    assert training.snip.map.version == 1
+    assert not training.snip.step(lambda: training.loss(3) * float("nan"))
+    assert training.snip.map.version == 1
+    assert "step 3: the update is dropped" in caplog.text
+    training.run(range(4, 6))
+    assert training.snip.map.version == 2
+
+
 def test_the_table_holds_the_norms_that_autograd_gives() -> None:
     """X, W, G, ∇W and the residual stream of every linear, by hooks of torch alone."""
     training = Training(first_update=4, update_interval=100)
