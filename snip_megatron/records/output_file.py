@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,13 +11,21 @@ from snip_megatron.records.storage import write_atomically
 
 
 def check_folder(argument: str, path: Path | None) -> None:
-    """Check that the folder of an output file exists, so that a command fails before it computes anything.
+    """Check that an output file can be made, so that a command fails before it computes anything.
 
     Raises:
-        SnipError: the folder of ``path`` does not exist. The message names ``argument``.
+        SnipError: ``path`` is a folder, or its own folder does not exist or cannot be written. The message names
+            ``argument``.
     """
-    if path is not None and not path.absolute().parent.is_dir():
-        raise SnipError(f"{argument} {path}: there is no folder {path.absolute().parent}")
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise SnipError(f"{argument} {path}: is a folder; name a file in it")
+    if not folder.is_dir():
+        raise SnipError(f"{argument} {path}: there is no folder {folder}")
+    if not _is_special(path) and not os.access(folder, os.W_OK):
+        raise SnipError(f"{argument} {path}: the folder {folder} cannot be written")
 
 
 def write_output(path: Path, data: bytes) -> None:
@@ -24,7 +33,7 @@ def write_output(path: Path, data: bytes) -> None:
 
     A rename would put a file in the place of ``/dev/null``. Raises OSError if ``path`` cannot be written.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if _is_special(path):
         path.write_bytes(data)
     else:
         write_atomically(path, data)
@@ -43,3 +52,8 @@ def deliver(argument: str, path: Path | None, text: str) -> None:
         write_output(path, text.encode())
     except OSError as error:
         raise SnipError(f"{argument} {path}: cannot be written: {error.strerror}") from None
+
+
+def _is_special(path: Path) -> bool:
+    """Return whether ``path`` is a pipe or a device."""
+    return path.exists() and not (path.is_file() or path.is_dir())

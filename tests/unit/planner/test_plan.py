@@ -57,6 +57,8 @@ def test_a_share_of_flops_is_met_on_every_stage() -> None:
 @pytest.mark.parametrize("granularity", ["gemm", "layer"])
 def test_a_speedup_of_the_linears(granularity: str) -> None:
     found = plan("speedup=1.5", "bf16,fp8,fp4", granularity=granularity)
+    argument = "" if granularity == "gemm" else " --snip-granularity layer"
+    assert f"in training: --snip-budget speedup=1.5 --snip-formats bf16,fp8,fp4{argument}\n" in render(found)
     assert 1.5 <= found["steps"]["map"]["linears_speedup"] < 1.6
     assert found["steps"]["map"]["speedup"] < 1.5
 

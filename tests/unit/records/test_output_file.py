@@ -1,0 +1,28 @@
+"""What an output file is refused for before a command computes anything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from snip_megatron.errors import SnipError
+from snip_megatron.records.output_file import check_folder
+
+
+def test_a_file_that_cannot_be_written_is_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, why in ((tmp_path, "is a folder; name a file"), (tmp_path / "a" / "b", "there is no folder")):
+        with pytest.raises(SnipError, match=f"^--out {path}: {why}"):
+            check_folder("--out", path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(SnipError, match=f"^--out {tmp_path}/map.json: the folder {tmp_path} cannot be written"):
+        check_folder("--out", tmp_path / "map.json")
+
+
+@pytest.mark.parametrize("name", ["map.json", "größe mit leerzeichen.json"])
+def test_a_new_file_in_a_folder_is_fine(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_folder("--out", Path(name))
+    check_folder("--out", Path("/dev/null"))
+    check_folder("--out", None)
