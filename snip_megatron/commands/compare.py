@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import json
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
     pool = Pool(devices, dict(ENVIRONMENT), deadline)
     comparison = compare.Comparison(parts, pool, work, compare.facts(gpus))
     stopped = _stop_on_signals(pool)
-    with multi_process_service(work / "mps") if args.mps else nullcontext() as service:
+    with alone(work), multi_process_service(work / "mps") if args.mps else nullcontext() as service:
         if service is not None:
             pool.environment = {**ENVIRONMENT, **service[0]}
             print(f"snip compare: {service[1]}", file=sys.stderr, flush=True)
@@ -150,6 +151,28 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
         part.results.save()
         _report(part.results, args.out)
     return _exit_code(comparison, left, stopped)
+
+
+@contextmanager
+def alone(work: Path) -> Iterator[None]:
+    """Lock the folder ``work``: two comparisons there would remove each other's run directories.
+
+    Raises:
+        SnipError: The folder cannot be written, or another comparison runs there.
+    """
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        lock = (work / "lock").open("w")
+    except OSError as error:
+        raise SnipError(f"{work}: cannot be written ({error.strerror})") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SnipError(f"{work}: another comparison runs there; wait for it, or give another --work") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def _ranks(experiments: list[Experiment]) -> int:

@@ -1,12 +1,18 @@
-"""The results from which a comparison goes on."""
+"""The results from which a comparison goes on, and the folder in which it works."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 
+import pytest
+
+from snip_megatron.cli import main
+from snip_megatron.commands import compare
 from snip_megatron.commands.compare import _results
+from snip_megatron.evaluation.compare import Comparison
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.evaluation.results import record
@@ -32,3 +38,45 @@ def test_runs_of_the_file_as_it_is_come_after_those_of_its_earlier_content(tmp_p
     results.save()
     assert list(_results(args, edited, data).runs) == [*identities[now], *identities[edited]]
     assert list(_results(args, now, data).runs) == [*identities[edited], *identities[now]]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(compare, "_stop_on_signals", lambda pool: [])  # the signals are pytest's here
+    manifest = {
+        "schema": "snip.data/1",
+        "tokenizer": {"type": "bytes"},
+        "files_sha256": {"train.bin": "1", "valid.bin": "2"},
+        "train": {"tokens": 1000},
+        "valid": {"tokens": 100},
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    return tmp_path
+
+
+def test_two_comparisons_do_not_share_a_work_folder(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each would remove the run directories of the other."""
+    arguments = ["compare", str(NANO), "--data", str(prepared), "--gpus", "0", "--work", str(prepared / "work")]
+    codes = []
+
+    def run(comparison: Comparison) -> int:
+        codes.append(main([*arguments, "--out", str(prepared / "second")]))
+        return 0
+
+    monkeypatch.setattr(Comparison, "run", run)
+    assert main([*arguments, "--out", str(prepared / "first")]) == 0
+    assert codes == [2]
+    assert capsys.readouterr().err == (
+        f"snip compare: {prepared / 'work'}: another comparison runs there; wait for it, or give another --work\n"
+    )
+
+
+def test_a_work_folder_that_cannot_be_made_is_one_line(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (prepared / "file").write_text("")
+    out = prepared / "file" / "out"
+    assert main(["compare", str(NANO), "--data", str(prepared), "--gpus", "0", "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"snip compare: {out / 'work'}: cannot be written (")
+    assert error.count("\n") == 1
