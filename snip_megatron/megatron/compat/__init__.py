@@ -23,6 +23,7 @@ from snip_megatron.megatron.compat.learning_rate import learning_rate
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
     hooks_in_source,
+    loss_tokens_counted,
     quiet_schedule,
     rerun_disabled,
     wrap_evaluate,
@@ -74,6 +75,7 @@ __all__ = [
     "hooks_in_source",
     "inner_optimizers",
     "learning_rate",
+    "loss_tokens_counted",
     "misplaced_parameters",
     "peek",
     "process_groups",

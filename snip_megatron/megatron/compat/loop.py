@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron.training.training as training
+import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine, get_rerun_state_machine
 
 from snip_megatron.errors import SnipError
@@ -130,6 +131,27 @@ def quiet_schedule(model_config: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(model_config, name, value)
+
+
+@contextlib.contextmanager
+def loss_tokens_counted(model_config: Any) -> Iterator[list[torch.Tensor]]:
+    """Note how many tokens the loss of each call of the schedule counts, inside this context.
+
+    Under ``--calculate-per-token-loss`` Megatron hands the number to ``finalize_model_grads_func``, which divides the
+    gradients by it. It is the number of this rank, 0 on all pipeline stages but the last.
+    """
+    before = model_config.finalize_model_grads_func
+    counts: list[torch.Tensor] = []
+
+    def note(model: Any, tokens: torch.Tensor | None = None, **others: Any) -> None:
+        if tokens is not None:
+            counts.append(tokens)
+
+    model_config.finalize_model_grads_func = note
+    try:
+        yield counts
+    finally:
+        model_config.finalize_model_grads_func = before
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
