@@ -67,7 +67,9 @@ def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     config = model_config.transformer
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+    )
     spec.module = SeparateNormLayer
     layer = spec.submodules
     missing = [key for key in _KEYS if key not in layer.sharded_state_dict_keys_map]
@@ -76,7 +78,7 @@ def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = partial(_norm_without_state, TENorm)
     attention = layer.self_attention.submodules
     attention.core_attention = TEDotProductAttention
-    if config.qk_layernorm:
+    if config.qk_layernorm and not config.qk_l2_norm:  # with both, Megatron's spec has the L2 norm
         attention.q_layernorm = TENorm
         attention.k_layernorm = TENorm
     return spec
