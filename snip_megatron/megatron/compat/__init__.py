@@ -22,6 +22,7 @@ from snip_megatron.megatron.compat.implementations import graphs_of
 from snip_megatron.megatron.compat.learning_rate import learning_rate
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
+    attention_logits_kept,
     hooks_in_source,
     loss_tokens_counted,
     quiet_schedule,
@@ -59,6 +60,7 @@ __all__ = [
     "Traffic",
     "TrainStep",
     "apply",
+    "attention_logits_kept",
     "batch_size_ramp",
     "check",
     "check_gradient_reduction",

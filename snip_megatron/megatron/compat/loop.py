@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import megatron.training.training as training
@@ -13,6 +13,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine, get_
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.versions import check_signature
 
+_LOGITS = "current_max_attn_logits"
 _STEP_PARAMETERS = (
     "forward_step_func",
     "data_iterator",
@@ -152,6 +153,21 @@ def loss_tokens_counted(model_config: Any) -> Iterator[list[torch.Tensor]]:
         yield counts
     finally:
         model_config.finalize_model_grads_func = before
+
+
+@contextlib.contextmanager
+def attention_logits_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Restore the largest attention logits of a step, by which ``--qk-clip`` scales weights, after this context.
+
+    Transformer Engine's attention keeps them. A forward replaces the tensor and does not change it.
+    """
+    modules = [module for chunk in model for module in chunk.modules() if hasattr(module, _LOGITS)]
+    before = [getattr(module, _LOGITS) for module in modules]
+    try:
+        yield
+    finally:
+        for module, logits in zip(modules, before, strict=True):
+            setattr(module, _LOGITS, logits)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

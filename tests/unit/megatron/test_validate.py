@@ -198,6 +198,7 @@ def test_quantised_parameters_need_a_gather_of_megatrons() -> None:
             {"check_weight_hash_across_dp_replicas_interval": 10},
             " cannot be combined with --check-weight-hash-across-dp-replicas-interval 10:",
         ),
+        ({"qk_clip": True}, " cannot be combined with --qk-clip:"),
         (EXPERTS, " cannot be combined with --num-experts 4:"),
         (
             {"overlap_param_gather_with_optimizer_step": True},
