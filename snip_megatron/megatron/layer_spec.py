@@ -56,7 +56,8 @@ def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
         model_config: Megatron's GPTModelConfig, the argument of its ``transformer_layer_spec`` callable.
 
     Raises:
-        SnipError: If Transformer Engine is not installed, or if Megatron's layer no longer maps its checkpoint keys.
+        SnipError: If Transformer Engine is not installed or is to compute the activation, or if Megatron's layer no
+            longer maps its checkpoint keys.
     """
     if not HAVE_TE:
         raise SnipError(
@@ -67,6 +68,11 @@ def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     config = model_config.transformer
+    if getattr(config, "use_te_activation_func", False):
+        raise SnipError(
+            "--use-te-activation-func cannot be combined with --snip under --transformer-impl transformer_engine:"
+            " SNIP's layer has Megatron's activation; leave it out"
+        )
     spec = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
     )

@@ -61,16 +61,28 @@ def test_parameters_have_the_order_of_the_layer_that_fuses_norm_and_linear(qk_la
     assert sorted(names) == sorted(name for name in model.state_dict() if not name.endswith("_extra_state"))
 
 
+@pytest.fixture
+def with_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the two classes of Transformer Engine that the layer names."""
+    for name in ("TENorm", "TEDotProductAttention"):
+        monkeypatch.setattr(transformer_engine, name, type(name, (), {}), raising=False)
+    monkeypatch.setattr(layer_spec, "HAVE_TE", True)
+
+
+@pytest.mark.usefixtures("with_stand_ins")
+def test_an_activation_of_transformer_engine_is_refused() -> None:
+    """Megatron's MLP would call the plain activation in its place, on both halves of a gated unit."""
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2)
+    config.use_te_activation_func = True
+    with pytest.raises(SnipError, match="--use-te-activation-func cannot be combined with --snip"):
+        transformer_engine_layer_spec(SimpleNamespace(transformer=config))
+
+
+@pytest.mark.usefixtures("with_stand_ins")
 @pytest.mark.parametrize(("chosen", "norm"), [({}, "IdentityOp"), ({"qk_layernorm": True}, "TENorm")])
 @pytest.mark.parametrize("l2", [False, True])
-def test_queries_and_keys_are_normalised_as_in_the_stock_layer(
-    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, bool], norm: str, l2: bool
-) -> None:
+def test_queries_and_keys_are_normalised_as_in_the_stock_layer(chosen: dict[str, bool], norm: str, l2: bool) -> None:
     """Stock takes the L2 norm where both norms are asked for."""
-    classes = {name: type(name, (), {}) for name in ("TENorm", "TEDotProductAttention")}
-    for name, stand_in in classes.items():
-        monkeypatch.setattr(transformer_engine, name, stand_in, raising=False)
-    monkeypatch.setattr(layer_spec, "HAVE_TE", True)
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, qk_l2_norm=l2, **chosen)
     spec = transformer_engine_layer_spec(SimpleNamespace(transformer=config))
     attention = spec.submodules.self_attention.submodules
