@@ -29,6 +29,8 @@ from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
 logger = logging.getLogger(__name__)
 
+_MEASURED_BESIDE = ("word_embeddings", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
+
 _SNIP_CLASS: dict[type, type] = {
     ColumnParallelLinear: SnipColumnParallelLinear,
     RowParallelLinear: SnipRowParallelLinear,
@@ -83,6 +85,21 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     if config.fusions == "auto":
         fuse_swiglu(layers, selection.backend)
     return registry
+
+
+def frozen_parameter(model_chunks: Sequence[torch.nn.Module], registry: LinearRegistry) -> str | None:
+    """Return the name of a parameter that requires no gradient, though probes measure it; None if there is none.
+
+    Probes measure decoder linears, the word embedding and norms.
+    """
+    if registry.frozen:
+        return registry.frozen[0]
+    for chunk in model_chunks:
+        for name, parameter in chunk.named_parameters():
+            owner = name.removesuffix(".weight")
+            if not parameter.requires_grad and owner.endswith(_MEASURED_BESIDE):
+                return owner
+    return None
 
 
 def formats_in_use(config: SnipConfig) -> frozenset[Format] | None:

@@ -56,7 +56,8 @@ def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
         model_config: Megatron's GPTModelConfig, the argument of its ``transformer_layer_spec`` callable.
 
     Raises:
-        SnipError: If Transformer Engine is not installed, or if Megatron's layer no longer maps its checkpoint keys.
+        SnipError: If Transformer Engine is not installed or is to compute the activation, or if Megatron's layer no
+            longer maps its checkpoint keys.
     """
     if not HAVE_TE:
         raise SnipError(
@@ -67,7 +68,14 @@ def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     config = model_config.transformer
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    if getattr(config, "use_te_activation_func", False):
+        raise SnipError(
+            "--use-te-activation-func cannot be combined with --snip under --transformer-impl transformer_engine:"
+            " SNIP's layer has Megatron's activation; leave it out"
+        )
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+    )
     spec.module = SeparateNormLayer
     layer = spec.submodules
     missing = [key for key in _KEYS if key not in layer.sharded_state_dict_keys_map]
@@ -76,7 +84,7 @@ def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = partial(_norm_without_state, TENorm)
     attention = layer.self_attention.submodules
     attention.core_attention = TEDotProductAttention
-    if config.qk_layernorm:
+    if config.qk_layernorm and not config.qk_l2_norm:  # with both, Megatron's spec has the L2 norm
         attention.q_layernorm = TENorm
         attention.k_layernorm = TENorm
     return spec

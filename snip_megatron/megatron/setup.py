@@ -23,6 +23,7 @@ from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.checkpoint_state import SnipState
 from snip_megatron.megatron.compat import pretraining
+from snip_megatron.megatron.conversion import frozen_parameter
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host_notice import say_how_exchanges_are_estimated, say_what_the_host_allows
@@ -117,9 +118,10 @@ class SnipRun:
         self._leave_earlier_start()
         self._registry = convert_model(model_chunks, self._config)
         check_shapes(self._registry, self._args)
-        if self._registry.frozen and self._config.updates:
+        frozen = frozen_parameter(model_chunks, self._registry) if self._config.updates else None
+        if frozen is not None:
             raise SnipError(
-                f"{self._registry.frozen[0]} is frozen: --snip measures every decoder linear through its gradient;"
+                f"{frozen} is frozen: --snip measures linears, norms and the word embedding through their gradients;"
                 " give a fixed map (--snip-map) or train without --snip"
             )
         self._registry.context.bf16_eval = self._config.eval == "bf16"

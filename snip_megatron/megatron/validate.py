@@ -58,6 +58,10 @@ def _more_than_one(value: Any) -> bool:
     return value is not None and int(value) > 1
 
 
+def _scales(value: Any) -> bool:
+    return value not in (None, 0, 1)
+
+
 def _equals(refused: str) -> Callable[[Any], bool]:
     return lambda value: bool(value == refused)
 
@@ -145,6 +149,9 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("--experimental-attention-variant", "experimental_attention_variant", _given, _DENSE),
     Conflict("--heterogeneous-layers-config-path", "heterogeneous_layers_config_path", _given, _DENSE),
     Conflict("--fp16", "fp16", _given, "loss scaling would scale the statistics; use --bf16"),
+    Conflict(
+        "--loss-scale", "loss_scale", _scales, "loss scaling, in bf16 as well, would scale the statistics; leave it out"
+    ),
     Conflict(
         "--ckpt-format",
         "ckpt_format",

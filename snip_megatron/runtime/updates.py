@@ -98,6 +98,9 @@ class Updates:
         if broken:
             self._event(step, "dropped", reason=f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
             return
+        if not result.table.linear["g2"].any():  # every option would score zero
+            self._event(step, "dropped", reason="no gradient: the loss leaves out all tokens of the probe", wait_s=0.0)
+            return
         self._state.measured = result.table.measured
         self._state.version += 1
         pending = self._state.pending = Pending(step, due, self._state.version, result.table, phases)

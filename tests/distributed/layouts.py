@@ -52,6 +52,7 @@ class Model:
         arguments: Megatron's, beside the common ones. snip: ours, likewise.
         probed: microbatches of the probe, over all data parallel ranks.
         at: the step before which it runs.
+        tied: the output layer has the word embedding's weight.
         ragged: experts' tokens are no multiple of 128: their tiles along tokens fall otherwise where ranks share
             experts (docs/method.md, rules of a run), and RAGGED_LIMIT holds for what is measured by these tiles.
     """
@@ -61,6 +62,7 @@ class Model:
     snip: str = ""
     probed: int = 2
     at: int = AT
+    tied: bool = False
     ragged: bool = False
 
 
@@ -74,6 +76,7 @@ _EXPERTS = (
 _EXPERTS += " --no-load-optim --no-load-rng"
 MODELS: dict[str, Model] = {
     "dense": Model("world-1"),
+    "tied": Model("tied-world-1", tied=True),
     # Two layers of four are mixtures of experts. Experts pad to 128 tokens a microbatch, so that tiles fall alike, and
     # noise passes compare all of them.
     "experts": Model(
@@ -136,6 +139,8 @@ LAYOUTS: dict[str, Layout] = {
         f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 {SHARDED} {OVERLAP}",
         data=2,
     ),
+    "tied-world-1": Layout(1, model="tied"),
+    "tied-pp2": Layout(2, "--pipeline-model-parallel-size 2", model="tied"),
     "recompute-full": Layout(1, FULL_RECOMPUTE, bitwise="world-1"),
     "recompute-selective": Layout(1, "--recompute-granularity selective", bitwise="world-1"),
     "tp2-sp-recompute-full": Layout(
@@ -170,8 +175,8 @@ for _model in ("experts", "experts-dropless", "experts-bf16"):
         if _model != "experts" or not name.startswith("tp2")
     }
 FAST = (
-    "tp2", "tp2-sp", "pp2-virtual", "dp2-per-token-loss", "dp2-distributed-optimizer-overlap", "recompute-full",
-    "recompute-selective", "experts-ep2",
+    "tp2", "tp2-sp", "pp2-virtual", "dp2-per-token-loss", "dp2-distributed-optimizer-overlap", "tied-pp2",
+    "recompute-full", "recompute-selective", "experts-ep2",
 )  # fmt: skip
 """What the suite runs of it."""
 
@@ -203,6 +208,8 @@ class LayoutRuns:
     def _train(self, ranks: int, name: str, model: str, *arguments: str, steps: int) -> None:
         of_model = MODELS[model].arguments.split()
         args = tiny_llama_args(*MODEL, *of_model, *arguments, "--exit-interval", str(steps), iters=AT + 40)
+        if MODELS[model].tied:
+            args.remove("--untie-embeddings-and-output-weights")
         done = self._warm.run(ranks, args, tmp=self._folder / name, timeout=1200)
         if done.returncode:
             raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")

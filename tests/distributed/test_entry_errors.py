@@ -56,6 +56,21 @@ def test_what_is_refused_beside_megatron_is_one_line(
     assert {path.name for path in tmp_path.iterdir()} == {"map.json", "rank0.out", "rank0.err"}  # nothing is written
 
 
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        "decoder.layers.1.mlp.linear_fc1",
+        "embedding.word_embeddings",
+        "decoder.layers.2.input_layernorm",
+        "decoder.final_layernorm",
+    ],
+)
+def test_a_frozen_parameter_whose_gradient_is_measured_is_refused(frozen: str, warm: WarmRanks, tmp_path: Path) -> None:
+    args = tiny_llama_args("--snip", "--snip-first-update", "1", iters=4)
+    process = warm.run(1, args, tmp=tmp_path, module="frozen_pretrain", env={"FROZEN": frozen})
+    check_refusal(process, f"[rank 0] {frozen} is frozen: --snip measures ")
+
+
 def test_help_lists_megatrons_arguments_and_snips(warm: WarmRanks, tmp_path: Path) -> None:
     process = warm.run(1, ["--help"], tmp=tmp_path)
     assert process.returncode == 0, process.stderr

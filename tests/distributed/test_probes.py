@@ -21,6 +21,7 @@ from warm_ranks import WarmRanks
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.probes import Probes, calls, microbatches_by_kind
 from snip_megatron.records.readers import read_events
+from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.models import ModelShape
 
 # Dropout, so that a lost or shifted random state shows.
@@ -174,3 +175,27 @@ def test_a_map_that_quantises_does_leave_one(runs: Runs) -> None:
     _, plain, _ = runs.run("world-1")
     _, changed, _ = runs.run("world-1", "--snip", "--snip-policy", "bf16", "--snip-pin", "*.0.mlp.linear_fc1=fp8")
     assert "decoder.layers.mlp.linear_fc1.weight" in differences(plain, changed)
+
+
+# -- the scale of gradients ------------------------------------------------------------------------------------
+MEASURE_ONCE = ("--snip", "--snip-first-update", "1", "--snip-update-interval", "100", "--snip-lag", "50")
+
+
+@pytest.mark.parametrize(
+    "layout", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --snip-probe-microbatches 2"]
+)
+def test_tokens_that_the_loss_leaves_out_do_not_scale_gradients(warm: WarmRanks, tmp_path: Path, layout: str) -> None:
+    """Megatron divides a loss per token by the tokens under the mask. A single microbatch divides it alike."""
+    expected = probed_table(warm, tmp_path / "mean", 1, "--micro-batch-size", "4")
+    found = probed_table(warm, tmp_path / "per-token", 2, "--calculate-per-token-loss", *layout.split())
+    assert expected.tokens == 4 * 64
+    for column in ("linear.g2", "boundary.r2"):  # of a mean over T tokens: in proportion to 1/T
+        measured, wanted = (table.arrays()[column].sum() * table.tokens for table in (found, expected))
+        assert measured == pytest.approx(wanted, rel=0.2), column
+
+
+def probed_table(warm: WarmRanks, tmp: Path, ranks: int, *arguments: str) -> StatisticsTable:
+    """The statistics of the first update, before step 1."""
+    args = tiny_llama_args(*MEASURE_ONCE, *arguments, "--snip-dir", str(tmp / "run"), iters=4)
+    check(warm.run(ranks, args, tmp=tmp, module="masked_pretrain"))
+    return StatisticsTable.load(tmp / "run" / "stats" / "step_1.npz")

@@ -22,7 +22,9 @@ from snip_megatron.megatron.compat.implementations import graphs_of
 from snip_megatron.megatron.compat.learning_rate import learning_rate
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
+    attention_logits_kept,
     hooks_in_source,
+    loss_tokens_counted,
     quiet_schedule,
     rerun_disabled,
     wrap_evaluate,
@@ -58,6 +60,7 @@ __all__ = [
     "Traffic",
     "TrainStep",
     "apply",
+    "attention_logits_kept",
     "batch_size_ramp",
     "check",
     "check_gradient_reduction",
@@ -74,6 +77,7 @@ __all__ = [
     "hooks_in_source",
     "inner_optimizers",
     "learning_rate",
+    "loss_tokens_counted",
     "misplaced_parameters",
     "peek",
     "process_groups",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import megatron.training.training as training
+import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine, get_rerun_state_machine
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.versions import check_signature
 
+_LOGITS = "current_max_attn_logits"
 _STEP_PARAMETERS = (
     "forward_step_func",
     "data_iterator",
@@ -130,6 +132,42 @@ def quiet_schedule(model_config: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(model_config, name, value)
+
+
+@contextlib.contextmanager
+def loss_tokens_counted(model_config: Any) -> Iterator[list[torch.Tensor]]:
+    """Note how many tokens the loss of each call of the schedule counts, inside this context.
+
+    Under ``--calculate-per-token-loss`` Megatron hands the number to ``finalize_model_grads_func``, which divides the
+    gradients by it. It is the number of this rank, 0 on all pipeline stages but the last.
+    """
+    before = model_config.finalize_model_grads_func
+    counts: list[torch.Tensor] = []
+
+    def note(model: Any, tokens: torch.Tensor | None = None, **others: Any) -> None:
+        if tokens is not None:
+            counts.append(tokens)
+
+    model_config.finalize_model_grads_func = note
+    try:
+        yield counts
+    finally:
+        model_config.finalize_model_grads_func = before
+
+
+@contextlib.contextmanager
+def attention_logits_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Restore the largest attention logits of a step, by which ``--qk-clip`` scales weights, after this context.
+
+    Transformer Engine's attention keeps them. A forward replaces the tensor and does not change it.
+    """
+    modules = [module for chunk in model for module in chunk.modules() if hasattr(module, _LOGITS)]
+    before = [getattr(module, _LOGITS) for module in modules]
+    try:
+        yield
+    finally:
+        for module, logits in zip(modules, before, strict=True):
+            setattr(module, _LOGITS, logits)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

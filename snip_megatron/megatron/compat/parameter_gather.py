@@ -42,6 +42,7 @@ def check_parameter_gather(args: argparse.Namespace) -> None:
         raise SnipError(f"{_HERE}: parameters are gathered in FP32 without --bf16; add --bf16")
     _refuse(args, "overlap_param_gather_with_optimizer_step", "it gathers before a new map is known")
     _refuse(args, "num_experts", "experts are not supported so far")
+    _refuse(args, "qk_clip", "it scales bf16 weights after the optimizer's step, and quantised ones stay as they are")
     _refuse(args, _HASHES, "it compares bf16 weights, which ranks do not hold")
     if (implementation := graph_implementation(args)) is not None:
         raise SnipError(

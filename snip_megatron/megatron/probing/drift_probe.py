@@ -91,6 +91,7 @@ class DriftProbe:
         update_of = partial(compat.update_of, optimizer, steps=step)
         for recorder in recorders:
             self._add_linear(drift, table, recorder, update_of, scale)
+        self._join_tied_gradients()
         for index, weight, replicated, first_row in self.local_sinks():
             self._add_sink(drift, index, weight, replicated, first_row, update_of, scale)
 
@@ -155,6 +156,16 @@ class DriftProbe:
         w2 = sum_squares(weight.detach().reshape(-1)[state.start : state.end])
         drift2 = sink_drift(gradient, state, scale, seed=seed, first_row=first_row, words=self._words)
         drift.add_sink(index, drift2, w2)
+
+    def _join_tied_gradients(self) -> None:
+        """Sum the gradients of a word embedding and of an output layer with the same weight on another pipeline stage,
+        in place, as a training step does.
+        """
+        for chunk in self._model:
+            model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+            at_end = model.pre_process or model.post_process
+            if at_end and model.share_embeddings_and_output_weights and dist.get_world_size(model.embd_group) > 1:
+                dist.all_reduce(model.shared_embedding_or_output_weight().main_grad, group=model.embd_group)
 
     def _reduced_gradient(self, weight: torch.nn.Parameter, groups: ProbeGroups) -> torch.Tensor:
         """Sum the probe's gradient of a parameter over data parallel ranks, in place. The probe discards it later."""

@@ -67,7 +67,7 @@ def undisturbed(call: StepCall, context: StepContext) -> Iterator[compat.RandomS
     """Restore random states, gradients and Megatron's rerun machine after the passes run inside this context.
 
     Yields the random states at entry, from which each pass can start. :func:`run_schedule` restores the state of
-    expert routers after every pass.
+    expert routers and the attention logits after every pass.
     """
     states = compat.rng_state()
     try:
@@ -103,6 +103,7 @@ def run_schedule(
         for chunk in call.model:
             stack.enter_context(chunk.no_sync())
         stack.enter_context(compat.routers_kept(call.model))
+        stack.enter_context(compat.attention_logits_kept(call.model))
         call.forward_backward_func(
             forward_step_func=forward_step_func or call.forward_step_func,
             data_iterator=compat.peek(call.data_iterator, max(microbatches) + 1).iterator(microbatches),

@@ -180,8 +180,6 @@ class ProbeRunner:
         microbatches = self._microbatches(call)
         tokens = self._shape.tokens(microbatches, self._groups.dp_size)
         per_step = self._shape.tokens(call.num_microbatches, self._groups.dp_size)
-        per_token = bool(self._config.calculate_per_token_loss)
-        scale = StepScale(1.0 / (tokens if per_token else self._groups.dp_size), call.clip, tokens, per_step)
         recorders = [
             LinearRecorder(handle, self._snip.measured_formats, self._snip.probe_tokens) for handle in self._registry
         ]
@@ -198,8 +196,10 @@ class ProbeRunner:
             stack.enter_context(stream.attached())
             self._routing = stack.enter_context(compat.routing_repeated(self._model))
             self._registry.context.probing = True
-            seconds["statistics"] = self._run_pass(Pass.STATISTICS, call, microbatches, recorders, stream)
+            with compat.loss_tokens_counted(call.config) as counts:
+                seconds["statistics"] = self._run_pass(Pass.STATISTICS, call, microbatches, recorders, stream)
             started = time.perf_counter()
+            scale = StepScale(self._gradient_scale(counts), call.clip, tokens, per_step)
             stream.finish_statistics()
             table = self._reduce_statistics(recorders, stream, scale)
             if self._with_drift:
@@ -323,6 +323,20 @@ class ProbeRunner:
         return time.perf_counter() - started
 
     # -- reduction ---------------------------------------------------------------------------------------------
+    def _gradient_scale(self, counts: Sequence[torch.Tensor]) -> float:
+        """Return the factor from recorded gradients, summed over data parallel ranks, to those of the mean token loss.
+
+        Args:
+            counts: The tokens of this rank that the losses of the statistics pass count. A loss mask leaves some out.
+        """
+        if not self._config.calculate_per_token_loss:
+            return 1.0 / self._groups.dp_size
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._tp_rank == 0:  # tensor parallel ranks count the same tokens
+            total += sum(count.to(self._device) for count in counts)
+        dist.all_reduce(total, group=self._groups.world)
+        return 1.0 / max(float(total), 1.0)  # as Megatron
+
     def _partial(self, scale: StepScale) -> PartialTable:
         return PartialTable(self._table_shape, scale.gradient)
 

@@ -32,6 +32,7 @@ VALUES: dict[str, Any] = {
     "mtp_num_layers": 1,
     "experimental_attention_variant": "dsa",
     "heterogeneous_layers_config_path": "blocks.json",
+    "loss_scale": 1024.0,
     "ckpt_format": "torch",
     "non_persistent_ckpt_type": "local",
 }
@@ -57,6 +58,13 @@ def refused(snip: SnipConfig, args: argparse.Namespace) -> str:
 def test_a_plain_run_is_accepted() -> None:
     validate.check(config(), arguments())
     validate.check(config(policy="uniform-fp4", pin=("*.0.*=bf16",)), arguments(bf16=False))
+
+
+def test_a_constant_loss_scale_is_refused_under_bf16_too() -> None:
+    """Megatron scales the loss by it in bf16 as well, and probes would record gradients of the scaled loss."""
+    message = refused(config(), arguments(loss_scale=1024.0))
+    assert message.startswith("--loss-scale 1024.0 cannot be combined with --snip: ")
+    validate.check(config(), arguments(loss_scale=1.0))
 
 
 # -- Megatron's arguments --------------------------------------------------------------------------------------
@@ -190,6 +198,7 @@ def test_quantised_parameters_need_a_gather_of_megatrons() -> None:
             {"check_weight_hash_across_dp_replicas_interval": 10},
             " cannot be combined with --check-weight-hash-across-dp-replicas-interval 10:",
         ),
+        ({"qk_clip": True}, " cannot be combined with --qk-clip:"),
         (EXPERTS, " cannot be combined with --num-experts 4:"),
         (
             {"overlap_param_gather_with_optimizer_step": True},

@@ -144,6 +144,16 @@ def test_a_statistic_that_is_not_finite_drops_the_update(value: float) -> None:
     assert run.handle.formats == ALL_BF16
 
 
+def test_a_probe_whose_tokens_are_all_masked_drops_the_update() -> None:
+    """All scores would be zero, and the solver would take any map that meets the budget."""
+    run = Run(Script())
+    run.value = 0.0
+    run.steps(0, 7)
+    assert run.script.of("dropped") == [2]
+    assert run.script.submitted == []
+    assert run.handle.formats == ALL_BF16
+
+
 @pytest.mark.parametrize(("wait", "collectives"), [(0.0, 2), (30.0, 4)])
 def test_a_postponed_decision_asks_again_only_when_there_is_an_answer(
     wait: float, collectives: int, monkeypatch: pytest.MonkeyPatch
