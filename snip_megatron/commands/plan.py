@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(step, question, _probes(args), planned, gpu_memory=gpu)
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
-    sys.stdout.write(render(plan))
+    print(render(plan), end="")
     return 0
 
 

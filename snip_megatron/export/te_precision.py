@@ -193,27 +193,19 @@ def run(args: argparse.Namespace) -> int:
         comment += ["For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine."]
         texts.append(recipe_yaml(local_formats(collapsed.formats, stage, chunks), comment))
     _write(args.out, texts)
-    for line in _summary(precision_map, collapsed, args):
+    for line in _summary(collapsed, args):
         print(line)
     return 0
 
 
-def _summary(precision_map: PrecisionMap, collapsed: Collapsed, args: argparse.Namespace) -> list[str]:
-    """Return the lines to print: collapsed linears, variants, substituted formats and the files."""
+def _summary(collapsed: Collapsed, args: argparse.Namespace) -> list[str]:
+    """Return the lines to print: collapsed linears, substituted formats and the files."""
     lines = [
         f"{linear}: {', '.join(f.value for f in three)} → {collapsed.formats[linear].value}"
         for linear, three in collapsed.changed.items()
     ]
     if lines:
         lines.append(f"{len(lines)} of {len(collapsed.formats)} linears collapsed to the widest of their formats")
-    variants = Counter(
-        fmt for linear in collapsed.formats for fmt in {precision_map.format_of(str(linear), gemm) for gemm in Gemm}
-    )
-    lines += [
-        f"{fmt.value} → {fmt.base.value}: a recipe has no variants ({variants[fmt]} linears)"
-        for fmt in Format
-        if variants[fmt] and fmt is not fmt.base
-    ]
     count = Counter(collapsed.formats.values())
     lines += [f"{text} ({count[fmt]} linears)" for fmt, text in SUBSTITUTIONS.items() if count[fmt]]
     lines += [str(args.out / f"stage_{stage}.yaml") for stage in range(args.pp)]

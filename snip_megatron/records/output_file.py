@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from snip_megatron.errors import SnipError
@@ -46,7 +45,7 @@ def deliver(argument: str, path: Path | None, text: str) -> None:
         SnipError: ``path`` cannot be written. The message names ``argument``.
     """
     if path is None:
-        sys.stdout.write(text)
+        print(text, end="")
         return
     try:
         write_output(path, text.encode())

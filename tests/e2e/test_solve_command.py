@@ -180,7 +180,7 @@ def test_mistakes_on_the_command_line(written: Path, tmp_path: Path) -> None:
         (["solve", written, "--time-limit", "0"], "--time-limit"),
         (["solve", written, "--solver", "magic"], "magic"),
         (["solve", written, "--out", tmp_path / "none" / "map.json"], "there is no folder"),
-        (["solve", written, "--out", tmp_path], "cannot be written"),
+        (["solve", written, "--out", tmp_path], "is a folder; name a file"),
         (["solve"], "PROBLEM.json"),
         (["sovle"], "sovle"),
         ([], "COMMAND"),

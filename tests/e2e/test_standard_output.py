@@ -58,3 +58,13 @@ def test_a_device_or_pipe_is_written_and_not_replaced_by_a_file(tmp_path: Path) 
         finally:
             reader.kill()
     assert page.read_bytes().startswith(b'{\n "schema": "snip.plan/1"')
+
+
+def test_a_closed_standard_output_is_no_error(tmp_path: Path) -> None:
+    """As with ``>&-`` in a shell, or as a daemon starts it."""
+    out = tmp_path / "plan.json"
+    script = f'exec "{sys.executable}" -m snip_megatron.cli plan --model 1b --json "{out}" >&-'
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, env=environment, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert out.exists()

@@ -148,15 +148,6 @@ def test_collapse_takes_a_variant_for_its_base() -> None:
     assert result.changed == {LinearId.parse(name): three}
 
 
-def test_a_variant_that_becomes_its_base_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    choices = dict.fromkeys(decoder_linear_names(2), Format.NVFP4)
-    choices["decoder.layers.1.mlp.linear_fc1"] = Format.NVFP4_NEAREST
-    source = tmp_path / "map.json"
-    source.write_text(PrecisionMap(choices).to_json())
-    assert main(["export", "--format", "megatron", str(source), "--out", str(tmp_path / "recipes")]) == 0
-    assert "nvfp4_nearest → nvfp4: a recipe has no variants (1 linears)" in capsys.readouterr().out.splitlines()
-
-
 def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     choices = {option_id(n, g): Format.FP8 for n in decoder_linear_names(2) for g in Gemm}
     choices["decoder.layers.1.mlp.linear_fc1:wgrad"] = Format.FP4
