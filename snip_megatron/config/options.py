@@ -12,18 +12,18 @@ from snip_megatron.errors import SnipError, cut
 LISTS = ("formats", "protect")  # comma separated; the other tuples are arguments that may be repeated
 
 
-def option(default: Any, text: str, *, least: float | None = None, above: float | None = None, **argument: Any) -> Any:
+def option(default: Any, text: str, *, least: int | None = None, positive: bool = False, **argument: Any) -> Any:
     """Make a dataclass field that is an option.
 
     Args:
         default: the default value. A bool makes a flag, a tuple a list.
         text: the help.
         least: the smallest valid number; None for any.
-        above: valid numbers are larger than this; None for any.
+        positive: whether only numbers above 0 are valid.
         argument: keyword arguments of ``add_argument``. ``choices`` are checked by :func:`check_option` instead of
             argparse, so that an error is one line.
     """
-    metadata = {"help": text, "least": least, "above": above, "argument": argument}
+    metadata = {"help": text, "least": least, "positive": positive, "argument": argument}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -45,7 +45,7 @@ def check_option(field: dataclasses.Field[Any], value: Any) -> None:
     choices = field.metadata["argument"].get("choices")
     if choices is not None:
         check_choice(field.name, value, choices)
-    why = _range_fault(value, field.metadata["least"], field.metadata["above"])
+    why = _range_fault(value, field.metadata["least"], field.metadata["positive"])
     if why is not None:
         raise SnipError(f"{flag(field.name)} {value}: must be {why}")
 
@@ -56,11 +56,11 @@ def check_choice(name: str, value: str, choices: Any) -> None:
         raise SnipError(f"{flag(name)} {cut(value)}: unknown; choose one of {', '.join(choices)}")
 
 
-def _range_fault(value: Any, least: float | None, above: float | None) -> str | None:
-    if above is not None and not (math.isfinite(value) and value > above):
-        return "positive" if above == 0 else f"above {above:g}"
+def _range_fault(value: Any, least: int | None, positive: bool) -> str | None:
+    if positive and not (math.isfinite(value) and value > 0):
+        return "positive"
     if least is not None and not (math.isfinite(value) and value >= least):
-        return f"at least {least}" if isinstance(value, int) else f"a finite number, {least:g} or more"
+        return f"at least {least}" if isinstance(value, int) else f"a finite number, {least} or more"
     return None
 
 

@@ -76,6 +76,7 @@ class SnipConfig:
         " weights. Without this argument: 0",
         type=float,
         metavar="RATE",
+        least=0,
     )
     formats: tuple[str, ...] = option(
         ("fp8", "fp4"),
@@ -163,7 +164,7 @@ class SnipConfig:
         least=1,
     )
     probe_noise: float = option(
-        0.03, "size of the noise that noise probes add, relative to that of the tensor", type=float, above=0
+        0.03, "size of the noise that noise probes add, relative to that of the tensor", type=float, positive=True
     )
     measured_share: float = option(
         0.25,
@@ -255,14 +256,14 @@ class SnipConfig:
         "time limit of the solver for an update, in CP-SAT's deterministic seconds",
         type=float,
         metavar="SECONDS",
-        above=0,
+        positive=True,
     )
     deadline: float = option(
         600.0,
         "seconds after which a solver process that does not answer is killed and replaced",
         type=float,
         metavar="SECONDS",
-        above=0,
+        positive=True,
     )
     guard_steps: int = option(
         100,

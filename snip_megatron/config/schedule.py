@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,12 +60,8 @@ def check_schedule(values: Mapping[str, Any], phases: Schedule | None, *, update
         SnipError: an argument is invalid or conflicts with another.
     """
     deploy, standing, forgetting = (values[name] for name in ("deploy", "standing_share", "forgetting"))
-    if deploy is not None and deploy not in DEPLOYED:
-        raise SnipError(f"--snip-deploy {cut(deploy)}: unknown; choose one of {', '.join(DEPLOYED)}")
     if standing is not None and not 0.0 <= standing <= 1.0:
         raise SnipError(f"--snip-standing-share {standing}: must be a number between 0 and 1")
-    if forgetting is not None and not (math.isfinite(forgetting) and forgetting >= 0.0):
-        raise SnipError(f"--snip-forgetting {forgetting}: must be a finite number, 0 or more")
     if values["policy"].startswith("late-") and timed:
         raise SnipError(
             f"--snip-policy {values['policy']} cannot be combined with --snip-budget {cut(values['budget'])}: its"

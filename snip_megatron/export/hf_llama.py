@@ -302,9 +302,8 @@ def _check_out(folder: Path) -> None:
     """Raise SnipError unless ``folder`` is new or empty: files of two models in one folder would load as a mixture."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SnipError(f"--out {folder}: exists and is not an empty folder")
-    if (
-        folder.resolve() == Path.cwd()
-    ):  # it is replaced by the complete model, and the shell would be left in the old one
+    # The folder is replaced by the complete model, and the shell would be left in the old one.
+    if folder.resolve() == Path.cwd():
         raise SnipError(f"--out {folder}: is the current folder; give another one, which need not exist")
 
 

@@ -147,6 +147,18 @@ class RunData:
         """The events that report trouble, in the order in which they were written."""
         return [event for event in self.events if event["event"] in FAULT_EVENTS]
 
+    def validations(self) -> dict[str, dict[int, float]]:
+        """Return formats of the validation, ``map`` or ``bf16`` → step → loss.
+
+        After the last step Megatron validates and then tests. Only the first loss of a step is that of the validation.
+        """
+        found: dict[str, dict[int, float]] = {}
+        for event in self.events:
+            loss = number(event.get("loss"))
+            if event["event"] == "validation" and loss is not None:
+                found.setdefault(str(event.get("formats") or "map"), {}).setdefault(event["step"], loss)
+        return found
+
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
         """Return the steps that recorded a metric, and its values. A value that is not finite is None."""
         rows = [row for row in self.metrics if name in row]

@@ -21,7 +21,6 @@ from snip_megatron.reporting.figures import (
     new_figure,
     plain,
     thin,
-    validation_losses,
 )
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.report import flatten, policy_line
@@ -205,7 +204,7 @@ def _row(run: RunData, name: str, runs: Sequence[RunData]) -> Row:
     steps, _ = run.series("loss")
     tail = _tail(runs)
     losses = _losses(run)
-    validations = validation_losses(run)
+    validations = run.validations()
     validation = list(validations.get("map", validations.get("bf16", {})).values())
     _, shares = run.series("fp4_fraction")
     last, base = _last_map(run), _last_map(runs[0])

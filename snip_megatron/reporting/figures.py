@@ -64,7 +64,7 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     figure = new_figure("loss", rangemode="normal")
     x, y = thin(steps, losses)
     figure.add_scatter(x=x, y=y, name="training loss", mode="lines", line={"color": LINE, "width": 1.6})
-    validations = validation_losses(run)
+    validations = run.validations()
     for formats, colour in zip(validations, (STAGE_COLOURS[2], STAGE_COLOURS[3]), strict=False):
         marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}
         mode = "markers" if len(validations[formats]) <= 40 else "lines"
@@ -85,19 +85,6 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     for adoption in run.adoptions:
         figure.add_vline(x=adoption.step, line={"color": MARK, "width": 1, "dash": "dot"}, opacity=0.6)
     return plain(figure)
-
-
-def validation_losses(run: RunData) -> dict[str, dict[int, float]]:
-    """Return formats of the validation, ``map`` or ``bf16`` → step → loss.
-
-    After the last step Megatron validates and then tests. Only the first loss of a step is that of the validation.
-    """
-    found: dict[str, dict[int, float]] = {}
-    for event in run.events:
-        loss = number(event.get("loss"))
-        if event["event"] == "validation" and loss is not None:
-            found.setdefault(str(event.get("formats") or "map"), {}).setdefault(event["step"], loss)
-    return found
 
 
 def share_figure(

@@ -301,13 +301,9 @@ def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], name:
 
 def _validated(run: RunData, since: int) -> float | None:
     """Return the latest validation loss in the map's formats less that in bf16, of the same step after ``since``."""
-    losses: dict[str, tuple[int, float]] = {}
-    for event in run.events:
-        loss = number(event.get("loss"))
-        if event["event"] == "validation" and loss is not None and event["step"] > since:
-            losses[str(event.get("formats"))] = (event["step"], loss)
-    own, bf16 = losses.get("map"), losses.get("bf16")
-    return own[1] - bf16[1] if own is not None and bf16 is not None and own[0] == bf16[0] else None
+    own, bf16 = (run.validations().get(formats, {}) for formats in ("map", "bf16"))
+    last = max(own.keys() | bf16.keys(), default=since)
+    return own[last] - bf16[last] if last > since and last in own and last in bf16 else None
 
 
 def _slope(run: RunData) -> float | None:
