@@ -141,7 +141,7 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
     deadline = None if args.time_limit is None else started + args.time_limit
     pool = Pool(devices, dict(ENVIRONMENT), deadline)
     comparison = compare.Comparison(parts, pool, work, compare.facts(gpus))
-    stopped = _stop_on_signals(pool)
+    stopped = stop_on_signals(pool)
     with alone(work), multi_process_service(work / "mps") if args.mps else nullcontext() as service:
         if service is not None:
             pool.environment = {**ENVIRONMENT, **service[0]}
@@ -239,8 +239,8 @@ def select_gpus(wanted: str) -> list[str]:
     return found[: int(wanted)]
 
 
-def _stop_on_signals(pool: Pool) -> list[int]:
-    """Stop the comparison on SIGTERM and SIGINT and keep its results. Returns the list that the signal is added to."""
+def stop_on_signals(pool: Pool) -> list[int]:
+    """End the pool's processes on SIGTERM and SIGINT. Returns the list that the signal is added to."""
     received: list[int] = []
 
     def stop(number: int, frame: Any) -> None:

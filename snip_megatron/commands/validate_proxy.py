@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.commands.compare import ENVIRONMENT, select_gpus
+from snip_megatron.commands.compare import ENVIRONMENT, alone, select_gpus, stop_on_signals
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.evaluation import compare
 from snip_megatron.evaluation.data import load_data
@@ -108,8 +109,16 @@ def _record(args: argparse.Namespace, path: Path) -> list[tuple[int, Path]]:
     gpus = select_gpus(args.gpus)
     pool = Pool([*gpus] or [None], ENVIRONMENT, deadline)
     recording = Recording(args.probe_microbatches, (args.format,), steps)
-    work = (args.work or args.out / "work").resolve()
-    return record_truth(experiment, load_data(args.data, experiment.tokenizer), work, recording, pool)
+    work, data = (args.work or args.out / "work").resolve(), load_data(args.data, experiment.tokenizer)
+    stopped = stop_on_signals(pool)
+    with alone(work):
+        try:
+            return record_truth(experiment, data, work, recording, pool)
+        except SnipError as error:
+            if not stopped:
+                raise
+            why = f"stopped by {signal.Signals(stopped[0]).name}; the same command measures again"
+            raise SnipError(why, exit_code=128 + stopped[0]) from error
 
 
 def _steps(text: str) -> tuple[int, ...]:

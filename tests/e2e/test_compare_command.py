@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -174,6 +175,19 @@ def test_a_warm_checkpoint_is_measured_and_its_estimators_compared(data: Path, w
     unknown = snip("validate-proxy", NANO, *arguments[:-4], "--steps", "7", "--gpus", "0")
     assert unknown.returncode == 2
     assert unknown.stderr == "snip validate-proxy: --steps 7: the warm run keeps checkpoints of 4, 8 steps\n"
+
+
+def test_a_measurement_that_is_stopped_leaves_no_process(data: Path, tmp_path: Path) -> None:
+    arguments = ("validate-proxy", NANO, "--data", data, "--out", tmp_path, "--gpus", "0")
+    process = subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY)
+    while not [*tmp_path.glob("work/logs/*")]:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err == "snip validate-proxy: stopped by SIGTERM; the same command measures again\n"
+    assert [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])] == []
 
 
 def test_what_cannot_be_compared_is_one_line(data: Path, tmp_path: Path) -> None:

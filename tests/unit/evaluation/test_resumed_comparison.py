@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.cli import main
-from snip_megatron.commands import compare
+from snip_megatron.commands import compare, validate_proxy
 from snip_megatron.commands.compare import _results
 from snip_megatron.evaluation.compare import Comparison
 from snip_megatron.evaluation.data import Data
@@ -42,7 +42,7 @@ def test_runs_of_the_file_as_it_is_come_after_those_of_its_earlier_content(tmp_p
 
 @pytest.fixture
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(compare, "_stop_on_signals", lambda pool: [])  # the signals are pytest's here
+    monkeypatch.setattr(compare, "stop_on_signals", lambda pool: [])  # the signals are pytest's here
     manifest = {
         "schema": "snip.data/1",
         "tokenizer": {"type": "bytes"},
@@ -54,22 +54,24 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("command", ["compare", "validate-proxy"])
 def test_two_comparisons_do_not_share_a_work_folder(
-    prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each would remove the run directories of the other."""
-    arguments = ["compare", str(NANO), "--data", str(prepared), "--gpus", "0", "--work", str(prepared / "work")]
+    monkeypatch.setattr(validate_proxy, "stop_on_signals", lambda pool: [])
+    arguments = [str(NANO), "--data", str(prepared), "--gpus", "0", "--work", str(prepared / "work")]
     codes = []
 
     def run(comparison: Comparison) -> int:
-        codes.append(main([*arguments, "--out", str(prepared / "second")]))
+        codes.append(main([command, *arguments, "--out", str(prepared / "second")]))
         return 0
 
     monkeypatch.setattr(Comparison, "run", run)
-    assert main([*arguments, "--out", str(prepared / "first")]) == 0
+    assert main(["compare", *arguments, "--out", str(prepared / "first")]) == 0
     assert codes == [2]
     assert capsys.readouterr().err == (
-        f"snip compare: {prepared / 'work'}: another comparison runs there; wait for it, or give another --work\n"
+        f"snip {command}: {prepared / 'work'}: another comparison runs there; wait for it, or give another --work\n"
     )
 
 
