@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from snip_megatron.commands.numbers import positive
-from snip_megatron.config.run import COMMUNICATION, GRADIENT_REDUCTION, PARAMETER_GATHER
+from snip_megatron.config.run import COMMUNICATION, GRADIENT_REDUCTION, PARAMETER_GATHER, parse_tolerance
 from snip_megatron.config.schedule import DEPLOYED, load_schedule
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.planner.layout import CUDA_GRAPHS, RECOMPUTE, Layout
@@ -228,7 +228,7 @@ def run(args: argparse.Namespace) -> int:
         args.formats,
         model.formats,
         granularity=args.granularity,
-        tolerance=_tolerance(args.stage_tolerance),
+        tolerance=parse_tolerance(args.stage_tolerance, "--"),
         statistics=args.statistics,
         seed=args.seed,
     )
@@ -313,18 +313,6 @@ def _links(args: argparse.Namespace) -> Links:
     from snip_megatron.planner.rates import Links
 
     return Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
-
-
-def _tolerance(text: str) -> float | None:
-    if text.lower() == "none":
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise SnipError(f"--stage-tolerance {cut(text)}: must be a share from 0 to 1, or none")
-    return value
 
 
 def _count(text: str) -> int:

@@ -165,7 +165,10 @@ def test_a_plan_is_made_without_torch() -> None:
         (("--model", "8b", "--timings", "b300"), "b300: neither a file of timings nor one of flops, time, h200"),
         (("--model", "8b", "--statistics", "none.npz"), "none.npz: cannot be read"),
         (("--model", "8b", "--json", "/nowhere/p.json"), "--json /nowhere/p.json: there is no folder /nowhere"),
-        (("--model", "8b", "--stage-tolerance", "2"), "--stage-tolerance 2: must be a share from 0 to 1, or none"),
+        (
+            ("--model", "8b", "--stage-tolerance", "2"),
+            "--stage-tolerance 2: the share must be a number between 0 and 1",
+        ),
         (("--model", "8b", "--policy", "best"), "--policy best: unknown; choose one of snip, random, "),
         (
             ("--model", "8b", "--measured-share", "0"),
