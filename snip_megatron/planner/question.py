@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from snip_megatron.config.run import SnipConfig, parse_tolerance
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
@@ -14,12 +15,15 @@ from snip_megatron.planner.synthetic import synthetic_losses
 from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, LinearId, candidates_fault, split_option_id
 from snip_megatron.solver.items import Budget, Choice, Item
 from snip_megatron.solver.problem import Problem
+from snip_megatron.solver.solution import Solution
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import with_times
 
 KINDS = ("fp4", "speedup", "step", "loss")
 _PAPER = (Format.FP8, Format.FP4)
 _TIMED = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
+_GRANULARITY, _TOLERANCE = SnipConfig.granularity, parse_tolerance(SnipConfig.stage_tolerance)
+_DIGITS = 1e5  # of a speedup named for a training, which is rounded down so that it stays within reach
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,31 @@ class Question:
     kind: str
     wanted: float
     formats: tuple[Format, ...]
-    granularity: str = "gemm"
-    tolerance: float | None = 0.02
+    granularity: str = _GRANULARITY
+    tolerance: float | None = _TOLERANCE
     statistics: Path | None = None
     seed: int = 1
 
     @property
     def text(self) -> str:
         """The budget as an argument, such as ``fp4=0.75``."""
-        return f"{self.kind}={self.wanted:g}"
+        return f"{self.kind}={_number(self.wanted)}"
+
+    def training_arguments(self, budget: str | None) -> str | None:
+        """Return the arguments with which a training solves this question under ``budget``; None if it has none."""
+        if budget is None:
+            return None
+        arguments = f"--snip-budget {budget} --snip-formats {','.join(self.formats)}"
+        if self.granularity != _GRANULARITY:
+            arguments += f" --snip-granularity {self.granularity}"
+        if self.kind == "fp4" and self.tolerance != _TOLERANCE:
+            arguments += f" --snip-stage-tolerance {'none' if self.tolerance is None else _number(self.tolerance)}"
+        return arguments
+
+
+def _number(value: float) -> str:
+    """Return all digits of a number, without those of a fraction of 0."""
+    return repr(value).removesuffix(".0")
 
 
 def parse_question(
@@ -125,6 +145,38 @@ def pose(question: Question, step: StepModel) -> Problem:
     else:
         budget = Budget(speedup=question.wanted)
     return with_times(base, step.shapes, step.model, budget, step.charge)
+
+
+def training_budget(question: Question, problem: Problem, solution: Solution) -> str | None:
+    """Return the ``--snip-budget`` with which a training gets a step as fast as the planned one.
+
+    A ``speedup=`` bounds the linears of all stages alike. A ``step=`` may leave stages alone that have little work
+    outside of their linears, so that its training may save more on these stages than the plan does.
+
+    Args:
+        question: the question.
+        problem: its problem.
+        solution: its solution.
+
+    Returns:
+        The budget. None if no ``speedup=`` within reach gives such a step.
+    """
+    if question.kind in ("fp4", "speedup") or (question.kind == "loss" and question.statistics is not None):
+        return question.text
+    bf16 = dict.fromkeys((item.stage for item in problem.items), 0.0)
+    planned, least = dict(bf16), dict(bf16)
+    for item in problem.items:
+        savings = {choice.format: choice.saving for choice in item.choices}
+        bf16[item.stage] += item.cost
+        planned[item.stage] += item.cost - savings[solution.choices[item.id]]
+        least[item.stage] += item.cost - max(savings.values())
+    most = max(planned.values())
+    if question.kind == "step":
+        fixed = dict(problem.budget.fixed_cost)
+        step = max(fixed[stage] + seconds for stage, seconds in bf16.items()) / question.wanted
+        most = min((step - fixed[stage] for stage in bf16 if fixed[stage] + bf16[stage] > step), default=math.inf)
+    speedup = math.floor(max(1.0, max(bf16.values()) / most) * _DIGITS) / _DIGITS
+    return f"speedup={_number(speedup)}" if max(least.values()) * speedup <= max(bf16.values()) else None
 
 
 def _items(question: Question, layout: Layout) -> list[Item]:
