@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from snip_megatron.planner.rates import Links
 
 _SHARE = positive("a share above 0, 1 at most", math.nextafter(1.0, 2.0))
+_MOST = 10**11
 _BANDWIDTH = positive("a bandwidth above 0", 1e9)
 
 
@@ -324,6 +325,6 @@ def _seed(text: str) -> int:
 
 
 def _whole(text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit() and int(text[:12]) >= least and len(text) < 12):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number of {least} or more")
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= _MOST):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from {least} to {_MOST}")
     return int(text)

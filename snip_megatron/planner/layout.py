@@ -18,6 +18,7 @@ GRAPHS_WITHOUT_PIPELINE = {
 }
 """Implementation of CUDA graphs → why it cannot run a pipeline."""
 _TILE = 128
+_MOST = 2**31
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
 
 
@@ -190,8 +191,8 @@ class Layout:
         names = ("tp", "pp", "vpp", "dp", "seq_length", "micro_batch_size", "global_batch_size")
         for name in names:
             value = getattr(self, name)
-            if not 1 <= value <= 2**31:
-                raise SnipError(f"--{name.replace('_', '-')} {value}: must be a whole number of 1 or more")
+            if not 1 <= value <= _MOST:
+                raise SnipError(f"--{name.replace('_', '-')} {value}: must be a whole number from 1 to {_MOST}")
         if self.recompute not in RECOMPUTE:
             raise SnipError(f"--recompute {self.recompute}: choose one of {', '.join(RECOMPUTE)}")
 

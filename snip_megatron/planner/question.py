@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from snip_megatron.config.run import SnipConfig, parse_tolerance
 from snip_megatron.errors import SnipError, cut
@@ -16,10 +17,12 @@ from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, LinearId, ca
 from snip_megatron.solver.items import Budget, Choice, Item
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
+from snip_megatron.solver.validation import budget_faults
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import with_times
 
-KINDS = ("fp4", "speedup", "step", "loss")
+_SOLVER_KINDS = {"fp4": "target", "speedup": "speedup", "step": "speedup", "loss": "loss"}
+"""Kind of budget → that of the solver."""
 _PAPER = (Format.FP8, Format.FP4)
 _TIMED = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
 _GRANULARITY, _TOLERANCE = SnipConfig.granularity, parse_tolerance(SnipConfig.stage_tolerance)
@@ -100,15 +103,14 @@ def parse_question(
         wanted = float(figure)
     except ValueError:
         wanted = math.nan
-    if kind not in KINDS or not math.isfinite(wanted):
+    if kind not in _SOLVER_KINDS or not math.isfinite(wanted):
         raise SnipError(
             f"--budget {cut(budget)}: must be fp4=SHARE, speedup=FACTOR (of the linears), step=FACTOR (of the whole"
             " step) or loss=BOUND"
         )
-    if kind == "fp4" and not 0 <= wanted <= 1:
-        raise SnipError(f"--budget {cut(budget)}: a share lies between 0 and 1")
-    if kind in ("speedup", "step") and wanted < 1:
-        raise SnipError(f"--budget {cut(budget)}: a speedup is 1 or more")
+    figures: dict[str, Any] = {_SOLVER_KINDS[kind]: wanted}
+    for _, what in budget_faults(Budget(**figures)):
+        raise SnipError(f"--budget {cut(budget)}: {what}")
     if formats is None:
         chosen = _PAPER if kind == "fp4" else tuple(fmt for fmt in _TIMED if fmt in measured)
     else:

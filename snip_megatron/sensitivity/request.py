@@ -190,7 +190,7 @@ def _check_numbers(request: SolveRequest) -> None:
     if request.speedup is not None and request.loss is not None:
         raise SnipError("speedup and loss are two budgets: give one")
     if request.speedup is not None and not 1.0 <= request.speedup <= 1e6:
-        raise SnipError(f"speedup {cut(request.speedup)}: must be a factor of 1 or more")
+        raise SnipError(f"speedup {cut(request.speedup)}: must be a factor from 1 to 1e+06")
     if request.loss is not None and not math.isfinite(request.loss):
         raise SnipError(f"loss {cut(request.loss)}: must be a finite number")
     if not 0.0 <= request.target <= 1.0:

@@ -155,8 +155,8 @@ def test_a_plan_is_made_without_torch() -> None:
         (("--model", "9b"), "model 9b: unknown; choose one of 1b, 3b, 7b, 8b, 70b, 405b"),
         (("--model", "7b", "--tp", 3), "--tp 3: llama-7b has 32 heads, which cannot be split over 3 ranks"),
         (("--model", "405b", "--pp", 16), "--pp 16 --vpp 1: llama-405b has 126 blocks, not divisible by 16"),
-        (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number of 1 or more"),
-        (("--model", "8b", "--dp", "0"), "argument --dp: '0' is not a whole number of 1 or more"),
+        (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number from 1 to 100000000000"),
+        (("--model", "8b", "--dp", "0"), "argument --dp: '0' is not a whole number from 1 to 100000000000"),
         (("--model", "8b", "--budget", "fast"), "--budget fast: must be fp4=SHARE"),
         (
             ("--model", "8b", "--formats", "fp8,nvfp4"),
@@ -175,7 +175,7 @@ def test_a_plan_is_made_without_torch() -> None:
             "argument --measured-share: '0' is not a share above 0, 1 at most",
         ),
         (("--model", "8b", "--node-bandwidth", "-1"), "argument --node-bandwidth: '-1' is not a bandwidth above 0"),
-        (("--model", "8b", "--seed", "-1"), "argument --seed: '-1' is not a whole number of 0 or more"),
+        (("--model", "8b", "--seed", "-1"), "argument --seed: '-1' is not a whole number from 0 to 100000000000"),
     ],
 )
 def test_refusals(arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

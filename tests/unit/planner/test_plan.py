@@ -181,8 +181,11 @@ def test_rendering_says_everything() -> None:
     ("budget", "formats", "message"),
     [
         ("fp4", None, "--budget fp4: must be fp4=SHARE"),
-        ("fp4=1.5", None, "--budget fp4=1.5: a share lies between 0 and 1"),
-        ("speedup=0.5", None, "--budget speedup=0.5: a speedup is 1 or more"),
+        ("fp4=1.5", None, "--budget fp4=1.5: must be a share from 0 to 1"),
+        ("speedup=0.5", None, "--budget speedup=0.5: must be a factor from 1 to 1e+06"),
+        ("speedup=1e9", None, "--budget speedup=1e9: must be a factor from 1 to 1e+06"),
+        ("step=1e9", None, "--budget step=1e9: must be a factor from 1 to 1e+06"),
+        ("loss=-1e200", None, "--budget loss=-1e200: must be a number from -1e+100 to 1e+100"),
         ("loss=nan", None, "--budget loss=nan: must be"),
         ("fp4=0.5", "fp8,fp8", "--formats fp8,fp8: give distinct names"),
         ("fp4=0.5", "fp8,fp3", "--formats fp8,fp3: give distinct names"),
