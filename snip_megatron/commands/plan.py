@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SHARE = positive("a share above 0, 1 at most", math.nextafter(1.0, 2.0))
 _MOST = 10**11
-_BANDWIDTH = positive("a bandwidth above 0", 1e9)
+_BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -174,7 +174,14 @@ def test_a_plan_is_made_without_torch() -> None:
             ("--model", "8b", "--measured-share", "0"),
             "argument --measured-share: '0' is not a share above 0, 1 at most",
         ),
-        (("--model", "8b", "--node-bandwidth", "-1"), "argument --node-bandwidth: '-1' is not a bandwidth above 0"),
+        (
+            ("--model", "8b", "--node-bandwidth", "-1"),
+            "argument --node-bandwidth: '-1' is not a bandwidth from 1e-6 to",
+        ),
+        (
+            ("--model", "8b", "--network-bandwidth", "1e-320"),
+            "argument --network-bandwidth: '1e-320' is not a bandwidth",
+        ),
         (("--model", "8b", "--seed", "-1"), "argument --seed: '-1' is not a whole number from 0 to 100000000000"),
     ],
 )
