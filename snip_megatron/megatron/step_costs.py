@@ -201,7 +201,7 @@ def _planned_recompute(args: argparse.Namespace) -> str | None:
 def _layers_of_chunk(args: argparse.Namespace) -> int:
     """Return the layers of a model chunk, for an even split."""
     chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-    return max(1, -(-int(args.num_layers) // chunks))
+    return int(max(1, -(-args.num_layers // chunks)))
 
 
 def _device_name() -> str | None:

@@ -188,7 +188,7 @@ class StepModel:
         if not self.host.known:
             return None
         after = self._after_stage(self.step(lambda block, kind: ALL_BF16))
-        return host_seconds(self.host, self.layout.pp, after, self.model.formats)
+        return host_seconds(self.host, self.layout.pp, after, Format)
 
     @staticmethod
     def _after_stage(step: StepTime) -> float:
