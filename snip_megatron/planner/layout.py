@@ -118,6 +118,12 @@ class Layout:
         return -(-self.model.vocabulary // step) * step
 
     @property
+    def attention_features(self) -> tuple[int, int]:
+        """Features of the queries and of the keys of a rank's heads. A rank has at least one key-value head."""
+        model = self.model
+        return model.heads // self.tp * model.head_size, max(1, model.groups // self.tp) * model.head_size
+
+    @property
     def chunks(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Blocks by stage and chunk. Chunk c of stage s follows chunk c of stage s − 1."""
         per_chunk = self._layers // (self.pp * self.vpp)
