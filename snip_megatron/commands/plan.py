@@ -222,6 +222,8 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.timing.loading import load_cost_model
 
     check_folder("--json", args.json)
+    if args.policy not in POLICIES:
+        raise SnipError(f"--policy {cut(args.policy)}: unknown; choose one of {', '.join(POLICIES)}")
     layout = _layout(args)
     model = load_cost_model(args.timings)
     question = parse_question(
@@ -232,6 +234,8 @@ def run(args: argparse.Namespace) -> int:
         tolerance=parse_tolerance(args.stage_tolerance, "--"),
         statistics=args.statistics,
         seed=args.seed,
+        policy=args.policy,
+        estimator=args.estimator,
     )
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
     step, planned = StepModel(layout, model, _links(args)), _run(args, question.kind)
@@ -277,8 +281,6 @@ def _layout(args: argparse.Namespace) -> Layout:
 def _probes(args: argparse.Namespace) -> Probes:
     from snip_megatron.planner.probes import Probes
 
-    if args.policy not in POLICIES:
-        raise SnipError(f"--policy {cut(args.policy)}: unknown; choose one of {', '.join(POLICIES)}")
     return Probes(
         microbatches=args.probe_microbatches,
         tokens=args.probe_tokens,

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from snip_megatron.config.conflicts import in_nats
 from snip_megatron.config.run import SnipConfig, parse_tolerance
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
 from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, LinearId, candidates_fault, split_option_id
+from snip_megatron.sensitivity.policies import UNSOLVED
 from snip_megatron.solver.items import Budget, Choice, Item
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
@@ -42,6 +44,8 @@ class Question:
         tolerance: ``--snip-stage-tolerance``; None for no constraint of stages.
         statistics: a run's ``stats/step_<N>.npz``; None for synthetic losses.
         seed: the seed of synthetic losses.
+        policy: ``--snip-policy``, by which ``statistics`` are scored.
+        estimator: ``--snip-estimator``, likewise.
     """
 
     kind: str
@@ -51,6 +55,8 @@ class Question:
     tolerance: float | None = _TOLERANCE
     statistics: Path | None = None
     seed: int = 1
+    policy: str = "snip"
+    estimator: str = "noise"
 
     @property
     def text(self) -> str:
@@ -83,6 +89,8 @@ def parse_question(
     tolerance: float | None,
     statistics: Path | None,
     seed: int,
+    policy: str = "snip",
+    estimator: str = "noise",
 ) -> Question:
     """Parse the arguments of ``snip plan``.
 
@@ -94,9 +102,11 @@ def parse_question(
         tolerance: see :class:`Question`.
         statistics: see :class:`Question`.
         seed: see :class:`Question`.
+        policy: see :class:`Question`.
+        estimator: see :class:`Question`.
 
     Raises:
-        SnipError: the budget or a format is invalid.
+        SnipError: the budget or a format is invalid, or a training would refuse their combination.
     """
     kind, _, figure = budget.partition("=")
     try:
@@ -111,6 +121,10 @@ def parse_question(
     figures: dict[str, Any] = {_SOLVER_KINDS[kind]: wanted}
     for _, what in budget_faults(Budget(**figures)):
         raise SnipError(f"--budget {cut(budget)}: {what}")
+    if kind == "loss" and policy not in UNSOLVED and not in_nats(policy, SnipConfig.q):
+        raise SnipError(
+            f"--budget {cut(budget)} bounds a loss, and the scores of --policy {policy} are none; use another"
+        )
     if formats is None:
         chosen = _PAPER if kind == "fp4" else tuple(fmt for fmt in _TIMED if fmt in measured)
     else:
@@ -122,13 +136,20 @@ def parse_question(
         chosen = tuple(Format(name) for name in names)
         if (why := candidates_fault(names, granularity=granularity)) is not None:
             raise SnipError(f"--formats {cut(formats)}: {why}")
+        if kind == "fp4" and Format.BF16 in chosen:
+            raise SnipError(
+                f"--formats {cut(formats)}: bf16 is no candidate under --budget {cut(budget)}, where it costs nothing;"
+                " use speedup=, step= or loss="
+            )
+        if set(chosen) == {Format.BF16}:
+            raise SnipError(f"--formats {cut(formats)}: leaves nothing to choose; add fp8, fp8_tensor or fp4")
     missing = [fmt.value for fmt in chosen if fmt not in measured and fmt.base not in measured]
     if missing:
         raise SnipError(
             f"--formats {cut(formats or ','.join(chosen))}: the timings have no {missing[0]} (they have"
             f" {', '.join(measured)}); give --timings flops, or a file of snip calibrate that has it"
         )
-    return Question(kind, wanted, chosen, granularity, tolerance, statistics, seed)
+    return Question(kind, wanted, chosen, granularity, tolerance, statistics, seed, policy, estimator)
 
 
 def pose(question: Question, step: StepModel) -> Problem:
@@ -208,7 +229,14 @@ def _losses(question: Question, layout: Layout) -> Mapping[str, Mapping[Format, 
     if missing:
         recorded = ", ".join(table.formats)
         raise SnipError(f"--statistics {question.statistics}: recorded without {missing[0]} (it has {recorded})")
-    request = SolveRequest(formats=tuple(fmt.value for fmt in quantised), granularity=question.granularity, target=0.0)
+    request = SolveRequest(
+        policy=question.policy,
+        estimator=question.estimator,
+        formats=tuple(fmt.value for fmt in quantised),
+        granularity=question.granularity,
+        target=0.0,
+        prefix="--",
+    )
     problem, _ = build_problem(table, request)
     losses = {item.id: {choice.format: choice.loss for choice in item.choices} for item in problem.items}
     if Format.BF16 in question.formats:

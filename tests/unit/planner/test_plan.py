@@ -21,6 +21,8 @@ from snip_megatron.planner.render import render
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
 from snip_megatron.precision import LINEAR_KINDS, Format, LinearId
+from snip_megatron.sensitivity.problem import build_problem
+from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver import Problem, solve
 from snip_megatron.statistics.table import (
     BOUNDARY_COLUMNS,
@@ -188,6 +190,12 @@ def test_rendering_says_everything() -> None:
         ("loss=-1e200", None, "--budget loss=-1e200: must be a number from -1e+100 to 1e+100"),
         ("loss=nan", None, "--budget loss=nan: must be"),
         ("fp4=0.5", "fp8,fp8", "--formats fp8,fp8: give distinct names"),
+        (
+            "fp4=0.5",
+            "bf16,fp4",
+            "--formats bf16,fp4: bf16 is no candidate under --budget fp4=0.5, where it costs nothing",
+        ),
+        ("speedup=1", "bf16", "--formats bf16: leaves nothing to choose; add fp8, fp8_tensor or fp4"),
         ("fp4=0.5", "fp8,fp3", "--formats fp8,fp3: give distinct names"),
     ],
 )
@@ -195,6 +203,14 @@ def test_refusals(budget: str, formats: str | None, message: str) -> None:
     with pytest.raises(SnipError) as error:
         question(budget, formats)
     assert str(error.value).startswith(message)
+
+
+def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
+    assert question("loss=0.1", policy="fisher").kind == "loss"
+    with pytest.raises(
+        SnipError, match=r"^--budget loss=0.1 bounds a loss, and the scores of --policy random are none"
+    ):
+        question("loss=0.1", policy="random")
 
 
 def test_synthetic_losses_are_heavy_tailed_and_ordered() -> None:
@@ -244,6 +260,25 @@ def test_statistics_of_a_run_are_asked_on_another_pipeline(tmp_path: Path) -> No
     assert not any("synthetic" in line for line in found["assumptions"])
     problem = pose(question("fp4=0.5", statistics=path), step_model(layout(**PIPELINE)))
     assert {item.stage for item in problem.items} == {0, 1, 2, 3}
+
+
+def test_statistics_are_scored_by_the_policy_and_the_estimator(tmp_path: Path) -> None:
+    path = statistics(tmp_path / "step_100.npz")
+    model = step_model(layout(**PIPELINE))
+
+    def losses(**fields: str) -> list[float]:
+        problem = pose(question("fp4=0.5", statistics=path, **fields), model)
+        return [choice.loss for item in problem.items for choice in item.choices]
+
+    table = StatisticsTable.load(path)
+    for policy in ("snip", "fisher", "backward-first"):
+        own, _ = build_problem(table, SolveRequest(policy=policy, target=0.5))
+        assert losses(policy=policy) == [choice.loss for item in own.items for choice in item.choices]
+    assert losses(policy="fisher") != losses(policy="snip")
+    with pytest.raises(SnipError, match=r"hold nothing measured; record them with --snip-estimator measured"):
+        losses(estimator="measured")
+    with pytest.raises(SnipError, match=r"^--policy bf16 fixes the map"):
+        losses(policy="bf16")
 
 
 def test_statistics_of_another_model_or_without_the_format(tmp_path: Path) -> None:
