@@ -21,6 +21,7 @@ from snip_megatron.records.output_file import check_folder, deliver
 if TYPE_CHECKING:
     from snip_megatron.timing.calibration.measure import Measurer
     from snip_megatron.timing.calibration.workload import Size, Workload
+    from snip_megatron.timing.collectives import Exchange
     from snip_megatron.timing.table import Launching, TimingTable
 
 _FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
@@ -96,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         workload = model_workload(args.shapes, _parse_tokens(args.tokens), args.tp)
     measurer = _measurer(device, args.gemm, formats)
+    collectives = _collectives(device, args.ranks)  # they come first: if they fail, nothing is lost
     # The host comes before the GEMMs. It imports Transformer Engine, which on some machines loads another copy of
     # cuDNN than torch does. That fails once torch has run its own copy, as it does for attention.
     launching, why = measured_launching(device, args.gemm, formats) if args.host else (None, None)
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     table = calibrate(measurer, workload, deadline, about)
     if why is not None:
         table = replace(table, about={**table.about, "notes": [*table.about["notes"], f"host not measured: {why}"]})
-    table = with_collectives(replace(table, launching=launching), device, args.ranks)
+    table = replace(table, launching=launching, collectives=collectives)
     deliver("--out", args.out, table.to_json())
     seconds = time.monotonic() - started
     incomplete = "" if table.about["complete"] else ", incomplete: give it more --time"
@@ -123,19 +125,17 @@ def _add_collectives(args: argparse.Namespace, device: Any) -> int:
         raise SnipError(f"--add-to {args.add_to}: collectives need ranks; give --ranks 2 or more")
     if table.device != name:
         raise SnipError(f"--add-to {args.add_to}: was measured on {table.device}, this is {name}")
-    table = with_collectives(table, device, args.ranks)
+    table = replace(table, collectives={**table.collectives, **_collectives(device, args.ranks)})
     deliver("--out", args.out, table.to_json())
     print(f"snip calibrate: {name}, {len(table.collectives)} collectives", file=sys.stderr)
     return 0
 
 
-def with_collectives(table: TimingTable, device: Any, ranks: int) -> TimingTable:
-    """Return the table with the seconds of collectives over ``ranks`` ranks; the table itself for one rank."""
-    if ranks == 1:
-        return table
+def _collectives(device: Any, ranks: int) -> dict[Exchange, float]:
+    """Return the seconds of collectives over ``ranks`` ranks; nothing for one rank."""
     from snip_megatron.timing.calibration.collectives import measure_collectives
 
-    return replace(table, collectives={**table.collectives, **measure_collectives(device.type, ranks)})
+    return {} if ranks == 1 else measure_collectives(device.type, ranks)
 
 
 def calibrate(measurer: Measurer, workload: Workload, deadline: float, about: dict[str, Any]) -> TimingTable:
@@ -175,8 +175,9 @@ def calibrate(measurer: Measurer, workload: Workload, deadline: float, about: di
     weights = measured("weights", workload.weights, measurer.weights)
     attention = measured("attention", workload.attention, measurer.attention)
     gemms = measured("gemms", workload.gemms, measurer.gemms)
-    if not gemms:
-        raise SnipError(f"no shape could be measured: {'; '.join(skipped)}")
+    for kind, rows in (("activations", activations), ("weights", weights), ("gemms", gemms)):
+        if not rows:  # nothing can read a table without them
+            raise SnipError(f"no size of {kind} could be measured: {'; '.join(skipped)}")
     notes = ["operands of GEMMs are quantised before; medians of calls that took turns on a busy device", *skipped]
     return TimingTable(
         device=_name(device),

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from snip_megatron.errors import quoted
 
 
-def positive(description: str, below: float = math.inf) -> Callable[[str], float]:
-    """Return an argparse type for numbers above 0 and below ``below``. ``description`` is used in its errors."""
+def positive(description: str, below: float = math.inf, above: float = 0.0) -> Callable[[str], float]:
+    """Return an argparse type for numbers between ``above`` and ``below``. ``description`` is used in its errors."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not 0 < value < below:
+        if not above < value < below:
             raise argparse.ArgumentTypeError(f"{quoted(text)} is not {description}")
         return value
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from snip_megatron.commands.numbers import positive
-from snip_megatron.config.run import COMMUNICATION, GRADIENT_REDUCTION, PARAMETER_GATHER
+from snip_megatron.config.run import COMMUNICATION, GRADIENT_REDUCTION, PARAMETER_GATHER, parse_tolerance
 from snip_megatron.config.schedule import DEPLOYED, load_schedule
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.planner.layout import CUDA_GRAPHS, RECOMPUTE, Layout
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from snip_megatron.planner.rates import Links
 
 _SHARE = positive("a share above 0, 1 at most", math.nextafter(1.0, 2.0))
-_BANDWIDTH = positive("a bandwidth above 0", 1e9)
+_MOST = 10**11
+_BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -221,6 +222,8 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.timing.loading import load_cost_model
 
     check_folder("--json", args.json)
+    if args.policy not in POLICIES:
+        raise SnipError(f"--policy {cut(args.policy)}: unknown; choose one of {', '.join(POLICIES)}")
     layout = _layout(args)
     model = load_cost_model(args.timings)
     question = parse_question(
@@ -228,9 +231,11 @@ def run(args: argparse.Namespace) -> int:
         args.formats,
         model.formats,
         granularity=args.granularity,
-        tolerance=_tolerance(args.stage_tolerance),
+        tolerance=parse_tolerance(args.stage_tolerance, "--"),
         statistics=args.statistics,
         seed=args.seed,
+        policy=args.policy,
+        estimator=args.estimator,
     )
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
     step, planned = StepModel(layout, model, _links(args)), _run(args, question.kind)
@@ -276,8 +281,6 @@ def _layout(args: argparse.Namespace) -> Layout:
 def _probes(args: argparse.Namespace) -> Probes:
     from snip_megatron.planner.probes import Probes
 
-    if args.policy not in POLICIES:
-        raise SnipError(f"--policy {cut(args.policy)}: unknown; choose one of {', '.join(POLICIES)}")
     return Probes(
         microbatches=args.probe_microbatches,
         tokens=args.probe_tokens,
@@ -315,18 +318,6 @@ def _links(args: argparse.Namespace) -> Links:
     return Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
 
 
-def _tolerance(text: str) -> float | None:
-    if text.lower() == "none":
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise SnipError(f"--stage-tolerance {cut(text)}: must be a share from 0 to 1, or none")
-    return value
-
-
 def _count(text: str) -> int:
     return _whole(text, 1)
 
@@ -336,6 +327,6 @@ def _seed(text: str) -> int:
 
 
 def _whole(text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit() and int(text[:12]) >= least and len(text) < 12):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number of {least} or more")
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= _MOST):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from {least} to {_MOST}")
     return int(text)

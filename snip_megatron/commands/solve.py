@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,10 +119,7 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.solver.phased import PhasedProblem
 
     check_folder("--out", args.out)
-    try:
-        problem, stored = _problem(args)
-    except SnipError as error:
-        raise _in_own_names(error, args) from None
+    problem, stored = _problem(args)
     if isinstance(problem, PhasedProblem):
         return _solve_phases(problem, args)
     options: dict[str, Any] = {"time_limit_s": args.time_limit, "solver": args.solver, "hint": _previous(args)}
@@ -137,19 +133,6 @@ def run(args: argparse.Namespace) -> int:
     precision_map = solution.to_precision_map()
     deliver("--out", args.out, (precision_map if stored is None else stored.with_fp4_share(precision_map)).to_json())
     return 0
-
-
-def _in_own_names(error: SnipError, args: argparse.Namespace) -> SnipError:
-    """Name the given arguments as this command does: ``--pin`` where the error says ``--snip-pin``.
-
-    What has to be recorded with other arguments is a matter of the training, whose names stay.
-    """
-    names = ("budget", "policy", "estimator", "q", "granularity", "formats", "stage-tolerance", "pin", "group")
-    given = [name for name in names if getattr(args, name.replace("-", "_")) is not None]
-    text, recorded, rest = str(error).partition("record")
-    for name in given:
-        text = re.sub(rf"--snip-{name}\b(?!-)", f"--{name}", text)
-    return SnipError(text + recorded + rest, exit_code=error.exit_code)
 
 
 def _solve_phases(problem: PhasedProblem, args: argparse.Namespace) -> int:
@@ -201,7 +184,7 @@ def _asked(args: argparse.Namespace, old: Budget) -> Budget:
 
 def _change(args: argparse.Namespace) -> Change:
     """Return how the arguments change the run's own request."""
-    from snip_megatron.config import SnipConfig
+    from snip_megatron.config.run import parse_pins, parse_tolerance
     from snip_megatron.records.replay import Change
 
     fields: dict[str, Any] = {
@@ -212,11 +195,11 @@ def _change(args: argparse.Namespace) -> Change:
     if args.formats is not None:
         fields["formats"] = tuple(args.formats.split(","))
     if args.pin is not None:
-        fields["pins"] = SnipConfig(pin=tuple(args.pin)).pins
+        fields["pins"] = parse_pins(args.pin, "--")
     if args.group is not None:
         fields["groups"] = tuple(args.group)
     if args.stage_tolerance is not None:
-        fields["stage_tolerance"] = SnipConfig(stage_tolerance=args.stage_tolerance).tolerance
+        fields["stage_tolerance"] = parse_tolerance(args.stage_tolerance, "--")
     return Change(fields, args.cost, static=args.schedule == "static")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -350,21 +351,12 @@ class SnipConfig:
     @property
     def tolerance(self) -> float | None:
         """The tolerance of a pipeline stage's fp4 share; None if stages are not constrained."""
-        if self.stage_tolerance.lower() == "none":
-            return None
-        return _share("--snip-stage-tolerance", self.stage_tolerance, self.stage_tolerance)
+        return parse_tolerance(self.stage_tolerance)
 
     @property
     def pins(self) -> tuple[tuple[str, str], ...]:
         """The (glob, format) pairs in the order given. The last matching pair applies."""
-        pairs = []
-        for text in self.pin:
-            glob, equals, fmt = text.rpartition("=")
-            if not equals or not glob or fmt not in Format._value2member_map_:
-                known = ", ".join(f.value for f in Format)
-                raise SnipError(f"--snip-pin {cut(text)}: expected GLOB=FORMAT with FORMAT one of {known}")
-            pairs.append((glob, fmt))
-        return tuple(pairs)
+        return parse_pins(self.pin)
 
     @property
     def protected_kinds(self) -> tuple[str, ...]:
@@ -449,6 +441,39 @@ class SnipConfig:
         if useless:
             raise SnipError(f"{flag(useless[0])} has no effect without --snip: add --snip, or leave it out")
         return cls(enabled=enabled, **values)
+
+
+def parse_pins(pins: Iterable[str], prefix: str = "--snip-") -> tuple[tuple[str, str], ...]:
+    """Parse the values of ``--snip-pin``: (glob, format) pairs.
+
+    Args:
+        pins: the values.
+        prefix: prefix of the argument, for errors.
+
+    Raises:
+        SnipError: A value is not GLOB=FORMAT.
+    """
+    pairs = []
+    for text in pins:
+        glob, equals, fmt = text.rpartition("=")
+        if not equals or not glob or fmt not in Format._value2member_map_:
+            known = ", ".join(f.value for f in Format)
+            raise SnipError(f"{prefix}pin {cut(text)}: expected GLOB=FORMAT with FORMAT one of {known}")
+        pairs.append((glob, fmt))
+    return tuple(pairs)
+
+
+def parse_tolerance(text: str, prefix: str = "--snip-") -> float | None:
+    """Parse the value of ``--snip-stage-tolerance``: a share, or None for no constraint.
+
+    Args:
+        text: the value.
+        prefix: prefix of the argument, for errors.
+
+    Raises:
+        SnipError: The value is neither a share nor ``none``.
+    """
+    return None if text.lower() == "none" else _share(f"{prefix}stage-tolerance", text, text)
 
 
 def _share(argument: str, text: str, value: str) -> float:

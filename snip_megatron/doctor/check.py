@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+_LONGEST = 200  # characters of an error
 
 
 class Status(enum.Enum):
@@ -36,6 +39,19 @@ class Check:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as values that JSON can represent."""
         return asdict(self) | {"status": self.status.value}
+
+
+def described(error: Exception) -> str:
+    """Return the kind of an error, and what it says, in one line."""
+    return " ".join([f"{type(error).__name__}:", *str(error).split()]).removesuffix(":")[:_LONGEST]
+
+
+def attempt(room: str, name: str, check: Callable[[], Check], advice: str) -> Check:
+    """Return the result of ``check``, which fails with ``advice`` if it raises an error."""
+    try:
+        return check()
+    except Exception as error:  # a package that is broken, or not supported, can raise anything
+        return fail(room, name, described(error), advice)
 
 
 def ok(room: str, name: str, found: str) -> Check:

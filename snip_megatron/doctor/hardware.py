@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
-from snip_megatron.doctor.check import Check, fail, note, ok
+from snip_megatron.doctor.check import Check, attempt, described, fail, note, ok
 from snip_megatron.errors import SnipError
 
 if TYPE_CHECKING:
@@ -25,7 +26,11 @@ def check_hardware() -> Iterator[Check]:
     """Check the GPUs that torch sees."""
     if importlib.util.find_spec("torch") is None:
         return
-    import torch
+    try:
+        import torch
+    except Exception as error:  # a library that torch loads can be missing
+        yield fail(ROOM, "torch", described(error), "install a torch whose libraries this machine has")
+        return
 
     if not torch.cuda.is_available():
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
@@ -51,12 +56,14 @@ def check_hardware() -> Iterator[Check]:
 
 def check_backends() -> Iterator[Check]:
     """Select every backend of ``--snip-gemm``, run it on a small linear and compare the result with float64."""
-    if importlib.util.find_spec("torch") is None:
+    try:
+        import torch  # noqa: F401
+    except Exception:  # :func:`check_hardware` reports it
         return
     from snip_megatron.gemm import BACKENDS
 
     for name in BACKENDS:
-        yield _backend(name)
+        yield attempt(GEMM_ROOM, name, partial(_backend, name), "mend that; until then use --snip-gemm reference")
     yield from _host_path()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from snip_megatron.doctor.check import Check, fail, note, ok
+from snip_megatron.doctor.check import Check, attempt, fail, note, ok
 from snip_megatron.doctor.packages import MEGATRON, release
 
 ROOM = "host"
@@ -27,9 +28,9 @@ def check_host(directory: Path, port: int) -> Iterator[Check]:
         port: Rendezvous port of torchrun.
     """
     yield _cpus()
-    yield _solver()
-    yield _compatibility()
-    yield _process_group()
+    yield attempt(ROOM, "solver", _solver, "reinstall the pinned ortools")
+    yield attempt(ROOM, "megatron", _compatibility, "install a supported, unpatched megatron-core")
+    yield attempt(ROOM, "process group", _process_group, "check the driver and the network interface")
     yield _port(port)
     yield _disk(directory)
     yield _shared_memory()
@@ -66,23 +67,19 @@ def _solver() -> Check:
 
 def _compatibility() -> Check:
     """Import the modules that check Megatron's version and private names."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
+    if importlib.util.find_spec("megatron") is None:
         return fail(ROOM, "megatron", "cannot be imported", f"pip install '{MEGATRON.name}{MEGATRON.range}'")
     from snip_megatron.megatron.startup import prepare
 
-    try:
-        prepare([], [])
-        # The version is checked first, because the compat modules may fail to import with another one. The imported
-        # Megatron can be a vendored copy instead of the installed package.
-        import megatron.core
+    prepare([], [])
+    # The version is checked first, because the compat modules may fail to import with another one. The imported
+    # Megatron can be a vendored copy instead of the installed package.
+    import megatron.core
 
-        if not MEGATRON.admits(release(megatron.core.__version__)):
-            return fail(ROOM, "megatron", f"{megatron.core.__version__} is imported", f"supported: {MEGATRON.range}")
-        from snip_megatron.megatron.compat import MEGATRON_VERSION
-    except Exception as error:  # an unsupported Megatron can raise anything while it is imported
-        return fail(
-            ROOM, "megatron", f"{type(error).__name__}: {error}", "install a supported, unpatched megatron-core"
-        )
+    if not MEGATRON.admits(release(megatron.core.__version__)):
+        return fail(ROOM, "megatron", f"{megatron.core.__version__} is imported", f"supported: {MEGATRON.range}")
+    from snip_megatron.megatron.compat import MEGATRON_VERSION
+
     version = ".".join(str(part) for part in MEGATRON_VERSION)
     return ok(ROOM, "megatron", f"{version}: every private name that the step hook needs is as expected")
 
@@ -96,15 +93,11 @@ def _process_group() -> Check:
     if torch.distributed.is_initialized():
         return ok(ROOM, "process group", "in use")
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-            one = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
-            torch.distributed.all_reduce(one)
-            torch.distributed.destroy_process_group()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        return fail(ROOM, "process group", f"{backend}: {reason}", "check the driver and the network interface")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        one = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
+        torch.distributed.all_reduce(one)
+        torch.distributed.destroy_process_group()
     return ok(ROOM, "process group", f"{backend} works on one rank")
 
 
@@ -113,8 +106,9 @@ def _port(port: int) -> Check:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
-        except OSError:
-            return note(ROOM, "port", f"{port} is taken", "give torchrun another --master-port (or --rdzv-endpoint)")
+        except OSError as error:
+            found = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+            return note(ROOM, "port", f"{port} {found}", "give torchrun another --master-port (or --rdzv-endpoint)")
     return ok(ROOM, "port", f"{port} is free")
 
 

@@ -95,8 +95,9 @@ def step_model(
     """Return what ``snip plan`` predicts the steps of this run with.
 
     Returns None if the planner does not support the model or its layout. It supports dense Llamas whose layers are
-    split evenly over the stages, without context parallelism.
+    split evenly over the stages, without context parallelism, and recomputation of all blocks or of their attention.
     """
+    recompute = _planned_recompute(args)
     uneven = (
         args.pipeline_model_parallel_layout,
         args.decoder_first_pipeline_num_layers,
@@ -105,7 +106,7 @@ def step_model(
     vocabulary = getattr(args, "padded_vocab_size", None)  # set after Megatron has built its tokenizer
     if not args.swiglu or not vocabulary or ExpertLayers.of(args) or args.context_parallel_size > 1:
         return None
-    if any(value is not None for value in uneven):
+    if recompute is None or any(value is not None for value in uneven):
         return None
     try:
         shape = ModelShape(
@@ -130,7 +131,7 @@ def step_model(
             micro_batch_size=args.micro_batch_size,
             global_batch_size=args.global_batch_size,
             sequence_parallel=args.sequence_parallel,
-            recompute=args.recompute_granularity or "none",
+            recompute=recompute,
             distributed_optimizer=args.use_distributed_optimizer,
             overlap_grad_reduce=args.overlap_grad_reduce,
             overlap_param_gather=args.overlap_param_gather,
@@ -185,9 +186,22 @@ def _recomputed(args: argparse.Namespace, row: LinearRow) -> bool:
         return row.id.kind.startswith("mlp.") and "mlp" in (args.recompute_modules or ())
     if args.recompute_granularity != "full" or args.recompute_method != "block":
         return bool(args.recompute_granularity == "full")
+    return bool(row.id.layer % _layers_of_chunk(args) < args.recompute_num_layers)
+
+
+def _planned_recompute(args: argparse.Namespace) -> str | None:
+    """Return the planner's name of what the backward recomputes, or None if it has none."""
+    if args.recompute_granularity == "selective":
+        return "selective" if args.recompute_modules in (None, ["core_attn"]) else None
+    if args.recompute_granularity == "full" and args.recompute_method == "block":
+        return "full" if args.recompute_num_layers >= _layers_of_chunk(args) else None
+    return args.recompute_granularity or "none"
+
+
+def _layers_of_chunk(args: argparse.Namespace) -> int:
+    """Return the layers of a model chunk, for an even split."""
     chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-    per_chunk = max(1, -(-args.num_layers // chunks))
-    return bool(row.id.layer % per_chunk < args.recompute_num_layers)
+    return int(max(1, -(-args.num_layers // chunks)))
 
 
 def _device_name() -> str | None:

@@ -18,6 +18,7 @@ GRAPHS_WITHOUT_PIPELINE = {
 }
 """Implementation of CUDA graphs → why it cannot run a pipeline."""
 _TILE = 128
+_MOST = 2**31
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
 
 
@@ -117,6 +118,12 @@ class Layout:
         return -(-self.model.vocabulary // step) * step
 
     @property
+    def attention_features(self) -> tuple[int, int]:
+        """Features of the queries and of the keys of a rank's heads. A rank has at least one key-value head."""
+        model = self.model
+        return model.heads // self.tp * model.head_size, max(1, model.groups // self.tp) * model.head_size
+
+    @property
     def chunks(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Blocks by stage and chunk. Chunk c of stage s follows chunk c of stage s − 1."""
         per_chunk = self._layers // (self.pp * self.vpp)
@@ -190,8 +197,8 @@ class Layout:
         names = ("tp", "pp", "vpp", "dp", "seq_length", "micro_batch_size", "global_batch_size")
         for name in names:
             value = getattr(self, name)
-            if not 1 <= value <= 2**31:
-                raise SnipError(f"--{name.replace('_', '-')} {value}: must be a whole number of 1 or more")
+            if not 1 <= value <= _MOST:
+                raise SnipError(f"--{name.replace('_', '-')} {value}: must be a whole number from 1 to {_MOST}")
         if self.recompute not in RECOMPUTE:
             raise SnipError(f"--recompute {self.recompute}: choose one of {', '.join(RECOMPUTE)}")
 

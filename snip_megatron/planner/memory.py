@@ -141,9 +141,9 @@ def _kept_without_recompute(
     layout: Layout, formats: Mapping[str, Formats], native: Collection[Format] = NATIVE
 ) -> float:
     model, tokens, tp = layout.model, layout.tokens, layout.tp
-    queries = tokens * model.heads * model.head_size / tp
+    queries, keys = (tokens * features for features in layout.attention_features)
     norms = 2 * 2.0 * tokens * model.hidden / _stream_shards(layout)
-    heads = 2.0 * tokens * model.linears["self_attention.linear_qkv"][0] / tp
+    heads = 2.0 * (queries + 2 * keys)
     output = 0.0 if layout.recompute == "selective" else 2.0 * queries + 4.0 * tokens * model.heads / tp
     swiglu = 2.0 * tokens * 2 * model.ffn / tp
     inputs = sum(saved_input(layout, kind, formats[kind], native) for kind in LINEAR_KINDS)

@@ -14,11 +14,11 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, native_formats, stage_memory
 from snip_megatron.planner.phases import PlannedRun, plan_phases
 from snip_megatron.planner.probes import Probes
-from snip_megatron.planner.question import Question, pose
+from snip_megatron.planner.question import Question, pose, training_budget
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
 from snip_megatron.precision import LINEAR_KINDS, Format
-from snip_megatron.solver import Solution, solve
+from snip_megatron.solver import Problem, Solution, solve
 from snip_megatron.timing.shapes import ALL_BF16
 
 PLAN_SCHEMA = "snip.plan/1"
@@ -71,7 +71,7 @@ def make_plan(
         "stages": stages,
         "memory": _fit(stages, gpu_memory or step.rates.gpu_memory),
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
-        "budget": _budget(step, question, solution, variants["map"]),
+        "budget": _budget(step, question, problem, solution, variants["map"]),
         "phases": None if run is None else plan_phases(step, question, problem, solution, run),
         "overhead": _overhead(costs, probes),
         "assumptions": _assumptions(step, question, run),
@@ -189,12 +189,10 @@ def _linears(time: StepTime) -> float:
     return max(stage.priced for stage in time.stages)
 
 
-def _budget(step: StepModel, question: Question, solution: Solution, formats_of: FormatsOf) -> Body:
-    """Describe the budget, its solution, and the equivalent ``--snip-budget``."""
+def _budget(step: StepModel, question: Question, problem: Problem, solution: Solution, formats_of: FormatsOf) -> Body:
+    """Describe the budget, its solution, and the ``--snip-budget`` of a training."""
     model = step.layout.model
-    fast, slow = (_linears(step.step(f)) for f in (formats_of, lambda block, kind: ALL_BF16))
-    own_unit = question.kind in ("fp4", "speedup") or (question.kind == "loss" and question.statistics is not None)
-    as_argument = question.text if own_unit else f"speedup={slow / fast:.4g}"
+    budget = training_budget(question, problem, solution)
     return {
         "asked": question.text,
         "formats": [fmt.value for fmt in question.formats],
@@ -207,7 +205,8 @@ def _budget(step: StepModel, question: Question, solution: Solution, formats_of:
         "items": len(solution.choices),
         "gemms": gemm_counts(model, formats_of),
         "fp4_share": fp4_share(model, formats_of),
-        "snip_budget": as_argument,
+        "snip_budget": budget,
+        "snip_arguments": question.training_arguments(budget),
     }
 
 

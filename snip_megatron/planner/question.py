@@ -6,20 +6,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from snip_megatron.config.conflicts import in_nats
+from snip_megatron.config.run import SnipConfig, parse_tolerance
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
 from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, LinearId, candidates_fault, split_option_id
+from snip_megatron.sensitivity.policies import UNSOLVED
 from snip_megatron.solver.items import Budget, Choice, Item
 from snip_megatron.solver.problem import Problem
+from snip_megatron.solver.solution import Solution
+from snip_megatron.solver.validation import budget_faults
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import with_times
 
-KINDS = ("fp4", "speedup", "step", "loss")
+_SOLVER_KINDS = {"fp4": "target", "speedup": "speedup", "step": "speedup", "loss": "loss"}
+"""Kind of budget → that of the solver."""
 _PAPER = (Format.FP8, Format.FP4)
 _TIMED = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
+_GRANULARITY, _TOLERANCE = SnipConfig.granularity, parse_tolerance(SnipConfig.stage_tolerance)
+_DIGITS = 1e5  # of a speedup named for a training, which is rounded down so that it stays within reach
 
 
 @dataclass(frozen=True)
@@ -35,20 +44,40 @@ class Question:
         tolerance: ``--snip-stage-tolerance``; None for no constraint of stages.
         statistics: a run's ``stats/step_<N>.npz``; None for synthetic losses.
         seed: the seed of synthetic losses.
+        policy: ``--snip-policy``, by which ``statistics`` are scored.
+        estimator: ``--snip-estimator``, likewise.
     """
 
     kind: str
     wanted: float
     formats: tuple[Format, ...]
-    granularity: str = "gemm"
-    tolerance: float | None = 0.02
+    granularity: str = _GRANULARITY
+    tolerance: float | None = _TOLERANCE
     statistics: Path | None = None
     seed: int = 1
+    policy: str = "snip"
+    estimator: str = "noise"
 
     @property
     def text(self) -> str:
         """The budget as an argument, such as ``fp4=0.75``."""
-        return f"{self.kind}={self.wanted:g}"
+        return f"{self.kind}={_number(self.wanted)}"
+
+    def training_arguments(self, budget: str | None) -> str | None:
+        """Return the arguments with which a training solves this question under ``budget``; None if it has none."""
+        if budget is None:
+            return None
+        arguments = f"--snip-budget {budget} --snip-formats {','.join(self.formats)}"
+        if self.granularity != _GRANULARITY:
+            arguments += f" --snip-granularity {self.granularity}"
+        if self.kind == "fp4" and self.tolerance != _TOLERANCE:
+            arguments += f" --snip-stage-tolerance {'none' if self.tolerance is None else _number(self.tolerance)}"
+        return arguments
+
+
+def _number(value: float) -> str:
+    """Return all digits of a number, without those of a fraction of 0."""
+    return repr(value).removesuffix(".0")
 
 
 def parse_question(
@@ -60,6 +89,8 @@ def parse_question(
     tolerance: float | None,
     statistics: Path | None,
     seed: int,
+    policy: str = "snip",
+    estimator: str = "noise",
 ) -> Question:
     """Parse the arguments of ``snip plan``.
 
@@ -71,24 +102,29 @@ def parse_question(
         tolerance: see :class:`Question`.
         statistics: see :class:`Question`.
         seed: see :class:`Question`.
+        policy: see :class:`Question`.
+        estimator: see :class:`Question`.
 
     Raises:
-        SnipError: the budget or a format is invalid.
+        SnipError: the budget or a format is invalid, or a training would refuse their combination.
     """
     kind, _, figure = budget.partition("=")
     try:
         wanted = float(figure)
     except ValueError:
         wanted = math.nan
-    if kind not in KINDS or not math.isfinite(wanted):
+    if kind not in _SOLVER_KINDS or not math.isfinite(wanted):
         raise SnipError(
             f"--budget {cut(budget)}: must be fp4=SHARE, speedup=FACTOR (of the linears), step=FACTOR (of the whole"
             " step) or loss=BOUND"
         )
-    if kind == "fp4" and not 0 <= wanted <= 1:
-        raise SnipError(f"--budget {cut(budget)}: a share lies between 0 and 1")
-    if kind in ("speedup", "step") and wanted < 1:
-        raise SnipError(f"--budget {cut(budget)}: a speedup is 1 or more")
+    figures: dict[str, Any] = {_SOLVER_KINDS[kind]: wanted}
+    for _, what in budget_faults(Budget(**figures)):
+        raise SnipError(f"--budget {cut(budget)}: {what}")
+    if kind == "loss" and policy not in UNSOLVED and not in_nats(policy, SnipConfig.q):
+        raise SnipError(
+            f"--budget {cut(budget)} bounds a loss, and the scores of --policy {policy} are none; use another"
+        )
     if formats is None:
         chosen = _PAPER if kind == "fp4" else tuple(fmt for fmt in _TIMED if fmt in measured)
     else:
@@ -100,13 +136,20 @@ def parse_question(
         chosen = tuple(Format(name) for name in names)
         if (why := candidates_fault(names, granularity=granularity)) is not None:
             raise SnipError(f"--formats {cut(formats)}: {why}")
+        if kind == "fp4" and Format.BF16 in chosen:
+            raise SnipError(
+                f"--formats {cut(formats)}: bf16 is no candidate under --budget {cut(budget)}, where it costs nothing;"
+                " use speedup=, step= or loss="
+            )
+        if set(chosen) == {Format.BF16}:
+            raise SnipError(f"--formats {cut(formats)}: leaves nothing to choose; add fp8, fp8_tensor or fp4")
     missing = [fmt.value for fmt in chosen if fmt not in measured and fmt.base not in measured]
     if missing:
         raise SnipError(
             f"--formats {cut(formats or ','.join(chosen))}: the timings have no {missing[0]} (they have"
             f" {', '.join(measured)}); give --timings flops, or a file of snip calibrate that has it"
         )
-    return Question(kind, wanted, chosen, granularity, tolerance, statistics, seed)
+    return Question(kind, wanted, chosen, granularity, tolerance, statistics, seed, policy, estimator)
 
 
 def pose(question: Question, step: StepModel) -> Problem:
@@ -125,6 +168,38 @@ def pose(question: Question, step: StepModel) -> Problem:
     else:
         budget = Budget(speedup=question.wanted)
     return with_times(base, step.shapes, step.model, budget, step.charge)
+
+
+def training_budget(question: Question, problem: Problem, solution: Solution) -> str | None:
+    """Return the ``--snip-budget`` with which a training gets a step as fast as the planned one.
+
+    A ``speedup=`` bounds the linears of all stages alike. A ``step=`` may leave stages alone that have little work
+    outside of their linears, so that its training may save more on these stages than the plan does.
+
+    Args:
+        question: the question.
+        problem: its problem.
+        solution: its solution.
+
+    Returns:
+        The budget. None if no ``speedup=`` within reach gives such a step.
+    """
+    if question.kind in ("fp4", "speedup") or (question.kind == "loss" and question.statistics is not None):
+        return question.text
+    bf16 = dict.fromkeys((item.stage for item in problem.items), 0.0)
+    planned, least = dict(bf16), dict(bf16)
+    for item in problem.items:
+        savings = {choice.format: choice.saving for choice in item.choices}
+        bf16[item.stage] += item.cost
+        planned[item.stage] += item.cost - savings[solution.choices[item.id]]
+        least[item.stage] += item.cost - max(savings.values())
+    most = max(planned.values())
+    if question.kind == "step":
+        fixed = dict(problem.budget.fixed_cost)
+        step = max(fixed[stage] + seconds for stage, seconds in bf16.items()) / question.wanted
+        most = min((step - fixed[stage] for stage in bf16 if fixed[stage] + bf16[stage] > step), default=math.inf)
+    speedup = math.floor(max(1.0, max(bf16.values()) / most) * _DIGITS) / _DIGITS
+    return f"speedup={_number(speedup)}" if max(least.values()) * speedup <= max(bf16.values()) else None
 
 
 def _items(question: Question, layout: Layout) -> list[Item]:
@@ -154,7 +229,14 @@ def _losses(question: Question, layout: Layout) -> Mapping[str, Mapping[Format, 
     if missing:
         recorded = ", ".join(table.formats)
         raise SnipError(f"--statistics {question.statistics}: recorded without {missing[0]} (it has {recorded})")
-    request = SolveRequest(formats=tuple(fmt.value for fmt in quantised), granularity=question.granularity, target=0.0)
+    request = SolveRequest(
+        policy=question.policy,
+        estimator=question.estimator,
+        formats=tuple(fmt.value for fmt in quantised),
+        granularity=question.granularity,
+        target=0.0,
+        prefix="--",
+    )
     problem, _ = build_problem(table, request)
     losses = {item.id: {choice.format: choice.loss for choice in item.choices} for item in problem.items}
     if Format.BF16 in question.formats:

@@ -132,12 +132,11 @@ def _host(step: Body) -> str:
 def _budget(plan: Body) -> str:
     budget = plan["budget"]
     gemms = ", ".join(f"{count} {fmt}" for fmt, count in sorted(budget["gemms"].items()))
-    granularity = "" if budget["granularity"] == "gemm" else f" --snip-granularity {budget['granularity']}"
     return (
         f"budget {budget['asked']} over {','.join(budget['formats'])} by {budget['granularity']}, losses"
         f" {budget['losses']}: {budget['status']} in {budget['solve_seconds']:.2f} s, Σ loss {budget['loss']:.4g}\n"
-        f"  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training: --snip-budget {budget['snip_budget']}"
-        f" --snip-formats {','.join(budget['formats'])}{granularity}"
+        f"  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training:"
+        f" {budget['snip_arguments'] or 'no speedup= of all stages gives this step'}"
     )
 
 

@@ -188,7 +188,7 @@ class StepModel:
         if not self.host.known:
             return None
         after = self._after_stage(self.step(lambda block, kind: ALL_BF16))
-        return host_seconds(self.host, self.layout.pp, after, self.model.formats)
+        return host_seconds(self.host, self.layout.pp, after, Format)
 
     @staticmethod
     def _after_stage(step: StepTime) -> float:
@@ -209,7 +209,7 @@ class StepModel:
             attention=count * ((1 + again) * forward + backward),
             elementwise=count * self.rates.memory(self._block_bytes()),
             ends=layout.microbatches * self._ends(stage),
-            tensor_parallel=self._exchanged(self.exchanges.seconds, each),
+            tensor_parallel=self._exchanged(self.exchanges.seconds, each) + count * self._heads(),
             exchanges=self._exchanged(self.exchanges.priced, each),
             pipeline=layout.microbatches * self._pipeline(stage),
             host=self._host(stage, [formats for _, formats in each]),
@@ -237,7 +237,7 @@ class StepModel:
         layout, model = self.layout, self.layout.model
         runs = (2, 1) if layout.recompute == "full" else (1, 1)
         stream = layout.tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
-        turned = layout.tokens * (model.heads + model.groups) * model.head_size / layout.tp
+        turned = layout.tokens * sum(layout.attention_features)
         gated = layout.tokens * model.ffn / layout.tp
 
         def passes(counts: tuple[int, int]) -> int:
@@ -271,6 +271,17 @@ class StepModel:
         return self.layout.microbatches * math.fsum(alone(formats) for formats in linears)
 
     # -- communication -------------------------------------------------------------------------------------------
+    def _heads(self) -> float:
+        """Return the seconds of one microbatch in which a block's heads are gathered, and their gradient is summed.
+
+        Megatron gathers Y of ``linear_qkv`` over all ranks if there are fewer key-value heads than ranks.
+        """
+        layout = self.layout
+        if layout.model.groups >= layout.tp:
+            return 0.0
+        shape = self.shapes["self_attention.linear_qkv"]
+        return self.exchanges.gathered_output(float(shape.tokens * shape.n * layout.tp), shape.forwards)
+
     def _pipeline(self, stage: int) -> float:
         """Return the seconds of one microbatch's sends to both neighbours."""
         layout = self.layout

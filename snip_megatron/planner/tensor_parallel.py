@@ -74,6 +74,12 @@ class TensorParallel:
         charged = sum(self.charge(kind, shape, gemm, Format.BF16) for gemm in Gemm)
         return charged + self.seconds(kind, shape, formats) - self.seconds(kind, shape, ALL_BF16)
 
+    def gathered_output(self, elements: float, forwards: int) -> float:
+        """Return the seconds of gathering an output of so many elements in each forward, and summing its gradient."""
+        sent = 2.0 * self._sent(elements)
+        gather, scatter = (self._collective(kind, "bf16", sent) for kind in ("all_gather", "reduce_scatter"))
+        return forwards * gather + scatter
+
     def estimated(self) -> str:
         """Return how exchanges are estimated, as half a sentence; empty if they were measured with so many ranks."""
         measured = self._measured()

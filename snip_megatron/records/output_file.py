@@ -19,9 +19,9 @@ def check_folder(argument: str, path: Path | None) -> None:
     if path is None:
         return
     folder = path.absolute().parent
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a name that is too long, where Path.is_dir raises
         raise SnipError(f"{argument} {path}: is a folder; name a file in it")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise SnipError(f"{argument} {path}: there is no folder {folder}")
     if not _is_special(path) and not os.access(folder, os.W_OK):
         raise SnipError(f"{argument} {path}: the folder {folder} cannot be written")
@@ -55,4 +55,4 @@ def deliver(argument: str, path: Path | None, text: str) -> None:
 
 def _is_special(path: Path) -> bool:
     """Return whether ``path`` is a pipe or a device."""
-    return path.exists() and not (path.is_file() or path.is_dir())
+    return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))

@@ -204,7 +204,7 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem | 
     if budget.kind == "target" and "formats" not in fields:
         # bf16 is a candidate only under budgets of time or loss: under a share of FLOPs it costs nothing.
         fields["formats"] = tuple(f for f in request.formats if f != Format.BF16.value)
-    request = dataclasses.replace(request, **wanted, **fields, phases=phases)
+    request = dataclasses.replace(request, **wanted, **fields, phases=phases, prefix="--")
     if budget.kind == "target" and Format.BF16.value in request.formats:
         raise SnipError(f"--formats {cut(','.join(request.formats))}: bf16 is no candidate under fp4=: pin it instead")
     if request.timed and (request.unquantised_flops or request.unquantised_stage_flops):

@@ -12,7 +12,9 @@ PER_BLOCK = "block:"
 """Prefix of a ``--snip-group`` argument that makes one group in each block of the decoder instead of one in all."""
 
 
-def option_groups(linears: Iterable[str], specs: Iterable[str], granularity: str = "gemm") -> dict[str, str]:
+def option_groups(
+    linears: Iterable[str], specs: Iterable[str], granularity: str = "gemm", prefix: str = "--snip-"
+) -> dict[str, str]:
     """Return option id → name of its group. Options without a group are left out.
 
     All options that a spec matches share a format with those of the same GEMM: fprops with fprops, dgrads with dgrads,
@@ -23,6 +25,7 @@ def option_groups(linears: Iterable[str], specs: Iterable[str], granularity: str
         linears: names of the linears.
         specs: arguments of the form ``GLOB`` or ``block:GLOB``.
         granularity: ``gemm`` or ``layer``.
+        prefix: prefix of the command's arguments, for errors.
 
     Raises:
         SnipError: a spec matches nothing.
@@ -34,7 +37,7 @@ def option_groups(linears: Iterable[str], specs: Iterable[str], granularity: str
         matched = matching_options(glob, names, granularity)
         if not matched:
             hint = no_match_hint("a group", glob, names, granularity)
-            raise SnipError(f"--snip-group {cut(spec)}: matches no option; {hint}")
+            raise SnipError(f"{prefix}group {cut(spec)}: matches no option; {hint}")
         for name, gemm in matched:
             block = f" in block {LinearId.parse(name).layer}" if spec.startswith(PER_BLOCK) else ""
             members.setdefault(f"{spec}{block}{'' if gemm is None else f' {gemm.value}'}", []).append(
@@ -89,10 +92,11 @@ def _merged(members: Mapping[str, list[str]]) -> dict[str, str]:
     return {key: " and ".join(joined[root(name)]) for key, name in owner.items()}
 
 
-def spread_pins(pinned: Mapping[str, str], groups: Mapping[str, str]) -> dict[str, str]:
+def spread_pins(pinned: Mapping[str, str], groups: Mapping[str, str], prefix: str = "--snip-") -> dict[str, str]:
     """Return ``pinned``, extended to all options of every group with a pinned option.
 
-    Raises SnipError, naming both options, if pins give two formats to one group.
+    ``prefix`` is that of the command's arguments, for errors. Raises SnipError, naming both options, if pins give two
+    formats to one group.
     """
     first: dict[str, str] = {}
     for key in pinned:
@@ -101,7 +105,7 @@ def spread_pins(pinned: Mapping[str, str], groups: Mapping[str, str]) -> dict[st
         other = first.setdefault(groups[key], key)
         if pinned[other] != pinned[key]:
             raise SnipError(
-                f"--snip-group {cut(groups[key])}: --snip-pin fixes {other} to {pinned[other]} and {key} to"
+                f"{prefix}group {cut(groups[key])}: {prefix}pin fixes {other} to {pinned[other]} and {key} to"
                 f" {pinned[key]}, but a group shares one format; change a pin or the group"
             )
     return {**pinned, **{key: pinned[first[group]] for key, group in groups.items() if group in first}}

@@ -57,7 +57,8 @@ def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArr
 
 def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
     if request.estimator not in ESTIMATORS:
-        raise SnipError(f"--snip-estimator {cut(request.estimator)}: unknown; choose one of {', '.join(ESTIMATORS)}")
+        known = ", ".join(ESTIMATORS)
+        raise SnipError(f"{request.prefix}estimator {cut(request.estimator)}: unknown; choose one of {known}")
     variance = np.zeros_like(loss)
     if request.q == "noise" and needs_forward_noise(request):
         variance = added_variance(table, request.formats, backward_noise=request.backward_noise)
@@ -195,19 +196,21 @@ def policy_scores(table: StatisticsTable, request: SolveRequest, loss: FloatArra
         SnipError: the policy is unknown or has a fixed map.
     """
     if request.policy in UNSOLVED:
-        raise SnipError(f"--snip-policy {request.policy} fixes the map; there is nothing to solve")
+        raise SnipError(f"{request.prefix}policy {request.policy} fixes the map; there is nothing to solve")
     if request.policy not in _SCORES:
-        raise SnipError(f"--snip-policy {cut(request.policy)}: unknown; choose one of {', '.join(POLICIES)}")
+        known = ", ".join(POLICIES)
+        raise SnipError(f"{request.prefix}policy {cut(request.policy)}: unknown; choose one of {known}")
     return _SCORES[request.policy](table, request, loss, weight)
 
 
 # -- pins --------------------------------------------------------------------------------------------------------
 def pinned_formats(
-    linears: Iterable[str], pins: tuple[tuple[str, str], ...], granularity: str = "gemm"
+    linears: Iterable[str], pins: tuple[tuple[str, str], ...], granularity: str = "gemm", prefix: str = "--snip-"
 ) -> dict[str, str]:
     """Return option id → format of every option that a pin fixes. The last matching pin wins.
 
-    Raises SnipError if a pin matches nothing, or a GEMM that cannot run in its format.
+    ``prefix`` is that of the command's arguments, for errors. Raises SnipError if a pin matches nothing, or a GEMM that
+    cannot run in its format.
     """
     names = list(linears)
     fixed: dict[str, str] = {}
@@ -215,10 +218,10 @@ def pinned_formats(
         keys = [option_id(name, gemm) for name, gemm in matching_options(glob, names, granularity)]
         if not keys:
             hint = no_match_hint("a pin", glob, names, granularity)
-            raise SnipError(f"--snip-pin {cut(glob)}={fmt}: matches no option; {hint}")
+            raise SnipError(f"{prefix}pin {cut(glob)}={fmt}: matches no option; {hint}")
         for key in keys:
             if (why := misplaced(Format(fmt), split_option_id(key)[1])) is not None:
-                raise SnipError(f"--snip-pin {cut(glob)}={fmt}: matches {key}, and {why}")
+                raise SnipError(f"{prefix}pin {cut(glob)}={fmt}: matches {key}, and {why}")
         fixed |= dict.fromkeys(keys, fmt)
     return fixed
 

@@ -63,8 +63,9 @@ def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per
     gemms = tuple(Gemm) if request.granularity == "gemm" else (None,)
     gemms_each = len(Gemm) // len(gemms)
     names = [row.name for row in linears]
-    groups = option_groups(names, request.groups, request.granularity)
-    pinned = spread_pins(pinned_formats(names, request.pins, request.granularity), groups)
+    groups = option_groups(names, request.groups, request.granularity, request.prefix)
+    pinned = pinned_formats(names, request.pins, request.granularity, request.prefix)
+    pinned = spread_pins(pinned, groups, request.prefix)
     flops = [tokens_per_step * row.flops * gemms_each for row in linears]
     factors = _cost_factors([(row.stage, f * len(gemms)) for row, f in zip(linears, flops, strict=True)], request)
     return [

@@ -41,7 +41,7 @@ def combine(request: SolveRequest, loss: FloatArray, weight: FloatArray, varianc
         return loss + request.noise_nats * variance
     if request.q == "paper":
         return _normalised(request, loss) + _normalised(request, weight)
-    raise SnipError(f"--snip-q {cut(request.q)}: unknown; choose one of {', '.join(Q_RULES)}")
+    raise SnipError(f"{request.prefix}q {cut(request.q)}: unknown; choose one of {', '.join(Q_RULES)}")
 
 
 def _split(request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:

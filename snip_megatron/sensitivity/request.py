@@ -66,6 +66,7 @@ class SolveRequest:
         backward_noise: use the gains of the paper's backward-noise pass.
         protected_kinds: kinds of linears that the policy ``layer-type`` protects, the most protected first.
         phases: the remaining phases of the run, over which the budget is the average. None: one map for all of it.
+        prefix: prefix of the command's arguments, for errors. It is not stored.
         standing_share, forgetting: constants of ``persistence``: the share of an fprop's loss that a later precise
             phase removes at once, and the rate at which training repairs the rest.
     """
@@ -95,6 +96,7 @@ class SolveRequest:
     phases: PhasedRequest | None = None
     standing_share: float = STANDING_SHARE
     forgetting: float = FORGETTING
+    prefix: str = "--snip-"
 
     def __post_init__(self) -> None:
         _check_formats(self)
@@ -128,6 +130,7 @@ class SolveRequest:
         again.
         """
         body = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del body["prefix"]
         body |= {name: list(getattr(self, name)) for name in _LISTS}
         body["pins"] = [list(pin) for pin in self.pins]
         body["times"] = None if self.times is None else self.times.as_dict()
@@ -139,7 +142,7 @@ class SolveRequest:
     @classmethod
     def from_dict(cls, body: Any, where: str) -> SolveRequest:
         """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
-        known = {f.name for f in dataclasses.fields(cls)}
+        known = {f.name for f in dataclasses.fields(cls)} - {"prefix"}
         if not isinstance(body, dict) or not set(body) <= known:
             raise SnipError(f"{where}: not a request that this version knows")
         values = dict(body)
@@ -187,7 +190,7 @@ def _check_numbers(request: SolveRequest) -> None:
     if request.speedup is not None and request.loss is not None:
         raise SnipError("speedup and loss are two budgets: give one")
     if request.speedup is not None and not 1.0 <= request.speedup <= 1e6:
-        raise SnipError(f"speedup {cut(request.speedup)}: must be a factor of 1 or more")
+        raise SnipError(f"speedup {cut(request.speedup)}: must be a factor from 1 to 1e+06")
     if request.loss is not None and not math.isfinite(request.loss):
         raise SnipError(f"loss {cut(request.loss)}: must be a finite number")
     if not 0.0 <= request.target <= 1.0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
@@ -15,16 +16,28 @@ _FORMATS = {f.value: f for f in Format}
 _MISSING = object()
 
 
-def parse_problem(text: str | bytes, where: str, schema: str) -> tuple[Budget, tuple[Item, ...]]:
-    """Parse the budget and the items of a problem. Raises SnipError("<where>: <JSON path>: <what is wrong>")."""
+def parse_problem(
+    text: str | bytes, where: str, schema: str, others: Sequence[str] = ()
+) -> tuple[Budget, tuple[Item, ...]]:
+    """Parse the budget and the items of a problem.
+
+    Args:
+        text: the problem.
+        where: names the file in errors.
+        schema: the schema of the problem.
+        others: schemas that the caller takes as well. The error about another schema names them.
+
+    Raises:
+        SnipError: "<where>: <JSON path>: <what is wrong>".
+    """
     with collector_paused():
-        return _parse(load_object(text, where), where, schema)
+        return _parse(load_object(text, where), where, schema, others)
 
 
-def _parse(body: dict[str, Any], where: str, schema: str) -> tuple[Budget, tuple[Item, ...]]:
+def _parse(body: dict[str, Any], where: str, schema: str, others: Sequence[str]) -> tuple[Budget, tuple[Item, ...]]:
     try:
         if field_of(body, "schema", "") != schema:
-            raise SnipError(f'schema: must be "{schema}"')
+            raise SnipError(f"schema: must be {' or '.join(f'"{name}"' for name in (schema, *others))}")
         budget = parse_budget(object_of(body, "budget", ""))
         raw = field_of(body, "items", "")
         if not isinstance(raw, list):

@@ -6,6 +6,7 @@ Its JSON form is ``snip.problem/1`` (docs/file-formats.md), which :mod:`snip_meg
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,18 @@ class Problem:
             raise SnipError(f"{path}: {message}")
 
     @classmethod
-    def from_json(cls, text: str | bytes, where: str = "problem") -> Problem:
-        """Parse the text of a ``snip.problem/1`` file. ``where`` names the file in errors. Raises SnipError."""
-        budget, items = parse_problem(text, where, PROBLEM_SCHEMA)
+    def from_json(cls, text: str | bytes, where: str = "problem", others: Sequence[str] = ()) -> Problem:
+        """Parse the text of a ``snip.problem/1`` file.
+
+        Args:
+            text: the text.
+            where: names the file in errors.
+            others: schemas that the caller takes as well, for the error about another schema.
+
+        Raises:
+            SnipError: the text is not a valid problem.
+        """
+        budget, items = parse_problem(text, where, PROBLEM_SCHEMA, others)
         try:
             return cls(budget, items)
         except SnipError as error:

@@ -11,6 +11,7 @@ from snip_megatron.solver.items import KINDS, Budget, Item
 
 MAX_COST = 1e18
 MAX_LOSS = 1e100
+MAX_SPEEDUP = 1e6
 MAX_STAGE = 2**20
 _ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums rounded to float64
 
@@ -50,10 +51,10 @@ def budget_faults(budget: Budget) -> Iterator[tuple[str, str]]:
         yield "budget", f"must have exactly one of {', '.join(KINDS)}, has {' and '.join(given) or 'none'}"
     if budget.target is not None and not 0 <= budget.target <= 1:
         yield "budget.target", f"must be a share from 0 to 1, got {budget.target}"
-    if budget.speedup is not None and not 1 <= budget.speedup <= 1e6:
-        yield "budget.speedup", f"must be a factor of 1 or more, got {budget.speedup}"
+    if budget.speedup is not None and not 1 <= budget.speedup <= MAX_SPEEDUP:
+        yield "budget.speedup", f"must be a factor from 1 to {MAX_SPEEDUP:g}, got {budget.speedup}"
     if budget.loss is not None and not abs(budget.loss) <= MAX_LOSS:
-        yield "budget.loss", f"must be a finite number, got {budget.loss}"
+        yield "budget.loss", f"must be a number from {-MAX_LOSS:g} to {MAX_LOSS:g}, got {budget.loss}"
     if budget.stage_tolerance is not None:
         if budget.target is None:
             yield "budget.stage_tolerance", f"has no meaning beside {budget.kind}: a stage's time is what counts there"

@@ -47,10 +47,13 @@ def _table_path(name: str, device_name: str | None) -> Path:
             f"there is no table of timings of {device_name}: measure one with snip calibrate --out FILE.json"
             " and name that file, or use flops"
         )
-    packaged = TIMINGS / f"{name}.json"
-    if name == Path(name).name and packaged.exists():
-        return packaged
-    if not Path(name).exists():
-        known = ", ".join(["flops", "time", *sorted(path.stem for path in TIMINGS.glob("*.json"))])
-        raise SnipError(f"{cut(name)}: neither a file of timings nor one of {known}")
-    return Path(name)
+    packaged = {path.stem: path for path in sorted(TIMINGS.glob("*.json"))}
+    path = packaged.get(name, Path(name))
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        known = ", ".join(["flops", "time", *packaged])
+        raise SnipError(f"{cut(name)}: neither a file of timings nor one of {known}") from None
+    except OSError:  # whoever reads the file says why it cannot be read
+        pass
+    return path

@@ -17,7 +17,7 @@ from snip_megatron.precision import Format
 from snip_megatron.timing.collectives import COLLECTIVES, DTYPES, Exchange
 
 TIMINGS_SCHEMA = "snip.timings/1"
-MAX_SECONDS = 1e4
+MIN_SECONDS, MAX_SECONDS = 1e-12, 1e4
 MAX_EDGE = 2**40
 MAX_BYTES = 64 << 20
 OPERANDS = ("input", "gradient")
@@ -191,8 +191,8 @@ def _table(body: dict[str, Any]) -> TimingTable:
         activations=_rows(body, "activations", ("tokens", "features"), activation, least=1 if quantised else 0),
         weights=_rows(body, "weights", ("n", "k"), weight, least=1 if quantised else 0),
         attention=_rows(body, "attention", ("sequence", "heads", "head_size"), attention, least=0),
-        copy_rate=None if copy_rate is None else _number(copy_rate, "copy_rate", 1e20),
-        memory=None if memory is None else _number(memory, "memory", 1e15),
+        copy_rate=None if copy_rate is None else _number(copy_rate, "copy_rate", 1, 1e20),
+        memory=None if memory is None else _number(memory, "memory", 1, 1e15),
         host=_by_format(host, formats, _seconds, "host") if host else {},
         launching=None if body.get("launching") is None else _launching(body["launching"], formats),
         recapture=None if recapture is None else _seconds(recapture, "recapture"),
@@ -288,12 +288,12 @@ def _edge(raw: Any, path: str) -> int:
 
 
 def _seconds(raw: Any, path: str) -> float:
-    return _number(raw, path, MAX_SECONDS)
+    return _number(raw, path, MIN_SECONDS, MAX_SECONDS)
 
 
-def _number(raw: Any, path: str, most: float) -> float:
-    if isinstance(raw, bool) or not isinstance(raw, (int, float)) or not 0 < raw <= most:
-        raise SnipError(f"{path}: must be a number above 0 and at most {most:g}, got {quoted(raw)}")
+def _number(raw: Any, path: str, least: float, most: float) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, (int, float)) or not least <= raw <= most:
+        raise SnipError(f"{path}: must be a number from {least:g} to {most:g}, got {quoted(raw)}")
     return float(raw)
 
 

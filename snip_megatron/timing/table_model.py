@@ -3,8 +3,10 @@
 Two GEMMs may share a quantisation: X is read once for fprop and wgrad, G once for dgrad and wgrad, W once a step for
 fprop and dgrad. A Problem adds up costs of single GEMMs, so :meth:`TimingModel.seconds` must split a shared
 quantisation without knowing the format of the other GEMM. Each GEMM is charged its Shapley value: the mean of its time
-alone and of the time that it adds to the other's. The sum is exact if both GEMMs quantise, and too low by half of the
-shared read if only one does. :meth:`TimingModel.linear_seconds` knows all three formats and charges the actual calls.
+alone and of the time that it adds to the other's. The sum is exact if both GEMMs quantise in one format, and nearly so
+in two formats with tiles. It is too low by half of the shared read if only one GEMM quantises, and by all of it if one
+has a scale for the whole tensor and the other has tiles. :meth:`TimingModel.linear_seconds` knows all three formats and
+charges the actual calls.
 
 Where Megatron's own linear adds ∇W in a kernel of its own, a bf16 wgrad is charged this kernel. That is exact if all
 three GEMMs are bf16. Otherwise SNIP's linear runs, which adds in the GEMM, and the charge is too high.

@@ -14,7 +14,9 @@ import torch
 
 from snip_megatron.cli import main
 from snip_megatron.commands import calibrate
+from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.timing.calibration import collectives
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
 from snip_megatron.timing.table import TimingTable
@@ -106,10 +108,23 @@ def test_too_many_ranks_are_refused_before_anything_is_measured(
     assert "snip calibrate: --ranks 999: this machine has" in capsys.readouterr().err
 
 
+def test_collectives_that_fail_cost_no_measurement(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failed(*_: object) -> None:
+        raise SnipError("--ranks 2: the collectives cannot be measured: no network")
+
+    monkeypatch.setattr(collectives, "measure_collectives", failed)
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("GEMMs were measured before"))
+    assert main(["calibrate", "--device", "cpu", "--no-host", "--ranks", "2"]) == 2
+    assert "no network" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--ranks", "0"], "--ranks 0: must be a whole number of 1 or more"),
+        (["--ranks", "100000"], "--ranks 100000: a CPU takes at most 64"),
         (["--formats", "fp9"], "--formats fp9: give distinct names among fp8, fp4"),
         (["--formats", ""], "--formats : give distinct names"),
         (["--shapes", "900b"], "model 900b: unknown"),

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,6 +38,21 @@ def test_json_and_exit_code_when_megatron_is_not_one_we_know(tmp_path):
     failed = [check for check in report["checks"] if check["status"] == "fail"]
     assert [check["name"] for check in failed] == ["megatron"]
     assert "0.31.0" in failed[0]["found"]
+
+
+@pytest.mark.parametrize(
+    ("package", "names"),
+    [("torch", {"torch", "megatron", "process group"}), ("ortools", {"solver"}), ("megatron", {"megatron"})],
+)
+def test_a_package_that_cannot_be_imported_fails_and_the_other_checks_are_made(tmp_path, package, names):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise OSError('libcudart.so: not found')", encoding="utf-8")
+    done = doctor("--json", path=tmp_path)
+    assert done.returncode == 1, done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert {name for name, check in checks.items() if check["status"] == "fail"} == names
+    assert all("OSError: libcudart.so: not found" in checks[name]["found"] for name in names)
+    assert checks["disk"]["status"] != "fail"
 
 
 def test_a_port_that_does_not_exist_is_one_line():

@@ -155,8 +155,8 @@ def test_a_plan_is_made_without_torch() -> None:
         (("--model", "9b"), "model 9b: unknown; choose one of 1b, 3b, 7b, 8b, 70b, 405b"),
         (("--model", "7b", "--tp", 3), "--tp 3: llama-7b has 32 heads, which cannot be split over 3 ranks"),
         (("--model", "405b", "--pp", 16), "--pp 16 --vpp 1: llama-405b has 126 blocks, not divisible by 16"),
-        (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number of 1 or more"),
-        (("--model", "8b", "--dp", "0"), "argument --dp: '0' is not a whole number of 1 or more"),
+        (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number from 1 to 100000000000"),
+        (("--model", "8b", "--dp", "0"), "argument --dp: '0' is not a whole number from 1 to 100000000000"),
         (("--model", "8b", "--budget", "fast"), "--budget fast: must be fp4=SHARE"),
         (
             ("--model", "8b", "--formats", "fp8,nvfp4"),
@@ -165,14 +165,24 @@ def test_a_plan_is_made_without_torch() -> None:
         (("--model", "8b", "--timings", "b300"), "b300: neither a file of timings nor one of flops, time, h200"),
         (("--model", "8b", "--statistics", "none.npz"), "none.npz: cannot be read"),
         (("--model", "8b", "--json", "/nowhere/p.json"), "--json /nowhere/p.json: there is no folder /nowhere"),
-        (("--model", "8b", "--stage-tolerance", "2"), "--stage-tolerance 2: must be a share from 0 to 1, or none"),
+        (
+            ("--model", "8b", "--stage-tolerance", "2"),
+            "--stage-tolerance 2: the share must be a number between 0 and 1",
+        ),
         (("--model", "8b", "--policy", "best"), "--policy best: unknown; choose one of snip, random, "),
         (
             ("--model", "8b", "--measured-share", "0"),
             "argument --measured-share: '0' is not a share above 0, 1 at most",
         ),
-        (("--model", "8b", "--node-bandwidth", "-1"), "argument --node-bandwidth: '-1' is not a bandwidth above 0"),
-        (("--model", "8b", "--seed", "-1"), "argument --seed: '-1' is not a whole number of 0 or more"),
+        (
+            ("--model", "8b", "--node-bandwidth", "-1"),
+            "argument --node-bandwidth: '-1' is not a bandwidth from 1e-6 to",
+        ),
+        (
+            ("--model", "8b", "--network-bandwidth", "1e-320"),
+            "argument --network-bandwidth: '1e-320' is not a bandwidth",
+        ),
+        (("--model", "8b", "--seed", "-1"), "argument --seed: '-1' is not a whole number from 0 to 100000000000"),
     ],
 )
 def test_refusals(arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

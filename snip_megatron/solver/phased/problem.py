@@ -16,7 +16,7 @@ from snip_megatron.solver.parse import load_object
 from snip_megatron.solver.phased.parse import parse_phased
 from snip_megatron.solver.phased.parts import Phase, PhasedChoice, PhasedItem, Spent
 from snip_megatron.solver.phased.validation import phased_faults
-from snip_megatron.solver.problem import PROBLEM_SCHEMA, Problem, budget_body
+from snip_megatron.solver.problem import Problem, budget_body
 
 PHASED_SCHEMA = "snip.problem/2"
 
@@ -77,12 +77,7 @@ def read_problem(text: str | bytes, where: str = "problem") -> Problem | PhasedP
     named = PHASED_SCHEMA.encode() in text if isinstance(text, bytes) else PHASED_SCHEMA in text
     if named and load_object(text, where).get("schema") == PHASED_SCHEMA:
         return PhasedProblem.from_json(text, where)
-    try:
-        return Problem.from_json(text, where)
-    except SnipError as error:
-        if str(error).endswith(f'schema: must be "{PROBLEM_SCHEMA}"'):
-            raise SnipError(f'{error} or "{PHASED_SCHEMA}"') from None
-        raise
+    return Problem.from_json(text, where, others=(PHASED_SCHEMA,))
 
 
 def _phase_body(phase: Phase) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from snip_megatron.phases import MOST_PHASES
 from snip_megatron.solver.items import Budget, Choice, Item
 from snip_megatron.solver.phased.parts import Phase, PhasedItem, Spent
-from snip_megatron.solver.validation import MAX_LOSS, faults
+from snip_megatron.solver.validation import MAX_LOSS, MAX_SPEEDUP, faults
 
 MAX_STEPS = 10**12
 
@@ -36,8 +36,8 @@ def _phase_faults(budget: Budget, phase: Phase, path: str) -> Iterator[tuple[str
             yield f"{path}.target", "has no meaning beside loss: what remains is made as fast as the bound allows"
         if budget.kind == "target" and not 0 <= phase.target <= 1:
             yield f"{path}.target", f"must be a share from 0 to 1, got {phase.target}"
-        if budget.kind == "speedup" and not 1 <= phase.target <= 1e6:
-            yield f"{path}.target", f"must be a factor of 1 or more, got {phase.target}"
+        if budget.kind == "speedup" and not 1 <= phase.target <= MAX_SPEEDUP:
+            yield f"{path}.target", f"must be a factor from 1 to {MAX_SPEEDUP:g}, got {phase.target}"
 
 
 def _spent_faults(budget: Budget, spent: Spent) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,7 @@ from snip_megatron.timing.collectives import Exchange
 _SHARDS = {"cuda": tuple(4**power for power in range(8, 14)), "cpu": (4**5, 4**8)}
 """Bytes of a shard by the type of the device: 64 KiB to 64 MiB on a GPU, few on a CPU, whose times say nothing."""
 _ROUNDS, _WARM = {"cuda": 20, "cpu": 3}, 2
+_MOST_PROCESSES = 64
 _PATIENCE = datetime.timedelta(seconds=120)
 _MEASURED = (
     ("all_gather", "bf16"),
@@ -38,6 +39,8 @@ def check_ranks(device_type: str, ranks: int) -> None:
     """Raise SnipError if collectives over ``ranks`` ranks cannot be measured on this machine."""
     if ranks < 1:
         raise SnipError(f"--ranks {ranks}: must be a whole number of 1 or more")
+    if device_type == "cpu" and ranks > _MOST_PROCESSES:
+        raise SnipError(f"--ranks {ranks}: a CPU takes at most {_MOST_PROCESSES}")
     if device_type == "cuda" and ranks > torch.cuda.device_count():
         raise SnipError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from snip_megatron.errors import SnipError
 from snip_megatron.timing.models import load_model
 from snip_megatron.timing.shapes import local_shape
+from snip_megatron.timing.table import MAX_EDGE
 
 Size = tuple[int, ...]
 
@@ -62,10 +63,10 @@ def model_workload(name: str, tokens: Sequence[int], tensor_parallel: int) -> Wo
         tensor_parallel: the tensor parallel size.
 
     Raises:
-        SnipError: the model is unknown, a number is below 1, or the tensor parallel size does not divide the model.
+        SnipError: the model is unknown or cannot be split over the tensor parallel ranks, or a number is out of range.
     """
-    if tensor_parallel < 1 or any(count < 1 for count in tokens) or not tokens:
-        raise SnipError("calibrate: --tp and --tokens must be whole numbers of 1 or more")
+    if not all(1 <= count <= MAX_EDGE for count in (tensor_parallel, *tokens)):
+        raise SnipError(f"--tp and --tokens must be whole numbers from 1 to {MAX_EDGE}")
     model = load_model(name)
     if model.heads % tensor_parallel:
         raise SnipError(f"{name}: {model.heads} heads cannot be split over --tp {tensor_parallel}")

@@ -47,6 +47,29 @@ def test_wrong_numbers_fail(monkeypatch, backend):
     assert "fp8, fp8_tensor, fp4" in found[0].advice
 
 
+class _WithoutCompiler(GemmBackend):
+    def quantize_input(self, x, fprop, wgrad):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+
+def test_a_backend_that_raises_fails(monkeypatch):
+    """Triton compiles when the first kernel runs, which raises anything."""
+    monkeypatch.setattr(selection, "select_backend", lambda name: Selection(_WithoutCompiler(), "under test"))
+    found = next(check for check in hardware.check_backends() if check.name == "auto")
+    assert (found.status, found.advice) == (Status.FAIL, "mend that; until then use --snip-gemm reference")
+    assert found.found == ("RuntimeError: Failed to find C compiler. Please specify via CC")
+
+
+def test_a_backend_that_cannot_be_made_fails(monkeypatch):
+    def select_backend(name):
+        raise ImportError("libcublasLt.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(selection, "select_backend", select_backend)
+    found = next(iter(hardware.check_backends()))
+    assert found.status is Status.FAIL
+    assert "libcublasLt.so.13" in found.found
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_the_host_path_is_checked_where_the_hopper_backend_runs(monkeypatch, capability):
     pytest.importorskip("triton")

@@ -129,6 +129,23 @@ def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "recompute"),
+    [
+        ({}, "none"),
+        ({"recompute_granularity": "selective", "recompute_modules": None}, "selective"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, "selective"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "full"),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 4}, "full"),
+    ],
+    ids=str,
+)
+def test_the_planner_recomputes_what_the_run_recomputes(given: dict[str, Any], recompute: str) -> None:
+    model = step_model(arguments(**given), load_cost_model("h200"))
+    assert model is not None
+    assert model.layout.recompute == recompute
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {"swiglu": False},
@@ -136,6 +153,8 @@ def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
         {"decoder_first_pipeline_num_layers": 3},
         {"num_layers": 7},
         {"context_parallel_size": 2},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         {"num_query_groups": 3, "num_attention_heads": 18, "kv_channels": 64},
     ],
     ids=str,

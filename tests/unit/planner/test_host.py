@@ -138,6 +138,18 @@ def test_a_run_predicts_the_speedup_that_the_planner_predicts(unit: float) -> No
         assert planned < times.step_speedup(stages, saved) == 1  # without the formats: what is launched stays
 
 
+def test_a_run_s_host_seconds_hold_those_of_variants() -> None:
+    """A variant is launched like its base, although the table has no row of it."""
+    table = model().table
+    assert table.launching is not None
+    launching = replace(table.launching, layer={**LAYER, Format.NVFP4: 3.0})
+    step = StepModel(layout(), TimingModel(replace(table, launching=launching)))
+    found = step.host_seconds()
+    assert found is not None
+    assert found[1] == {fmt.value: step.host.gemm(fmt) for fmt in Format}
+    assert found[1]["nvfp4_46"] == found[1]["nvfp4"] > 0
+
+
 def test_a_speedup_that_the_host_does_not_allow_is_said_before_training() -> None:
     free, stages = run_times(step_model(1e-9), (Format.FP8,))
     assert host_limit(free, stages, 1.2, ("bf16", "fp8")) is None

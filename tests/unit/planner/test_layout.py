@@ -75,7 +75,8 @@ def test_microbatches_in_flight() -> None:
     ("sizes", "message"),
     [
         ({"tp": 3}, "--tp 3: small has 8 heads, which cannot be split over 3 ranks"),
-        ({"tp": 0}, "--tp 0: must be a whole number of 1 or more"),
+        ({"tp": 0}, "--tp 0: must be a whole number from 1 to 2147483648"),
+        ({"seq_length": 2**31 + 1}, "--seq-length 2147483649: must be a whole number from 1 to 2147483648"),
         ({"pp": 3}, "--pp 3 --vpp 1: small has 8 blocks, not divisible by 3;"),
         ({"pp": 4, "vpp": 3}, "--pp 4 --vpp 3: small has 8 blocks, not divisible by 12;"),
         ({"vpp": 2}, "--vpp 2: a virtual pipeline needs --pp of 2 or more"),

@@ -35,10 +35,10 @@ from snip_megatron.quantization.ranges import BF16_BYTES, formats_to_gather, ran
 from snip_megatron.timing.cost_model import FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.models import ModelShape
-from snip_megatron.timing.shapes import Formats, LinearShape
+from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
 from snip_megatron.timing.table_model import TimingModel
 
-from .formula import layout
+from .formula import SMALL, layout
 
 MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks" / "layer_llama-8b_h200_2026-11-21.json").read_text())
 BF16: Formats = (Format.BF16,) * 3
@@ -154,6 +154,12 @@ def test_sequence_parallelism_keeps_bf16_shards_of_gathered_inputs() -> None:
     assert saved_input(plain, fc1, FP8) == pytest.approx(8192 * 8192 * (1 + 4 / 128))
     rows = dict.fromkeys(LINEAR_KINDS, BF16)
     assert block_activations(parallel, rows) < block_activations(plain, rows)
+
+
+def test_a_rank_keeps_a_whole_key_value_head() -> None:
+    few, enough = (layout(replace(SMALL, groups=groups), tp=8) for groups in (4, 8))
+    bf16 = dict.fromkeys(LINEAR_KINDS, ALL_BF16)
+    assert block_activations(few, bf16) == block_activations(enough, bf16)
 
 
 def test_recomputation_keeps_the_blocks_input() -> None:

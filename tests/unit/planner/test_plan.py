@@ -16,11 +16,14 @@ from snip_megatron.phases import AUTO, Schedule
 from snip_megatron.planner.phases import PlannedRun
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.probes import Probes
-from snip_megatron.planner.question import parse_question, pose
+from snip_megatron.planner.question import Question, parse_question, pose
 from snip_megatron.planner.render import render
+from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
 from snip_megatron.precision import LINEAR_KINDS, Format, LinearId
-from snip_megatron.solver import Problem
+from snip_megatron.sensitivity.problem import build_problem
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.solver import Problem, solve
 from snip_megatron.statistics.table import (
     BOUNDARY_COLUMNS,
     FORMAT_COLUMNS,
@@ -30,6 +33,7 @@ from snip_megatron.statistics.table import (
     SinkRow,
     StatisticsTable,
 )
+from snip_megatron.timing.loading import load_cost_model
 
 from .formula import SMALL, layout, step_model
 
@@ -68,9 +72,70 @@ def test_a_speedup_of_the_step_balances_the_stages() -> None:
     steps = found["steps"]
     assert 1.15 * (1 - 1e-9) <= steps["map"]["speedup"] < 1.16
     assert steps["map"]["balance"] > steps["bf16"]["balance"]
-    kind, _, figure = found["budget"]["snip_budget"].partition("=")
-    assert kind == "speedup"
-    assert float(figure) == pytest.approx(steps["map"]["linears_speedup"], rel=1e-3)
+
+
+@pytest.mark.parametrize("granularity", ["gemm", "layer"])
+@pytest.mark.parametrize("timings", ["flops", "h200"])
+@pytest.mark.parametrize("sizes", [PIPELINE, {"tp": 2}, {"pp": 4, "model": "llama-8b"}], ids=["pp4", "tp2", "8b"])
+def test_the_budget_named_for_training_gives_the_step_that_was_asked(
+    granularity: str, timings: str, sizes: dict[str, Any]
+) -> None:
+    """The last stage has the output layer, so that the map of a step= budget saves little on the other stages."""
+    step = StepModel(layout(**sizes), load_cost_model(timings))
+
+    def ask(budget: str) -> Question:
+        return parse_question(
+            budget, "bf16,fp8,fp4", ALL, granularity=granularity, tolerance=0.02, statistics=None, seed=1
+        )
+
+    with pytest.raises(SnipError, match="highest reachable speedup is") as error:
+        make_plan(step, ask("step=100"), Probes())
+    highest = float(str(error.value).partition("highest reachable speedup is ")[2].split()[0])
+    for share in (1.0, 0.5, 0.0):
+        wanted = math.floor((1.0 + share * (highest - 1.0)) * 1e6) / 1e6
+        asked = ask(f"step={wanted!r}")
+        named = make_plan(step, asked, Probes())["budget"]["snip_budget"]
+        problem = pose(ask(named), step)
+        solution = solve(problem)
+        assert solution.fault is None, named
+        saved = {(item.id, c.format): c.saving for item in problem.items for c in item.choices}
+        stages = step.fixed_seconds()
+        before = dict(stages)
+        for item in problem.items:
+            before[item.stage] += item.cost
+            stages[item.stage] += item.cost - saved[item.id, solution.choices[item.id]]
+        assert max(before.values()) / max(stages.values()) >= wanted * (1.0 - 2e-5)
+
+
+def test_no_budget_of_a_training_asks_for_what_stages_cannot_all_do() -> None:
+    """The first stage has four of seven blocks. It cannot become as fast as the last one must, with its loss."""
+    model = dataclasses.replace(SMALL, blocks=7, vocabulary=10_000)
+    uneven = layout(model, pp=2, loss_as_layer=True, global_batch_size=16)
+    found = make_plan(step_model(uneven), question("step=1.05", "bf16,fp8"), Probes())
+    assert found["budget"]["snip_budget"] is None
+    assert "; in training: no speedup= of all stages gives this step\n" in render(found)
+    slower = make_plan(step_model(uneven), question("step=1.03", "bf16,fp8"), Probes())
+    assert slower["budget"]["snip_budget"].startswith("speedup=")
+
+
+@pytest.mark.parametrize("budget", ["loss=0.01", "loss=0.001"])
+def test_the_budget_named_for_a_bound_on_synthetic_losses_gives_a_step_as_fast(budget: str) -> None:
+    found = plan(budget, "bf16,fp8,fp4")
+    again = plan(found["budget"]["snip_budget"], "bf16,fp8,fp4")
+    assert again["steps"]["map"]["seconds"] <= found["steps"]["map"]["seconds"] * (1.0 + 1e-4)
+    assert again["budget"]["loss"] <= found["budget"]["loss"]
+
+
+def test_a_tolerance_is_named_for_training_unless_it_is_the_default() -> None:
+    assert "--snip-stage-tolerance" not in render(plan("fp4=0.6"))
+    assert " --snip-formats fp8,fp4 --snip-stage-tolerance 0.1\n" in render(plan("fp4=0.6", tolerance=0.1))
+    assert " --snip-formats fp8,fp4 --snip-stage-tolerance none\n" in render(plan("fp4=0.6", tolerance=None))
+    assert "--snip-stage-tolerance" not in render(plan("speedup=1.2", "bf16,fp8", tolerance=None))
+
+
+def test_a_budget_is_named_with_all_of_its_digits() -> None:
+    assert plan("fp4=0.12345678")["budget"]["asked"] == "fp4=0.12345678"
+    assert plan("fp4=1")["budget"]["asked"] == "fp4=1"
 
 
 def test_a_bound_on_the_loss() -> None:
@@ -118,10 +183,19 @@ def test_rendering_says_everything() -> None:
     ("budget", "formats", "message"),
     [
         ("fp4", None, "--budget fp4: must be fp4=SHARE"),
-        ("fp4=1.5", None, "--budget fp4=1.5: a share lies between 0 and 1"),
-        ("speedup=0.5", None, "--budget speedup=0.5: a speedup is 1 or more"),
+        ("fp4=1.5", None, "--budget fp4=1.5: must be a share from 0 to 1"),
+        ("speedup=0.5", None, "--budget speedup=0.5: must be a factor from 1 to 1e+06"),
+        ("speedup=1e9", None, "--budget speedup=1e9: must be a factor from 1 to 1e+06"),
+        ("step=1e9", None, "--budget step=1e9: must be a factor from 1 to 1e+06"),
+        ("loss=-1e200", None, "--budget loss=-1e200: must be a number from -1e+100 to 1e+100"),
         ("loss=nan", None, "--budget loss=nan: must be"),
         ("fp4=0.5", "fp8,fp8", "--formats fp8,fp8: give distinct names"),
+        (
+            "fp4=0.5",
+            "bf16,fp4",
+            "--formats bf16,fp4: bf16 is no candidate under --budget fp4=0.5, where it costs nothing",
+        ),
+        ("speedup=1", "bf16", "--formats bf16: leaves nothing to choose; add fp8, fp8_tensor or fp4"),
         ("fp4=0.5", "fp8,fp3", "--formats fp8,fp3: give distinct names"),
     ],
 )
@@ -129,6 +203,14 @@ def test_refusals(budget: str, formats: str | None, message: str) -> None:
     with pytest.raises(SnipError) as error:
         question(budget, formats)
     assert str(error.value).startswith(message)
+
+
+def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
+    assert question("loss=0.1", policy="fisher").kind == "loss"
+    with pytest.raises(
+        SnipError, match=r"^--budget loss=0.1 bounds a loss, and the scores of --policy random are none"
+    ):
+        question("loss=0.1", policy="random")
 
 
 def test_synthetic_losses_are_heavy_tailed_and_ordered() -> None:
@@ -178,6 +260,25 @@ def test_statistics_of_a_run_are_asked_on_another_pipeline(tmp_path: Path) -> No
     assert not any("synthetic" in line for line in found["assumptions"])
     problem = pose(question("fp4=0.5", statistics=path), step_model(layout(**PIPELINE)))
     assert {item.stage for item in problem.items} == {0, 1, 2, 3}
+
+
+def test_statistics_are_scored_by_the_policy_and_the_estimator(tmp_path: Path) -> None:
+    path = statistics(tmp_path / "step_100.npz")
+    model = step_model(layout(**PIPELINE))
+
+    def losses(**fields: str) -> list[float]:
+        problem = pose(question("fp4=0.5", statistics=path, **fields), model)
+        return [choice.loss for item in problem.items for choice in item.choices]
+
+    table = StatisticsTable.load(path)
+    for policy in ("snip", "fisher", "backward-first"):
+        own, _ = build_problem(table, SolveRequest(policy=policy, target=0.5))
+        assert losses(policy=policy) == [choice.loss for item in own.items for choice in item.choices]
+    assert losses(policy="fisher") != losses(policy="snip")
+    with pytest.raises(SnipError, match=r"hold nothing measured; record them with --snip-estimator measured"):
+        losses(estimator="measured")
+    with pytest.raises(SnipError, match=r"^--policy bf16 fixes the map"):
+        losses(policy="bf16")
 
 
 def test_statistics_of_another_model_or_without_the_format(tmp_path: Path) -> None:

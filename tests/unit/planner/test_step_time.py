@@ -107,6 +107,19 @@ def exposed(communication: str, formats: tuple[Format, Format, Format], model: C
     return step.stages[0].tensor_parallel / 32 / chosen.microbatches
 
 
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("full", 3)])
+def test_heads_are_gathered_if_there_are_more_ranks_than_key_value_heads(recompute: str, passes: int) -> None:
+    """Megatron gathers Y of qkv over all ranks, and sums its gradient."""
+    few, enough = (
+        step_model(layout(replace(SMALL, groups=groups), tp=8, recompute=recompute)).step(lambda *_: ALL_BF16).stages[0]
+        for groups in (4, 8)
+    )
+    sent = 2 * 7 / 8 * SMALL.context * (8 + 2 * 4) * 64
+    expected = 8 * 8 * passes * sent / Links().within  # microbatches and blocks
+    assert few.tensor_parallel - enough.tensor_parallel == pytest.approx(expected)
+    assert few.elementwise == enough.elementwise  # each rank turns one key head
+
+
 def test_quantised_communication() -> None:
     """Two gathers of X, two sums of Y and two gathers of G, each of 3/4 of 8,192 tokens' hidden features.
 

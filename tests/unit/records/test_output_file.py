@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.records.output_file import check_folder
+from snip_megatron.records.output_file import check_folder, deliver
 
 
 def test_a_file_that_cannot_be_written_is_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,6 +18,15 @@ def test_a_file_that_cannot_be_written_is_refused_beforehand(tmp_path: Path, mon
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(SnipError, match=f"^--out {tmp_path}/map.json: the folder {tmp_path} cannot be written"):
         check_folder("--out", tmp_path / "map.json")
+
+
+def test_a_name_that_no_folder_can_hold_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SnipError, match=r": there is no folder "):
+        check_folder("--out", tmp_path / (300 * "x") / "map.json")
+    path = tmp_path / (300 * "x")
+    check_folder("--out", path)
+    with pytest.raises(SnipError, match=r": cannot be written: File name too long$"):
+        deliver("--out", path, "")
 
 
 @pytest.mark.parametrize("name", ["map.json", "größe mit leerzeichen.json"])

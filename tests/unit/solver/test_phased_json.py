@@ -150,7 +150,7 @@ def at(*place: str | int, value: Any) -> str:
         (at("phases", 1, "steps", value=1.5), "phases[1].steps: must be a whole number"),
         (at("phases", 1, "target", value=1.5), "phases[1].target: must be a share from 0 to 1, got 1.5"),
         (at("budget", value={"loss": 1.5}), "phases[1].target: has no meaning beside loss"),
-        (at("budget", value={"speedup": 1.5}), "phases[1].target: must be a factor of 1 or more, got 0.7"),
+        (at("budget", value={"speedup": 1.5}), "phases[1].target: must be a factor from 1 to 1e+06, got 0.7"),
         (at("spent", "achieved", value=1.5), "spent.achieved: must be a share from 0 to 1, got 1.5"),
         (at("spent", "steps", value=-1), "spent.steps: must be a number of steps from 0"),
         (at("items", 0, "keeps", value=[0]), "items[0].keeps: must hold distinct indices"),

@@ -235,6 +235,8 @@ def test_models_by_name(tmp_path: Path) -> None:
         ("h200", "NVIDIA H100 80GB HBM3", "the timings of h200 were measured on NVIDIA H200, this is NVIDIA H100"),
         ("b200", None, "b200: neither a file of timings nor one of flops, time, h200"),
         ("./", None, ".: cannot be read: Is a directory"),
+        ("h200.json/x", None, "h200.json/x: neither a file of timings nor one of"),
+        (300 * "x", None, 300 * "x" + ": cannot be read: File name too long"),
     ],
 )
 def test_refusals(name: str, device: str | None, message: str) -> None:

@@ -62,7 +62,7 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
         (("collectives", 0, "collective"), "send", "t.json: collectives[0].collective: must be one of all_gather,"),
         (("collectives", 0, "dtype"), "fp8", "t.json: collectives[0].dtype: must be one of bf16, uint8, got 'fp8'"),
         (("collectives", 0, "bytes"), 0, "t.json: collectives[0].bytes: must be a whole number of 1 or more"),
-        (("collectives", 1, "seconds"), 0, "t.json: collectives[1].seconds: must be a number above 0"),
+        (("collectives", 1, "seconds"), 0, "t.json: collectives[1].seconds: must be a number from 1e-12 to"),
         (("formats",), ["fp8"], "t.json: formats: must name bf16, and each format once"),
         (("formats", 1), "fp9", "t.json: formats: unknown format 'fp9'"),
         (("gemms",), [], "t.json: gemms: must hold at least one row"),
@@ -70,18 +70,19 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
         (("gemms", 0, "n"), 0, "t.json: gemms[0].n: must be a whole number of 1 or more, got 0"),
         (("gemms", 0, "n"), True, "t.json: gemms[0].n: must be a whole number"),
         (("gemms", 0, "seconds", "fp8"), ..., "t.json: gemms[0].seconds.fp8: missing"),
-        (("gemms", 0, "seconds", "fp8", 2), -1.0, "t.json: gemms[0].seconds.fp8[2]: must be a number above 0"),
+        (("gemms", 0, "seconds", "fp8", 2), -1.0, "t.json: gemms[0].seconds.fp8[2]: must be a number from 1e-12 to"),
         (("gemms", 0, "seconds", "fp8"), [1.0], "t.json: gemms[0].seconds.fp8: must be an array of three"),
         (("gemms", 1), BODY["gemms"][0], "t.json: gemms[1]: 1024 × 512 × 512 stands twice"),
         (("activations", 0, "gradient"), ..., "t.json: activations[0].gradient: must be an object"),
+        (("weights", 0, "seconds", "fp8"), 5e-324, "t.json: weights[0].seconds.fp8: must be a number from 1e-12 to"),
         (("weights", 0, "seconds", "fp4"), "fast", "t.json: weights[0].seconds.fp4: must be a number"),
-        (("copy_rate",), 0, "t.json: copy_rate: must be a number above 0"),
+        (("copy_rate",), 0, "t.json: copy_rate: must be a number from 1 to"),
         (("host", "fp8"), ..., "t.json: host.fp8: missing"),
         (("launching", "layer", "fp4"), ..., "t.json: launching.layer.fp4: missing"),
         (("launching", "layers"), "", "t.json: launching.layers: must be a non-empty string"),
-        (("launching", "step"), 0, "t.json: launching.step: must be a number above 0"),
+        (("launching", "step"), 0, "t.json: launching.step: must be a number from 1e-12 to"),
         (("launching",), [], "t.json: launching: must be an object"),
-        (("recapture",), -1, "t.json: recapture: must be a number above 0"),
+        (("recapture",), -1, "t.json: recapture: must be a number from 1e-12 to"),
         (("attention", 0, "backward"), None, "t.json: attention[0].backward: must be a number"),
     ],
 )
@@ -93,7 +94,7 @@ def test_refusals(path: tuple[str | int, ...], value: Any, message: str) -> None
 
 def test_not_a_number_is_refused() -> None:
     text = changed(("gemms", 0, "seconds", "fp8", 0), "@").replace('"@"', "NaN")
-    with pytest.raises(SnipError, match="must be a number above 0"):
+    with pytest.raises(SnipError, match="must be a number from 1e-12 to"):
         TimingTable.from_json(text)
 
 

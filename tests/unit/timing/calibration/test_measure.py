@@ -11,6 +11,7 @@ import torch
 from gemm.emulated_scaled_mm import scaled_mm
 
 from snip_megatron.commands.calibrate import calibrate
+from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
@@ -89,6 +90,19 @@ def test_without_time_one_size_of_each_kind_is_measured() -> None:
     assert list(table.gemms) == [WORKLOAD.gemms[0]]
     assert table.about["complete"] is False
     assert "gemms: 1 of 2 sizes for lack of time" in table.about["notes"]
+
+
+@pytest.mark.parametrize("kind", ["activations", "weights", "gemms"])
+def test_a_kind_without_any_size_makes_no_table(kind: str) -> None:
+    """A table without rows of one kind cannot be read."""
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    measurer = Measurer(REFERENCE, HostClock(), FORMATS)
+    setattr(measurer, kind, refuse)
+    with pytest.raises(SnipError, match=rf"^no size of {kind} could be measured: {kind} \(128, 128.*: out of memory"):
+        calibrate(measurer, WORKLOAD, time.monotonic() + 60, {})
 
 
 def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:

@@ -55,7 +55,9 @@ def test_a_model_on_ranks() -> None:
     ("model", "tokens", "tp", "message"),
     [
         ("70b", (8192,), 48, "64 heads cannot be split over --tp 48"),
-        ("70b", (0,), 1, "--tp and --tokens must be whole numbers"),
+        ("70b", (0,), 1, "^--tp and --tokens must be whole numbers from 1 to"),
+        ("70b", (10**26,), 1, "^--tp and --tokens must be whole numbers from 1 to"),
+        ("70b", (8192,), 0, "^--tp and --tokens must be whole numbers from 1 to"),
         ("900b", (8192,), 1, "model 900b: unknown"),
     ],
 )
