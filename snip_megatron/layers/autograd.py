@@ -7,6 +7,7 @@ the input gradient, overlapped with wgrad, and the accumulation into ``main_grad
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -142,7 +143,7 @@ class QuantizedLinear(torch.autograd.Function):
                 ctx.error = output_error(call.forced, handle, backend, _matrix(total), weight, y)
         if call.scatters:
             y = start_reduce_scatter(y, call.tp_group, quantised=call.reduces(fprop)).result()
-        y = y.view(-1 if y.numel() else 0, *x.shape[1:-1], weight.shape[0])
+        y = _unflattened(y, x, call)
         return y if bias is None else y + bias
 
     @staticmethod
@@ -236,6 +237,15 @@ def _quantize_gradient(
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _unflattened(y: torch.Tensor, x: torch.Tensor, call: LinearCall) -> torch.Tensor:
+    """Return y [T, N] with the leading dimensions of x, of which a gather or a scatter changes the first."""
+    leading: Sequence[int] = x.shape[:-1]
+    if call.sequence_parallel or call.scatters:
+        leading = (-1 if y.numel() else 0, *leading[1:])
+    # No view for autograd, which forbids changes in place of a view that a function returns.
+    return torch.ops.aten._unsafe_view(y, (*leading, y.shape[-1]))  # type: ignore[no-any-return]
 
 
 def _weight(
