@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from snip_megatron.gemm.backend import GemmBackend, Sides
 from snip_megatron.gemm.operands import GradientKeys, Side, disassemble
@@ -147,6 +148,7 @@ class QuantizedLinear(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any, None, None]:
         """Run dgrad, start the reduction of its result, and run wgrad while that reduction is in progress."""
         call: LinearCall = ctx.call

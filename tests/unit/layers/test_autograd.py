@@ -187,6 +187,17 @@ def test_the_output_may_be_changed_in_place(group: dist.ProcessGroup, context: S
         assert torch.equal(expected, found)
 
 
+@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, BF16, BF16)], ids=name)
+def test_second_derivatives_are_refused(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
+    """Rounding has no derivative; without a refusal, some or all terms would be missing."""
+    linear = stock_linear(group, 96, 64, dtype=torch.float32)
+    convert(linear, context, formats)
+    x, g = operands(16, 2, 96, 64, torch.float32)
+    (d,) = torch.autograd.grad(linear(x)[0], x, g.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d.square().sum().backward()
+
+
 # -- gradients of weights --------------------------------------------------------------------------------------
 def test_main_grad_accumulates_over_microbatches_with_fresh_draws(
     group: dist.ProcessGroup, context: StepContext
