@@ -105,7 +105,7 @@ def step_model(
     vocabulary = getattr(args, "padded_vocab_size", None)  # set after Megatron has built its tokenizer
     if not args.swiglu or not vocabulary or ExpertLayers.of(args) or args.context_parallel_size > 1:
         return None
-    if any(value is not None for value in uneven):
+    if any(value is not None for value in uneven) or getattr(args, "attention_output_gate", False):
         return None
     try:
         shape = ModelShape(

@@ -137,6 +137,7 @@ def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
         {"num_layers": 7},
         {"context_parallel_size": 2},
         {"num_query_groups": 3, "num_attention_heads": 18, "kv_channels": 64},
+        {"attention_output_gate": True},
     ],
     ids=str,
 )
