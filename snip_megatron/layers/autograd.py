@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import GemmBackend, Sides
 from snip_megatron.gemm.operands import GradientKeys, Side, disassemble
 from snip_megatron.gemm.parcels import Parcel, disassemble_parcel
@@ -114,7 +115,7 @@ class QuantizedLinear(torch.autograd.Function):
         # The parameter itself is kept on ctx. Activation checkpointing may replace a saved tensor by one that has no
         # main_grad.
         ctx.weight, ctx.x_shape, ctx.has_bias, ctx.call = weight, x.shape, bias is not None, call
-        ctx.formats, ctx.error = call.formats, None
+        ctx.formats, ctx.error, ctx.version = call.formats, None, weight._version
         ctx.given = None  # or the operands of G, which the backward of an activation hands over
         ctx.recorder = handle.recorder if handle.context.probing else None
         handle.to(weight.device)
@@ -153,6 +154,8 @@ class QuantizedLinear(torch.autograd.Function):
         """Run dgrad, start the reduction of its result, and run wgrad while that reduction is in progress."""
         call: LinearCall = ctx.call
         handle, backend, weight = call.handle, call.backend, ctx.weight
+        if weight._version != ctx.version:
+            raise SnipError(f"{handle.name}: its weight was changed between the forward and the backward")
         fprop, dgrad, wgrad = ctx.formats
         kept, x_gather, g_gather = ctx.assemble(*ctx.saved_tensors), None, None
         given, ctx.given = ctx.given, None

@@ -187,6 +187,20 @@ def test_the_output_may_be_changed_in_place(group: dist.ProcessGroup, context: S
         assert torch.equal(expected, found)
 
 
+def test_a_weight_that_is_changed_before_the_backward_is_refused(
+    group: dist.ProcessGroup, context: StepContext
+) -> None:
+    """As by torch, whose linears save their weight."""
+    linear = stock_linear(group, 96, 64, dtype=torch.float32)
+    convert(linear, context, (FP8, FP8, FP8))
+    x, g = operands(16, 2, 96, 64, torch.float32)
+    y, _ = linear(x)
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    with pytest.raises(SnipError, match=r"linear_fc1: its weight was changed between the forward and the backward"):
+        y.backward(g)
+
+
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, BF16, BF16)], ids=name)
 def test_second_derivatives_are_refused(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
     """Rounding has no derivative; without a refusal, some or all terms would be missing."""
