@@ -7,13 +7,16 @@ the input gradient, overlapped with wgrad, and the accumulation into ``main_grad
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
+from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import GemmBackend, Sides
 from snip_megatron.gemm.operands import GradientKeys, Side, disassemble
 from snip_megatron.gemm.parcels import Parcel, disassemble_parcel
@@ -112,7 +115,7 @@ class QuantizedLinear(torch.autograd.Function):
         # The parameter itself is kept on ctx. Activation checkpointing may replace a saved tensor by one that has no
         # main_grad.
         ctx.weight, ctx.x_shape, ctx.has_bias, ctx.call = weight, x.shape, bias is not None, call
-        ctx.formats, ctx.error = call.formats, None
+        ctx.formats, ctx.error, ctx.version = call.formats, None, weight._version
         ctx.given = None  # or the operands of G, which the backward of an activation hands over
         ctx.recorder = handle.recorder if handle.context.probing else None
         handle.to(weight.device)
@@ -142,14 +145,17 @@ class QuantizedLinear(torch.autograd.Function):
                 ctx.error = output_error(call.forced, handle, backend, _matrix(total), weight, y)
         if call.scatters:
             y = start_reduce_scatter(y, call.tp_group, quantised=call.reduces(fprop)).result()
-        y = y.view(-1 if y.numel() else 0, *x.shape[1:-1], weight.shape[0])
+        y = _unflattened(y, x, call)
         return y if bias is None else y + bias
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any, None, None]:
         """Run dgrad, start the reduction of its result, and run wgrad while that reduction is in progress."""
         call: LinearCall = ctx.call
         handle, backend, weight = call.handle, call.backend, ctx.weight
+        if weight._version != ctx.version:
+            raise SnipError(f"{handle.name}: its weight was changed between the forward and the backward")
         fprop, dgrad, wgrad = ctx.formats
         kept, x_gather, g_gather = ctx.assemble(*ctx.saved_tensors), None, None
         given, ctx.given = ctx.given, None
@@ -236,6 +242,15 @@ def _quantize_gradient(
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _unflattened(y: torch.Tensor, x: torch.Tensor, call: LinearCall) -> torch.Tensor:
+    """Return y [T, N] with the leading dimensions of x, of which a gather or a scatter changes the first."""
+    leading: Sequence[int] = x.shape[:-1]
+    if call.sequence_parallel or call.scatters:
+        leading = (-1 if y.numel() else 0, *leading[1:])
+    # No view for autograd, which forbids changes in place of a view that a function returns.
+    return torch.ops.aten._unsafe_view(y, (*leading, y.shape[-1]))  # type: ignore[no-any-return]
 
 
 def _weight(

@@ -14,6 +14,7 @@ import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import Sides
+from snip_megatron.precision import LinearId
 
 _SIDES = "snip_sides"
 
@@ -47,7 +48,16 @@ def hand_over(x: torch.Tensor, sides: Sides) -> torch.Tensor:
     return x
 
 
-def handed_over(x: torch.Tensor) -> Sides | None:
-    """Return the operands that came with x, or None."""
+def handed_over(x: torch.Tensor, linear: LinearId) -> Sides | None:
+    """Return the operands that came with x, the input of a linear, or None.
+
+    Raises:
+        SnipError: x is a tensor of :func:`nothing` that has lost its operands.
+    """
     sides: Sides | None = getattr(x, _SIDES, None)
+    if sides is None and x.numel() and not any(x.stride()) and x[(0,) * x.dim()].isnan():
+        raise SnipError(
+            f"{linear}: its input was replaced, as a hook of the linear does, which --snip-fusions auto does not"
+            " support; use --snip-fusions none"
+        )
     return sides

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from snip_megatron.gemm.backend import Sides
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
@@ -61,6 +62,7 @@ class _FusedSwiGLU(torch.autograd.Function):
         return nothing(shape, y) if quantised else stock.forward(_matrix(y)).view(shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Hand the quantised gradient to fc1, or compute it as the training does without fusion."""
         (y,) = ctx.saved_tensors

@@ -6,6 +6,7 @@ graphs.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ class WeightCache:
 
     The registry clears the cache at the end of a step and when a map is adopted. The cache also compares the tensor's
     version counter, which detects other changes such as the loading of a checkpoint. The counter alone is not enough:
-    Megatron's distributed optimizer writes weights through a buffer, which does not increase it.
+    Megatron's distributed optimizer writes weights through a buffer, which does not increase it, and neither does a
+    write to ``weight.data``.
 
     Attributes:
         gathered: the weight by format, if the ranks of the distributed optimizer gathered it quantised. The operands
@@ -35,6 +37,7 @@ class WeightCache:
     def __init__(self) -> None:
         self.gathered = None
         self._key: tuple[object, ...] | None = None
+        self._weight: weakref.ref[Tensor] | None = None  # another tensor may get the address of one that was freed
         self._sides: tuple[Side, Side] | None = None
 
     def get(
@@ -59,20 +62,21 @@ class WeightCache:
                 step, at whose end the cache is cleared.
         """
         key = (backend, fprop, dgrad, weight.data_ptr(), weight._version)
-        if self._sides is not None and key == self._key:
+        if self._sides is not None and self._weight is not None and self._weight() is weight and key == self._key:
             return self._sides
+        self.clear()
         if self.gathered is not None:
             row, col = backend.open_weight(self.gathered, fprop, dgrad)
         else:
             amax = None if shared_amax is None else shared_amax(weight, (fprop, dgrad))
             turned = None if rotation is None else rotation()
             row, col = backend.quantize_weight(weight, fprop, dgrad, amax=amax, rotation=turned)
-        self._key, self._sides = key, (row, col)
+        self._key, self._weight, self._sides = key, weakref.ref(weight), (row, col)
         return row, col
 
     def clear(self) -> None:
         """Discard the operands and free their memory. A gathered weight stays."""
-        self._key = self._sides = None
+        self._key = self._weight = self._sides = None
 
 
 class HeldWeight:

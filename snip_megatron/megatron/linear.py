@@ -69,7 +69,7 @@ def quantized_forward(
         scatters=scatters,
         packs_gradient=packs_gradient,
     )
-    bias, given = kwargs.get("bias"), handed_over(input_)
+    bias, given = kwargs.get("bias"), handed_over(input_, handle.id)
     return QuantizedLinear.apply(input_, weight, bias, call, given)  # type: ignore[no-untyped-call,no-any-return]
 
 

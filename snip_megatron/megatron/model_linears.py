@@ -25,8 +25,9 @@ def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
     hidden, heads = args.hidden_size, args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else heads
     head, ffn = args.kv_channels, args.ffn_hidden_size
+    queries = heads * (2 if getattr(args, "attention_output_gate", False) else 1)  # a gate has the width of the queries
     shapes = {
-        "self_attention.linear_qkv": ((heads + 2 * groups) * head, hidden),
+        "self_attention.linear_qkv": ((queries + 2 * groups) * head, hidden),
         "self_attention.linear_proj": (hidden, heads * head),
         "mlp.linear_fc1": (ffn * (2 if args.swiglu else 1), hidden),
         "mlp.linear_fc2": (hidden, ffn),

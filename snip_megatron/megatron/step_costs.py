@@ -106,7 +106,8 @@ def step_model(
     vocabulary = getattr(args, "padded_vocab_size", None)  # set after Megatron has built its tokenizer
     if not args.swiglu or not vocabulary or ExpertLayers.of(args) or args.context_parallel_size > 1:
         return None
-    if recompute is None or any(value is not None for value in uneven):
+    gated = getattr(args, "attention_output_gate", False)
+    if recompute is None or gated or any(value is not None for value in uneven):
         return None
     try:
         shape = ModelShape(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -18,6 +20,11 @@ class SnipLinear(nn.Linear):
 
     snip: LinearHandle
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Make a plain ``nn.Linear`` of a copy or a pickle, which no step and no map of the training would reach."""
+        state = {name: value for name, value in self.__dict__.items() if name != "snip"}
+        return nn.Linear, (self.in_features, self.out_features, False, "meta"), state  # "meta" draws no numbers
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute Y = X·Wᵀ (+ bias). Under autocast in autocast's dtype, as ``nn.Linear`` does."""
         handle = self.snip
@@ -29,7 +36,8 @@ class SnipLinear(nn.Linear):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-            handle.weights.clear()  # its key is an address, which another copy of the weight may have had
+        if not torch.is_grad_enabled():
+            handle.weights.clear()  # weight.data may have been written, as averaged weights are, which nothing counts
         call = LinearCall(
             handle,
             handle.context.backend,

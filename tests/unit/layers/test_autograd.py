@@ -13,7 +13,8 @@ from linears import FC1, Formats, convert, decibel, one_rank, operands, referenc
 from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.context import ALL_BF16, StepContext
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
+from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
 from snip_megatron.megatron.linear import quantized_forward
 from snip_megatron.precision import Format
 
@@ -155,6 +156,60 @@ def test_no_tokens(group: dist.ProcessGroup, context: StepContext, formats: Form
     assert x.grad is not None
     assert x.grad.shape == (0, 2, 64)
     assert torch.equal(main_grad, torch.full((96, 64), 2.0))
+
+
+@pytest.mark.parametrize("shape", [(64,), (0, 64), (5, 64), (3, 0, 64), (0, 3, 64), (2, 3, 5, 64)])
+def test_the_output_has_the_leading_dimensions_of_the_input(context: StepContext, shape: tuple[int, ...]) -> None:
+    """As ``torch.nn.functional.linear``."""
+    x, weight = torch.zeros(shape, requires_grad=True), torch.nn.Parameter(torch.zeros(96, 64))
+    handle = LinearHandle(
+        FC1, "column", 96, 64, 0, 0, 1, torch.arange(96), torch.arange(64), context, torch.nn.Module(), (FP8, FP4, FP8)
+    )
+    call = LinearCall(handle, context.backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
+    y = QuantizedLinear.apply(x, weight, None, call)  # type: ignore[no-untyped-call]
+    assert y.shape == torch.nn.functional.linear(x, weight).shape
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == shape
+
+
+def test_the_output_may_be_changed_in_place(group: dist.ProcessGroup, context: StepContext) -> None:
+    """Megatron adds the bias of an expert to it so."""
+    x, g = operands(16, 2, 96, 64, torch.float32)
+    gradients = []
+    for change in (lambda y: y * 2, lambda y: y.mul_(2)):
+        linear = stock_linear(group, 96, 64, row=True, dtype=torch.float32)
+        handle = convert(linear, context, (FP8, FP8, FP8))
+        own = x.detach().requires_grad_()
+        change(quantized_forward(handle, own, linear.weight, {})).backward(g)
+        gradients.append((own.grad, linear.weight.grad))
+    for expected, found in zip(*gradients, strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_a_weight_that_is_changed_before_the_backward_is_refused(
+    group: dist.ProcessGroup, context: StepContext
+) -> None:
+    """As by torch, whose linears save their weight."""
+    linear = stock_linear(group, 96, 64, dtype=torch.float32)
+    convert(linear, context, (FP8, FP8, FP8))
+    x, g = operands(16, 2, 96, 64, torch.float32)
+    y, _ = linear(x)
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    with pytest.raises(SnipError, match=r"linear_fc1: its weight was changed between the forward and the backward"):
+        y.backward(g)
+
+
+@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, BF16, BF16)], ids=name)
+def test_second_derivatives_are_refused(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
+    """Rounding has no derivative; without a refusal, some or all terms would be missing."""
+    linear = stock_linear(group, 96, 64, dtype=torch.float32)
+    convert(linear, context, formats)
+    x, g = operands(16, 2, 96, 64, torch.float32)
+    (d,) = torch.autograd.grad(linear(x)[0], x, g.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d.square().sum().backward()
 
 
 # -- gradients of weights --------------------------------------------------------------------------------------

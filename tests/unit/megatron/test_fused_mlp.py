@@ -268,13 +268,23 @@ def test_a_use_of_what_lies_between_the_linears_is_noticed() -> None:
     run.mlp.linear_fc2.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     fused(run.mlp, tensors(0)[0])
     assert inputs[0].isnan().all()
-    assert handed_over(inputs[0]) is not None
+    assert handed_over(inputs[0], run.mlp.linear_fc2.snip.id) is not None
     extra: list[torch.Tensor] = []
     run.mlp.linear_fc1.register_forward_hook(lambda *arguments: extra.append(arguments[2][0]))
     x, g = tensors(0)
     y = fused(run.mlp, x)
     with pytest.raises(SnipError, match="--snip-fusions none"):
         torch.autograd.backward([y, extra[0].sum()], [g, torch.ones((), dtype=torch.bfloat16)])
+
+
+def test_a_hook_that_replaces_what_lies_between_the_linears_is_refused() -> None:
+    """torch passes a linear with such a hook another tensor, which has no operands beside it."""
+    run = Run(MAPS["fp8"])
+    hook = run.mlp.linear_fc2.register_full_backward_hook(lambda *arguments: None)
+    with pytest.raises(SnipError, match=r"linear_fc2.*hook.*--snip-fusions none"):
+        fused(run.mlp, tensors(0)[0])
+    hook.remove()
+    assert fused(run.mlp, tensors(0)[0]).isfinite().all()
 
 
 @pytest.mark.parametrize(

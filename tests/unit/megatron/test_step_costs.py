@@ -156,6 +156,7 @@ def test_the_planner_recomputes_what_the_run_recomputes(given: dict[str, Any], r
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         {"num_query_groups": 3, "num_attention_heads": 18, "kv_channels": 64},
+        {"attention_output_gate": True},
     ],
     ids=str,
 )
