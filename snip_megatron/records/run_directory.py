@@ -68,8 +68,8 @@ class RunDirectory:
         facts: values that may differ between restarts (layout, versions, command line). The latest are kept.
         overwrite: allows to remove an earlier run's records. With ``resume_step`` it instead accepts a changed
             ``config`` and keeps the records before that step.
-        resume_step: the next training step after a checkpoint was loaded; None for a fresh run. A restarted job that
-            found no checkpoint passes 0.
+        resume_step: the next training step after a checkpoint was loaded; None for a fresh run. A job that may be a
+            restarted one, and found no checkpoint, passes 0.
         defaults: values of options that a directory of an earlier release does not have, because it knew no such
             option.
 
@@ -109,7 +109,7 @@ class RunDirectory:
         self._events = LineFile(self.path / EVENTS, self.faults)
         self._metrics = LineFile(self.path / METRICS, self.faults)
         self._files = WriteQueue(self.faults, ordered=False)
-        if resume_step is not None:
+        if resume_step is not None and (resume_step or cut):  # else there was neither a checkpoint nor an earlier run
             self.event(resume_step, "resume", cut_records=cut, changed_key=changed, changed_fact=changed_fact)
 
     # -- lines -------------------------------------------------------------------------------------------------
