@@ -105,8 +105,14 @@ class RankZeroCoordinator:
 
     # -- updates -----------------------------------------------------------------------------------------------
     def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> None:
-        """Submit an update to the sidecar without blocking. With ``phases`` it answers with a plan."""
+        """Submit an update to the sidecar without blocking. With ``phases`` it answers with a plan.
+
+        A table from a checkpoint may be that of another layout. It is solved for the pipeline stages of this one.
+        """
         assert self._sidecar is not None
+        stages = {row.name: row.stage for row in self._linears}
+        rows = (dataclasses.replace(row, stage=stages.get(row.name, row.stage)) for row in table.linears)
+        table = dataclasses.replace(table, linears=tuple(rows))
         self._submitted[version] = step
         self._settle("update", step, version)
         if self._run is not None:

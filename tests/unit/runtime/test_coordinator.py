@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
+from scripted_controller import table
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import decoder_linear_names
@@ -50,3 +52,16 @@ def test_a_restart_is_recorded_with_its_reason(tmp_path: Path, monkeypatch: pyte
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "sidecar_restart"]
     assert (event["step"], event["restarts"]) == (3, 1)
     assert "Cannot allocate memory" in event["reason"]
+
+
+def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> None:
+    """A checkpoint holds an undecided update, and the job resumes with another pipeline."""
+    measured = table(8)
+    halves = tuple(dataclasses.replace(row, stage=int("mlp" in row.name)) for row in measured.linears)
+    request = SolveRequest(target=0.5, stage_tolerance=0.0, granularity="gemm", policy="random")
+    coordinator = RankZeroCoordinator(SnipConfig(enabled=True, wait=120.0), request, halves, None, None)
+    coordinator.submit(8, measured, version=2)
+    decision = coordinator.decision(12, version=2)
+    coordinator.close()
+    assert decision.precision_map is not None
+    assert dict(decision.precision_map.achieved_per_stage) == {"0": 0.5, "1": 0.5}
