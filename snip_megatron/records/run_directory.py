@@ -101,16 +101,22 @@ class RunDirectory:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             changed_fact = None if resume_step is None else changed_fact_of(self.path, facts or {})
             cut = _clear(self.path) if resume_step is None else _cut_back(self.path, resume_step)
-            write_atomically(self.path / CONFIG, dump_json(body).encode())
+            self._config = dump_json(body).encode()
+            write_atomically(self.path / CONFIG, self._config)
         except OSError as error:
             raise SnipError(
                 f"run directory {self.path}: cannot be written ({error}); choose another --snip-dir"
             ) from None
-        self._events = LineFile(self.path / EVENTS, self.faults)
-        self._metrics = LineFile(self.path / METRICS, self.faults)
+        self._events = LineFile(self.path / EVENTS, self.faults, self._keep_config)
+        self._metrics = LineFile(self.path / METRICS, self.faults, self._keep_config)
         self._files = WriteQueue(self.faults, ordered=False)
         if resume_step is not None and (resume_step or cut):  # else there was neither a checkpoint nor an earlier run
             self.event(resume_step, "resume", cut_records=cut, changed_key=changed, changed_fact=changed_fact)
+
+    def _keep_config(self) -> None:
+        """Write ``config.json`` again if the directory was removed: no reader and no resume accepts one without it."""
+        if not (self.path / CONFIG).exists():
+            write_atomically(self.path / CONFIG, self._config)
 
     # -- lines -------------------------------------------------------------------------------------------------
     def event(

@@ -7,11 +7,12 @@ import os
 import shutil
 
 import pytest
-from small_runs import FC1, new_run, strict_json
+from small_runs import CONFIG, FC1, new_run, strict_json
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records import storage
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.records.run_data import load_run
 
 
 class FullDisk:
@@ -86,6 +87,9 @@ def test_a_removed_directory_comes_back_with_what_follows(tmp_path):
     assert [m["step"] for m in read_metrics(tmp_path / "run")] == [1, 2]
     assert [e["step"] for e in read_events(tmp_path / "run")] == [1, 2]
     assert run.faults.count == run.faults.lost == 0
+    # Reports read it, and the job resumes in it.
+    assert load_run(tmp_path / "run").config == CONFIG
+    new_run(tmp_path / "run", resume_step=2).close()
 
 
 def test_a_file_in_the_way_holds_back_only_itself(tmp_path, capsys):
