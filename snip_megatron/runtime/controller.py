@@ -189,7 +189,7 @@ class Controller:
         self._started, self._next_step = True, step
         if self._config.replay is not None:
             steps = self._coordinator.replay_steps() if self._coordinator else None
-            self._replay_steps = [s for s in self._channel.agree_steps(steps) if s >= step]
+            self._replay_steps = [s for s in self._channel.agree_steps(steps) if s > step]
         first = self._coordinator.initial_map(step) if self._coordinator else None
         decision = self._channel.agree(first)
         restored = self.state.precision_map if self._restored is not None else None

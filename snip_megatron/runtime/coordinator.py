@@ -223,9 +223,14 @@ class RankZeroCoordinator:
 
     # -- fixed maps --------------------------------------------------------------------------------------------
     def initial_map(self, step: int) -> Decision:
-        """Return the initial map: that of ``--snip-map`` or of a fixed policy, or the verdict ``DROPPED`` for none."""
+        """Return the map from ``step`` on that the configuration gives, or the verdict ``DROPPED`` for none.
+
+        It is that of ``--snip-map``, of a fixed policy, or the one that the replayed run had in force.
+        """
         if self._static_map is not None:
             return Decision(Verdict.MAP, self._static_map)
+        if past := [adopted for adopted in self._replay if adopted <= step]:
+            return Decision(Verdict.MAP, self._replay[max(past)])
         names, request = [row.name for row in self._linears], self._request
         fixed = fixed_map(self._config.policy, names, request.pins, request.groups, request.formats)
         if self._config.replay is None and fixed is not None:

@@ -224,6 +224,15 @@ def test_a_replay_adopts_at_the_recorded_steps() -> None:
     assert [run.formats[s] for s in (2, 3, 6, 7)] == [Format.BF16, Format.FP4, Format.FP4, Format.FP8]
 
 
+@pytest.mark.parametrize("restored", [None, ControllerState(precision_map=a_map(Format.NVFP4, 9))])
+def test_a_replay_that_begins_later_has_the_map_that_was_in_force(restored: ControllerState | None) -> None:
+    """From a checkpoint without SNIP, or of another run."""
+    run = Run(Script(schedule={3: a_map(Format.FP4), 7: a_map(Format.FP8)}), restored, replay="run")
+    run.steps(5, 9)
+    assert run.script.of("adopt") == [5, 7]
+    assert [run.formats[s] for s in (5, 6, 7)] == [Format.FP4, Format.FP4, Format.FP8]
+
+
 def test_a_resumed_run_goes_on_where_it_stopped() -> None:
     """Saved between submission and decision: the same decision at the same step, without another probe."""
     whole = Run(Script({1: [ready(1)], 2: [ready(2, Format.FP8)]}))

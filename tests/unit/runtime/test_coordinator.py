@@ -29,6 +29,8 @@ def test_a_replay_does_not_need_the_recorded_run_while_it_trains(tmp_path: Path)
     shutil.rmtree(tmp_path / "recorded")
     assert coordinator.replay_steps() == [4]
     assert coordinator.replayed_map(4).precision_map == recorded
+    # The map in force where the replay begins.
+    assert [coordinator.initial_map(step).precision_map for step in (3, 4, 9)] == [None, recorded, recorded]
 
 
 def test_a_restart_is_recorded_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
