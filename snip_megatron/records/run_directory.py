@@ -159,14 +159,8 @@ class RunDirectory:
     # -- whole files -------------------------------------------------------------------------------------------
     def write_statistics(self, step: int, table: StatisticsTable) -> None:
         """Write ``stats/step_<step>.npz``."""
-        path = step_path(self.path, "stats", step)
-        size = sum(array.nbytes for array in table.arrays().values())
-
-        def save() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            table.save(path)
-
-        self._files.put(save, size)
+        path, data = step_path(self.path, "stats", step), table.to_bytes()
+        self._files.put(lambda: write_atomically(path, data), len(data))
 
     def write_problem(self, step: int, problem: str | Mapping[str, Any]) -> None:
         """Write ``problems/step_<step>.json``, given the text of a snip.problem/1 file or its object."""
