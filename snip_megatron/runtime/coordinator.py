@@ -169,8 +169,7 @@ class RankZeroCoordinator:
                 message=result.failure.message,
                 latency_s=result.latency_s,
             )
-            if result.failure.kind == "infeasible":
-                print(f"snip: update {version}: {result.failure.message}; the map in force stays", flush=True)
+            print(f"snip: update {version}: {result.failure.message}; the map in force stays", flush=True)
             return
         plan, precision_map = result.plan, result.precision_map
         assert precision_map is not None

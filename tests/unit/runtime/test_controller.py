@@ -134,10 +134,11 @@ def test_a_lost_update_keeps_the_map() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_a_statistic_that_is_not_finite_drops_the_update(value: float) -> None:
+def test_a_statistic_that_is_not_finite_drops_the_update(value: float, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(Script())
     run.value = value
     run.steps(0, 7)
+    assert capsys.readouterr().out.startswith("snip: the update of step 2 is dropped: not finite: ")
     assert run.script.of("dropped") == [2]
     assert run.script.submitted == []
     assert run.controller.state.pending is None

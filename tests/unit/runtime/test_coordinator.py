@@ -67,3 +67,17 @@ def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> N
     coordinator.close()
     assert decision.precision_map is not None
     assert dict(decision.precision_map.achieved_per_stage) == {"0": 0.5, "1": 0.5}
+
+
+def test_a_solve_that_failed_is_printed_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a run whose solver always fails trains on without a map and without a word."""
+    request = SolveRequest(target=0.5, formats=("fp8", "nvfp4"))
+    rows = table(8).linears
+    with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
+        coordinator = RankZeroCoordinator(SnipConfig(enabled=True, wait=120.0), request, rows, None, run)
+        coordinator.submit(8, table(8), version=2)
+        coordinator.decision(12, version=2)
+        coordinator.close()
+    (event,) = [event for event in read_events(tmp_path) if event["event"] == "solve_failed"]
+    assert "hold no nvfp4" in event["message"]
+    assert f"snip: update 2: {event['message']}; the map in force stays\n" in capsys.readouterr().out
