@@ -69,16 +69,17 @@ forward() {
 trap 'forward USR1' USR1
 trap 'forward TERM' TERM
 
-# What SLURM says of a job or node: field "job 4711" TimeLimit
+# What SLURM says of a job or node: field "job 4711" TimeLimit. Times are in Unix seconds; nothing without an answer.
 field() {
     # shellcheck disable=SC2086  # two words
-    scontrol show --oneliner $1 2>/dev/null | tr ' ' '\n' | sed -n "s/^$2=//p" | head -n 1
+    SLURM_TIME_FORMAT=%s scontrol show --oneliner $1 2>/dev/null | tr ' ' '\n' | sed -n "s/^$2=//p" | head -n 1
 }
 
 started="$(field "job $SLURM_JOB_ID" StartTime)"
-ends="$(date -d "$(field "job $SLURM_JOB_ID" EndTime)" +%s 2>/dev/null)" || ends=""
+[[ "$started" =~ ^[0-9]+$ ]] || started="$(date +%s)"
+ends="$(field "job $SLURM_JOB_ID" EndTime)"
 # SLURM sends the signal up to a minute early.
-if [[ -n "$ends" && -n "${SNIP_WARNING_S:-}" ]] && ((ends - $(date +%s) <= SNIP_WARNING_S + 60)); then
+if [[ "$ends" =~ ^[0-9]+$ && -n "${SNIP_WARNING_S:-}" ]] && ((ends - $(date +%s) <= SNIP_WARNING_S + 60)); then
     refuse "the time limit of $(field "job $SLURM_JOB_ID" TimeLimit) is not longer than the signal before its end" \
         "(--signal=B:USR1@$SNIP_WARNING_S seconds) by more than a minute: no step would be trained; give a longer" \
         "--time, or a shorter warning that still lets a checkpoint be saved (SNIP_SBATCH=\"--signal=B:USR1@120\")"
@@ -134,7 +135,7 @@ read -r saved steps < <("${snip[@]}" launch "${mine[@]}" --progress "$@") || exi
 preempted() {
     local when
     when="$(field "job $SLURM_JOB_ID" PreemptTime)"
-    [[ "$when" == [0-9]* && ! "$when" < "$started" ]]
+    [[ "$when" =~ ^[0-9]+$ ]] && ((when >= started))
 }
 
 again=""

@@ -7,7 +7,7 @@
 #   launch/torchrun.sh 1b --smoke --cpu --nodes 1 --gpus-per-node 2 --save /tmp/trial       a trial without a GPU
 #
 # Arguments are those of `snip launch` (--help lists them); launch/README.md has hardware, memory and speed.
-# SIGTERM or SIGUSR1 ends the run after a checkpoint; the same command then goes on from it.
+# SIGTERM, SIGUSR1 or SIGHUP ends the run after a checkpoint; the same command then goes on from it.
 #
 # Environment: SNIP, the command to use (default: snip); NCCL's own variables are passed on.
 set -euo pipefail

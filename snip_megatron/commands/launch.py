@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.launch import agent
     from snip_megatron.launch.arguments import megatron_arguments
     from snip_megatron.launch.check import check
-    from snip_megatron.launch.job import Wishes, make_job
+    from snip_megatron.launch.job import Wishes, holds_checkpoint, make_job
     from snip_megatron.launch.progress import progress
 
     job = make_job(Wishes(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Wishes)}))
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not args.cpu:
         agent.check_devices(job)
-    if job.load is not None:
+    if job.load is not None and holds_checkpoint(job.load):
         print(f"snip launch: goes on from the checkpoint in {job.load}", flush=True)
     code, asked = agent.supervise(command, added, agent.failure_file(job.save))
     if asked is not None and code == 0 and not progress(job).finished:

@@ -2,7 +2,8 @@
 
 On SIGTERM torchrun gives its ranks 30 seconds, less than a large checkpoint takes, and SIGUSR1 ends it at once. Here
 torchrun ignores both signals and this process sends its ranks SIGTERM instead. With ``--exit-signal-handler`` Megatron
-then saves a checkpoint after the current step and exits with code 0.
+then saves a checkpoint after the current step and exits with code 0. So it does on SIGHUP, when a terminal closes: the
+ranks are in sessions of their own and would train on without torchrun.
 
 If a rank fails, this process exits with the rank's code and writes it to a file that all nodes see. srun then sends
 SIGTERM to the other nodes. There, the file tells this process that there is nothing to save: it ends its ranks, which
@@ -33,7 +34,9 @@ from snip_megatron.megatron.startup import EXIT_CODE_FILE
 ENTRY = "snip_megatron.pretrain_gpt"
 #: Value of ``--local-address``: the address from which this node reaches the rendezvous.
 ROUTE = "route"
-_STOPS = (signal.SIGTERM, signal.SIGUSR1)
+_STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+#: Signals of keys, which reach torchrun too. It then ends its ranks.
+_KEYS = (signal.SIGINT, signal.SIGQUIT)
 _POLL_S = 0.2
 
 
@@ -46,7 +49,7 @@ def torchrun(job: Job, rendezvous: str | None, rendezvous_id: str, local_address
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.gpus_per_node), "--max-restarts", "0"]
     if _chooses_signals():
-        command += ["--signals-to-handle", "SIGINT"]
+        command += ["--signals-to-handle", ",".join(number.name for number in _KEYS)]
     if job.nodes > 1 or rendezvous is not None:
         if rendezvous is None or not rendezvous.rpartition(":")[2].isdigit():
             raise SnipError(
@@ -139,9 +142,11 @@ def supervise(command: Sequence[str], added: Mapping[str, str], failed: Path | N
     def stop(number: int, frame: FrameType | None) -> None:
         asked.append(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, stop) for number in _STOPS}
-    # Ctrl-C also reaches torchrun, which then ends its ranks. If it ended this process, the ranks would be left behind.
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What is ignored at the start stays ignored (nohup).
+    stops = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in stops}
+    # A key that ended this process would leave the ranks behind.
+    before |= {number: signal.signal(number, signal.SIG_IGN) for number in _KEYS}
     with tempfile.TemporaryDirectory(prefix="snip-launch-") as folder:
         noted = Path(folder) / "code"
         variables = {**os.environ, **added, EXIT_CODE_FILE: str(noted)}
@@ -161,7 +166,8 @@ def supervise(command: Sequence[str], added: Mapping[str, str], failed: Path | N
 def _signals_of_torchrun() -> None:
     for number in _STOPS:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in _KEYS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _wait(process: subprocess.Popen[bytes], asked: Sequence[str], failed: Path | None) -> int:

@@ -13,9 +13,13 @@ _RECOMPUTE = {
 
 
 def megatron_arguments(job: Job) -> list[str]:
-    """Return all arguments after ``-m snip_megatron.pretrain_gpt``. The user's come last and override the others."""
-    parts = (_model(job), _layout(job.layout), _training(job), _data(job), _checkpoints(job), _snip(job))
-    return [word for part in parts for word in part] + list(job.extra)
+    """Return all arguments after ``-m snip_megatron.pretrain_gpt``.
+
+    The user's override the others, except ``--load``: a job that is started again goes on from its own checkpoint.
+    """
+    parts = (_model(job), _layout(job.layout), _training(job), _data(job), _checkpoints(job), _snip(job), job.extra)
+    load = [] if job.load is None else ["--load", str(job.load)]
+    return [*(word for part in parts for word in part), *load]
 
 
 def _model(job: Job) -> list[str]:
@@ -77,8 +81,7 @@ def _data(job: Job) -> list[str]:
 
 def _checkpoints(job: Job) -> list[str]:
     """Arguments for checkpoints. On a signal, Megatron's handler saves one after the current step and exits."""
-    found = ["--save", str(job.save), "--save-interval", "10" if job.smoke else "500", "--exit-signal-handler"]
-    return found if job.load is None else [*found, "--load", str(job.load)]
+    return ["--save", str(job.save), "--save-interval", "10" if job.smoke else "500", "--exit-signal-handler"]
 
 
 def _snip(job: Job) -> list[str]:

@@ -52,10 +52,11 @@ class Job:
         gpus_per_node: GPUs per node. With ``nodes`` it gives the ranks of the layout.
         data: A folder of ``snip prepare-data``, ``mock``, or None if ``extra`` names the data.
         save: Folder of the checkpoints.
-        load: Equal to ``save`` if it holds a checkpoint to resume from, else None.
+        load: Equal to ``save`` if the run resumes from the newest checkpoint there, or begins anew without one. None if
+            it does not resume, or if ``extra`` names another checkpoint to begin with.
         snip: Whether SNIP is on.
         smoke: Whether this is a trial with a shrunk model.
-        extra: Arguments of Megatron that come last and override all others.
+        extra: Arguments of Megatron that override all others, except ``load``.
     """
 
     title: str
@@ -106,7 +107,8 @@ def make_job(wishes: Wishes) -> Job:
         overlap_grad_reduce=True,
         overlap_param_gather=True,
     )
-    save = _save(wishes.save)
+    given = last_value(wishes.extra, "--save")
+    save = _save(wishes.save if given is None else Path(given))
     return Job(
         title=base.title if wishes.model is None else model.name,
         layout=layout,
@@ -115,7 +117,7 @@ def make_job(wishes: Wishes) -> Job:
         gpus_per_node=gpus_per_node,
         data=_data(wishes),
         save=save,
-        load=save if wishes.resume and _holds_checkpoint(save) else None,
+        load=save if wishes.resume and _goes_on(save, wishes.extra) else None,
         snip=wishes.snip,
         smoke=wishes.smoke,
         extra=wishes.extra,
@@ -156,9 +158,25 @@ def _save(path: Path | None) -> Path:
     return path
 
 
-def _holds_checkpoint(folder: Path) -> bool:
-    """Whether the folder holds a checkpoint that Megatron has finished."""
+def _goes_on(save: Path, extra: Sequence[str]) -> bool:
+    """Whether the job goes on from ``save``: always, unless ``--load`` names where the first start begins."""
+    return last_value(extra, "--load") is None or holds_checkpoint(save)
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether Megatron has finished a checkpoint in the folder."""
     return (folder / TRACKER).is_file()
+
+
+def last_value(words: Sequence[str], name: str) -> str | None:
+    """Return the last value of an argument, given as ``NAME VALUE`` or as ``NAME=VALUE``; None without one."""
+    found = None
+    for position, word in enumerate(words):
+        if word == name and position + 1 < len(words):
+            found = words[position + 1]
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
 
 
 def _data(wishes: Wishes) -> str | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from snip_megatron.launch.arguments import megatron_arguments
-from snip_megatron.launch.job import TRACKER, Job
+from snip_megatron.launch.job import TRACKER, Job, last_value
 
 
 @dataclass(frozen=True)
@@ -30,23 +28,10 @@ class Progress:
 
 def progress(job: Job) -> Progress:
     """Return the progress of a job. Arguments after ``--megatron`` override its own, as in Megatron."""
-    words = megatron_arguments(job)
-    steps, save = _last(words, "--train-iters"), _last(words, "--save")
+    steps = last_value(megatron_arguments(job), "--train-iters")
     assert steps is not None
-    assert save is not None
     try:
-        saved = int((Path(save) / TRACKER).read_text(encoding="ascii"))
+        saved = int((job.save / TRACKER).read_text(encoding="ascii"))
     except (OSError, ValueError):  # no checkpoint, or one that a kill left without a name
         saved = 0
     return Progress(saved, int(steps))
-
-
-def _last(words: Sequence[str], name: str) -> str | None:
-    """Return the last value of an argument, given as ``NAME VALUE`` or as ``NAME=VALUE``."""
-    found = None
-    for position, word in enumerate(words):
-        if word == name and position + 1 < len(words):
-            found = words[position + 1]
-        elif word.startswith(f"{name}="):
-            found = word.partition("=")[2]
-    return found

@@ -22,14 +22,13 @@ from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, 
 from snip_megatron.megatron.compat.graphs import graph_implementation
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+from snip_megatron.megatron.probing.drift_probe import SINKS
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.quantization.ranges import FORMATS as GATHERED
 from snip_megatron.runtime.coordinator import replay_schedule
 from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
 logger = logging.getLogger(__name__)
-
-_MEASURED_BESIDE = ("word_embeddings", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
 
 _SNIP_CLASS: dict[type, type] = {
     ColumnParallelLinear: SnipColumnParallelLinear,
@@ -97,7 +96,7 @@ def frozen_parameter(model_chunks: Sequence[torch.nn.Module], registry: LinearRe
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             owner = name.removesuffix(".weight")
-            if not parameter.requires_grad and owner.endswith(_MEASURED_BESIDE):
+            if not parameter.requires_grad and owner.endswith(SINKS):
                 return owner
     return None
 

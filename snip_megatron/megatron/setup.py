@@ -295,8 +295,6 @@ class SnipRun:
             self._complete_weights()
             asked = self._graphs.probed(replace(call, clip=clip, measured=controller.state.measured))
             refusal = self._probes.shortage(asked, self._graphs.idle_bytes)
-            if refusal is not None and is_rank_zero():
-                print(f"snip: the update of step {call.step} is left out: {refusal.reason}", flush=True)
             with self._graphs.beside(call.model):
                 return refusal or self._probes.run(asked)
 

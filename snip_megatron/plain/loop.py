@@ -122,15 +122,15 @@ class PlainSnip:
             check_reachable(_rows(structure), self._request)
         context = StepContext(seed=config.seed, backend=select_backend(config.gemm, _formats(config)).backend)
         context.bf16_eval = config.eval == "bf16"
-        static = _static_map(config, structure)
+        self._static = _static_map(config, structure)
         self.registry: LinearRegistry = convert_linears(structure.blocks, context)
         self.table: StatisticsTable | None = None
         self._probe = PlainProbe(
             model, structure, self.registry, optimizer, config, microbatches, with_drift=with_drift
         )
         self._steps = 0
-        if static is not None:
-            self.registry.adopt(static)
+        if self._static is not None:
+            self.registry.adopt(self._static)
 
     @property
     def map(self) -> PrecisionMap:
@@ -142,7 +142,7 @@ class PlainSnip:
 
         If an update is due, the passes of a probe run on the loss, the solver chooses a map, and the map is adopted.
         Weights, optimizer, gradients, buffers and random states stay as they were. If a statistic is NaN or infinite,
-        the update is dropped.
+        or no gradient reaches the linears, the update is dropped.
 
         Args:
             loss: Returns the mean token loss of the step's first batch. It is called up to three times in an update,
@@ -165,6 +165,9 @@ class PlainSnip:
         if broken := self.table.non_finite():
             logger.warning("snip: step %d: the update is dropped, %s is not finite", step, broken[0])
             return False
+        if not self.table.linear["g2"].any():  # every option would score zero
+            logger.warning("snip: step %d: the update is dropped, no gradient reaches the linears", step)
+            return False
         problem, _ = build_problem(self.table, self._request)
         solution = solve(
             problem,
@@ -185,12 +188,17 @@ class PlainSnip:
         return {"steps": self._steps, "map": self.map.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. Raises SnipError if the map is not one of this model."""
+        """Continue from :meth:`state_dict`. A map that the options fix replaces the one of the state.
+
+        Raises SnipError if the map is not one of this model.
+        """
+        self._steps = int(state["steps"])
+        if self._static is not None:
+            return
         found = PrecisionMap.from_json(state["map"], where="SNIP's state")
         if found.choices:
             check_map_fits(found, self.registry.names, "SNIP's state")
         self.registry.adopt(found)
-        self._steps = int(state["steps"])
 
 
 # -- configuration -------------------------------------------------------------------------------------------------

@@ -68,8 +68,8 @@ class RunDirectory:
         facts: values that may differ between restarts (layout, versions, command line). The latest are kept.
         overwrite: allows to remove an earlier run's records. With ``resume_step`` it instead accepts a changed
             ``config`` and keeps the records before that step.
-        resume_step: the next training step after a checkpoint was loaded; None for a fresh run. A restarted job that
-            found no checkpoint passes 0.
+        resume_step: the next training step after a checkpoint was loaded; None for a fresh run. A job that may be a
+            restarted one, and found no checkpoint, passes 0.
         defaults: values of options that a directory of an earlier release does not have, because it knew no such
             option.
 
@@ -101,16 +101,22 @@ class RunDirectory:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             changed_fact = None if resume_step is None else changed_fact_of(self.path, facts or {})
             cut = _clear(self.path) if resume_step is None else _cut_back(self.path, resume_step)
-            write_atomically(self.path / CONFIG, dump_json(body).encode())
+            self._config = dump_json(body).encode()
+            write_atomically(self.path / CONFIG, self._config)
         except OSError as error:
             raise SnipError(
                 f"run directory {self.path}: cannot be written ({error}); choose another --snip-dir"
             ) from None
-        self._events = LineFile(self.path / EVENTS, self.faults)
-        self._metrics = LineFile(self.path / METRICS, self.faults)
+        self._events = LineFile(self.path / EVENTS, self.faults, self._keep_config)
+        self._metrics = LineFile(self.path / METRICS, self.faults, self._keep_config)
         self._files = WriteQueue(self.faults, ordered=False)
-        if resume_step is not None:
+        if resume_step is not None and (resume_step or cut):  # else there was neither a checkpoint nor an earlier run
             self.event(resume_step, "resume", cut_records=cut, changed_key=changed, changed_fact=changed_fact)
+
+    def _keep_config(self) -> None:
+        """Write ``config.json`` again if the directory was removed: no reader and no resume accepts one without it."""
+        if not (self.path / CONFIG).exists():
+            write_atomically(self.path / CONFIG, self._config)
 
     # -- lines -------------------------------------------------------------------------------------------------
     def event(
@@ -153,14 +159,8 @@ class RunDirectory:
     # -- whole files -------------------------------------------------------------------------------------------
     def write_statistics(self, step: int, table: StatisticsTable) -> None:
         """Write ``stats/step_<step>.npz``."""
-        path = step_path(self.path, "stats", step)
-        size = sum(array.nbytes for array in table.arrays().values())
-
-        def save() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            table.save(path)
-
-        self._files.put(save, size)
+        path, data = step_path(self.path, "stats", step), table.to_bytes()
+        self._files.put(lambda: write_atomically(path, data), len(data))
 
     def write_problem(self, step: int, problem: str | Mapping[str, Any]) -> None:
         """Write ``problems/step_<step>.json``, given the text of a snip.problem/1 file or its object."""

@@ -159,10 +159,17 @@ class WriteQueue:
 
 
 class LineFile:
-    """A file of JSON lines that grows by complete lines only."""
+    """A file of JSON lines that grows by complete lines only.
 
-    def __init__(self, path: Path, faults: Faults) -> None:
+    Args:
+        path: the file.
+        faults: counts failed writes.
+        prepare: called before the file is opened, at first and after it was removed; may raise OSError.
+    """
+
+    def __init__(self, path: Path, faults: Faults, prepare: Callable[[], None]) -> None:
         self._path = path
+        self._prepare = prepare
         self._queue = WriteQueue(faults, ordered=True)
         self._descriptor: int | None = None
         self._torn = False
@@ -189,6 +196,7 @@ class LineFile:
                 self._torn = False
             if self._descriptor is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._prepare()
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             size = os.fstat(self._descriptor).st_size
             data = b"\n" + line if self._torn else line

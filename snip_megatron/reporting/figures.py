@@ -82,9 +82,15 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     _add_marks(
         figure, "update triggered", [e["step"] for e in drifts], texts, on_curve, STAGE_COLOURS[3], "triangle-up"
     )
-    for adoption in run.adoptions:
-        figure.add_vline(x=adoption.step, line={"color": MARK, "width": 1, "dash": "dot"}, opacity=0.6)
+    # All at once: add_vline takes time in proportion to the lines before it, minutes for a long run.
+    figure.update_layout(shapes=[_dotted_line(adoption.step) for adoption in run.adoptions])
     return plain(figure)
+
+
+def _dotted_line(step: int) -> dict[str, Any]:
+    """Return a vertical line over the height of the figure."""
+    place = {"xref": "x", "x0": step, "x1": step, "yref": "y domain", "y0": 0, "y1": 1}
+    return {"type": "line", **place, "line": {"color": MARK, "width": 1, "dash": "dot"}, "opacity": 0.6}
 
 
 def share_figure(

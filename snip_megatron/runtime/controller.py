@@ -189,7 +189,7 @@ class Controller:
         self._started, self._next_step = True, step
         if self._config.replay is not None:
             steps = self._coordinator.replay_steps() if self._coordinator else None
-            self._replay_steps = [s for s in self._channel.agree_steps(steps) if s >= step]
+            self._replay_steps = [s for s in self._channel.agree_steps(steps) if s > step]
         first = self._coordinator.initial_map(step) if self._coordinator else None
         decision = self._channel.agree(first)
         restored = self.state.precision_map if self._restored is not None else None
@@ -261,7 +261,7 @@ class Controller:
         plan = self._channel.agree_plan(own.plan if own is not None else None) if pending.phases is not None else None
         refusal = self._guard.refuses(decision.precision_map) if self._guard is not None else None
         if refusal is not None:
-            self._event(step, "guard", action="refused", version=pending.version, reason=refusal, wait_s=since(started))
+            self._guarded(step, "refused", pending.version, refusal, wait_s=since(started))
             return
         if plan is not None:
             self._take_plan(step, plan)
@@ -282,13 +282,12 @@ class Controller:
         decision = self._offered(good)
         self._guard.taken_back(failed)
         self._plans.drop()
-        self._event(
+        self._guarded(
             step,
-            "guard",
-            action="taken_back",
-            version=failed.version,
+            "taken_back",
+            failed.version,
+            alarm.reason,
             back_to=good.version,
-            reason=alarm.reason,
             alarm_step=alarm.step,
             loss=alarm.loss,
             limit=alarm.limit,
@@ -296,6 +295,12 @@ class Controller:
         )
         self._adopt(step, decision, started)
         self._updates.restart_trigger(step)
+
+    def _guarded(self, step: int, action: str, version: int, reason: str, **fields: Any) -> None:
+        """Record what the guard did with a map. Rank 0 prints it."""
+        self._event(step, "guard", action=action, version=version, reason=reason, **fields)
+        if self._coordinator is not None:
+            print(f"snip: step {step}: the guard has {action.replace('_', ' ')} map {version}: {reason}", flush=True)
 
     def _adopt(self, step: int, decision: Decision, started: float | None = None) -> None:
         new = decision.precision_map

@@ -105,8 +105,14 @@ class RankZeroCoordinator:
 
     # -- updates -----------------------------------------------------------------------------------------------
     def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> None:
-        """Submit an update to the sidecar without blocking. With ``phases`` it answers with a plan."""
+        """Submit an update to the sidecar without blocking. With ``phases`` it answers with a plan.
+
+        A table from a checkpoint may be that of another layout. It is solved for the pipeline stages of this one.
+        """
         assert self._sidecar is not None
+        stages = {row.name: row.stage for row in self._linears}
+        rows = (dataclasses.replace(row, stage=stages.get(row.name, row.stage)) for row in table.linears)
+        table = dataclasses.replace(table, linears=tuple(rows))
         self._submitted[version] = step
         self._settle("update", step, version)
         if self._run is not None:
@@ -163,8 +169,7 @@ class RankZeroCoordinator:
                 message=result.failure.message,
                 latency_s=result.latency_s,
             )
-            if result.failure.kind == "infeasible":
-                print(f"snip: update {version}: {result.failure.message}; the map in force stays", flush=True)
+            print(f"snip: update {version}: {result.failure.message}; the map in force stays", flush=True)
             return
         plan, precision_map = result.plan, result.precision_map
         assert precision_map is not None
@@ -217,9 +222,14 @@ class RankZeroCoordinator:
 
     # -- fixed maps --------------------------------------------------------------------------------------------
     def initial_map(self, step: int) -> Decision:
-        """Return the initial map: that of ``--snip-map`` or of a fixed policy, or the verdict ``DROPPED`` for none."""
+        """Return the map from ``step`` on that the configuration gives, or the verdict ``DROPPED`` for none.
+
+        It is that of ``--snip-map``, of a fixed policy, or the one that the replayed run had in force.
+        """
         if self._static_map is not None:
             return Decision(Verdict.MAP, self._static_map)
+        if past := [adopted for adopted in self._replay if adopted <= step]:
+            return Decision(Verdict.MAP, self._replay[max(past)])
         names, request = [row.name for row in self._linears], self._request
         fixed = fixed_map(self._config.policy, names, request.pins, request.groups, request.formats)
         if self._config.replay is None and fixed is not None:

@@ -90,16 +90,16 @@ class Updates:
         result = probe(self._clip_factor())
         seconds = since(started)
         if isinstance(result, Unmeasured):
-            self._event(step, "dropped", reason=result.reason, **result.figures, wait_s=seconds)
+            self._drop(step, result.reason, **result.figures, wait_s=seconds)
             return
         for kind, fields in probe_events(result):
             self._event(step, kind, **fields)
         broken = result.table.non_finite()  # equal on all ranks, because the table is
         if broken:
-            self._event(step, "dropped", reason=f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
+            self._drop(step, f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
             return
         if not result.table.linear["g2"].any():  # every option would score zero
-            self._event(step, "dropped", reason="no gradient: the loss leaves out all tokens of the probe", wait_s=0.0)
+            self._drop(step, "no gradient: the loss leaves out all tokens of the probe", wait_s=0.0)
             return
         self._state.measured = result.table.measured
         self._state.version += 1
@@ -108,6 +108,12 @@ class Updates:
             self._coordinator.submit(step, result.table, pending.version, phases)
         rest = since(started) - sum(result.seconds.values())  # the passes have events of their own
         self._event(step, "submit", **_submitted(pending), wait_s=round(rest, 6), update_seconds=seconds)
+
+    def _drop(self, step: int, reason: str, **fields: Any) -> None:
+        """Record an update that ends without statistics. Rank 0 prints it."""
+        self._event(step, "dropped", reason=reason, **fields)
+        if self._coordinator is not None:
+            print(f"snip: the update of step {step} is dropped: {reason}", flush=True)
 
     def _clip_factor(self) -> float:
         """Return the factor by which gradient clipping scaled the last step's gradient; 1 if the norm is unknown."""

@@ -26,7 +26,7 @@ def test_a_rank_without_memory_leaves_the_update_out_for_all(warm: WarmRanks, tm
     assert (dropped["step"], dropped["rank"], dropped["free_bytes"]) == (2, 1, 1024.0)
     assert dropped["needed_bytes"] > 2.0**20
     assert dropped["reason"].startswith("not enough memory: rank 1 has 0.00 GiB free, a probe may take 0.")
-    assert "the update of step 2 is left out: not enough memory: rank 1 " in tight.stdout
+    assert "the update of step 2 is dropped: not enough memory: rank 1 " in tight.stdout
     assert {event["step"] for event in events if event["event"] in ("probe", "submit")} == {7}
     (adopted,) = [event for event in events if event["event"] == "adopt" and event["changed"]]
     assert adopted["step"] == 8

@@ -35,7 +35,7 @@ def test_a_dry_run_prints_a_script(tmp_path: Path, capsys: pytest.CaptureFixture
     # The shell reads what would be run.
     words = shlex.split(out, comments=True)
     words = [word for word in words if word.strip()]
-    assert words[-2:] == ["--train-iters", "5"]
+    assert words[-4:] == ["--train-iters", "5", "--load", str(tmp_path / "a folder")]
     assert words[words.index("--save") + 1] == str(tmp_path / "a folder")
     assert words[words.index("--rdzv-endpoint") + 1] == "HEAD_NODE:29500"
     assert (

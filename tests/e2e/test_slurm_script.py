@@ -46,14 +46,23 @@ while len(codes) < nodes:
 sys.exit(max(codes.values()))
 """
 SCONTROL = """
-import os, sys
+import os, sys, time
+def shown(moment):
+    try:
+        seconds = time.mktime(time.strptime(moment, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return moment
+    return time.strftime(os.environ.get("SLURM_TIME_FORMAT", "%Y-%m-%dT%H:%M:%S"), time.localtime(seconds))
 with open(os.environ["STUB_LOG"], "a") as log:
     print("scontrol", *sys.argv[1:], file=log)
 if sys.argv[1:3] == ["show", "hostnames"]:
     print(os.environ.get("STUB_HOST", "localhost"))
 if sys.argv[1:4] == ["show", "--oneliner", "job"]:
-    times = "StartTime=2026-11-21T09:00:00 EndTime=Unknown PreemptTime=" + os.environ.get("STUB_PREEMPTED", "None")
-    print("JobId=4711 JobName=snip PreemptEligibleTime=Unknown", times)
+    if "STUB_BUSY" in os.environ:
+        sys.exit("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    start, preempted = shown("2026-11-21T09:00:00"), shown(os.environ.get("STUB_PREEMPTED", "None"))
+    print(f"JobId=4711 JobName=snip PreemptEligibleTime=Unknown StartTime={start} EndTime=Unknown", end=" ")
+    print(f"PreemptTime={preempted}")
 """
 SBATCH = """
 import os, sys
@@ -202,8 +211,20 @@ sys.exit(int(sys.argv[-1]))
         (signal.SIGUSR1, {}, 3, True),  # the checkpoint failed: the job goes on from the one before
         (None, {"SNIP_REQUEUE": "always"}, 3, False),  # training failed
         (None, {"STUB_PREEMPTED": "2026-11-21T08:00:00"}, 0, False),  # in an earlier start
+        (signal.SIGTERM, {"STUB_PREEMPTED": "2026-11-21T10:00:00", "SLURM_TIME_FORMAT": "%a %H:%M"}, 0, True),
+        (signal.SIGUSR1, {"STUB_BUSY": "1", "SNIP_WARNING_S": "600"}, 0, True),
     ],
-    ids=["preempted", "cancelled", "always", "never", "failed-while-it-saved", "failed", "preempted-before"],
+    ids=[
+        "preempted",
+        "cancelled",
+        "always",
+        "never",
+        "failed-while-it-saved",
+        "failed",
+        "preempted-before",
+        "times-in-the-user-s-format",
+        "controller-does-not-answer",
+    ],
 )
 def test_when_a_job_is_queued_again(
     sent: signal.Signals | None,

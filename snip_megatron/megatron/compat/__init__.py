@@ -17,7 +17,7 @@ from snip_megatron.megatron.compat.graphs import (
     graphs_bypassed,
     schedule_without_graph,
 )
-from snip_megatron.megatron.compat.groups import ProcessGroups, process_groups
+from snip_megatron.megatron.compat.groups import ProcessGroups, embedding_group, process_groups
 from snip_megatron.megatron.compat.implementations import graphs_of
 from snip_megatron.megatron.compat.learning_rate import learning_rate
 from snip_megatron.megatron.compat.loop import (
@@ -69,6 +69,7 @@ __all__ = [
     "check_signature",
     "check_version",
     "checkpoint_holds",
+    "embedding_group",
     "graph_implementation",
     "graphs_bypassed",
     "graphs_of",

@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
+from snip_megatron.errors import SnipError
+
 Group = torch.distributed.ProcessGroup
+
+if "embd_group" not in LanguageModule.__init__.__code__.co_names:
+    raise SnipError("Megatron's models no longer have embd_group: gradients of tied embeddings cannot be joined")
 
 
 @dataclass(frozen=True)
@@ -44,3 +50,16 @@ def process_groups(model_chunk: torch.nn.Module) -> ProcessGroups:
         expt_tp=getattr(collection, "expt_tp", None),
         expt_dp=getattr(collection, "expt_dp", None),
     )
+
+
+def embedding_group(model: Any) -> Group | None:
+    """Return the ranks of the pipeline that hold the word embedding's weight, of which one is in the output layer.
+
+    Args:
+        model: A chunk without wrappers.
+
+    Returns:
+        None if the chunk was built without such a group.
+    """
+    group: Group | None = model.embd_group
+    return group

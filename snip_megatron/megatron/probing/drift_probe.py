@@ -23,17 +23,21 @@ from snip_megatron.statistics.table import SinkRow
 
 UpdateOf = Callable[[torch.nn.Parameter], Update | None]
 
+_EMBEDDING, _NORMS, _FINAL_NORM = "word_embeddings", ("input_layernorm", "pre_mlp_layernorm"), "final_layernorm"
+SINKS = (_EMBEDDING, *_NORMS, _FINAL_NORM)
+"""Last words of the names of sinks, the parameters beside the linears that gradient errors reach."""
+
 _SIGNS = 1  # stream of random numbers derived from --snip-seed
 
 
 def sink_rows(config: Any, padded_vocab_size: int) -> tuple[SinkRow, ...]:
     """Return the parameters beside the linears that gradient errors reach: the word embedding and norm weights."""
     hidden, layers = config.hidden_size, config.num_layers
-    rows = [SinkRow("embedding.word_embeddings", 0, padded_vocab_size * hidden)]
+    rows = [SinkRow(f"embedding.{_EMBEDDING}", 0, padded_vocab_size * hidden)]
     for layer in range(layers):
-        rows.append(SinkRow(f"decoder.layers.{layer}.input_layernorm", 2 * layer, hidden))
-        rows.append(SinkRow(f"decoder.layers.{layer}.pre_mlp_layernorm", 2 * layer + 1, hidden))
-    return (*rows, SinkRow("decoder.final_layernorm", 2 * layers, hidden))
+        for i, norm in enumerate(_NORMS):
+            rows.append(SinkRow(f"decoder.layers.{layer}.{norm}", 2 * layer + i, hidden))
+    return (*rows, SinkRow(f"decoder.{_FINAL_NORM}", 2 * layers, hidden))
 
 
 class DriftProbe:
@@ -164,8 +168,10 @@ class DriftProbe:
         for chunk in self._model:
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             at_end = model.pre_process or model.post_process
-            if at_end and model.share_embeddings_and_output_weights and dist.get_world_size(model.embd_group) > 1:
-                dist.all_reduce(model.shared_embedding_or_output_weight().main_grad, group=model.embd_group)
+            group = compat.embedding_group(model)
+            tied = at_end and model.share_embeddings_and_output_weights and group is not None
+            if tied and dist.get_world_size(group) > 1:
+                dist.all_reduce(model.shared_embedding_or_output_weight().main_grad, group=group)
 
     def _reduced_gradient(self, weight: torch.nn.Parameter, groups: ProbeGroups) -> torch.Tensor:
         """Sum the probe's gradient of a parameter over data parallel ranks, in place. The probe discards it later."""
@@ -179,7 +185,7 @@ class DriftProbe:
     def local_sinks(self) -> list[tuple[int, torch.nn.Parameter, bool, int]]:
         """Return (index, weight, replicated over tensor parallel ranks, global first row) of this rank's sinks.
 
-        A sink is a parameter beside the linears that gradient errors reach (:func:`sink_rows`).
+        See :data:`SINKS`.
         """
         index = {sink.name: i for i, sink in enumerate(self._shape.sinks)}
         found = []
@@ -187,13 +193,13 @@ class DriftProbe:
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             if model.pre_process:
                 weight = model.embedding.word_embeddings.weight
-                found.append((index["embedding.word_embeddings"], weight, False, self._tp_rank * weight.shape[0]))
+                found.append((index[f"embedding.{_EMBEDDING}"], weight, False, self._tp_rank * weight.shape[0]))
             for layer in model.decoder.layers:
-                for norm in ("input_layernorm", "pre_mlp_layernorm"):
+                for norm in _NORMS:
                     weight = getattr(getattr(layer, norm), "weight", None)
                     if weight is not None:
                         found.append((index[f"decoder.layers.{layer.layer_number - 1}.{norm}"], weight, True, 0))
-            final = getattr(model.decoder, "final_layernorm", None)
+            final = getattr(model.decoder, _FINAL_NORM, None)
             if final is not None:
-                found.append((index["decoder.final_layernorm"], final.weight, True, 0))
+                found.append((index[f"decoder.{_FINAL_NORM}"], final.weight, True, 0))
         return found

@@ -91,8 +91,8 @@ print(supervise([sys.executable, "-c", sys.argv[1]], {"ADDED": "1"}), flush=True
 
 @pytest.mark.parametrize(
     ("number", "early"),
-    [(signal.SIGUSR1, False), (signal.SIGUSR1, True), (signal.SIGTERM, False)],
-    ids=["usr1", "usr1-before-the-ranks-are-ready", "term"],
+    [(signal.SIGUSR1, False), (signal.SIGUSR1, True), (signal.SIGTERM, False), (signal.SIGHUP, False)],
+    ids=["usr1", "usr1-before-the-ranks-are-ready", "term", "terminal-closed"],
 )
 def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, early: bool) -> None:
     """As schedulers send it: to the whole group. The launcher and the rank's helper are not to die of SIGUSR1."""
@@ -118,6 +118,38 @@ def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, e
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert out.splitlines()[-2:] == ["saved", f"(0, '{number.name}')"]
+
+
+def test_nohup() -> None:
+    """A hangup that is ignored when the job starts does not end it."""
+    hangup = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5)"
+    done = subprocess.run(
+        ["nohup", sys.executable, "-c", SUPERVISOR, hangup],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.stdout == "(0, None)\n", done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT], ids=lambda number: number.name)
+def test_a_key_that_ends_a_program_ends_the_ranks_through_torchrun(number: signal.Signals) -> None:
+    """The terminal sends it to the whole group, in which the ranks are not: torchrun ends them, and is waited for."""
+    torchrun = "import signal, sys, time; asked = []; signal.signal(NUMBER, lambda *a: asked.append(1)); " \
+        "print('started', flush=True);\nwhile not asked: time.sleep(0.05)\ntime.sleep(0.5); sys.exit(3)"  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, torchrun.replace("NUMBER", str(int(number)))],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    os.killpg(process.pid, number)
+    assert process.communicate(timeout=60)[0] == "(3, None)\n"
+    command = agent.torchrun(job(), "node0:29500", "x", "127.0.0.1")
+    assert number.name in command[command.index("--signals-to-handle") + 1].split(",")
 
 
 def test_exit_codes() -> None:

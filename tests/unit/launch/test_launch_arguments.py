@@ -104,7 +104,7 @@ def test_megatron_reads_what_the_planner_plans(name: str, validated: dict[str, d
         "transformer_impl": "transformer_engine",
         "snip": name != "plain",
         "recompute_granularity": None if layout.recompute == "none" else layout.recompute,
-        "load": None,
+        "load": "/nowhere/checkpoints",
         "save": "/nowhere/checkpoints",
     }
     if model.groups == model.heads:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.launch.arguments import megatron_arguments
-from snip_megatron.launch.job import Wishes, make_job
+from snip_megatron.launch.job import Wishes, last_value, make_job
 from snip_megatron.launch.progress import progress
 
 
@@ -87,16 +87,34 @@ def test_data_of_ones_own(tmp_path: Path) -> None:
     assert "--mock-data" not in words
     words = megatron_arguments(job(data=None, extra=("--data-path", "mine", "--tokenizer-type", "NullTokenizer")))
     assert words.count("--tokenizer-type") == 1
-    assert words[-4:-2] == ["--data-path", "mine"]
+    assert value(words, "--data-path") == "mine"
 
 
-def test_resumes_where_a_checkpoint_is_finished(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000010").mkdir()  # begun, not finished
-    assert value(megatron_arguments(job(save=tmp_path)), "--load") is None
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+def test_goes_on_from_where_it_saves(tmp_path: Path) -> None:
+    """Also before the first checkpoint: a job that was killed until then goes on in its own run directory."""
     words = megatron_arguments(job(save=tmp_path))
     assert value(words, "--load") == value(words, "--save") == str(tmp_path)
     assert value(megatron_arguments(job(save=tmp_path, resume=False)), "--load") is None
+
+
+@pytest.mark.parametrize("load", [("--load", "/base"), ("--load=/base",)])
+def test_another_checkpoint_is_where_the_first_start_begins(load: tuple[str, ...], tmp_path: Path) -> None:
+    """A job that is queued again must not begin there once more."""
+
+    def last(**changes: Any) -> str | None:
+        words = megatron_arguments(job(save=tmp_path, extra=load, **changes))
+        return last_value(words, "--load")
+
+    assert last() == "/base"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    assert last() == str(tmp_path)
+    assert last(resume=False) == "/base"
+
+
+def test_the_last_folder_of_checkpoints_is_the_one_that_counts(tmp_path: Path) -> None:
+    found = job(save=tmp_path / "a", extra=("--save", "b", f"--save={tmp_path / 'c'}"))
+    assert found.save == found.load == tmp_path / "c"
+    assert last_value(megatron_arguments(found), "--save") == str(tmp_path / "c")
 
 
 def llama(**changes: Any) -> str:

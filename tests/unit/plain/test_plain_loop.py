@@ -115,6 +115,16 @@ def test_an_update_on_a_loss_that_is_nan_is_dropped(caplog: pytest.LogCaptureFix
     assert training.snip.map.version == 2
 
 
+def test_an_update_without_a_gradient_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """A loss mask may leave out all tokens of a batch: every option would score zero."""
+    training = Training(budget="fp4=0.75", first_update=1, update_interval=2)
+    assert training.snip is not None
+    training.run(range(1))
+    assert not training.snip.step(lambda: 0.0 * training.loss(1))
+    assert training.snip.map.version == 0
+    assert "no gradient" in caplog.text
+
+
 def test_the_table_holds_the_norms_that_autograd_gives() -> None:
     """X, W, G, ∇W and the residual stream of every linear, by hooks of torch alone."""
     training = Training(first_update=4, update_interval=100)
@@ -168,6 +178,18 @@ def test_a_resumed_loop_is_bitwise_the_uninterrupted_one() -> None:
     for target, state in zip((second.model, second.optimizer, second.snip), saved, strict=True):
         target.load_state_dict(state)
     assert second.run(range(6, 12)) == losses[6:]
+
+
+def test_a_fixed_map_replaces_that_of_the_checkpoint() -> None:
+    """As with ``policy="bf16"``, to stop quantising."""
+    first = Training(budget="fp4=0.75", first_update=1, update_interval=100)
+    first.run(range(3))
+    assert first.snip is not None
+    resumed = Training(policy="bf16")
+    assert resumed.snip is not None
+    resumed.snip.load_state_dict(first.snip.state_dict())
+    assert {fmt for handle in resumed.snip.registry for fmt in handle.formats} == {Format.BF16}
+    assert resumed.snip.state_dict()["steps"] == 3
 
 
 def test_autocast_quantises_in_its_dtype() -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
-from small_runs import FC1, new_run, strict_json
+from small_runs import CONFIG, FC1, new_run, strict_json
+from synthetic_run import table_of
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records import storage
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.records.run_data import load_run
 
 
 class FullDisk:
@@ -86,6 +90,24 @@ def test_a_removed_directory_comes_back_with_what_follows(tmp_path):
     assert [m["step"] for m in read_metrics(tmp_path / "run")] == [1, 2]
     assert [e["step"] for e in read_events(tmp_path / "run")] == [1, 2]
     assert run.faults.count == run.faults.lost == 0
+    # Reports read it, and the job resumes in it.
+    assert load_run(tmp_path / "run").config == CONFIG
+    new_run(tmp_path / "run", resume_step=2).close()
+
+
+def test_a_failed_write_leaves_no_part_on_the_full_disk(tmp_path, monkeypatch):
+    def refuse(partial: Path, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = new_run(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(os, "replace", refuse)
+        run.write_statistics(4, table_of(4, np.random.default_rng(0)))
+        run.write_map(4, PrecisionMap.uniform([FC1], Format.FP8))
+        assert not list(tmp_path.rglob("*.part"))
+    run.close()
+    assert (tmp_path / "stats" / "step_4.npz").exists()
+    assert list(read_maps(tmp_path)) == [4]
 
 
 def test_a_file_in_the_way_holds_back_only_itself(tmp_path, capsys):

@@ -218,6 +218,17 @@ def test_an_option_that_an_earlier_release_did_not_have_stands_at_its_default(tm
     assert resumed["changed_key"] is None
 
 
+def test_a_first_start_that_may_resume_is_no_resume(tmp_path):
+    """``--load`` names the folder of ``--save`` from the first start on."""
+    new_run(tmp_path, resume_step=0).close()
+    assert read_events(tmp_path) == []
+    recorded_run(tmp_path / "killed")
+    new_run(tmp_path / "killed", resume_step=0).close()
+    (resumed,) = read_events(tmp_path / "killed")
+    assert (resumed["event"], resumed["step"]) == ("resume", 0)
+    assert resumed["cut_records"] > 0
+
+
 def test_facts_may_differ(tmp_path):
     new_run(tmp_path, facts={"tp": 1}).close()
     new_run(tmp_path, facts={"tp": 2}, resume_step=0).close()

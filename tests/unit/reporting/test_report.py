@@ -113,6 +113,20 @@ def test_validations_of_the_map_and_in_bf16_are_two_lines(tmp_path):
     }
 
 
+def test_every_adoption_is_a_line_and_a_mark_in_the_figure_of_the_loss(tmp_path):
+    with RunDirectory(tmp_path / "run", {}, overwrite=False, resume_step=None) as run:
+        for step in range(8):
+            run.metric(step, loss=4.0, grad_norm=1.0, fp4_fraction=0.5)
+            if step % 3 == 2:
+                run.event(step, "adopt", version=step)
+    figure = loss_figure(load_run(tmp_path / "run"))
+    assert [(line["x0"], line["x1"], line["yref"]) for line in figure["layout"]["shapes"]] == [
+        (2, 2, "y domain"),
+        (5, 5, "y domain"),
+    ]
+    assert [list(trace["x"]) for trace in figure["data"] if trace["name"] == "map adopted"] == [[2, 5]]
+
+
 def scripts_of(page: Page):
     return [element for element in page.elements if element[0] == "script"]
 

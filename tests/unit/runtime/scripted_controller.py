@@ -92,7 +92,8 @@ class Script:
         return self.answers[version].pop(0)
 
     def initial_map(self, step: int) -> Decision:
-        return self.first
+        past = [adopted for adopted in self.schedule if adopted <= step]
+        return Decision(Verdict.MAP, self.schedule[max(past)]) if past else self.first
 
     def replay_steps(self) -> list[int]:
         return sorted(self.schedule)

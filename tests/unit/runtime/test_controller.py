@@ -134,10 +134,11 @@ def test_a_lost_update_keeps_the_map() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_a_statistic_that_is_not_finite_drops_the_update(value: float) -> None:
+def test_a_statistic_that_is_not_finite_drops_the_update(value: float, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(Script())
     run.value = value
     run.steps(0, 7)
+    assert capsys.readouterr().out.startswith("snip: the update of step 2 is dropped: not finite: ")
     assert run.script.of("dropped") == [2]
     assert run.script.submitted == []
     assert run.controller.state.pending is None
@@ -222,6 +223,15 @@ def test_a_replay_adopts_at_the_recorded_steps() -> None:
     run.steps(0, 9)
     assert run.script.of("adopt") == [3, 7]
     assert [run.formats[s] for s in (2, 3, 6, 7)] == [Format.BF16, Format.FP4, Format.FP4, Format.FP8]
+
+
+@pytest.mark.parametrize("restored", [None, ControllerState(precision_map=a_map(Format.NVFP4, 9))])
+def test_a_replay_that_begins_later_has_the_map_that_was_in_force(restored: ControllerState | None) -> None:
+    """From a checkpoint without SNIP, or of another run."""
+    run = Run(Script(schedule={3: a_map(Format.FP4), 7: a_map(Format.FP8)}), restored, replay="run")
+    run.steps(5, 9)
+    assert run.script.of("adopt") == [5, 7]
+    assert [run.formats[s] for s in (5, 6, 7)] == [Format.FP4, Format.FP4, Format.FP8]
 
 
 def test_a_resumed_run_goes_on_where_it_stopped() -> None:

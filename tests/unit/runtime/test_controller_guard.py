@@ -31,7 +31,7 @@ def spiky_answers() -> dict[int, list[Decision]]:
     return {version: [objective(ready(version), value)] for version, value in losses.items()}
 
 
-def test_a_spike_takes_the_map_back_two_steps_later_and_raises_the_bar() -> None:
+def test_a_spike_takes_the_map_back_two_steps_later_and_raises_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
     run = guarded(Script(spiky_answers()))
     run.steps(0, 30, loss=lambda step: spike(step) if step < 26 else 3.0)
     run.steps(30, 34, loss=lambda _: 3.0)
@@ -44,6 +44,9 @@ def test_a_spike_takes_the_map_back_two_steps_later_and_raises_the_bar() -> None
     assert guards == [(26, "taken_back"), (26, "refused")]
     taken = next(fields for _, kind, fields in run.script.events if kind == "guard")
     assert (taken["version"], taken["alarm_step"], taken["loss"]) == (1, 24, 9.0)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "snip: step 26: the guard has taken back map 1: 3 losses in a row above 3.056"
+    assert second.startswith("snip: step 26: the guard has refused map 2: its predicted loss 0.95 is above 0.9, ")
 
 
 def test_a_gradient_norm_that_is_not_finite_takes_the_map_back_at_once() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
+from scripted_controller import table
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import decoder_linear_names
@@ -27,6 +29,8 @@ def test_a_replay_does_not_need_the_recorded_run_while_it_trains(tmp_path: Path)
     shutil.rmtree(tmp_path / "recorded")
     assert coordinator.replay_steps() == [4]
     assert coordinator.replayed_map(4).precision_map == recorded
+    # The map in force where the replay begins.
+    assert [coordinator.initial_map(step).precision_map for step in (3, 4, 9)] == [None, recorded, recorded]
 
 
 def test_a_restart_is_recorded_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,3 +54,30 @@ def test_a_restart_is_recorded_with_its_reason(tmp_path: Path, monkeypatch: pyte
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "sidecar_restart"]
     assert (event["step"], event["restarts"]) == (3, 1)
     assert "Cannot allocate memory" in event["reason"]
+
+
+def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> None:
+    """A checkpoint holds an undecided update, and the job resumes with another pipeline."""
+    measured = table(8)
+    halves = tuple(dataclasses.replace(row, stage=int("mlp" in row.name)) for row in measured.linears)
+    request = SolveRequest(target=0.5, stage_tolerance=0.0, granularity="gemm", policy="random")
+    coordinator = RankZeroCoordinator(SnipConfig(enabled=True, wait=120.0), request, halves, None, None)
+    coordinator.submit(8, measured, version=2)
+    decision = coordinator.decision(12, version=2)
+    coordinator.close()
+    assert decision.precision_map is not None
+    assert dict(decision.precision_map.achieved_per_stage) == {"0": 0.5, "1": 0.5}
+
+
+def test_a_solve_that_failed_is_printed_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a run whose solver always fails trains on without a map and without a word."""
+    request = SolveRequest(target=0.5, formats=("fp8", "nvfp4"))
+    rows = table(8).linears
+    with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
+        coordinator = RankZeroCoordinator(SnipConfig(enabled=True, wait=120.0), request, rows, None, run)
+        coordinator.submit(8, table(8), version=2)
+        coordinator.decision(12, version=2)
+        coordinator.close()
+    (event,) = [event for event in read_events(tmp_path) if event["event"] == "solve_failed"]
+    assert "hold no nvfp4" in event["message"]
+    assert f"snip: update 2: {event['message']}; the map in force stays\n" in capsys.readouterr().out
