@@ -66,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--add-to",
-        type=Path,
-        metavar="FILE.json",
-        help="measure only the collectives of --ranks, and write this table with them",
+        metavar="TABLE",
+        help="write this table, a file or one of the package such as h200, with the collectives of --ranks; without"
+        " --ranks, with the time that this machine's host takes to launch a step. Nothing else is measured",
     )
     add("--no-host", dest="host", action="store_false", help="do not measure how long the host takes to launch a step")
     add(
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     device = _device(args.device)
     check_ranks(device.type, args.ranks)
     if args.add_to is not None:
-        return _add_collectives(args, device)
+        return _add(args, device)
     if args.shapes == "grid":
         workload = grid_workload(device.type)
     else:
@@ -116,18 +116,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_collectives(args: argparse.Namespace, device: Any) -> int:
-    """Write the table of ``--add-to`` with the collectives of ``--ranks``. Returns 0."""
-    from snip_megatron.timing.table import TimingTable
+def _add(args: argparse.Namespace, device: Any) -> int:
+    """Write the table of ``--add-to`` with the collectives of ``--ranks``, or with host seconds. Returns 0."""
+    from snip_megatron.timing.loading import load_table
 
-    table, name = TimingTable.load(args.add_to), _name(device)
-    if args.ranks < 2:
-        raise SnipError(f"--add-to {args.add_to}: collectives need ranks; give --ranks 2 or more")
-    if table.device != name:
-        raise SnipError(f"--add-to {args.add_to}: was measured on {table.device}, this is {name}")
-    table = replace(table, collectives={**table.collectives, **_collectives(device, args.ranks)})
+    table = load_table(args.add_to, _name(device))
+    if args.ranks > 1:
+        table = replace(table, collectives={**table.collectives, **_collectives(device, args.ranks)})
+        what = f"{len(table.collectives)} collectives"
+    elif args.host:
+        launching, why = measured_launching(device, args.gemm, table.quantised)
+        if launching is None:
+            raise SnipError(f"--add-to {cut(args.add_to)}: the host cannot be measured: {why}", exit_code=1)
+        measured = _about(args)
+        note = f"launching: measured on {measured['date']} at commit {measured['commit']}"
+        notes = [each for each in table.about.get("notes", ()) if not each.startswith("launching: ")]
+        table, what = replace(table, launching=launching, about={**table.about, "notes": [*notes, note]}), "the host"
+    else:
+        raise SnipError(f"--add-to {cut(args.add_to)} --no-host: nothing is left to measure; give --ranks")
     deliver("--out", args.out, table.to_json())
-    print(f"snip calibrate: {name}, {len(table.collectives)} collectives", file=sys.stderr)
+    print(f"snip calibrate: {table.device}, {what}", file=sys.stderr)
     return 0
 
 

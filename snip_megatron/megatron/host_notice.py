@@ -30,7 +30,7 @@ def say_what_the_host_allows(request: SolveRequest, linears: Sequence[LinearRow]
     if times.host is None and times.model != FlopsModel.name:
         print(
             f"snip: the times of {times.model} hold no host seconds: step speedups are predicted as if the GPU never"
-            " waited for its host (snip calibrate measures them)",
+            " waited for its host (snip calibrate --add-to measures them)",
             flush=True,
         )
     stages = {row.name: row.stage for row in linears}

@@ -127,7 +127,7 @@ class Host:
                 f"host: launching as measured with {self._measured.layers.replace('_', ' ')} layers on one rank,"
                 " without communication; a stage takes the longer of the GPU's work and of its launching",
             )
-        why = "the table has no host seconds, which snip calibrate measures" if self._of_table else "no table"
+        why = "the table has no host seconds, which snip calibrate --add-to measures" if self._of_table else "no table"
         return (f"host: not modelled ({why}), as if the launching thread always kept up",)
 
 

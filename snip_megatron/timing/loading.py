@@ -25,15 +25,18 @@ def load_cost_model(name_or_path: str | Path, device_name: str | None = None) ->
     Raises:
         SnipError: the table does not exist, is invalid, or was measured on another device.
     """
-    if str(name_or_path) == "flops":
-        return FlopsModel()
+    return FlopsModel() if str(name_or_path) == "flops" else TimingModel(load_table(name_or_path, device_name))
+
+
+def load_table(name_or_path: str | Path, device_name: str | None = None) -> TimingTable:
+    """Load a table of times. See :func:`load_cost_model`, whose ``flops`` is none."""
     table = TimingTable.load(_table_path(str(name_or_path), device_name))
     if device_name is not None and table.device != device_name:
         raise SnipError(
             f"the timings of {name_or_path} were measured on {table.device}, this is {device_name}:"
             " measure it with snip calibrate --out FILE.json and name that file, or use flops"
         )
-    return TimingModel(table)
+    return table
 
 
 def _table_path(name: str, device_name: str | None) -> Path:

@@ -89,14 +89,38 @@ def test_collectives_are_added_to_a_table(tmp_path: Path) -> None:
     assert replace(after, collectives={}) == before
 
 
-def test_a_table_of_another_device_gets_no_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_host_is_added_to_a_table(tmp_path: Path) -> None:
+    """The times of a GPU serve all machines that have it, those of the host only its own."""
+    table, out = tmp_path / "cpu.json", tmp_path / "with.json"
+    body = json.loads(small_table("cpu"))
+    body["formats"], body["notes"], both = ["bf16", "fp8"], ["kept"], {"fp8": [1e-5, 1e-5, 1e-5]}
+    body["gemms"][0]["seconds"] |= both
+    body["activations"] = [{"tokens": 8, "features": 8, "input": both, "gradient": both}]
+    body["weights"] = [{"n": 8, "k": 8, "seconds": {"fp8": 1e-5}}]
+    table.write_text(json.dumps(body))
+    for source in (table, out):  # what is measured again replaces what the table has
+        done = snip("--add-to", source, "--out", out, "--commit", "c0ffee")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.splitlines()[-1] == "snip calibrate: cpu, the host"
+    before, after = TimingTable.load(table), TimingTable.load(out)
+    assert after.launching is not None
+    assert set(after.launching.layer) == {"bf16", "fp8"}
+    kept, note = after.about["notes"]
+    assert (kept, note[-16:]) == ("kept", "at commit c0ffee")
+    assert replace(after, launching=None, about=before.about) == before
+
+
+def test_a_table_of_another_device_is_not_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "other.json"
     table.write_text(small_table("Another"))
     common = ["calibrate", "--device", "cpu", "--add-to", str(table)]
     assert main([*common, "--ranks", "2"]) == 2
-    assert "was measured on Another, this is cpu" in capsys.readouterr().err
+    assert "were measured on Another, this is cpu" in capsys.readouterr().err
     assert main(common) == 2
-    assert "collectives need ranks; give --ranks 2 or more" in capsys.readouterr().err
+    assert "were measured on Another, this is cpu" in capsys.readouterr().err
+    table.write_text(small_table("cpu"))
+    assert main([*common, "--no-host"]) == 2
+    assert "--no-host: nothing is left to measure; give --ranks" in capsys.readouterr().err
 
 
 def test_too_many_ranks_are_refused_before_anything_is_measured(

@@ -84,7 +84,7 @@ def test_a_table_without_the_figures_works_as_before_and_says_so() -> None:
     assert step.host_seconds() is None
     plan = plan_of(step, "fp4=0.5")
     (said,) = [line for line in plan["assumptions"] if line.startswith("host:")]
-    assert said.startswith("host: not modelled (the table has no host seconds, which snip calibrate measures)")
+    assert said.startswith("host: not modelled (the table has no host seconds, which snip calibrate --add-to measures)")
     assert "host-bound" not in render(plan) or "likely host-bound" in render(plan)
 
 
