@@ -3,7 +3,7 @@
     config.json             {"schema": "snip.run/1", "config": {...}, "facts": {...}}
     events.jsonl            one object per event: time (Unix seconds), step, event, step_s, wait_s and more fields
     metrics.jsonl           one object per step: time, step, loss, grad_norm, fp4_fraction, ...
-    stats/step_<N>.npz      StatisticsTable.save
+    stats/step_<N>.npz      StatisticsTable.to_bytes
     problems/step_<N>.json  snip.problem/1, or snip.problem/2 in a run with phases
     maps/step_<N>.json      snip.map/1
     plans/step_<N>.json     snip.phases/1, only in runs with plans

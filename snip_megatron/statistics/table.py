@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,15 +226,9 @@ class StatisticsTable:
         np.savez(buffer, header=text, **self.arrays())  # type: ignore[arg-type]
         return buffer.getvalue()
 
-    def save(self, path: Path) -> None:
-        """Write :meth:`to_bytes` to a temporary file, and rename it to ``path``."""
-        partial = path.with_name(path.name + ".part")
-        partial.write_bytes(self.to_bytes())
-        os.replace(partial, path)
-
     @classmethod
     def load(cls, path: Path) -> StatisticsTable:
-        """Read a file of :meth:`save`. Raises SnipError on anything else; never unpickles."""
+        """Read a file of :meth:`to_bytes`. Raises SnipError on anything else; never unpickles."""
         try:
             content = path.read_bytes()
         except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster import Cluster
+from cluster import NODES, Cluster
 from job import Training
 
 from snip_megatron.records.readers import read_events, read_metrics
@@ -43,6 +43,30 @@ def test_a_training_goes_on_after_a_preemption_and_is_queued_again_on_a_signal(
     run = job.save / "snip"
     assert [figure["step"] for figure in read_metrics(run)][:second] == list(range(second))
     assert any(event["event"] == "adopt" for event in read_events(run))
+
+
+def test_a_training_that_has_lost_a_node_before_its_first_checkpoint_begins_anew(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Its run directory holds the events of the first start by then."""
+    job = Training(cluster, tmp_path, "--train-iters", 100000, "--eval-iters", 0, "--save-interval", 100000)
+    job.wait_for("an adoption", lambda: '"adopt"' in events_text(job))
+    cluster.lose(NODES[1])
+    try:
+        job.wait_for_requeue()
+    finally:
+        cluster.revive(NODES[1])
+    seen = len(job.steps)
+    job.wait_for_step(7, after=seen)
+    assert job.steps[seen] == 1
+    assert read_events(job.save / "snip")[0]["event"] == "resume"
+    cluster.run("scancel", job.number)
+    job.wait_for_end()
+
+
+def events_text(job: Training) -> str:
+    file = job.save / "snip" / "events.jsonl"
+    return file.read_text() if file.exists() else ""
 
 
 def test_a_wrong_argument_is_one_line_before_the_ranks_start(cluster: Cluster, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_spearman_of_too_little_is_none() -> None:
 def save(folder: Path, *tables: StatisticsTable) -> Path:
     (folder / "stats").mkdir(parents=True)
     for table in tables:
-        table.save(folder / "stats" / f"step_{table.step}.npz")
+        (folder / "stats" / f"step_{table.step}.npz").write_bytes(table.to_bytes())
     return folder
 
 

@@ -235,7 +235,7 @@ def statistics(path: Path, formats: tuple[str, ...] = ("fp8", "fp4"), blocks: in
     )
     sinks = tuple(SinkRow(f"sink{i}", min(i, 2 * blocks), 100) for i in range(2 * blocks + 2))
     n, f, b = len(rows), len(formats), 2 * blocks + 1
-    StatisticsTable(
+    table = StatisticsTable(
         step=100,
         tokens=256,
         tokens_per_step=4096,
@@ -248,7 +248,8 @@ def statistics(path: Path, formats: tuple[str, ...] = ("fp8", "fp4"), blocks: in
         drift2=np.cumsum(rng.lognormal(size=(n, len(RHO_GRID))), axis=1),
         sink_drift2=np.cumsum(rng.lognormal(size=(len(sinks), len(RHO_GRID))), axis=1),
         sink_w2=rng.lognormal(size=len(sinks)),
-    ).save(path)
+    )
+    path.write_bytes(table.to_bytes())
     return path
 
 
