@@ -10,7 +10,7 @@ import pytest
 from warm_ranks import WarmRanks
 
 from faults import campaign, judge
-from faults.delayed import run_delayed
+from faults.delayed import LAG, run_delayed
 from faults.jobs import run_batch
 from faults.kinds import KINDS, Lost
 from faults.plan import Batch, Fault, make_plan, window
@@ -58,12 +58,11 @@ def test_jobs_go_on_from_their_checkpoint(warm: WarmRanks, tmp_path: Path) -> No
     ]
 
 
-def test_a_slow_solver_costs_less_than_a_step(warm: WarmRanks, tmp_path: Path) -> None:
-    """The solver takes ten steps: a training that waited for it would lose them."""
+def test_training_goes_on_while_the_solver_is_slow(warm: WarmRanks, tmp_path: Path) -> None:
+    """The solver takes ten steps. The campaign judges what waiting for it costs, which depends on the load."""
     figures = run_delayed(warm, tmp_path / "delayed", delay_s=4.0, step_s=0.4)
     assert figures["postponed"] >= 1
-    assert figures["steps_meanwhile"] >= 5
-    assert figures["wait_s"] < figures["step_s"]
+    assert figures["steps_meanwhile"] > LAG
 
 
 # -- the harness itself ------------------------------------------------------------------------------------------
