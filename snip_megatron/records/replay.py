@@ -9,6 +9,7 @@ phases is solved over the phases that it planned, which its event ``submit`` kee
 from __future__ import annotations
 
 import dataclasses
+import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ def find_stored(source: Path, step: int | None) -> Stored | None:
     Raises:
         SnipError: the run directory stores no such update.
     """
-    if source.is_dir():
+    if os.path.isdir(source):  # False for a name that is too long, where Path.is_dir raises
         read_config(source)  # a directory of something else is refused here
         steps = sorted({step for folder in ("problems", "stats") for step in step_files(source, folder)})
         if not steps:
@@ -178,7 +179,7 @@ def parse_shapes(body: Any, where: str) -> dict[str, LinearShape]:
 
 def is_statistics(path: Path) -> bool:
     """Return whether the content of a file is that of a ``stats/step_N.npz``."""
-    return path.is_file() and zipfile.is_zipfile(path)
+    return os.path.isfile(path) and zipfile.is_zipfile(path)
 
 
 def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem | PhasedProblem:

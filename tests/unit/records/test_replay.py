@@ -251,3 +251,9 @@ def test_phases_that_are_not_recorded_are_refused(tmp_path: Path) -> None:
         SnipError, match=r"the update of step 30 planned phases, and its events.jsonl does not say which"
     ):
         rebuild(run, Change({"policy": "fisher"}), None)
+
+
+def test_a_name_that_is_too_long_is_no_run() -> None:
+    name = Path(300 * "x")  # Path.is_dir and Path.is_file raise an OSError
+    assert find_stored(name, None) is None
+    assert not is_statistics(name)
