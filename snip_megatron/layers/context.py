@@ -150,8 +150,9 @@ class LinearHandle:
     def to(self, device: torch.device) -> None:
         """Move the feature indices to ``device``. Stochastic rounding reads them in every backward."""
         if self.out_features.device != device:
-            self.out_features = self.out_features.to(device)
-            self.in_features = self.in_features.to(device)
+            with torch.inference_mode(False):  # a validation may move them for training
+                self.out_features = self.out_features.to(device)
+                self.in_features = self.in_features.to(device)
 
     def shared_amax(self, operand: str, x: torch.Tensor, formats: Iterable[Format | str | None]) -> torch.Tensor | None:
         """Return the amax of the unsharded operand. See :func:`snip_megatron.layers.amax.shared_amax`.

@@ -29,12 +29,12 @@ def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
     shapes = {
         "self_attention.linear_qkv": ((queries + 2 * groups) * head, hidden),
         "self_attention.linear_proj": (hidden, heads * head),
-        "mlp.linear_fc1": (ffn * (2 if args.swiglu else 1), hidden),
+        "mlp.linear_fc1": (ffn * (2 if _gated(args) else 1), hidden),
         "mlp.linear_fc2": (hidden, ffn),
     }
     experts = ExpertLayers.of(args)
     if experts is not None:
-        of_each = ((experts.ffn * (2 if args.swiglu else 1), hidden), (hidden, experts.ffn))
+        of_each = ((experts.ffn * (2 if _gated(args) else 1), hidden), (hidden, experts.ffn))
         shapes |= dict(zip(EXPERT_KINDS, of_each, strict=True))
     rows = []
     for name in linear_names(args):
@@ -42,6 +42,11 @@ def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
         mixture = experts.mixture if experts is not None and linear.of_experts else (1, 1)
         rows.append(LinearRow(name, _stage(args, linear.layer), *shapes[linear.kind], *mixture))
     return tuple(rows)
+
+
+def _gated(args: argparse.Namespace) -> bool:
+    """Whether the MLP's first linear has a gate beside its features."""
+    return bool(args.swiglu or getattr(args, "quick_geglu", False))
 
 
 def check_shapes(registry: LinearRegistry, args: argparse.Namespace) -> None:
@@ -78,7 +83,7 @@ def unquantised_flops(args: argparse.Namespace) -> dict[int, float]:
     padding are not taken into account. Returns an empty dictionary if there are no such experts.
     """
     experts = ExpertLayers.of(args)
-    elements = 0 if experts is None else experts.bf16_elements(args.hidden_size, gated=args.swiglu)
+    elements = 0 if experts is None else experts.bf16_elements(args.hidden_size, gated=_gated(args))
     if experts is None or not elements:
         return {}
     of_layer = 2.0 * len(Gemm) * elements

@@ -212,6 +212,17 @@ def test_second_derivatives_are_refused(group: dist.ProcessGroup, context: StepC
         d.square().sum().backward()
 
 
+def test_features_that_a_validation_moves_can_be_used_in_training(
+    group: dist.ProcessGroup, context: StepContext
+) -> None:
+    """Kernels look at the version of the features, which tensors of the inference mode do not have."""
+    handle = convert(stock_linear(group, 96, 64, dtype=torch.float32), context, (FP4, FP4, FP4))
+    with torch.inference_mode():
+        handle.to(torch.device("meta"))
+    assert handle.out_features.is_meta
+    assert handle.out_features._version == handle.in_features._version == 0
+
+
 # -- gradients of weights --------------------------------------------------------------------------------------
 def test_main_grad_accumulates_over_microbatches_with_fresh_draws(
     group: dist.ProcessGroup, context: StepContext

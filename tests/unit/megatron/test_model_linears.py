@@ -26,6 +26,7 @@ def test_shapes_follow_attention_and_mlp() -> None:
     assert ungrouped["self_attention.linear_qkv"] == (384, 64)
     assert ungrouped["self_attention.linear_proj"] == (64, 128)
     assert ungrouped["mlp.linear_fc1"] == (96, 64)
+    assert shapes(swiglu=False, quick_geglu=True) == shapes()
     gated = shapes(attention_output_gate=True)
     assert gated["self_attention.linear_qkv"] == (192, 64)
     assert gated["self_attention.linear_proj"] == (64, 64)
