@@ -69,8 +69,8 @@ def quantized_forward(
         scatters=scatters,
         packs_gradient=packs_gradient,
     )
-    bias, given = kwargs.get("bias"), handed_over(input_, handle.id)
-    return QuantizedLinear.apply(input_, weight, bias, call, given)  # type: ignore[no-untyped-call,no-any-return]
+    given = handed_over(input_, handle.id) if handle.beside_swiglu else None
+    return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call, given)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _QuantizedForward:
