@@ -301,7 +301,8 @@ def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], name:
 
 def _validated(run: RunData, since: int) -> float | None:
     """Return the latest validation loss in the map's formats less that in bf16, of the same step after ``since``."""
-    own, bf16 = (run.validations().get(formats, {}) for formats in ("map", "bf16"))
+    validations = run.validations()
+    own, bf16 = (validations.get(formats, {}) for formats in ("map", "bf16"))
     last = max(own.keys() | bf16.keys(), default=since)
     return own[last] - bf16[last] if last > since and last in own and last in bf16 else None
 

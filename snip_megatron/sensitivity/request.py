@@ -14,6 +14,7 @@ from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver.items import Budget
+from snip_megatron.solver.validation import MAX_SPEEDUP
 
 BITS: Mapping[str, int] = {fmt.value: fmt.bits for fmt in Format}
 """Name of a format → bits of an element. Formats of four bits count towards the fp4 share."""
@@ -189,8 +190,8 @@ def _check_formats(request: SolveRequest) -> None:
 def _check_numbers(request: SolveRequest) -> None:
     if request.speedup is not None and request.loss is not None:
         raise SnipError("speedup and loss are two budgets: give one")
-    if request.speedup is not None and not 1.0 <= request.speedup <= 1e6:
-        raise SnipError(f"speedup {cut(request.speedup)}: must be a factor from 1 to 1e+06")
+    if request.speedup is not None and not 1.0 <= request.speedup <= MAX_SPEEDUP:
+        raise SnipError(f"speedup {cut(request.speedup)}: must be a factor from 1 to {MAX_SPEEDUP:g}")
     if request.loss is not None and not math.isfinite(request.loss):
         raise SnipError(f"loss {cut(request.loss)}: must be a finite number")
     if not 0.0 <= request.target <= 1.0:

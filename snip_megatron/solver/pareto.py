@@ -17,6 +17,7 @@ from snip_megatron.solver.infeasible import why_infeasible
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
 from snip_megatron.solver.table import ChoiceTable
+from snip_megatron.solver.validation import MAX_SPEEDUP
 
 SWEEP_SCHEMA = "snip.sweep/1"
 DEFAULT_POINTS = 41
@@ -62,7 +63,7 @@ def reachable(problem: Problem) -> tuple[float, float]:
         least = float(table.true_loss.min(axis=1).sum())
         return float(np.nextafter(least, np.inf)), max(least, table.objective(table.most_saving()))
     lowest = 0.0 if budget.kind == "target" else 1.0
-    most = budget.with_wanted(1.0 if budget.kind == "target" else 1e6)
+    most = budget.with_wanted(1.0 if budget.kind == "target" else MAX_SPEEDUP)
     if table.asking(most).feasible(table.most_saving()):
         return lowest, most.wanted
     fault = why_infeasible(table.asking(most), most)

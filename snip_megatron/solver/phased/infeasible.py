@@ -9,6 +9,7 @@ from snip_megatron.solver.phased.build import Costs, build_table
 from snip_megatron.solver.phased.problem import PhasedProblem
 from snip_megatron.solver.phased.table import PhasedTable
 from snip_megatron.solver.solution import Infeasibility
+from snip_megatron.solver.validation import MAX_SPEEDUP
 
 _DIGITS = 1e9  # figures are rounded to the side where asking for them succeeds
 
@@ -52,7 +53,7 @@ def _limit(table: PhasedTable, problem: PhasedProblem, worth: float) -> float | 
     else:
         costs = Costs(problem, table.stages)
         taken = math.fsum([costs.reference * sum(table.steps), -costs.unit * worth, done * costs.reference / achieved])
-        limit, least, most = costs.reference * steps / taken if taken > 0 else 1.0, 1.0, 1e6
+        limit, least, most = costs.reference * steps / taken if taken > 0 else 1.0, 1.0, MAX_SPEEDUP
     limit = min(math.floor(limit * _DIGITS) / _DIGITS, most)
     for _ in range(3):
         if limit < least:
