@@ -62,6 +62,7 @@ CONTENDERS = {
     "snip_fp8_tensor_graphs": Contender(graphs=_BOTH, map=Format.FP8_TENSOR),
     "snip_fp8": Contender(map=Format.FP8),
     "snip_fp8_graphs": Contender(graphs=_BOTH, map=Format.FP8),
+    "snip_fp8_fused_graphs": Contender(("--snip-fusions", "auto"), graphs=_BOTH, map=Format.FP8),
     "snip_fp4_75": Contender(updates=True),
     "snip_fp4_75_graphs": Contender(graphs=_BOTH, updates=True),
     "snip_bf16_graphs": Contender(graphs=_BOTH, map=Format.BF16),
@@ -69,5 +70,11 @@ CONTENDERS = {
     "snip_fp4_75_gather_graphs": Contender(("--snip-communication", "gather"), graphs=_BOTH, updates=True),
     "snip_fp4_75_all_graphs": Contender(("--snip-communication", "all"), graphs=_BOTH, updates=True),
 }
-EXTRA = ("snip_fp4_75", "snip_fp4_75_fused_graphs", "snip_fp4_75_gather_graphs", "snip_fp4_75_all_graphs")
+EXTRA = (
+    "snip_fp8_fused_graphs",
+    "snip_fp4_75",
+    "snip_fp4_75_fused_graphs",
+    "snip_fp4_75_gather_graphs",
+    "snip_fp4_75_all_graphs",
+)
 """The contenders that are in a table only if they are asked for by name."""
