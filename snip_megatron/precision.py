@@ -126,14 +126,19 @@ def misplaced(fmt: Format, gemm: Gemm | None) -> str | None:
     return f"{fmt.value} is a format of {' and '.join(fmt.gemms)}, not of {missing[0]}" if missing else None
 
 
-def candidates_fault(formats: Sequence[str], *, granularity: str) -> str | None:
-    """Return why ``formats`` leave a GEMM without a choice, or None if they do not.
+def candidates_fault(formats: Sequence[str], *, granularity: str, share: bool) -> str | None:
+    """Return why ``formats`` cannot be the candidates of a budget, or None if they can.
 
     Args:
         formats: names of candidate formats.
         granularity: ``gemm``, or ``layer``, where a format must be one of all three GEMMs.
+        share: whether the budget is a share of FLOPs in four bits. bf16 would cost nothing there.
     """
     known = [Format(name) for name in formats]
+    if set(known) == {Format.BF16}:
+        return "leaves nothing to choose; add fp8, fp8_tensor or fp4"
+    if share and Format.BF16 in known:
+        return "bf16 is no candidate under fp4=, where it costs nothing; pin GEMMs to it, or budget time or loss"
     if granularity == "layer":
         faults = [why for fmt in known if (why := misplaced(fmt, None)) is not None]
         return f"{faults[0]}, and at granularity layer a linear has one format" if faults else None

@@ -28,15 +28,8 @@ def check_formats(values: Mapping[str, Any], wanted: tuple[str, float], *, updat
     known = (*FORMATS, Format.BF16.value)
     if set(formats) - set(known) or not formats or len(set(formats)) != len(formats):
         raise SnipError(f"{here}: expected distinct names of {', '.join(known)}")
-    if (why := candidates_fault(formats, granularity=values["granularity"])) is not None:
+    if (why := candidates_fault(formats, granularity=values["granularity"], share=kind == "fp4")) is not None:
         raise SnipError(f"{here}: {why}")
-    if Format.BF16.value in formats and kind == "fp4":
-        raise SnipError(
-            f"{here}: bf16 is no candidate under {budget}, where it costs nothing; use --snip-pin GLOB=bf16, or"
-            " --snip-budget speedup= or loss="
-        )
-    if set(formats) == {Format.BF16.value}:
-        raise SnipError(f"{here}: leaves nothing to choose; add fp8, fp8_tensor or fp4")
     if updates and kind == "fp4" and figure > 0 and not FOUR_BIT.intersection(formats):
         raise SnipError(f"{here}: none has four bits, so {budget} cannot be reached; add fp4")
 

@@ -134,15 +134,8 @@ def parse_question(
             known = ", ".join(fmt.value for fmt in Format)
             raise SnipError(f"--formats {cut(formats)}: give distinct names among {known}")
         chosen = tuple(Format(name) for name in names)
-        if (why := candidates_fault(names, granularity=granularity)) is not None:
+        if (why := candidates_fault(names, granularity=granularity, share=kind == "fp4")) is not None:
             raise SnipError(f"--formats {cut(formats)}: {why}")
-        if kind == "fp4" and Format.BF16 in chosen:
-            raise SnipError(
-                f"--formats {cut(formats)}: bf16 is no candidate under --budget {cut(budget)}, where it costs nothing;"
-                " use speedup=, step= or loss="
-            )
-        if set(chosen) == {Format.BF16}:
-            raise SnipError(f"--formats {cut(formats)}: leaves nothing to choose; add fp8, fp8_tensor or fp4")
     missing = [fmt.value for fmt in chosen if fmt not in measured and fmt.base not in measured]
     if missing:
         raise SnipError(

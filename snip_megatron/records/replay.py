@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
+from snip_megatron.precision import Format, PrecisionMap, candidates_fault, fp4_fraction
 from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, read_events, step_files, step_of, step_path
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.phased_problem import build_phased_problem
@@ -206,8 +206,9 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem | 
         # bf16 is a candidate only under budgets of time or loss: under a share of FLOPs it costs nothing.
         fields["formats"] = tuple(f for f in request.formats if f != Format.BF16.value)
     request = dataclasses.replace(request, **wanted, **fields, phases=phases, prefix="--")
-    if budget.kind == "target" and Format.BF16.value in request.formats:
-        raise SnipError(f"--formats {cut(','.join(request.formats))}: bf16 is no candidate under fp4=: pin it instead")
+    share = budget.kind == "target"
+    if (why := candidates_fault(request.formats, granularity=request.granularity, share=share)) is not None:
+        raise SnipError(f"--formats {cut(','.join(request.formats))}: {why}")
     if request.timed and (request.unquantised_flops or request.unquantised_stage_flops):
         raise SnipError(
             f"{stored.run}: times of its grouped and shared experts are not predicted; a budget of this run is a share"

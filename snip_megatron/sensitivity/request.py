@@ -183,7 +183,7 @@ def _check_formats(request: SolveRequest) -> None:
         raise SnipError(f"format {quoted(unknown[0])}: unknown; choose among {', '.join(BITS)}")
     if not request.formats or len(set(request.formats)) != len(request.formats):
         raise SnipError(f"formats {cut(','.join(request.formats) or '(none)')}: give one or more distinct names")
-    if (why := candidates_fault(request.formats, granularity=request.granularity)) is not None:
+    if (why := candidates_fault(request.formats, granularity=request.granularity, share=False)) is not None:
         raise SnipError(f"formats {cut(','.join(request.formats))}: {why}")
 
 

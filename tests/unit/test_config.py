@@ -174,7 +174,7 @@ BAD = [
     (("--snip-budget", "speedup=fast"), ["--snip-budget speedup=fast", "1 or more"]),
     (("--snip-budget", "loss=-1"), ["--snip-budget loss=-1", "0 or more nats"]),
     (("--snip-budget", "loss=nan"), ["--snip-budget loss=nan", "0 or more nats"]),
-    (("--snip-formats", "bf16,fp4"), ["--snip-formats bf16,fp4", "--snip-budget fp4=0.75", "--snip-pin"]),
+    (("--snip-formats", "bf16,fp4"), ["--snip-formats bf16,fp4", "under fp4=", "pin GEMMs"]),
     (("--snip-formats", "bf16", "--snip-budget", "speedup=1"), ["--snip-formats bf16", "nothing to choose"]),
     (("--snip-cost", "money"), ["--snip-cost money", "flops"]),
     (("--snip-cost", "time"), ["--snip-cost time", "--snip-budget fp4=0.75", "share of FLOPs"]),

@@ -248,12 +248,17 @@ def test_a_variant_belongs_to_its_base_and_its_gemms() -> None:
 
 
 def test_candidates_cover_every_gemm() -> None:
-    assert candidates_fault(["mxfp8", "nvfp4_46"], granularity="gemm") is None
-    assert candidates_fault(["fp8", "fp4"], granularity="layer") is None
-    assert candidates_fault([], granularity="gemm") is None
-    assert candidates_fault(["nvfp4_46", "nvfp4_nearest"], granularity="gemm") is None
-    assert candidates_fault(["nvfp4_nearest"], granularity="gemm") == "none is a format of fprop; add nvfp4"
-    assert "not of dgrad, and at granularity layer" in str(candidates_fault(["fp8", "nvfp4_46"], granularity="layer"))
+    assert candidates_fault(["mxfp8", "nvfp4_46"], granularity="gemm", share=True) is None
+    assert candidates_fault(["fp8", "fp4"], granularity="layer", share=True) is None
+    assert candidates_fault([], granularity="gemm", share=True) is None
+    assert candidates_fault(["nvfp4_46", "nvfp4_nearest"], granularity="gemm", share=True) is None
+    assert candidates_fault(["nvfp4_nearest"], granularity="gemm", share=True) == "none is a format of fprop; add nvfp4"
+    assert "not of dgrad, and at granularity layer" in str(
+        candidates_fault(["fp8", "nvfp4_46"], granularity="layer", share=True)
+    )
+    assert candidates_fault(["fp8", "bf16"], granularity="gemm", share=False) is None
+    assert "no candidate under fp4=" in str(candidates_fault(["fp8", "bf16"], granularity="gemm", share=True))
+    assert "leaves nothing to choose" in str(candidates_fault(["bf16"], granularity="gemm", share=False))
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_rendering_says_everything() -> None:
         (
             "fp4=0.5",
             "bf16,fp4",
-            "--formats bf16,fp4: bf16 is no candidate under --budget fp4=0.5, where it costs nothing",
+            "--formats bf16,fp4: bf16 is no candidate under fp4=, where it costs nothing",
         ),
         ("speedup=1", "bf16", "--formats bf16: leaves nothing to choose; add fp8, fp8_tensor or fp4"),
         ("fp4=0.5", "fp8,fp3", "--formats fp8,fp3: give distinct names"),
