@@ -31,6 +31,7 @@ from snip_megatron.evaluation.tables import FORMATS, TITLES, markdown
 from snip_megatron.records.storage import write_atomically
 
 INCOMPLETE, SOME_FAILED = 4, 1
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 ENVIRONMENT = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -240,15 +241,22 @@ def select_gpus(wanted: str) -> list[str]:
 
 
 def stop_on_signals(pool: Pool) -> list[int]:
-    """End the pool's processes on SIGTERM and SIGINT. Returns the list that the signal is added to."""
+    """End the pool's processes on a signal of :data:`STOPS`, unless it is ignored, as SIGHUP under nohup.
+
+    The processes have groups of their own, so that neither a key nor a terminal that closes ends them.
+
+    Returns:
+        The list that the signal is added to.
+    """
     received: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
         received.append(number)
         pool.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    for number in STOPS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
     return received
 
 
