@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import fcntl
 import json
+import os
 import shlex
 import signal
 import sys
@@ -158,6 +159,8 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
 def alone(work: Path) -> Iterator[None]:
     """Lock the folder ``work``: two comparisons there would remove each other's run directories.
 
+    The trainings inherit the lock. It lasts until the last one ends, if the comparison is killed before.
+
     Raises:
         SnipError: The folder cannot be written, or another comparison runs there.
     """
@@ -166,11 +169,15 @@ def alone(work: Path) -> Iterator[None]:
         lock = (work / "lock").open("w")
     except OSError as error:
         raise SnipError(f"{work}: cannot be written ({error.strerror})") from None
+    os.set_inheritable(lock.fileno(), True)
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SnipError(f"{work}: another comparison runs there; wait for it, or give another --work") from None
+            raise SnipError(
+                f"{work}: another comparison, or a training that it left, runs there; wait for it or give another"
+                " --work"
+            ) from None
         except OSError:  # a file system without locks
             pass
         yield

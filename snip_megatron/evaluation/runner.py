@@ -163,6 +163,7 @@ class Pool:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 process_group=0,
+                close_fds=False,  # the lock of the working folder is inherited
             )
         self._attempts[job.name] = self._attempts.get(job.name, 0) + 1
         return _Running(job, slot, self._attempts[job.name], time.monotonic(), process)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from snip_megatron.cli import main
 from snip_megatron.commands import compare, validate_proxy
-from snip_megatron.commands.compare import _results
+from snip_megatron.commands.compare import _results, alone
+from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.compare import Comparison
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import load_experiment
@@ -71,7 +75,8 @@ def test_two_comparisons_do_not_share_a_work_folder(
     assert main(["compare", *arguments, "--out", str(prepared / "first")]) == 0
     assert codes == [2]
     assert capsys.readouterr().err == (
-        f"snip {command}: {prepared / 'work'}: another comparison runs there; wait for it, or give another --work\n"
+        f"snip {command}: {prepared / 'work'}: another comparison, or a training that it left, runs there; wait for it"
+        " or give another --work\n"
     )
 
 
@@ -82,3 +87,27 @@ def test_a_work_folder_that_cannot_be_made_is_one_line(prepared: Path, capsys: p
     error = capsys.readouterr().err
     assert error.startswith(f"snip compare: {out / 'work'}: cannot be written (")
     assert error.count("\n") == 1
+
+
+def test_a_training_that_a_killed_comparison_left_holds_the_work_folder(tmp_path: Path) -> None:
+    """Another comparison would remove the run directory in which it writes, and train there beside it."""
+    work, log = tmp_path / "work", tmp_path / "log"
+    killed = f"""
+import os, signal, sys
+from pathlib import Path
+from snip_megatron.commands.compare import alone
+from snip_megatron.evaluation.runner import Job, Pool
+training = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+with alone(Path({str(work)!r})):
+    pool = Pool([None], {{}})
+    pool.add([Job("run", [sys.executable, "-c", training], Path({str(log)!r}))])
+    pool.run(print, lambda: Path({str(log)!r}).read_text() and os.kill(os.getpid(), signal.SIGKILL))
+"""
+    subprocess.run([sys.executable, "-c", killed], timeout=100, check=False)
+    training = psutil.Process(int(log.read_text()))
+    with pytest.raises(SnipError, match="or a training that it left"), alone(work):
+        pass
+    training.kill()
+    psutil.wait_procs([training], timeout=10)
+    with alone(work):
+        pass
