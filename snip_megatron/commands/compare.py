@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from snip_megatron.config import parse_snip_arguments
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.evaluation import compare
 from snip_megatron.evaluation.data import Data, load_data
@@ -26,7 +27,7 @@ from snip_megatron.evaluation.pages import write_page
 from snip_megatron.evaluation.planned import VALIDATIONS
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runner import Pool
-from snip_megatron.evaluation.runs import experiment_runs, training_command, warm_arguments
+from snip_megatron.evaluation.runs import experiment_runs, fill, training_command, warm_arguments
 from snip_megatron.evaluation.statistics import Row, rows
 from snip_megatron.evaluation.tables import FORMATS, TITLES, markdown
 from snip_megatron.records.storage import write_atomically
@@ -123,9 +124,20 @@ def run(args: argparse.Namespace) -> int:
     if args.data is None:
         raise SnipError("--data DIR is missing: the folder that snip prepare-data made")
     parts_data = [load_data(args.data, experiment.tokenizer) for experiment in experiments]
+    for experiment, data in zip(experiments, parts_data, strict=True):
+        _check_settings(experiment, data)
     if args.dry_run:
         return _dry_run(experiments, parts_data)
     return _train(args, experiments, parts_data)
+
+
+def _check_settings(experiment: Experiment, data: Data) -> None:
+    """Raise SnipError if SNIP would refuse the arguments of a run, which the warm checkpoint may precede by hours."""
+    for run in experiment_runs(experiment, data):
+        try:
+            parse_snip_arguments(fill(run.arguments, {"data": str(data.folder)}))
+        except SnipError as error:
+            raise SnipError(f"{experiment.name}: {run.title}: {error}") from None
 
 
 def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[Data]) -> int:

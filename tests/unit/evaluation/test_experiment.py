@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from snip_megatron.cli import main
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.data import Data, load_data
@@ -155,6 +156,10 @@ def test_weights_are_kept_only_if_asked_for() -> None:
         ("planned", [{"kind": "x", "ours": "snip", "theirs": [], "budgets": []}], "e.json: planned[0]: kind: 'x': exp"),
         ("from_warm.save", 1, "e.json: from_warm: save: expected true or false, not 1"),
         ("from_warm.updates", {"interval": 1}, "e.json: from_warm: updates: interval: expected a whole number"),
+        ("from_warm.updates", [], "e.json: from_warm: updates: expected an object"),
+        ("from_warm.formats", ["fp9"], "e.json: from_warm: formats: 'fp9' is unknown; choose one of bf16, fp8, fp4"),
+        ("planned", {}, "e.json: planned: expected a list of comparisons"),
+        ("training.min_lr", 0.1, "e.json: training: min_lr: expected a number between 0 and 0.003, not 0.1"),
     ],
 )
 def test_faults_are_named_by_place(path: str, value: Any, message: str) -> None:
@@ -170,6 +175,23 @@ def test_a_warm_up_ends_before_its_schedule() -> None:
         SnipError, match=rf"training.warmup_steps: {steps} must be less than the {steps} steps of from_warm"
     ):
         parse(changed("training.warmup_steps", steps))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("from_warm.formats", ["fp8"], "snip 75 % seed 1: --snip-formats fp8: none has four bits"),
+        ("from_warm.updates", {"interval": 5, "lag": 9}, "snip 75 % seed 1: --snip-lag 9"),
+        ("from_warm.policies", [{"policy": "bf16", "arguments": ["--snip-lag"]}], "bf16 seed 1: argument --snip-lag"),
+        ("from_warm.policies", [{"policy": "bf16", "arguments": ["--snip-pin", "x"]}], "bf16 seed 1: --snip-pin x"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_before_the_warm_run(
+    path: str, value: Any, message: str, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "e.json").write_text(json.dumps(changed(path, value)))
+    assert main(["compare", str(tmp_path / "e.json"), "--data", str(prepared), "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith(f"snip compare: nano: {message}")
 
 
 def test_toml_and_json_say_the_same(tmp_path: Path) -> None:

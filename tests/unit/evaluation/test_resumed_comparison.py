@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,18 +43,10 @@ def test_runs_of_the_file_as_it_is_come_after_those_of_its_earlier_content(tmp_p
     assert list(_results(args, now, data).runs) == [*identities[edited], *identities[now]]
 
 
-@pytest.fixture
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(compare, "stop_on_signals", lambda pool: [])  # the signals are pytest's here
-    manifest = {
-        "schema": "snip.data/1",
-        "tokenizer": {"type": "bytes"},
-        "files_sha256": {"train.bin": "1", "valid.bin": "2"},
-        "train": {"tokens": 1000},
-        "valid": {"tokens": 100},
-    }
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    return tmp_path
+@pytest.fixture(autouse=True)
+def own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in (compare, validate_proxy):
+        monkeypatch.setattr(command, "stop_on_signals", lambda pool: [])  # the signals are pytest's here
 
 
 @pytest.mark.parametrize("command", ["compare", "validate-proxy"])
@@ -63,7 +54,6 @@ def test_two_comparisons_do_not_share_a_work_folder(
     command: str, prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each would remove the run directories of the other."""
-    monkeypatch.setattr(validate_proxy, "stop_on_signals", lambda pool: [])
     arguments = [str(NANO), "--data", str(prepared), "--gpus", "0", "--work", str(prepared / "work")]
     codes = []
 
