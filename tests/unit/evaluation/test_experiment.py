@@ -79,6 +79,15 @@ def test_runs_come_seed_by_seed_references_first() -> None:
     ]
 
 
+def test_numbers_reach_the_run_as_they_stand_in_the_file() -> None:
+    body = changed("from_warm.budgets", [2 / 3])
+    body["training"] |= {"lr": 0.00123456789, "clip_grad": 1}
+    arguments = experiment_runs(parse(body), data())[2].arguments
+    assert float(arguments[arguments.index("--snip-budget") + 1].removeprefix("fp4=")) == 2 / 3
+    assert float(arguments[arguments.index("--lr") + 1]) == 0.00123456789
+    assert arguments[arguments.index("--clip-grad") + 1] == "1"  # as earlier releases wrote it: the runs are the same
+
+
 def test_seeds_change_data_order_and_rounding_and_nothing_else() -> None:
     first, second = (run.arguments for run in experiment_runs(parse(changed("from_warm.seeds", [5, 3])), data())[::3])
     differing = [a for a, b in zip(first, second, strict=True) if a != b]
