@@ -21,6 +21,8 @@ SCHEMA = "snip.experiment/1"
 TOKENIZERS = ("bytes", "bpe")
 PHASES = ("from_warm", "from_scratch")
 FORMATS = tuple(fmt.value for fmt in Format)
+LONGEST = 200
+"""Bytes that the name of an experiment or of a policy may have."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
     if warm is None and any(phase.kind == "from_warm" for phase in phases):
         raise SnipError(f"{where}: from_warm needs warm: the checkpoint to start from")
     experiment = Experiment(
-        name=fields.text("name", name),
+        name=_printable(fields, "name", name, "/", "is no file name"),
         model=fields.text("model"),
         tokenizer=_choice(fields, "tokenizer", "bytes", TOKENIZERS),
         training=_training(fields.raw("training"), fields.at("training")),
@@ -300,7 +302,7 @@ def _candidate(body: Any, where: str) -> Candidate:
     fields = Fields({"policy": body} if isinstance(body, str) else body, where)
     policy = _choice(fields, "policy", None, POLICIES)
     candidate = Candidate(
-        label=fields.text("label", policy),
+        label=_printable(fields, "label", policy, "|", "does not fit in a table"),
         policy=policy,
         estimator=_choice(fields, "estimator", None, ESTIMATORS) if fields.has("estimator") else None,
         q=_choice(fields, "q", None, Q_RULES) if fields.has("q") else None,
@@ -310,6 +312,17 @@ def _candidate(body: Any, where: str) -> Candidate:
     )
     fields.close()
     return candidate
+
+
+def _printable(fields: Fields, name: str, default: str, without: str, fault: str) -> str:
+    """Return a text of at most ``LONGEST`` bytes, all printable, that lacks the character ``without``."""
+    value = fields.text(name, default)
+    if not value.isprintable() or without in value or len(value.encode()) > LONGEST:
+        raise SnipError(
+            f"{fields.at(name)}: {quoted(value)} {fault}: give at most {LONGEST} printable characters, none of them"
+            f" {without}"
+        )
+    return value
 
 
 def _choice(fields: Fields, name: str, default: str | None, known: Any) -> str:

@@ -168,6 +168,15 @@ def test_weights_are_kept_only_if_asked_for() -> None:
         ("from_warm.updates", [], "e.json: from_warm: updates: expected an object"),
         ("from_warm.formats", ["fp9"], "e.json: from_warm: formats: 'fp9' is unknown; choose one of bf16, fp8, fp4"),
         ("planned", {}, "e.json: planned: expected a list of comparisons"),
+        ("name", "a/b", "e.json: name: 'a/b' is no file name"),
+        ("name", "a\0b", "e.json: name: 'a\\x00b' is no file name"),
+        ("name", "n" * 300, "e.json: name: 'nnn"),
+        ("from_warm.policies", [{"policy": "bf16", "label": "a|b"}], "e.json: from_warm: policies[0]: label: 'a|b'"),
+        (
+            "from_warm.policies",
+            [{"policy": "bf16", "label": "a\ud800"}],
+            "e.json: from_warm: policies[0]: label: 'a\\u",
+        ),
         ("training.min_lr", 0.1, "e.json: training: min_lr: expected a number between 0 and 0.003, not 0.1"),
     ],
 )
