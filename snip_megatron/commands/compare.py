@@ -144,7 +144,7 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
     started = time.monotonic()
     gpus = select_gpus(args.gpus)
     ranks = _ranks(experiments)
-    devices = _devices(gpus, ranks, args.per_gpu)
+    slots = devices(gpus, ranks, args.per_gpu)
     if args.time_limit is not None and not args.time_limit > 0:
         raise SnipError(f"--time-limit {args.time_limit:g}: must be positive")
     work = (args.work or args.out / "work").resolve()
@@ -153,7 +153,7 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
         for experiment, data in zip(experiments, datas, strict=True)
     ]
     deadline = None if args.time_limit is None else started + args.time_limit
-    pool = Pool(devices, dict(ENVIRONMENT), deadline)
+    pool = Pool(slots, dict(ENVIRONMENT), deadline)
     comparison = compare.Comparison(parts, pool, work, compare.facts(gpus))
     stopped = stop_on_signals(pool)
     with alone(work), multi_process_service(work / "mps") if args.mps else nullcontext() as service:
@@ -203,7 +203,7 @@ def _ranks(experiments: list[Experiment]) -> int:
     return found.pop()
 
 
-def _devices(gpus: list[str], ranks: int, per_device: int | None) -> list[str | None]:
+def devices(gpus: list[str], ranks: int, per_device: int | None) -> list[str | None]:
     """Return the GPUs of each run that may run at a time, as CUDA_VISIBLE_DEVICES; None for the CPU."""
     if per_device is None:
         per_device = 8 if gpus and ranks == 1 else 1
