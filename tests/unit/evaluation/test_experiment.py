@@ -239,7 +239,11 @@ def test_data_must_be_prepared_text_with_the_tokenizer_and_a_hold_out(tmp_path: 
     with pytest.raises(SnipError, match="its tokenizer is bpe, the experiment wants bytes"):
         load_data(tmp_path, "bytes")
     assert load_data(tmp_path, "bpe").tokens == 5
-    manifest["files_sha256"] = {"train.bin": "1"}
+    without: dict[str, Any] = {**manifest, "files_sha256": {"train.bin": "1"}, "valid": None}
+    (tmp_path / "manifest.json").write_text(json.dumps(without))
+    with pytest.raises(SnipError, match="has no hold-out for validation; make it with"):
+        load_data(tmp_path, "bpe")
+    manifest["files_sha256"] = {"valid.bin": "1"}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(SnipError, match=r"manifest\.json cannot be used"):
         load_data(tmp_path, "bpe")
