@@ -15,10 +15,11 @@ from snip_megatron.cli import main
 from snip_megatron.commands import compare, validate_proxy
 from snip_megatron.commands.compare import _results, alone
 from snip_megatron.errors import SnipError
-from snip_megatron.evaluation.compare import Comparison
+from snip_megatron.evaluation.compare import Comparison, make_part
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import load_experiment
-from snip_megatron.evaluation.results import record
+from snip_megatron.evaluation.results import Results, record
+from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks" / "experiments" / "nano.json"
@@ -101,3 +102,21 @@ with alone(Path({str(work)!r})):
     psutil.wait_procs([training], timeout=10)
     with alone(work):
         pass
+
+
+def test_a_comparison_is_complete_with_all_runs_from_one_checkpoint(tmp_path: Path) -> None:
+    """Those from different warm weights are not compared with each other."""
+    data, experiment = Data(tmp_path, "bytes", "0" * 64, 1000, 100), load_experiment(NANO)
+    part = make_part(experiment, data, Results(tmp_path / "nano.json", {}, {}, warm={"a": {}, "b": {}}), tmp_path)
+
+    def left(**done: tuple[int, ...]) -> int:
+        ran = [(part.runs[i].identity(data, sha), part.runs[i]) for sha, runs in done.items() for i in runs]
+        part.results.runs = {identity: record(run, identity, status="done") for identity, run in ran}
+        for entry in part.results.runs.values():
+            entry["seconds"] = 1.0
+        return Comparison([part], Pool([None], {}, deadline=0.0), tmp_path, {}).run()
+
+    assert left() == 3
+    assert left(a=(0, 1)) == 1
+    assert left(a=(0, 1), b=(2,)) == 1
+    assert left(a=(0, 1, 2)) == left(a=(0, 1, 2), b=(2,)) == 0
