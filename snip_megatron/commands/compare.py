@@ -132,10 +132,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_settings(experiment: Experiment, data: Data) -> None:
-    """Raise SnipError if SNIP would refuse the arguments of a run, which the warm checkpoint may precede by hours."""
+    """Raise SnipError if SNIP would refuse the arguments of a run, which the warm checkpoint may precede by hours, or
+    if the run would end before its first map.
+    """
     for run in experiment_runs(experiment, data):
         try:
-            parse_snip_arguments(fill(run.arguments, {"data": str(data.folder)}))
+            config = parse_snip_arguments(fill(run.arguments, {"data": str(data.folder)}))
+            adopted = config.first_update + config.lag
+            if config.updates and adopted >= experiment.schedule(run.kind):
+                raise SnipError(f"its first map would come at step {adopted}, after the last one; give more steps")
         except SnipError as error:
             raise SnipError(f"{experiment.name}: {run.title}: {error}") from None
 

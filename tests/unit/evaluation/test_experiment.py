@@ -200,6 +200,7 @@ def test_a_warm_up_ends_before_its_schedule() -> None:
     [
         ("from_warm.formats", ["fp8"], "snip 75 % seed 1: --snip-formats fp8: none has four bits"),
         ("from_warm.updates", {"interval": 5, "lag": 9}, "snip 75 % seed 1: --snip-lag 9"),
+        ("from_warm.updates", {"first": 5}, "snip 75 % seed 1: its first map would come at step 14, after the last"),
         ("from_warm.policies", [{"policy": "bf16", "arguments": ["--snip-lag"]}], "bf16 seed 1: argument --snip-lag"),
         ("from_warm.policies", [{"policy": "bf16", "arguments": ["--snip-pin", "x"]}], "bf16 seed 1: --snip-pin x"),
     ],
