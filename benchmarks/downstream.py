@@ -105,11 +105,14 @@ def evaluate(model: Model) -> dict[str, Any]:
 
 # -- the table -------------------------------------------------------------------------------------------------
 def add_paired(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to each row its differences to the bf16 run of the same kind and seed, question by question."""
-    bf16 = {(row["kind"], row["seed"]): row["right"] for row in rows if row["policy"] == "bf16"}
+    """Add to each row its differences to the bf16 run of the same kind and seed, question by question.
+
+    That run has no label of its own, as the reference of ``snip compare``.
+    """
+    bf16 = {(row["kind"], row["seed"]): row["right"] for row in rows if row["policy"] == row["label"] == "bf16"}
     for row in rows:
         base = bf16.get((row["kind"], row["seed"]))
-        if base is None or row["policy"] == "bf16":
+        if base is None or row["label"] == "bf16":
             continue
         row["paired"] = {}
         for name, right in row["right"].items():
@@ -187,6 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.characters < 1:
+        raise SnipError(f"--characters {arguments.characters}: must be at least 1")
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ["HF_DATASETS_CACHE"] = str(arguments.work / "downstream" / "datasets")
     results = load_results(arguments.results)
@@ -194,7 +199,10 @@ def _run(arguments: argparse.Namespace) -> int:
     waiting = models(results, arguments.work.resolve(), arguments.batch)
     load_data(arguments.data, experiment["tokenizer"])
     texts = held_out_texts(arguments.data)
-    write_tasks(waiting[0].tasks, texts, make_items(texts, arguments.questions, arguments.seed), arguments.characters)
+    items = make_items(texts, arguments.questions, arguments.seed, experiment["training"]["sequence"])
+    if len(items) < 2:  # the standard error of a difference needs two
+        raise SnipError(f"{len(items)} questions are too few: give more text or --questions, or a longer sequence")
+    write_tasks(waiting[0].tasks, texts, items, arguments.characters)
     head = header(arguments.commit)
     head["versions"] |= {name: metadata.version(name) for name in ("lm_eval", "transformers", "datasets")}
     rows: list[dict[str, Any]] = []

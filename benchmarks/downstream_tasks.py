@@ -18,7 +18,7 @@ CONTEXT_LINES, CHOICE_LINES, CHOICES = 24, 4, 4
 LEAST_CHARACTERS = 80
 """A block of lines with fewer characters, spaces not counted, is no choice: it could follow almost anything."""
 MOST_CHARACTERS = 6000
-"""Characters that context and choice may have together, so that they fit the model's context."""
+"""Characters that context and choice may have together. lm_eval drops the beginning of what is too long for a model."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,20 @@ def held_out_texts(data: Path) -> list[str]:
     return texts
 
 
-def make_items(texts: Sequence[str], count: int, seed: int) -> list[Item]:
+def make_items(texts: Sequence[str], count: int, seed: int, longest: int) -> list[Item]:
     """Draw at most ``count`` questions, about equally many from each text. The same seed gives the same questions.
 
     The wrong choices are blocks of as many lines elsewhere in the file. No two choices of a question overlap or are
     equal, and none overlaps the context.
+
+    Args:
+        texts: the held-out files.
+        count: number of questions.
+        seed: the seed.
+        longest: the model's context in tokens. A choice has at most as many bytes, and so at most as many tokens.
     """
     shuffler = random.Random(seed)
-    waiting = [_items(text, random.Random(f"{seed} {i}")) for i, text in enumerate(texts)]
+    waiting = [_items(text, random.Random(f"{seed} {i}"), longest) for i, text in enumerate(texts)]
     shuffler.shuffle(waiting)
     items: list[Item] = []
     while waiting and len(items) < count:
@@ -68,10 +74,11 @@ def make_items(texts: Sequence[str], count: int, seed: int) -> list[Item]:
     return items[:count]
 
 
-def _items(text: str, shuffler: random.Random) -> Iterator[Item]:
+def _items(text: str, shuffler: random.Random, longest: int) -> Iterator[Item]:
     """Yield the questions of one text, whose right choices do not overlap."""
     lines = text.splitlines(keepends=True)
-    starts = [i for i in range(0, len(lines) - CHOICE_LINES + 1, CHOICE_LINES) if _is_full(_block(lines, i))]
+    blocks = ((i, _block(lines, i)) for i in range(0, len(lines) - CHOICE_LINES + 1, CHOICE_LINES))
+    starts = [i for i, block in blocks if _is_full(block) and len(block.encode()) <= longest]
     order = [i for i in starts if i >= CONTEXT_LINES]
     shuffler.shuffle(order)
     for start in order:

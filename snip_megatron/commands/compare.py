@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import fcntl
 import json
+import os
 import shlex
 import signal
 import sys
@@ -15,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from snip_megatron.config import parse_snip_arguments
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.evaluation import compare
 from snip_megatron.evaluation.data import Data, load_data
@@ -25,12 +27,13 @@ from snip_megatron.evaluation.pages import write_page
 from snip_megatron.evaluation.planned import VALIDATIONS
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runner import Pool
-from snip_megatron.evaluation.runs import experiment_runs, training_command, warm_arguments
+from snip_megatron.evaluation.runs import experiment_runs, fill, training_command, warm_arguments
 from snip_megatron.evaluation.statistics import Row, rows
 from snip_megatron.evaluation.tables import FORMATS, TITLES, markdown
 from snip_megatron.records.storage import write_atomically
 
 INCOMPLETE, SOME_FAILED = 4, 1
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 ENVIRONMENT = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -121,16 +124,32 @@ def run(args: argparse.Namespace) -> int:
     if args.data is None:
         raise SnipError("--data DIR is missing: the folder that snip prepare-data made")
     parts_data = [load_data(args.data, experiment.tokenizer) for experiment in experiments]
+    for experiment, data in zip(experiments, parts_data, strict=True):
+        _check_settings(experiment, data)
     if args.dry_run:
         return _dry_run(experiments, parts_data)
     return _train(args, experiments, parts_data)
+
+
+def _check_settings(experiment: Experiment, data: Data) -> None:
+    """Raise SnipError if SNIP would refuse the arguments of a run, which the warm checkpoint may precede by hours, or
+    if the run would end before its first map.
+    """
+    for run in experiment_runs(experiment, data):
+        try:
+            config = parse_snip_arguments(fill(run.arguments, {"data": str(data.folder)}))
+            adopted = config.first_update + config.lag
+            if config.updates and adopted >= experiment.schedule(run.kind):
+                raise SnipError(f"its first map would come at step {adopted}, after the last one; give more steps")
+        except SnipError as error:
+            raise SnipError(f"{experiment.name}: {run.title}: {error}") from None
 
 
 def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[Data]) -> int:
     started = time.monotonic()
     gpus = select_gpus(args.gpus)
     ranks = _ranks(experiments)
-    devices = _devices(gpus, ranks, args.per_gpu)
+    slots = devices(gpus, ranks, args.per_gpu)
     if args.time_limit is not None and not args.time_limit > 0:
         raise SnipError(f"--time-limit {args.time_limit:g}: must be positive")
     work = (args.work or args.out / "work").resolve()
@@ -139,7 +158,7 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
         for experiment, data in zip(experiments, datas, strict=True)
     ]
     deadline = None if args.time_limit is None else started + args.time_limit
-    pool = Pool(devices, dict(ENVIRONMENT), deadline)
+    pool = Pool(slots, dict(ENVIRONMENT), deadline)
     comparison = compare.Comparison(parts, pool, work, compare.facts(gpus))
     stopped = stop_on_signals(pool)
     with alone(work), multi_process_service(work / "mps") if args.mps else nullcontext() as service:
@@ -157,6 +176,8 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
 def alone(work: Path) -> Iterator[None]:
     """Lock the folder ``work``: two comparisons there would remove each other's run directories.
 
+    The trainings inherit the lock. It lasts until the last one ends, if the comparison is killed before.
+
     Raises:
         SnipError: The folder cannot be written, or another comparison runs there.
     """
@@ -165,11 +186,15 @@ def alone(work: Path) -> Iterator[None]:
         lock = (work / "lock").open("w")
     except OSError as error:
         raise SnipError(f"{work}: cannot be written ({error.strerror})") from None
+    os.set_inheritable(lock.fileno(), True)
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SnipError(f"{work}: another comparison runs there; wait for it, or give another --work") from None
+            raise SnipError(
+                f"{work}: another comparison, or a training that it left, runs there; wait for it or give another"
+                " --work"
+            ) from None
         except OSError:  # a file system without locks
             pass
         yield
@@ -183,7 +208,7 @@ def _ranks(experiments: list[Experiment]) -> int:
     return found.pop()
 
 
-def _devices(gpus: list[str], ranks: int, per_device: int | None) -> list[str | None]:
+def devices(gpus: list[str], ranks: int, per_device: int | None) -> list[str | None]:
     """Return the GPUs of each run that may run at a time, as CUDA_VISIBLE_DEVICES; None for the CPU."""
     if per_device is None:
         per_device = 8 if gpus and ranks == 1 else 1
@@ -240,15 +265,22 @@ def select_gpus(wanted: str) -> list[str]:
 
 
 def stop_on_signals(pool: Pool) -> list[int]:
-    """End the pool's processes on SIGTERM and SIGINT. Returns the list that the signal is added to."""
+    """End the pool's processes on a signal of :data:`STOPS`, unless it is ignored, as SIGHUP under nohup.
+
+    The processes have groups of their own, so that neither a key nor a terminal that closes ends them.
+
+    Returns:
+        The list that the signal is added to.
+    """
     received: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
         received.append(number)
         pool.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    for number in STOPS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
     return received
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.commands.compare import ENVIRONMENT, alone, select_gpus, stop_on_signals
+from snip_megatron.commands.compare import ENVIRONMENT, alone, devices, select_gpus, stop_on_signals
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.evaluation import compare
 from snip_megatron.evaluation.data import load_data
@@ -21,6 +21,7 @@ from snip_megatron.evaluation.proxy_tables import proxy_markdown, stale_markdown
 from snip_megatron.evaluation.recording import Recording, record_truth
 from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.staleness import stale, summarise
+from snip_megatron.precision import Format
 from snip_megatron.records.storage import dump_json, write_atomically
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import StatisticsTable
@@ -77,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the comparison and write its results. Returns 0. Raises SnipError on bad input."""
     if args.stale:
         return _stale(args)
+    SolveRequest(formats=(args.format,))  # raises SnipError if it is not a format of all GEMMs
+    if args.format == Format.BF16.value:
+        raise SnipError("--format bf16: other formats are measured against it; give one of them")
     validations: list[Validation] = []
     for source in args.sources:
         if source.suffix in (".json", ".toml"):
@@ -106,9 +110,8 @@ def _record(args: argparse.Namespace, path: Path) -> list[tuple[int, Path]]:
         raise SnipError("--data DIR is missing: the folder that snip prepare-data made")
     steps = (*experiment.warm.save, experiment.warm.steps) if args.steps is None else _steps(args.steps)
     deadline = None if args.time_limit is None else time.monotonic() + args.time_limit
-    gpus = select_gpus(args.gpus)
-    pool = Pool([*gpus] or [None], ENVIRONMENT, deadline)
-    recording = Recording(args.probe_microbatches, (args.format,), steps)
+    pool = Pool(devices(select_gpus(args.gpus), experiment.training.ranks, 1), ENVIRONMENT, deadline)
+    recording = Recording(args.probe_microbatches, args.format, steps)
     work, data = (args.work or args.out / "work").resolve(), load_data(args.data, experiment.tokenizer)
     stopped = stop_on_signals(pool)
     with alone(work):
@@ -125,7 +128,7 @@ def _steps(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() for part in parts):
         raise SnipError(f"--steps {cut(text)}: expected numbers of steps, comma separated")
-    return tuple(int(part) for part in parts)
+    return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 def _stale(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from snip_megatron.evaluation import machine
 from snip_megatron.evaluation.data import Data
-from snip_megatron.evaluation.experiment import Experiment
+from snip_megatron.evaluation.experiment import PHASES, Experiment
 from snip_megatron.evaluation.results import Results, measure, record
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
 from snip_megatron.evaluation.runs import Run, experiment_runs, fill, primer_arguments, training_command
@@ -78,22 +78,22 @@ class Comparison:
         for part in self.parts:
             self._queue(part)
         self.pool.run(self._take, self._progress)
-        return sum(1 for part in self.parts for run in part.runs if not self._is_done(part, run))
+        return sum(self._missing(part, kind) for part in self.parts for kind in PHASES)
 
     # -- queue -------------------------------------------------------------------------------------------------
     def _missing_warms(self) -> list[WarmCheckpoint]:
         """Return the warm checkpoints that do not exist and that missing runs need."""
         missing = {}
         for part in self.parts:
-            if part.warm is not None and part.warm.sha256 is None and not self._all_done(part):
+            if part.warm is not None and part.warm.sha256 is None and self._missing(part, "from_warm"):
                 missing[part.warm.folder.name] = part.warm
         return list(missing.values())
 
-    def _all_done(self, part: Part) -> bool:
-        """Return whether the result file holds all branches of one warm checkpoint, so that it is not needed again."""
-        known = part.results.warm
-        branches = [run for run in part.runs if run.kind == "from_warm"]
-        return any(all(part.results.done(r.identity(part.data, sha)) for r in branches) for sha in known)
+    def _missing(self, part: Part, kind: str) -> int:
+        """Return the number of missing runs, of branches those of the warm checkpoint that has the most."""
+        runs = [run for run in part.runs if run.kind == kind]
+        shas = (None, *part.results.warm)
+        return min(sum(not part.results.done(run.identity(part.data, sha)) for run in runs) for sha in shas)
 
     def _queue(self, part: Part) -> None:
         """Queue the runs of ``part`` that can start. Branches can start once the warm checkpoint exists."""
@@ -205,10 +205,6 @@ class Comparison:
                 part.results.runs[identity] = record(own, identity, warm_sha256=sha, **fields)
                 part.results.save()
         shutil.rmtree(self.work / "runs" / identity / "cache", ignore_errors=True)
-
-    def _is_done(self, part: Part, run: Run) -> bool:
-        shas: list[str | None] = [None] if run.kind == "from_scratch" else [*part.results.warm]
-        return any(part.results.done(run.identity(part.data, sha)) for sha in shas)
 
     # -- progress ----------------------------------------------------------------------------------------------
     def _progress(self) -> None:

@@ -56,7 +56,7 @@ def load_data(folder: Path, tokenizer: str) -> Data:
         data = Data(
             folder=folder.resolve(),
             tokenizer=manifest["tokenizer"]["type"],
-            sha256=hashlib.sha256(f"{files['train.bin']} {files['valid.bin']}".encode()).hexdigest(),
+            sha256=hashlib.sha256(f"{files['train.bin']} {files.get('valid.bin')}".encode()).hexdigest(),
             tokens=manifest["train"]["tokens"],
             valid_tokens=(manifest["valid"] or {}).get("tokens", 0),
         )

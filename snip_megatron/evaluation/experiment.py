@@ -12,7 +12,7 @@ from snip_megatron.errors import SnipError, quoted
 from snip_megatron.evaluation.fields import Fields
 from snip_megatron.evaluation.models import model
 from snip_megatron.evaluation.planned import Planned, read_planned
-from snip_megatron.precision import GRANULARITIES
+from snip_megatron.precision import GRANULARITIES, Format
 from snip_megatron.sensitivity.fixed import FIXED
 from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
 from snip_megatron.sensitivity.quality import Q_RULES
@@ -20,6 +20,9 @@ from snip_megatron.sensitivity.quality import Q_RULES
 SCHEMA = "snip.experiment/1"
 TOKENIZERS = ("bytes", "bpe")
 PHASES = ("from_warm", "from_scratch")
+FORMATS = tuple(fmt.value for fmt in Format)
+LONGEST = 200
+"""Bytes that the name of an experiment or of a policy may have."""
 
 
 @dataclass(frozen=True)
@@ -172,11 +175,6 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
     fields = Fields(body, where)
     if fields.text("schema") != SCHEMA:
         raise SnipError(f'{where}: "schema" must be "{SCHEMA}"')
-    tokenizer = fields.text("tokenizer", "bytes")
-    if tokenizer not in TOKENIZERS:
-        raise SnipError(
-            f"{fields.at('tokenizer')}: {quoted(tokenizer)} is unknown; choose one of {', '.join(TOKENIZERS)}"
-        )
     warm = _warm(fields.raw("warm"), fields.at("warm")) if fields.has("warm") else None
     phases = tuple(_phase(fields.raw(kind), fields.at(kind), kind) for kind in PHASES if fields.has(kind))
     if not phases:
@@ -184,9 +182,9 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
     if warm is None and any(phase.kind == "from_warm" for phase in phases):
         raise SnipError(f"{where}: from_warm needs warm: the checkpoint to start from")
     experiment = Experiment(
-        name=fields.text("name", name),
+        name=_printable(fields, "name", name, "/", "is no file name"),
         model=fields.text("model"),
-        tokenizer=tokenizer,
+        tokenizer=_choice(fields, "tokenizer", "bytes", TOKENIZERS),
         training=_training(fields.raw("training"), fields.at("training")),
         validation_tokens=fields.integer("validation_tokens", 262_144, least=1),
         warm=warm,
@@ -218,7 +216,7 @@ def _training(body: Any, where: str) -> Training:
         global_batch=fields.integer("global_batch", least=1),
         micro_batch=fields.integer("micro_batch", least=1),
         lr=fields.number("lr"),
-        min_lr=fields.number("min_lr", 0.0),
+        min_lr=fields.number("min_lr", 0.0, most=fields.number("lr")),
         warmup_steps=fields.integer("warmup_steps", 0),
         weight_decay=fields.number("weight_decay", 0.1),
         beta2=fields.number("beta2", 0.95, most=1.0),
@@ -258,8 +256,8 @@ def _phase(body: Any, where: str, kind: str) -> Phase:
         seeds=fields.integers("seeds"),
         granularity=_choice(fields, "granularity", "gemm", GRANULARITIES),
         budgets=fields.numbers("budgets", ()),
-        formats=fields.texts("formats", ("fp8", "fp4")),
-        updates=_updates(fields.raw("updates") or {}, fields.at("updates")),
+        formats=tuple(_known(name, fields.at("formats"), FORMATS) for name in fields.texts("formats", ("fp8", "fp4"))),
+        updates=_updates(fields.raw("updates") if fields.has("updates") else {}, fields.at("updates")),
         candidates=candidates,
         save=fields.flag("save", False),
     )
@@ -304,7 +302,7 @@ def _candidate(body: Any, where: str) -> Candidate:
     fields = Fields({"policy": body} if isinstance(body, str) else body, where)
     policy = _choice(fields, "policy", None, POLICIES)
     candidate = Candidate(
-        label=fields.text("label", policy),
+        label=_printable(fields, "label", policy, "|", "does not fit in a table"),
         policy=policy,
         estimator=_choice(fields, "estimator", None, ESTIMATORS) if fields.has("estimator") else None,
         q=_choice(fields, "q", None, Q_RULES) if fields.has("q") else None,
@@ -316,8 +314,22 @@ def _candidate(body: Any, where: str) -> Candidate:
     return candidate
 
 
+def _printable(fields: Fields, name: str, default: str, without: str, fault: str) -> str:
+    """Return a text of at most ``LONGEST`` bytes, all printable, that lacks the character ``without``."""
+    value = fields.text(name, default)
+    if not value.isprintable() or without in value or len(value.encode()) > LONGEST:
+        raise SnipError(
+            f"{fields.at(name)}: {quoted(value)} {fault}: give at most {LONGEST} printable characters, none of them"
+            f" {without}"
+        )
+    return value
+
+
 def _choice(fields: Fields, name: str, default: str | None, known: Any) -> str:
-    value = fields.text(name) if default is None else fields.text(name, default)
+    return _known(fields.text(name) if default is None else fields.text(name, default), fields.at(name), known)
+
+
+def _known(value: str, where: str, known: Any) -> str:
     if value not in known:
-        raise SnipError(f"{fields.at(name)}: {quoted(value)} is unknown; choose one of {', '.join(known)}")
+        raise SnipError(f"{where}: {quoted(value)} is unknown; choose one of {', '.join(known)}")
     return value

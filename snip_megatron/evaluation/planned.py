@@ -43,7 +43,7 @@ def read_planned(fields: Fields, budgets: Mapping[str, Mapping[str, Sequence[flo
     Raises:
         SnipError: a comparison names a policy or a budget that the experiment does not run.
     """
-    entries = fields.raw("planned") or []
+    entries = fields.raw("planned") if fields.has("planned") else []
     if not isinstance(entries, list):
         raise SnipError(f"{fields.at('planned')}: expected a list of comparisons")
     return tuple(_comparison(entry, f"{fields.at('planned')}[{i}]", budgets) for i, entry in enumerate(entries))

@@ -91,7 +91,8 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
     validation: dict[str, float] = {}
     for event in events:  # Megatron validates, then tests if there is a test set; only the first is the validation
         if event["event"] == "validation" and event["step"] == last + 1:
-            validation.setdefault(str(event["formats"]), float(event["loss"]))
+            loss = math.nan if event["loss"] is None else float(event["loss"])
+            validation.setdefault(str(event["formats"]), loss)
     if set(validation) != {"map", "bf16"} or not all(math.isfinite(loss) for loss in validation.values()):
         raise ValueError(f"no validation in map and bf16 after step {last}, but {validation}")
     adopted = [event for event in events if event["event"] == "adopt"]

@@ -155,8 +155,7 @@ class Pool:
         device = self.devices[slot]
         environment = {**os.environ, **self.environment, "CUDA_VISIBLE_DEVICES": "" if device is None else device}
         with job.log.open("wb") as log:
-            # The process leads a new process group, so that the whole group can be ended. It stays in the session, so
-            # that it ends with the terminal or the job.
+            # The process leads a new process group, so that the whole group can be ended.
             process = subprocess.Popen(
                 list(job.command),
                 stdin=subprocess.DEVNULL,
@@ -164,6 +163,7 @@ class Pool:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 process_group=0,
+                close_fds=False,  # the lock of the working folder is inherited
             )
         self._attempts[job.name] = self._attempts.get(job.name, 0) + 1
         return _Running(job, slot, self._attempts[job.name], time.monotonic(), process)

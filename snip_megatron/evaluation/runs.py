@@ -162,12 +162,12 @@ def _policy(phase: Phase, candidate: Candidate, granularity: str | None, budget:
     if budget is None or granularity is None:
         own = fixed_formats(candidate.policy, phase.formats) != fixed_formats(candidate.policy)
         return [*arguments, "--snip-formats", ",".join(phase.formats)] if own else arguments
-    arguments += ["--snip-budget", f"fp4={budget:g}", "--snip-granularity", granularity]
+    arguments += ["--snip-budget", f"fp4={_exact(budget)}", "--snip-granularity", granularity]
     arguments += ["--snip-formats", ",".join(phase.formats)]
     updates = phase.updates
     for name, value in (("first-update", start + updates.first), ("update-interval", updates.interval)):
         arguments += [f"--snip-{name}", str(value)]
-    arguments += ["--snip-lag", str(updates.lag), "--snip-wait", f"{updates.wait:g}"]
+    arguments += ["--snip-lag", str(updates.lag), "--snip-wait", _exact(updates.wait)]
     for name, text in (("estimator", candidate.estimator), ("q", candidate.q)):
         arguments += [] if text is None else [f"--snip-{name}", text]
     return arguments
@@ -188,15 +188,20 @@ def _training(training: Training) -> list[str]:
     values = {
         "--global-batch-size": str(training.global_batch),
         "--micro-batch-size": str(training.micro_batch),
-        "--lr": f"{training.lr:g}",
-        "--min-lr": f"{training.min_lr:g}",
+        "--lr": _exact(training.lr),
+        "--min-lr": _exact(training.min_lr),
         "--lr-decay-style": "cosine",
         "--lr-warmup-iters": str(training.warmup_steps),
-        "--weight-decay": f"{training.weight_decay:g}",
-        "--adam-beta2": f"{training.beta2:g}",
-        "--clip-grad": f"{training.clip_grad:g}",
+        "--weight-decay": _exact(training.weight_decay),
+        "--adam-beta2": _exact(training.beta2),
+        "--clip-grad": _exact(training.clip_grad),
     }
     return [text for pair in values.items() for text in pair]
+
+
+def _exact(value: float) -> str:
+    """Return the shortest text that is read as ``value``, without ``.0``."""
+    return short if float(short := f"{value:g}") == value else repr(value)
 
 
 def _with_ranks(body: list[Any], ranks: int) -> list[Any]:

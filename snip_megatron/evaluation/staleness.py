@@ -76,10 +76,8 @@ def stale(tables: Sequence[StatisticsTable], request: SolveRequest) -> list[Apar
     """Compare all pairs of updates within the first half of the steps (early), and within the second (late).
 
     Raises:
-        SnipError: there are fewer than two tables, or they are of different models.
+        SnipError: neither half has two tables, or they are of different models.
     """
-    if len(tables) < 2:
-        raise SnipError("staleness needs the statistics of at least two updates of one run")
     if len({table.linears for table in tables}) > 1:
         raise SnipError("staleness needs statistics of one run: the linears differ")
     ordered = sorted(tables, key=lambda table: table.step)
@@ -88,6 +86,8 @@ def stale(tables: Sequence[StatisticsTable], request: SolveRequest) -> list[Apar
     for phase in PHASES:
         own = [table for table in ordered if (table.step <= middle) == (phase == PHASES[0])]
         pairs += [_apart(a, b, phase) for a, b in combinations([_snapshot(table, request) for table in own], 2)]
+    if not pairs:
+        raise SnipError("staleness needs the statistics of a run with at least two updates in one half of its steps")
     return pairs
 
 

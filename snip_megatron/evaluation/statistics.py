@@ -99,18 +99,20 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
+def latest(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the last run, done or failed, of each policy, budget and block.
+
+    Those before it had other settings of the experiment file.
+    """
+    return list({(e["kind"], e["label"], e["budget"], _block(e)): e for e in entries}.values())
+
+
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Group the runs of a result file into rows.
 
     A run has a gap if its block has a run in bf16, and a recovered share if it has one of uniform-fp4 as well.
-    Of several runs of a policy in a block, which differ in settings of the experiment file, only the last one counts.
     """
-    latest = {
-        (entry["kind"], entry["label"], entry["budget"], _block(entry)): entry
-        for entry in entries
-        if entry.get("status") == "done"
-    }
-    done = list(latest.values())
+    done = [entry for entry in latest(entries) if entry["status"] == "done"]
     losses: dict[tuple[str, Block, str], Mapping[str, float]] = {}
     # Runs without a label of their own come first, and the first run is the reference.
     for entry in sorted(done, key=lambda e: bool(e["label"] != e["policy"])):

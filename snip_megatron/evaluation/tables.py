@@ -12,6 +12,7 @@ from snip_megatron.evaluation.statistics import (
     Difference,
     Row,
     differences,
+    latest,
     mean_std,
     overall,
     planned_count,
@@ -42,7 +43,7 @@ def markdown(results: Results) -> str:
         count = planned_count(planned)
         over = f"these {count}" if count == len(announced) else f"all {count}, of which {len(announced)} were made"
         parts += [f"## Planned comparisons (p by Holm over {over})", _planned(announced)]
-    failed = [entry for entry in results.runs.values() if entry["status"] != "done"]
+    failed = [entry for entry in latest(list(results.runs.values())) if entry["status"] != "done"]
     if failed:
         parts += ["## Failed", "\n".join(f"- {e['label']}, seed {e['seed']}: {e.get('error')}" for e in failed)]
     return "\n\n".join(parts) + "\n"

@@ -36,6 +36,8 @@ class WarmCheckpoint:
     @property
     def sha256(self) -> str | None:
         """Hash of all weights after ``warm.steps`` steps; None if the checkpoint does not exist or is incomplete."""
+        if not self._weights.is_dir():
+            return None
         try:
             value = json.loads((self.folder / HASHES).read_text(encoding="utf-8"))[str(self.warm.steps)]
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -60,13 +62,16 @@ class WarmCheckpoint:
             check=self._write_hash,
         )
 
+    @property
+    def _weights(self) -> Path:
+        return self.folder / f"iter_{self.warm.steps:07d}"
+
     def _write_hash(self) -> None:
-        checkpoint = self.folder / f"iter_{self.warm.steps:07d}"
-        command = [sys.executable, "-m", "snip_megatron.evaluation.weights_hash", str(checkpoint)]
+        command = [sys.executable, "-m", "snip_megatron.evaluation.weights_hash", str(self._weights)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=HASH_TIMEOUT_S, check=False)
         lines = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
         if done.returncode != 0 or not lines:
-            raise ValueError(f"{checkpoint}: cannot be hashed ({lines[-1] if lines else 'no output'})")
+            raise ValueError(f"{self._weights}: cannot be hashed ({lines[-1] if lines else 'no output'})")
         write_atomically(self.folder / HASHES, dump_json({str(self.warm.steps): lines[-1].strip()}).encode())
 
 

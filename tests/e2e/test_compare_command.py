@@ -172,21 +172,30 @@ def test_a_warm_checkpoint_is_measured_and_its_estimators_compared(data: Path, w
     assert found["drift: all", "noise"]["rho"] > 0.2  # few steps, few tokens: only that it is no accident
     assert "nano, checkpoint of 8 steps, step 9, fp4" in done.stdout
 
+    eight_bits = snip("validate-proxy", NANO, *arguments, "--gpus", "0", "--format", "fp8")
+    assert "checkpoint of 8 steps, step 9, fp8" in eight_bits.stdout, eight_bits.stderr
+
     unknown = snip("validate-proxy", NANO, *arguments[:-4], "--steps", "7", "--gpus", "0")
     assert unknown.returncode == 2
     assert unknown.stderr == "snip validate-proxy: --steps 7: the warm run keeps checkpoints of 4, 8 steps\n"
 
 
-def test_a_measurement_that_is_stopped_leaves_no_process(data: Path, tmp_path: Path) -> None:
-    arguments = ("validate-proxy", NANO, "--data", data, "--out", tmp_path, "--gpus", "0")
-    process = subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP])
+def test_a_measurement_that_is_stopped_leaves_no_process(number: signal.Signals, data: Path, tmp_path: Path) -> None:
+    arguments = command("validate-proxy", NANO, "--data", data, "--out", tmp_path, "--gpus", "0")
+    heeded = (
+        f"import os, signal, sys; signal.signal({int(number)}, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    process = subprocess.Popen(  # the tests may run under nohup
+        [sys.executable, "-c", heeded, *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY
+    )
     while not [*tmp_path.glob("work/logs/*")]:
         assert process.poll() is None
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert err == "snip validate-proxy: stopped by SIGTERM; the same command measures again\n"
+    assert process.returncode == 128 + number
+    assert err == f"snip validate-proxy: stopped by {number.name}; the same command measures again\n"
     assert [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])] == []
 
 

@@ -34,7 +34,7 @@ class TextFile:
 
     def position(self) -> float:
         """Return a number in [0, 1) from a hash of key and content. It does not depend on other files."""
-        digest = hashlib.sha256(f"{self.key}\0{self.digest}".encode()).digest()
+        digest = hashlib.sha256(os.fsencode(f"{self.key}\0{self.digest}")).digest()
         return int.from_bytes(digest[:8], "big") / 2**64
 
     def text(self) -> str:
@@ -63,7 +63,7 @@ class Corpus:
         """Return a hash of all keys and contents."""
         digest = hashlib.sha256()
         for file in self.files:
-            digest.update(f"{file.key}\0{file.digest}\n".encode())
+            digest.update(os.fsencode(f"{file.key}\0{file.digest}\n"))
         return digest.hexdigest()
 
     def split(self, share: float) -> tuple[list[TextFile], list[TextFile]]:
@@ -141,7 +141,10 @@ def _name(source: Path) -> str:
 
 
 def _walk(source: Path, globs: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Yield (key, path) of the files of one input, without hidden folders, caches and installed packages."""
+    """Yield (key, path) of the files of one input.
+
+    Hidden folders, caches, installed packages and results of this command are left out.
+    """
     if not source.exists():
         raise SnipError(f"{source}: no such file or folder")
     if source.is_file():
@@ -154,6 +157,9 @@ def _walk(source: Path, globs: Sequence[str]) -> Iterator[tuple[str, Path]]:
         raise SnipError(f"{error.filename}: cannot be read ({error.strerror}); make it readable or name other inputs")
 
     for folder, subfolders, names in os.walk(source, onerror=stop):
+        if {"manifest.json", "train.bin", "train.idx"} <= set(names):
+            subfolders.clear()
+            continue
         subfolders[:] = sorted(n for n in subfolders if n not in SKIPPED_FOLDERS and not n.startswith("."))
         for name in sorted(names):
             path = Path(folder) / name

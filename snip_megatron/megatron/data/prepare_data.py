@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import shutil
 import sys
 import warnings
@@ -30,7 +31,7 @@ with needs_extra("text", "snip prepare-data"):
 SCHEMA = "snip.data/1"
 BATCH_BYTES = 4_000_000
 VOCABULARY = 4096
-SMALLEST_VOCABULARY = text_tokenizer.BYTES + 1
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = text_tokenizer.BYTES + 1, 2**24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,11 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns its exit code. Raises SnipError on bad input."""
     _check(args)
-    output: Path = args.output
+    output: Path = args.output.resolve() if args.output.is_symlink() else args.output
     inputs = args.inputs or [standard_library()]
     globs = args.glob or (["*"] if args.inputs else ["*.py"])
     existing = _existing(output)
-    if existing is None and output.exists():
+    if existing is None and output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise SnipError(f"--output {output}: exists and was not made by snip prepare-data; name another folder")
     if existing is not None and not (args.overwrite or args.reuse):
         raise SnipError(f"--output {output}: exists; add --overwrite to replace it or --reuse to keep an equal one")
@@ -123,20 +124,15 @@ def _check(args: argparse.Namespace) -> None:
         return
     if args.tokenizer == "bytes":
         raise SnipError(f"--vocab-size {args.vocab_size}: --tokenizer bytes has {SMALLEST_VOCABULARY} tokens; give one")
-    if args.vocab_size < SMALLEST_VOCABULARY:
+    if not SMALLEST_VOCABULARY <= args.vocab_size <= LARGEST_VOCABULARY:
         raise SnipError(
-            f"--vocab-size {args.vocab_size}: must be at least {SMALLEST_VOCABULARY} (bytes and end of document)"
+            f"--vocab-size {args.vocab_size}: must be between {SMALLEST_VOCABULARY} (bytes and end of document)"
+            f" and {LARGEST_VOCABULARY}"
         )
 
 
 def _existing(output: Path) -> dict[str, Any] | None:
-    """Return the manifest of an earlier result in ``output``. Returns None if there is none.
-
-    An empty folder is removed and counts as no result.
-    """
-    if output.is_dir() and not any(output.iterdir()):
-        output.rmdir()
-        return None
+    """Return the manifest of an earlier result in ``output``. Returns None if there is none."""
     try:
         manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -276,5 +272,6 @@ def _report(manifest: dict[str, Any], output: Path) -> None:
         own = manifest["valid"]["unigram_entropy_nats"]
         under_train = manifest["valid"]["cross_entropy_under_train_unigram_nats"]
         print(f"unigram entropy of the hold-out: {own:.4f} nats a token ({under_train:.4f} under the training text's)")
-    data = f"--train-data-path {output}/train" + (f" --valid-data-path {output}/valid" if manifest["valid"] else "")
-    print(f"for Megatron: {data} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {output}/tokenizer")
+    data = ["--train-data-path", f"{output}/train", "--tokenizer-type", "HuggingFaceTokenizer"]
+    data[2:2] = ["--valid-data-path", f"{output}/valid"] if manifest["valid"] else []
+    print(f"for Megatron: {shlex.join([*data, '--tokenizer-model', f'{output}/tokenizer'])}")

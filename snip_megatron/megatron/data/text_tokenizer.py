@@ -78,7 +78,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[NDArray
 def save(tokenizer: Tokenizer, folder: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, from which transformers' AutoTokenizer loads it."""
     folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     configuration = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_DOCUMENT,

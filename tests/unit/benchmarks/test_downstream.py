@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.downstream import add_paired, models
+from benchmarks import downstream
+from benchmarks.downstream import add_paired, main, models
 from benchmarks.downstream_tasks import (
     CHOICE_LINES,
     CHOICES,
@@ -31,8 +32,11 @@ def text(name: str, lines: int) -> str:
 TEXTS = [text("alpha", 200), text("beta", 90), text("short", CONTEXT_LINES + CHOICE_LINES), "x\n" * 500]
 
 
+LONGEST = 500
+
+
 def test_the_right_choice_comes_next_and_the_wrong_ones_from_elsewhere_in_the_file() -> None:
-    items = make_items(TEXTS, 1000, seed=1)
+    items = make_items(TEXTS, 1000, 1, LONGEST)
     assert len({(item.context, item.choices[item.answer]) for item in items}) == len(items) > 20
     for item in items:
         (source,) = [text for text in TEXTS if item.context in text]
@@ -51,13 +55,21 @@ def test_the_right_choice_comes_next_and_the_wrong_ones_from_elsewhere_in_the_fi
 
 
 def test_a_seed_draws_the_same_questions_from_all_texts_alike() -> None:
-    items = make_items(TEXTS, 12, seed=3)
-    assert items == make_items(TEXTS, 12, seed=3) != make_items(TEXTS, 12, seed=4)
+    items = make_items(TEXTS, 12, 3, LONGEST)
+    assert items == make_items(TEXTS, 12, 3, LONGEST) != make_items(TEXTS, 12, 4, LONGEST)
     assert sum("alpha" in item.context for item in items) == 6
 
 
+def test_choices_fit_in_the_context_of_the_model() -> None:
+    """lm_eval shortens the text before a choice, and asserts that the choice itself fits."""
+    size = max(len(choice.encode()) for item in make_items(TEXTS, 1000, 1, LONGEST) for choice in item.choices)
+    fitting = make_items(TEXTS, 1000, 1, size - 1)
+    assert fitting
+    assert all(len(choice.encode()) < size for item in fitting for choice in item.choices)
+
+
 def test_tasks_hold_questions_and_texts(tmp_path: Path) -> None:
-    items = make_items(TEXTS, 5, seed=1)
+    items = make_items(TEXTS, 5, 1, LONGEST)
     write_tasks(tmp_path, TEXTS, items, characters=10)
     for name, rows in (("held_out_lines", 5), ("held_out_text", len(TEXTS))):
         task = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())
@@ -86,13 +98,33 @@ def test_held_out_files_are_read_back_from_their_tokens(tmp_path: Path, tokenize
 
 def test_differences_are_taken_question_by_question() -> None:
     rows = [
-        {"kind": "from_warm", "seed": 1, "policy": "bf16", "right": {"acc": "1100"}},
-        {"kind": "from_warm", "seed": 1, "policy": "snip", "right": {"acc": "1010"}},
-        {"kind": "from_warm", "seed": 2, "policy": "snip", "right": {"acc": "1111"}},  # has no bf16 beside it
+        {"kind": "from_warm", "seed": 1, "policy": "bf16", "label": "bf16", "right": {"acc": "1100"}},
+        {"kind": "from_warm", "seed": 1, "policy": "snip", "label": "snip", "right": {"acc": "1010"}},
+        {
+            "kind": "from_warm",
+            "seed": 2,
+            "policy": "snip",
+            "label": "snip",
+            "right": {"acc": "1111"},
+        },  # has no bf16 beside it
     ]
     add_paired(rows)
     assert rows[1]["paired"] == {"acc": {"mean": 0.0, "stderr": pytest.approx((2 / 3) ** 0.5 / 2)}}
     assert "paired" not in rows[0] | rows[2]
+
+
+def test_the_reference_is_the_bf16_run_without_a_label_of_its_own() -> None:
+    rows = [
+        {"kind": "from_warm", "seed": 1, "policy": policy, "label": label, "right": {"acc": right}}
+        for policy, label, right in (
+            ("bf16", "bf16", "1100"),
+            ("bf16", "bf16, other", "0000"),
+            ("snip", "snip", "1101"),
+        )
+    ]
+    add_paired(rows)
+    assert rows[2]["paired"]["acc"]["mean"] == 0.25
+    assert rows[1]["paired"]["acc"]["mean"] == -0.5
 
 
 def test_a_comparison_without_kept_weights_is_refused(tmp_path: Path) -> None:
@@ -102,3 +134,25 @@ def test_a_comparison_without_kept_weights_is_refused(tmp_path: Path) -> None:
     for identity in "ab":
         (tmp_path / "runs" / identity / "checkpoint").mkdir(parents=True)
     assert [model.run["id"] for model in models(results, tmp_path, batch=1)] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--questions", "1"], "1 questions are too few: give more text or --questions"),
+        (["--characters", "0"], "--characters 0: must be at least 1"),
+    ],
+)
+def test_too_little_to_evaluate_is_refused_before_any_model(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = {"name": "e", "tokenizer": "bytes", "training": {"sequence": LONGEST}}
+    run = {"id": "a", "status": "done"}
+    monkeypatch.setattr(downstream.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(downstream, "load_results", lambda path: Results(path, experiment, {}, runs={"a": run}))
+    monkeypatch.setattr(downstream, "load_data", lambda folder, tokenizer: None)
+    monkeypatch.setattr(downstream, "held_out_texts", lambda folder: TEXTS)
+    (tmp_path / "runs" / "a" / "checkpoint").mkdir(parents=True)
+    given = ["r.json", "--data", str(tmp_path), "--work", str(tmp_path), "--out", str(tmp_path / "o.json"), *arguments]
+    with pytest.raises(SystemExit, match=message):
+        main(given)

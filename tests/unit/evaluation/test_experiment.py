@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from snip_megatron.cli import main
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.data import Data, load_data
@@ -76,6 +77,15 @@ def test_runs_come_seed_by_seed_references_first() -> None:
     assert [(run.label, run.seed) for run in runs] == [
         (label, seed) for seed in (5, 3) for label in ("bf16", "uniform-fp4", "snip")
     ]
+
+
+def test_numbers_reach_the_run_as_they_stand_in_the_file() -> None:
+    body = changed("from_warm.budgets", [2 / 3])
+    body["training"] |= {"lr": 0.00123456789, "clip_grad": 1}
+    arguments = experiment_runs(parse(body), data())[2].arguments
+    assert float(arguments[arguments.index("--snip-budget") + 1].removeprefix("fp4=")) == 2 / 3
+    assert float(arguments[arguments.index("--lr") + 1]) == 0.00123456789
+    assert arguments[arguments.index("--clip-grad") + 1] == "1"  # as earlier releases wrote it: the runs are the same
 
 
 def test_seeds_change_data_order_and_rounding_and_nothing_else() -> None:
@@ -155,6 +165,19 @@ def test_weights_are_kept_only_if_asked_for() -> None:
         ("planned", [{"kind": "x", "ours": "snip", "theirs": [], "budgets": []}], "e.json: planned[0]: kind: 'x': exp"),
         ("from_warm.save", 1, "e.json: from_warm: save: expected true or false, not 1"),
         ("from_warm.updates", {"interval": 1}, "e.json: from_warm: updates: interval: expected a whole number"),
+        ("from_warm.updates", [], "e.json: from_warm: updates: expected an object"),
+        ("from_warm.formats", ["fp9"], "e.json: from_warm: formats: 'fp9' is unknown; choose one of bf16, fp8, fp4"),
+        ("planned", {}, "e.json: planned: expected a list of comparisons"),
+        ("name", "a/b", "e.json: name: 'a/b' is no file name"),
+        ("name", "a\0b", "e.json: name: 'a\\x00b' is no file name"),
+        ("name", "n" * 300, "e.json: name: 'nnn"),
+        ("from_warm.policies", [{"policy": "bf16", "label": "a|b"}], "e.json: from_warm: policies[0]: label: 'a|b'"),
+        (
+            "from_warm.policies",
+            [{"policy": "bf16", "label": "a\ud800"}],
+            "e.json: from_warm: policies[0]: label: 'a\\u",
+        ),
+        ("training.min_lr", 0.1, "e.json: training: min_lr: expected a number between 0 and 0.003, not 0.1"),
     ],
 )
 def test_faults_are_named_by_place(path: str, value: Any, message: str) -> None:
@@ -170,6 +193,24 @@ def test_a_warm_up_ends_before_its_schedule() -> None:
         SnipError, match=rf"training.warmup_steps: {steps} must be less than the {steps} steps of from_warm"
     ):
         parse(changed("training.warmup_steps", steps))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("from_warm.formats", ["fp8"], "snip 75 % seed 1: --snip-formats fp8: none has four bits"),
+        ("from_warm.updates", {"interval": 5, "lag": 9}, "snip 75 % seed 1: --snip-lag 9"),
+        ("from_warm.updates", {"first": 5}, "snip 75 % seed 1: its first map would come at step 14, after the last"),
+        ("from_warm.policies", [{"policy": "bf16", "arguments": ["--snip-lag"]}], "bf16 seed 1: argument --snip-lag"),
+        ("from_warm.policies", [{"policy": "bf16", "arguments": ["--snip-pin", "x"]}], "bf16 seed 1: --snip-pin x"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_before_the_warm_run(
+    path: str, value: Any, message: str, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "e.json").write_text(json.dumps(changed(path, value)))
+    assert main(["compare", str(tmp_path / "e.json"), "--data", str(prepared), "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith(f"snip compare: nano: {message}")
 
 
 def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
@@ -199,7 +240,11 @@ def test_data_must_be_prepared_text_with_the_tokenizer_and_a_hold_out(tmp_path: 
     with pytest.raises(SnipError, match="its tokenizer is bpe, the experiment wants bytes"):
         load_data(tmp_path, "bytes")
     assert load_data(tmp_path, "bpe").tokens == 5
-    manifest["files_sha256"] = {"train.bin": "1"}
+    without: dict[str, Any] = {**manifest, "files_sha256": {"train.bin": "1"}, "valid": None}
+    (tmp_path / "manifest.json").write_text(json.dumps(without))
+    with pytest.raises(SnipError, match="has no hold-out for validation; make it with"):
+        load_data(tmp_path, "bpe")
+    manifest["files_sha256"] = {"valid.bin": "1"}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(SnipError, match=r"manifest\.json cannot be used"):
         load_data(tmp_path, "bpe")

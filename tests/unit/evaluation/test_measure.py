@@ -16,11 +16,13 @@ def run_of(policy: str, kind: str = "from_warm") -> Run:
     return Run(kind, policy, policy, None, None, 1, 60, ())
 
 
-def write(folder: Path, losses: Sequence[float]) -> Path:
+def write(folder: Path, losses: Sequence[float], validation: float | None = 0.7) -> Path:
     """A run directory with these training losses from step 1200 on, and validations after the last."""
     metrics = [{"step": 1200 + i, "loss": loss, "fp4_fraction": 0.0, "time": 0.5 * i} for i, loss in enumerate(losses)]
     last = 1200 + len(losses)
-    events = [{"event": "validation", "step": last, "formats": formats, "loss": 0.7} for formats in ("map", "bf16")]
+    events = [
+        {"event": "validation", "step": last, "formats": formats, "loss": validation} for formats in ("map", "bf16")
+    ]
     for name, lines in (("metrics.jsonl", metrics), ("events.jsonl", events)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -31,6 +33,12 @@ def test_the_training_loss_is_the_mean_of_the_last_steps(tmp_path: Path) -> None
     assert found["train_loss"] == pytest.approx(0.6)
     assert (found["last_step"], found["step_seconds"]) == (1259, 0.5)
     assert found["validation"] == {"map": 0.7, "bf16": 0.7}
+
+
+def test_a_validation_that_is_no_number_is_a_failure_of_the_run(tmp_path: Path) -> None:
+    """A run directory holds null for NaN and Inf."""
+    with pytest.raises(ValueError, match=r"no validation in map and bf16 after step 1209, but \{'map': nan"):
+        measure(run_of("uniform-fp4"), write(tmp_path, [0.7] * 10, validation=None))
 
 
 LOST = [0.6846] + [2.6] * 10 + [2.45] * LAST_STEPS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from snip_megatron.evaluation.results import Results
 from snip_megatron.evaluation.statistics import (
     OTHERS,
     differences,
@@ -23,6 +25,7 @@ from snip_megatron.evaluation.statistics import (
     recovered,
     rows,
 )
+from snip_megatron.evaluation.tables import markdown
 
 
 def entry(policy: str, loss: float, seed: int = 1, budget: float | None = None, **fields: Any) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def test_a_gap_needs_no_run_of_uniform_fp4() -> None:
 
 
 def test_failed_runs_count_for_nothing() -> None:
-    entries = [*references(), entry("snip", 2.01, 1, 0.75), {"status": "failed", "label": "snip", "budget": 0.75}]
+    entries = [*references(), entry("snip", 2.01, 1, 0.75), entry("snip", 2.0, 2, 0.75, status="failed")]
     assert len(rows(entries)) == 3
 
 
@@ -82,6 +85,21 @@ def test_of_two_runs_of_a_policy_and_seed_only_the_last_one_counts() -> None:
     row = next(row for row in rows(entries) if row.label == "snip")
     assert row.recovered["map"] == pytest.approx({("w", 1): 0.9})
     assert (row.share, row.update_steps) == (0.75, 2.0)
+
+
+def test_a_failure_under_earlier_settings_is_no_failure_of_the_present_ones(tmp_path: Path) -> None:
+    old, new = entry("snip", 2.05, 1, 0.75, status="failed", error="why"), entry("snip", 2.01, 1, 0.75)
+    facts = dict.fromkeys(("commit", "hardware", "torch", "date", "side_by_side"), "-")
+    experiment = {"name": "e", "model": "nano"}
+
+    def page(*runs: dict[str, Any]) -> str:
+        known = {str(i): run | facts for i, run in enumerate([*references(), *runs])}
+        return markdown(Results(tmp_path, experiment, {"tokens": 1, "sha256": "0"}, {}, known))
+
+    assert "| 75 % | snip |" in page(old, new)
+    assert "## Failed" not in page(old, new)
+    assert "| 75 % | snip |" not in page(new, old)
+    assert "- snip, seed 1: why" in page(new, old)
 
 
 def test_differences_are_paired_by_seed_and_adjusted_together() -> None:

@@ -155,9 +155,10 @@ def test_equal_scores_are_never_stale() -> None:
         assert pair.excess == pytest.approx(0.0)
 
 
-def test_staleness_needs_two_updates_of_one_model(tmp_path: Path) -> None:
-    with pytest.raises(SnipError, match="at least two updates"):
-        stale([make_table()], SolveRequest())
+def test_staleness_needs_two_updates_of_one_model_in_one_half_of_its_steps(tmp_path: Path) -> None:
+    for steps in ((0,), (0, 10)):
+        with pytest.raises(SnipError, match="two updates in one half of its steps"):
+            stale([replace(make_table(), step=step) for step in steps], SolveRequest(formats=FORMATS))
     with pytest.raises(SnipError, match="the linears differ"):
         stale([make_table(2), make_table(4)], SolveRequest())
     tables = [replace(make_table(layers=4, seed=3), step=step) for step in (0, 1, 10, 11)]

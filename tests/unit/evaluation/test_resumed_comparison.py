@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from snip_megatron.cli import main
 from snip_megatron.commands import compare, validate_proxy
-from snip_megatron.commands.compare import _results
-from snip_megatron.evaluation.compare import Comparison
+from snip_megatron.commands.compare import _results, alone
+from snip_megatron.errors import SnipError
+from snip_megatron.evaluation.compare import Comparison, make_part
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import load_experiment
-from snip_megatron.evaluation.results import record
+from snip_megatron.evaluation.results import Results, record
+from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks" / "experiments" / "nano.json"
@@ -40,18 +44,10 @@ def test_runs_of_the_file_as_it_is_come_after_those_of_its_earlier_content(tmp_p
     assert list(_results(args, now, data).runs) == [*identities[edited], *identities[now]]
 
 
-@pytest.fixture
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(compare, "stop_on_signals", lambda pool: [])  # the signals are pytest's here
-    manifest = {
-        "schema": "snip.data/1",
-        "tokenizer": {"type": "bytes"},
-        "files_sha256": {"train.bin": "1", "valid.bin": "2"},
-        "train": {"tokens": 1000},
-        "valid": {"tokens": 100},
-    }
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    return tmp_path
+@pytest.fixture(autouse=True)
+def own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in (compare, validate_proxy):
+        monkeypatch.setattr(command, "stop_on_signals", lambda pool: [])  # the signals are pytest's here
 
 
 @pytest.mark.parametrize("command", ["compare", "validate-proxy"])
@@ -59,7 +55,6 @@ def test_two_comparisons_do_not_share_a_work_folder(
     command: str, prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each would remove the run directories of the other."""
-    monkeypatch.setattr(validate_proxy, "stop_on_signals", lambda pool: [])
     arguments = [str(NANO), "--data", str(prepared), "--gpus", "0", "--work", str(prepared / "work")]
     codes = []
 
@@ -71,7 +66,8 @@ def test_two_comparisons_do_not_share_a_work_folder(
     assert main(["compare", *arguments, "--out", str(prepared / "first")]) == 0
     assert codes == [2]
     assert capsys.readouterr().err == (
-        f"snip {command}: {prepared / 'work'}: another comparison runs there; wait for it, or give another --work\n"
+        f"snip {command}: {prepared / 'work'}: another comparison, or a training that it left, runs there; wait for it"
+        " or give another --work\n"
     )
 
 
@@ -82,3 +78,45 @@ def test_a_work_folder_that_cannot_be_made_is_one_line(prepared: Path, capsys: p
     error = capsys.readouterr().err
     assert error.startswith(f"snip compare: {out / 'work'}: cannot be written (")
     assert error.count("\n") == 1
+
+
+def test_a_training_that_a_killed_comparison_left_holds_the_work_folder(tmp_path: Path) -> None:
+    """Another comparison would remove the run directory in which it writes, and train there beside it."""
+    work, log = tmp_path / "work", tmp_path / "log"
+    killed = f"""
+import os, signal, sys
+from pathlib import Path
+from snip_megatron.commands.compare import alone
+from snip_megatron.evaluation.runner import Job, Pool
+training = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+with alone(Path({str(work)!r})):
+    pool = Pool([None], {{}})
+    pool.add([Job("run", [sys.executable, "-c", training], Path({str(log)!r}))])
+    pool.run(print, lambda: Path({str(log)!r}).read_text() and os.kill(os.getpid(), signal.SIGKILL))
+"""
+    subprocess.run([sys.executable, "-c", killed], timeout=100, check=False)
+    training = psutil.Process(int(log.read_text()))
+    with pytest.raises(SnipError, match="or a training that it left"), alone(work):
+        pass
+    training.kill()
+    psutil.wait_procs([training], timeout=10)
+    with alone(work):
+        pass
+
+
+def test_a_comparison_is_complete_with_all_runs_from_one_checkpoint(tmp_path: Path) -> None:
+    """Those from different warm weights are not compared with each other."""
+    data, experiment = Data(tmp_path, "bytes", "0" * 64, 1000, 100), load_experiment(NANO)
+    part = make_part(experiment, data, Results(tmp_path / "nano.json", {}, {}, warm={"a": {}, "b": {}}), tmp_path)
+
+    def left(**done: tuple[int, ...]) -> int:
+        ran = [(part.runs[i].identity(data, sha), part.runs[i]) for sha, runs in done.items() for i in runs]
+        part.results.runs = {identity: record(run, identity, status="done") for identity, run in ran}
+        for entry in part.results.runs.values():
+            entry["seconds"] = 1.0
+        return Comparison([part], Pool([None], {}, deadline=0.0), tmp_path, {}).run()
+
+    assert left() == 3
+    assert left(a=(0, 1)) == 1
+    assert left(a=(0, 1), b=(2,)) == 1
+    assert left(a=(0, 1, 2)) == left(a=(0, 1, 2), b=(2,)) == 0

@@ -7,6 +7,8 @@ import hashlib
 import json
 import math
 import os
+import resource
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +157,39 @@ def test_passed_over_files_are_counted(texts: Path, tmp_path: Path) -> None:
     assert len(only.files) == 20
 
 
+def test_a_result_inside_an_input_is_no_text(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its manifest and tokenizer would be trained on, and --reuse would find other text each time."""
+    output = texts / "data"
+    prepare(texts, "--output", output, "--tokenizer", "bytes")
+    assert prepare(texts, "--output", output, "--tokenizer", "bytes", "--reuse") == 0
+    assert "is current" in capsys.readouterr().out
+
+
+def test_a_file_name_may_hold_any_bytes(texts: Path, tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(texts) + b"/latin-\xfc.txt")).write_text("a text\n")
+    prepare(texts, "--output", tmp_path / "out", "--tokenizer", "bytes")
+    assert manifest(tmp_path / "out")["inputs"]["files"] == 41
+
+
+def test_the_last_line_can_be_pasted_into_a_shell(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(texts, "--output", tmp_path / "my data", "--tokenizer", "bytes")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(last)[2:4] == ["--train-data-path", f"{tmp_path}/my data/train"]
+
+
+def test_a_full_disk_is_one_line(texts: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # less than a tokenizer takes
+    try:
+        with pytest.raises(SnipError, match=r"--output .*/out: cannot be written \(File too large\)"):
+            prepare(texts, "--output", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
 def test_unigram_figures_are_what_their_names_say(texts: Path, tmp_path: Path) -> None:
     prepare(texts, "--output", tmp_path / "out", "--tokenizer", "bytes", "--holdout", "0.3")
     made = manifest(tmp_path / "out")["valid"]
@@ -201,7 +236,8 @@ def test_a_file_that_cannot_be_read_is_named(texts: Path, tmp_path: Path) -> Non
     [
         (["--holdout", "1"], "--holdout 1.0"),
         (["--holdout", "nan"], "--holdout nan"),
-        (["--vocab-size", "256"], "--vocab-size 256: must be at least 257"),
+        (["--vocab-size", "256"], "--vocab-size 256: must be between 257"),
+        (["--vocab-size", str(10**14)], "--vocab-size 100000000000000: must be between 257"),
         (["--vocab-size", "300", "--tokenizer", "bytes"], "--tokenizer bytes has 257 tokens"),
     ],
 )
@@ -254,6 +290,17 @@ def test_a_folder_of_others_is_never_replaced(texts: Path, tmp_path: Path) -> No
     with pytest.raises(SnipError, match="was not made by snip prepare-data"):
         prepare(texts, "--output", output, "--overwrite")
     assert [path.name for path in output.iterdir()] == ["mine.txt"]
+
+
+def test_a_link_to_the_output_stays_a_link(texts: Path, tmp_path: Path) -> None:
+    link, disk = tmp_path / "link", tmp_path / "disk"
+    disk.mkdir()
+    link.symlink_to(disk)
+    for words in ((), ("--overwrite",)):
+        prepare(texts, "--output", link, "--tokenizer", "bytes", *words)
+        assert link.is_symlink()
+        assert manifest(disk)["inputs"]["files"] == 40
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "texts"]
 
 
 def test_a_failure_leaves_the_old_result(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
