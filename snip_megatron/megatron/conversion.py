@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
@@ -55,9 +56,10 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
         SnipError: If a linear is of a class that cannot be converted, such as a fused linear of Transformer Engine.
     """
     layers = [layer for chunk in model_chunks for layer in _decoder_layers(chunk)]
-    if not layers:
-        raise SnipError("no decoder layer found in the model: SNIP supports Megatron's GPT models")
-    model_config = layers[0].config
+    try:  # a pipeline stage that holds the embedding or the loss alone has a decoder without layers
+        model_config = get_attr_wrapped_model(model_chunks[0], "decoder").config
+    except RuntimeError:
+        raise SnipError("no decoder found in the model: SNIP supports Megatron's GPT models") from None
     tensor_parallel = model_config.tensor_model_parallel_size > 1
     # With CUDA graphs no host time is left to save, and a capture of replays has not been tried on a GPU.
     selection = select_backend(

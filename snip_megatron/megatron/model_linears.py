@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
@@ -18,10 +21,7 @@ def linear_names(args: argparse.Namespace) -> list[str]:
 
 
 def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
-    """Return all linears that a precision map covers, with their unsharded shapes.
-
-    Pipeline stages are those of an even split. Only the built model knows the stages of a custom pipeline layout.
-    """
+    """Return all linears that a precision map covers, with their unsharded shapes."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else heads
     head, ffn = args.kv_channels, args.ffn_hidden_size
@@ -36,11 +36,11 @@ def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
     if experts is not None:
         of_each = ((experts.ffn * (2 if _gated(args) else 1), hidden), (hidden, experts.ffn))
         shapes |= dict(zip(EXPERT_KINDS, of_each, strict=True))
-    rows = []
+    rows, stages = [], layer_stages(args)
     for name in linear_names(args):
         linear = LinearId.parse(name)
         mixture = experts.mixture if experts is not None and linear.of_experts else (1, 1)
-        rows.append(LinearRow(name, _stage(args, linear.layer), *shapes[linear.kind], *mixture))
+        rows.append(LinearRow(name, stages[linear.layer], *shapes[linear.kind], *mixture))
     return tuple(rows)
 
 
@@ -69,11 +69,32 @@ def check_shapes(registry: LinearRegistry, args: argparse.Namespace) -> None:
             )
 
 
-def _stage(args: argparse.Namespace, layer: int) -> int:
-    """Pipeline stage of a layer in an even split."""
-    chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-    per_chunk = max(1, -(-args.num_layers // chunks))
-    return int(layer // per_chunk % args.pipeline_model_parallel_size)
+def layer_stages(args: argparse.Namespace) -> list[int]:
+    """Return the pipeline stage of every decoder layer."""
+    counts = _layers_by_chunk(args)
+    return [chunk % args.pipeline_model_parallel_size for chunk, count in enumerate(counts) for _ in range(count)]
+
+
+def _layers_by_chunk(args: argparse.Namespace) -> list[int]:
+    """Return the number of layers of each model chunk in the model's order. Chunk c lies on stage c mod stages."""
+    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None:
+        if not isinstance(layout, PipelineParallelLayerLayout):
+            layout = PipelineParallelLayerLayout(layout, stages)
+        chunks = (layout.layout[stage][chunk] for chunk in range(virtual) for stage in range(stages))
+        return [chunk.count(LayerType.decoder) for chunk in chunks]
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if first is not None or last is not None:
+        ends = [[] if given is None else [given] for given in (first, last)]
+        middle = stages - len(ends[0]) - len(ends[1])
+        each = (args.num_layers - (first or 0) - (last or 0)) // max(middle, 1)
+        return [layers // virtual for layers in [*ends[0], *[each] * middle, *ends[1]]] * virtual
+    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+    counts = [(args.num_layers + embedding + loss) // (stages * virtual)] * (stages * virtual)
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return counts
 
 
 def unquantised_flops(args: argparse.Namespace) -> dict[int, float]:
@@ -87,10 +108,10 @@ def unquantised_flops(args: argparse.Namespace) -> dict[int, float]:
     if experts is None or not elements:
         return {}
     of_layer = 2.0 * len(Gemm) * elements
-    stages = dict.fromkeys(range(args.pipeline_model_parallel_size), 0.0)
+    found, stages = dict.fromkeys(range(args.pipeline_model_parallel_size), 0.0), layer_stages(args)
     for layer in experts.layers:
-        stages[_stage(args, layer)] += of_layer
-    return stages
+        found[stages[layer]] += of_layer
+    return found
 
 
 def gemm_flops(rows: Sequence[LinearRow]) -> dict[str, float]:

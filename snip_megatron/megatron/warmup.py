@@ -90,9 +90,9 @@ class WarmUp:
             be prepared, as on a CPU.
         """
         weight = next((handle.weight for handle in self._registry), None)
-        device = torch.device("cpu") if weight is None else weight.device
         if not self._lazy(weight):
             return None
+        device = torch.device("cuda", torch.cuda.current_device())
         started = time.perf_counter()
         self._connect(device)
         figures = self._compile()

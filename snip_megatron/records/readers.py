@@ -112,9 +112,14 @@ def read_plans(run: Path | str, *, skipped: list[str] | None = None) -> dict[int
     return _parsed(Path(run), "plans", lambda text, where: PrecisionPlan.from_json(text, where=where), skipped)
 
 
-def read_scores(run: Path | str, *, skipped: list[str] | None = None) -> dict[int, dict[str, Any]]:
-    """Return the bodies of the scores files (version, scores) by step, ascending. See :func:`read_maps`."""
-    return _parsed(Path(run), "scores", _parse_scores, skipped)
+def read_scores(
+    run: Path | str, *, skipped: list[str] | None = None, last: int | None = None
+) -> dict[int, dict[str, Any]]:
+    """Return the bodies of the scores files (version, scores) by step, ascending: all, or the ``last`` ones.
+
+    See :func:`read_maps`.
+    """
+    return _parsed(Path(run), "scores", _parse_scores, skipped, last)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -134,9 +139,12 @@ def _parse_scores(text: str, where: str) -> dict[str, Any]:
     return body
 
 
-def _parsed[T](run: Path, folder: str, parse: Callable[[str, str], T], skipped: list[str] | None) -> dict[int, T]:
+def _parsed[T](
+    run: Path, folder: str, parse: Callable[[str, str], T], skipped: list[str] | None, last: int | None = None
+) -> dict[int, T]:
     found: dict[int, T] = {}
-    for step, file in step_files(run, folder).items():
+    files = list(step_files(run, folder).items())
+    for step, file in files if last is None else files[-last:]:
         try:
             found[step] = parse(_text(file), str(file))
         except SnipError as error:

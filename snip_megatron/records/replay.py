@@ -172,9 +172,14 @@ def find_stored(source: Path, step: int | None) -> Stored | None:
 def parse_shapes(body: Any, where: str) -> dict[str, LinearShape]:
     """Parse ``facts.linear_shapes``, by the linear's name. Raises SnipError naming ``where``."""
     try:
-        return {str(name): LinearShape(**fields) for name, fields in body.items()}
+        shapes = {str(name): LinearShape(**fields) for name, fields in body.items()}
     except (TypeError, AttributeError) as error:
         raise SnipError(f"{where}: facts.linear_shapes: {cut(error)}") from None
+    for name, shape in shapes.items():
+        sizes = (shape.tokens, shape.n, shape.k, shape.microbatches, shape.forwards)
+        if not all(type(size) is int and 0 < size < 2**63 for size in sizes):
+            raise SnipError(f"{where}: facts.linear_shapes: {cut(name)}: sizes must be positive integers")
+    return shapes
 
 
 def is_statistics(path: Path) -> bool:

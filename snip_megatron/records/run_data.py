@@ -18,6 +18,8 @@ FAULT_EVENTS = (
     "out_of_reach", "plan_moved",
 )  # fmt: skip
 """Kinds of events that report trouble. The report shows them first."""
+MAX_SCORES = 100
+"""Number of updates whose scores are read, the latest ones. In a large model those of one fill 280 KB."""
 _OWN_FIELDS = ("time", "step", "event", "step_s", "wait_s")
 
 
@@ -43,7 +45,7 @@ class Adoption:
         version: the map's version; None if unknown.
         fields: the fields of the ``adopt`` event.
         precision_map: the map; None if its file is lost.
-        scores: the scores from which the map was solved; None if unknown.
+        scores: the scores from which the map was solved; None if unknown, or older than the last MAX_SCORES updates.
     """
 
     step: int
@@ -176,7 +178,7 @@ def load_run(path: Path | str) -> RunData:
     unreadable: list[str] = []
     events = read_events(path)
     maps = read_maps(path, skipped=unreadable)
-    scores = read_scores(path, skipped=unreadable)
+    scores = read_scores(path, skipped=unreadable, last=MAX_SCORES)
     plans = read_plans(path, skipped=unreadable)
     return RunData(
         path=path,

@@ -244,7 +244,8 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 def cut_back(path: Path, step: int) -> int:
     """Keep the records before training step ``step`` and append the others to ``<path>.1``.
 
-    The tail is saved before the file is replaced, so that a crash in between loses nothing.
+    The event ``validation`` of ``step`` itself is kept: Megatron validates before it saves, and does not validate again
+    after a load. The tail is saved before the file is replaced, so that a crash in between loses nothing.
 
     Returns:
         The number of records that were moved.
@@ -258,7 +259,8 @@ def cut_back(path: Path, step: int) -> int:
     tail: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         record = _parse_line(line) if line.endswith(b"\n") else None
-        (head if record is not None and record["step"] < step else tail).append(line)
+        last = step if record is not None and record.get("event") == "validation" else step - 1
+        (head if record is not None and record["step"] <= last else tail).append(line)
     if tail:
         if not tail[-1].endswith(b"\n"):
             tail[-1] += b"\n"

@@ -8,6 +8,7 @@ security policy, which forbids network access to its scripts, is not changed.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hmac
 import secrets
@@ -132,8 +133,9 @@ def _handler(page: LivePage, path: str) -> type[BaseHTTPRequestHandler]:
                 self.send_header("Content-Encoding", "gzip")
             if status != 404:
                 self.send_header("Refresh", str(REFRESH_S))
-            self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # the browser has gone away
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Print nothing: a line for every request would hide the address."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 
 from snip_megatron.errors import is_finite
@@ -56,7 +57,7 @@ def _bytes(recorded: object) -> dict[str, float]:
 
 def _usual(by_step: Mapping[int, dict[str, float]], stretch: Stretch) -> dict[str, float]:
     """Return the bytes of the step of a stretch whose sum is the median; empty if none are recorded."""
-    found = sorted(
-        (by_step[s] for s in range(stretch.begin, stretch.end) if s in by_step), key=lambda b: sum(b.values())
-    )
+    steps = list(by_step)  # ascending
+    first, stop = (bisect.bisect_left(steps, step) for step in (stretch.begin, stretch.end))
+    found = sorted((by_step[step] for step in steps[first:stop]), key=lambda b: sum(b.values()))
     return found[len(found) // 2] if found else {}

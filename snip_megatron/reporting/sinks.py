@@ -80,10 +80,11 @@ class WriterSink(ABC):
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
         """Write the numbers of an event before training step ``step`` as ``snip/<kind>/<field>``.
 
-        Numbers in a mapping (``achieved_per_stage``) become ``snip/<kind>/<field>/<key>``. The text field ``kind`` of a
-        probe becomes part of the name, so that the probes of one step stay separate. Other texts are left out.
+        Numbers in a mapping (``achieved_per_stage``) become ``snip/<kind>/<field>/<key>``. The text fields ``kind`` of
+        a probe and ``formats`` of a validation become part of the name, so that those of one step stay separate. Other
+        texts are left out.
         """
-        name = f"{kind}/{fields['kind']}" if isinstance(fields.get("kind"), str) else kind
+        name = "/".join([kind, *(fields[each] for each in ("kind", "formats") if isinstance(fields.get(each), str))])
         self._guarded(lambda: self._write(step, scalars(f"{name}/", fields) | {f"{PREFIX}{name}/happened": 1}))
 
     def precision_map(self, step: int, precision_map: PrecisionMap, linears: Iterable[str] | None = None) -> None:

@@ -12,6 +12,7 @@ _COST_NAMES = {
     "submit": "submission",
     "dropped": "dropped updates",
     "postpone": "waiting for the solver",
+    "guard": "refused maps",
     "adopt": "adoption",
     "settled": "slower steps afterwards",
     "recapture": "capturing graphs again",
@@ -66,8 +67,13 @@ def _steps(worth: Worth) -> str | None:
 def _costs(worth: Worth) -> str | None:
     if not worth.updates and not worth.cost_s:
         return None
-    times = [each.stretch.steps * each.stretch.step_s for each in worth.maps if each.stretch.step_s is not None]
-    share = f", {worth.cost_s / (sum(times) + worth.cost_s):.2%} of the time" if times else ""
+    stretches = [each.stretch for each in worth.maps]
+    timed = [(each.steps, each.steps * each.step_s) for each in stretches if each.step_s is not None]
+    share = ""
+    if timed:  # steps under a map that was too short for a median take as long as the others
+        steps, seconds = map(sum, zip(*timed, strict=True))
+        trained = seconds / steps * sum(each.steps for each in stretches)
+        share = f", {worth.cost_s / (trained + worth.cost_s):.2%} of the time"
     largest: list[tuple[str, float]] = sorted(worth.costs.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{_COST_NAMES.get(kind, kind)} {duration(seconds)}" for kind, seconds in largest)
     count = f"{worth.updates:,} update{'' if worth.updates == 1 else 's'}"

@@ -22,8 +22,8 @@ from snip_megatron.runtime.pace import SETTLING, STEPS, is_quantised
 
 KEPT = 256
 """Number of the last usual steps over which a median is taken."""
-COSTS = ("compile", "probe", "collect", "submit", "dropped", "postpone", "adopt", "settled", "recapture")
-"""Events whose ``wait_s`` a training without SNIP would not have. That of ``guard`` is part of ``adopt``."""
+COSTS = ("compile", "probe", "collect", "submit", "dropped", "postpone", "guard", "adopt", "settled", "recapture")
+"""Events whose ``wait_s`` a training without SNIP would not have."""
 
 
 @dataclass(frozen=True)

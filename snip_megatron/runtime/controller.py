@@ -291,7 +291,6 @@ class Controller:
             alarm_step=alarm.step,
             loss=alarm.loss,
             limit=alarm.limit,
-            wait_s=since(started),
         )
         self._adopt(step, decision, started)
         self._updates.restart_trigger(step)

@@ -117,7 +117,12 @@ class Guard:
             if self._strikes >= self._settings.patience:
                 reason = f"{self._strikes} losses in a row above {limit:.4g}"
                 return Alarm(figures.step, reason, figures.loss, limit)
+        elif spike and self._probation is None:
+            self._strikes += 1
+            if self._strikes >= self._settings.window:  # not a spike: the loss is higher without an adoption
+                self._losses.clear()
         elif figures.loss is not None and not figures.broken and not spike:
+            self._strikes = 0
             self._losses.append(figures.loss)
         self._end_probation(figures.step, in_force)
         return None

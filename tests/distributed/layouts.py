@@ -129,6 +129,9 @@ LAYOUTS: dict[str, Layout] = {
     "tp2-sp": Layout(2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": Layout(2, "--pipeline-model-parallel-size 2"),
     "pp2-virtual": Layout(2, _VIRTUAL),
+    "pp3-embedding-and-loss-alone": Layout(
+        3, "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout E|tttt|L"
+    ),
     "dp2": Layout(2, data=2),
     "dp2-overlap": Layout(2, "--overlap-grad-reduce", data=2),
     "dp2-per-token-loss": Layout(2, "--calculate-per-token-loss", data=2),
@@ -175,8 +178,8 @@ for _model in ("experts", "experts-dropless", "experts-bf16"):
         if _model != "experts" or not name.startswith("tp2")
     }
 FAST = (
-    "tp2", "tp2-sp", "pp2-virtual", "dp2-per-token-loss", "dp2-distributed-optimizer-overlap", "tied-pp2",
-    "recompute-full", "recompute-selective", "experts-ep2",
+    "tp2", "tp2-sp", "pp2-virtual", "pp3-embedding-and-loss-alone", "dp2-per-token-loss",
+    "dp2-distributed-optimizer-overlap", "tied-pp2", "recompute-full", "recompute-selective", "experts-ep2",
 )  # fmt: skip
 """What the suite runs of it."""
 

@@ -49,6 +49,7 @@ def test_every_column_is_measured(layouts: LayoutRuns) -> None:
     assert table.non_finite() == []
     assert table.tokens == table.tokens_per_step == 4 * 128
     assert [row.stage for row in layouts.trained("pp2-virtual").table.linears] == ([0] * 4 + [1] * 4) * 2
+    assert {row.stage for row in layouts.trained("pp3-embedding-and-loss-alone").table.linears} == {1}
     for name, array in table.arrays().items():
         if name == "linear.htrace":  # of passes that only hawq asks for
             continue

@@ -30,6 +30,11 @@ ARGS = argparse.Namespace(
     num_experts=None,
     pipeline_model_parallel_size=1,
     virtual_pipeline_model_parallel_size=None,
+    pipeline_model_parallel_layout=None,
+    decoder_first_pipeline_num_layers=None,
+    decoder_last_pipeline_num_layers=None,
+    account_for_embedding_in_pipeline_split=False,
+    account_for_loss_in_pipeline_split=False,
 )
 SHAPES = ((192, 64), (64, 64), (128, 64), (64, 128))
 

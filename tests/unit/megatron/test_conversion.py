@@ -177,8 +177,8 @@ def test_an_unknown_class_is_refused_by_name() -> None:
         convert_model([chunk], CONFIG)
 
 
-def test_a_model_without_decoder_layers_is_refused() -> None:
-    with pytest.raises(SnipError, match="no decoder layer"):
+def test_a_model_without_a_decoder_is_refused() -> None:
+    with pytest.raises(SnipError, match="no decoder found"):
         convert_model([torch.nn.Linear(4, 4)], CONFIG)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.records import run_data
 from snip_megatron.records.run_data import load_run, number, shares
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.statistics.table import StatisticsTable
@@ -40,6 +41,13 @@ def test_adoptions_carry_their_map_and_scores(whole_run):
     scores = json.loads((whole_run / "scores" / "step_30.json").read_text())
     assert run.adoptions[1].scores == scores["scores"]
     assert run.unreadable == []
+
+
+def test_only_the_scores_of_the_latest_updates_are_read(whole_run, monkeypatch):
+    monkeypatch.setattr(run_data, "MAX_SCORES", 2)
+    run = load_run(whole_run)
+    assert [adoption.scores is not None for adoption in run.adoptions] == [False, False, False, True, True]
+    assert all(adoption.precision_map is not None for adoption in run.adoptions)
 
 
 def test_updates_carry_their_times(whole_run):

@@ -151,6 +151,16 @@ def test_resume_cuts_back_and_keeps_the_tail(tmp_path):
     assert (tmp_path / "maps" / "step_8.json.1").exists()
 
 
+def test_the_validation_before_the_save_of_the_loaded_checkpoint_is_kept(tmp_path):
+    with new_run(tmp_path) as run:
+        for step in (3, 6, 9):
+            run.event(step, "validation", formats="map", loss=float(step))
+            run.event(step, "adopt", version=step)
+    new_run(tmp_path, resume_step=6).close()
+    kept = [(event["event"], event["step"]) for event in read_events(tmp_path)]
+    assert kept == [("validation", 3), ("adopt", 3), ("validation", 6), ("resume", 6)]
+
+
 def test_second_resume_loses_no_tail(tmp_path):
     recorded_run(tmp_path)
     for step in (6, 2):

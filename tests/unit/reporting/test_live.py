@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import random
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -81,6 +83,23 @@ def test_a_run_directory_that_goes_away_is_said_and_may_come_back(run: Path, ser
     assert "config.json is missing" in failed.value.read().decode()
     (run / "away").rename(run / "config.json")
     assert "<dd>40</dd>" in get(server.url)[1]
+
+
+def test_a_browser_that_goes_away_while_it_loads_prints_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = random.Random(0).randbytes(20_000_000).hex()  # more than the sockets hold
+    monkeypatch.setattr(live, "render", lambda *_, **__: large)
+    server = live.start(run, port=0)
+    before = set(threading.enumerate())
+    with socket.create_connection(("127.0.0.1", server.port)) as browser:
+        browser.sendall(f"GET /{server.secret}/ HTTP/1.1\r\n\r\n".encode())
+        server.http.handle_request()
+        assert browser.recv(1000).startswith(b"HTTP/1.0 200")
+    for answering in set(threading.enumerate()) - before:
+        answering.join(60)
+    server.http.server_close()
+    assert capsys.readouterr().err == ""
 
 
 def test_what_cannot_be_served_is_refused_at_once(run: Path, server: LiveServer, tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ def test_bytes_under_a_map_and_in_bf16(tmp_path: Path) -> None:
     assert "Rank 0 sent 6 MiB a step under map 7" in render(load_run(path))
 
 
+def test_a_step_number_that_is_broken_does_not_hold_up_the_report(tmp_path: Path) -> None:
+    path = a_run(tmp_path, {"send": MIB}, {"send": MIB}, adopts=None)
+    with (path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 4611686018427387904, "loss": 2.0}\n')
+    assert sentence(path) == "Rank 0 sent 1 MiB a step in bf16 (sends to another stage 1 MiB)."
+
+
 def test_bytes_without_a_map(tmp_path: Path) -> None:
     sent = {"all_reduce": 1536.0}
     assert (

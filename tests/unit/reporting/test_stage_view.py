@@ -72,12 +72,17 @@ def test_what_is_missing_is_left_out(path):
     run = load_run(path)  # no shapes: an earlier version's run
     view = stage_view(run, None, unreadable := [])
     assert (view.times, saved_figure(view), unreadable) == ([], None, [])
-    broken = with_facts(path, linear_shapes={"x": {"size": 1}})
-    assert stage_view(broken, None, unreadable).times == []
-    assert "linear_shapes" in unreadable[0]
-    assert "linear_shapes" in render(broken)
     with pytest.raises(SnipError, match="nonsense"):
         stage_view(run, "nonsense", [])
+
+
+@pytest.mark.parametrize("wrong", [{"size": 1}, {"n": {}}, {"k": 0}, {"tokens": 10**400}, {"microbatches": "4"}])
+def test_broken_shapes_are_said(path, wrong):
+    shapes = {name: SHAPES[name] | wrong for name in SHAPES}
+    broken = with_facts(path, linear_shapes=shapes)
+    assert stage_view(broken, None, unreadable := []).times == []
+    assert "linear_shapes" in unreadable[0]
+    assert "linear_shapes" in render(broken)
     for file in (path / "stats").iterdir():
         file.unlink()
     assert stage_view(load_run(path), None, []) is None

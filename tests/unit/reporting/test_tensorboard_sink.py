@@ -46,6 +46,15 @@ def test_scalars_stand_at_megatrons_iterations(writer):
     assert not {name for name in log.Tags()["scalars"] if name.endswith(("loss", "norm", "status", "changed"))}
 
 
+def test_validations_of_the_map_and_in_bf16_are_two_scalars(writer):
+    sink = TensorBoardSink(writer)
+    for formats, loss in (("map", 3.0), ("bf16", 2.0)):
+        sink.event(4, "validation", formats=formats, loss=loss)
+    log = read(writer)
+    for formats, loss in (("map", 3.0), ("bf16", 2.0)):
+        assert [(e.step, e.value) for e in log.Scalars(f"snip/validation/{formats}/loss")] == [(4, loss)]
+
+
 def test_the_map_is_a_table(writer):
     choices = {f"{LINEARS[0]}:fprop": Format.FP8, f"{LINEARS[0]}:dgrad": Format.FP4, LINEARS[1]: Format.FP4}
     TensorBoardSink(writer).precision_map(8, PrecisionMap(choices=choices, solve_seconds=0.5))

@@ -56,6 +56,14 @@ def test_a_run_that_saves_time(tmp_path: Path) -> None:
     assert body["maps"][1]["speedup"] == 2.0
 
 
+def test_the_share_of_the_time_counts_steps_under_maps_that_are_too_short_for_a_median(tmp_path: Path) -> None:
+    worth = a_run(tmp_path, bf16=1.0, updates=4)
+    assert [each.stretch.step_s for each in worth.maps] == [1.0, *[None] * 3, 1.0]
+    (sentence,) = (line for line in lines(worth) if line.startswith("4 updates cost"))
+    share = worth.cost_s / (STEPS * 1.0 + worth.cost_s)
+    assert f", {share:.2%} of the time: " in sentence
+
+
 def test_the_loss_is_that_of_the_chosen_formats(tmp_path: Path) -> None:
     worth = a_run(tmp_path, config={"q": "split"})
     adoption = load_run(tmp_path / "run").adoptions[-1]

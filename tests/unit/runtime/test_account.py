@@ -37,18 +37,18 @@ def test_time_saved_is_that_of_usual_steps_less_what_updates_cost() -> None:
     account.event("probe", {"wait_s": 1.5})
     account.event("submit", {"wait_s": 0.5})
     account.event("validation", {"wait_s": 100.0})  # bf16 would have it too
-    account.event("guard", {"action": "taken_back", "wait_s": 50.0})  # its adoption counts the same time
+    account.event("guard", {"action": "refused", "wait_s": 0.125})
     at = steps(account, at, 7.0, 7.0, 7.0, *[1.0] * 7)  # what follows an update is no usual step
     account.adopted(at, 4, quantised=True)
     account.event("adopt", {"wait_s": 0.25})
     assert account.saved_s() is None
     steps(account, at, 5.0, 5.0, 5.0, *[0.75] * 36, 30.0)  # a stall is not the map's doing
-    assert (account.bf16_s, account.updates, account.cost_s) == (1.0, 1, 2.25)
+    assert (account.bf16_s, account.updates, account.cost_s) == (1.0, 1, 2.375)
     before, under = account.stretches()
     assert (before.quantised, before.steps, before.saved_s) == (False, 33, 0.0)
     assert (under.version, under.steps, under.step_s, under.speedup) == (4, 40, 0.75, pytest.approx(4 / 3))
-    assert account.saved_s() == pytest.approx(40 * 0.25 - 2.25)
-    assert account.figures(judged=True) == pytest.approx({"step_s": 0.75, "speedup": 4 / 3, "saved_h": 7.75 / 3600})
+    assert account.saved_s() == pytest.approx(40 * 0.25 - 2.375)
+    assert account.figures(judged=True) == pytest.approx({"step_s": 0.75, "speedup": 4 / 3, "saved_h": 7.625 / 3600})
     assert account.figures(judged=False) == {"step_s": 0.75}
 
 

@@ -60,6 +60,18 @@ def test_a_spike_before_the_adoption_is_not_its_fault() -> None:
     assert feed(guard, range(20, 40), lambda step: 6.0 if 22 <= step < 26 else noisy(step), a_map()) is None
 
 
+def test_a_loss_that_stays_higher_before_the_adoption_is_not_its_fault() -> None:
+    """Another text, for example: the limit follows, so that the guard neither takes back every later map nor none."""
+    guard = Guard(SETTINGS)
+    feed(guard, range(20))
+    feed(guard, range(20, 100), lambda step: 1.0 + noisy(step))
+    guard.adopted(100)
+    assert feed(guard, range(100, 120), lambda step: 1.0 + noisy(step), a_map()) is None
+    guard.adopted(200)
+    feed(guard, range(120, 200), lambda step: 1.0 + noisy(step))
+    assert feed(guard, range(200, 220), lambda step: 2.0 + noisy(step), a_map()) is not None
+
+
 def test_one_figure_that_is_not_finite_is_enough() -> None:
     guard = Guard(SETTINGS)
     guard.adopted(3)
