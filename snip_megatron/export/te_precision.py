@@ -44,6 +44,8 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
 SUBSTITUTIONS: Mapping[Format, str] = {
     Format.FP4: "fp4 → nvfp4: Transformer Engine has no 4-bit format of 1×128 tiles with FP32 scales",
     Format.MXFP4: "mxfp4 → nvfp4: Transformer Engine trains in no MXFP4",
+    Format.NVFP4: "nvfp4 → nvfp4 of Transformer Engine: wgrad's operands pass a Hadamard transform unless"
+    " NVTE_NVFP4_DISABLE_RHT=1 is set",
     Format.FP8: "fp8 → blockwise FP8 of Transformer Engine: the same tiles, scales rounded up to powers of two unless"
     " NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set",
 }
