@@ -76,10 +76,10 @@ def stale(tables: Sequence[StatisticsTable], request: SolveRequest) -> list[Apar
     """Compare all pairs of updates within the first half of the steps (early), and within the second (late).
 
     Raises:
-        SnipError: there are fewer than two tables, or they are of different models.
+        SnipError: there are fewer than three tables, so that no half has two, or they are of different models.
     """
-    if len(tables) < 2:
-        raise SnipError("staleness needs the statistics of at least two updates of one run")
+    if len(tables) < 3:
+        raise SnipError("staleness needs the statistics of at least three updates of one run")
     if len({table.linears for table in tables}) > 1:
         raise SnipError("staleness needs statistics of one run: the linears differ")
     ordered = sorted(tables, key=lambda table: table.step)
