@@ -172,9 +172,7 @@ def test_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFix
     _one_line(capsys, "cannot be read as a checkpoint")
 
 
-def test_names_the_missing_file_of_a_distributed_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_the_missing_file_of_a_distributed_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = FileSystemWriter(tmp_path / "run")
     save_state({"embedding.word_embeddings.weight": torch.zeros(4, 2)}, storage_writer=writer, no_dist=True)
     (lost,) = (tmp_path / "run").glob("*.distcp")
