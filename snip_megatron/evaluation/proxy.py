@@ -18,7 +18,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Gemm, option_id, split_option_id
 from snip_megatron.records.readers import step_files
 from snip_megatron.sensitivity.loss_divergence import FloatArray, first_order
-from snip_megatron.sensitivity.policies import divergences, policy_scores
+from snip_megatron.sensitivity.policies import ESTIMATORS, divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.scores import OptionScore, option_scores, truth
 from snip_megatron.statistics.table import StatisticsTable
@@ -141,7 +141,7 @@ def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
     base = SolveRequest(formats=(fmt,))
     true = truth(table, fmt)
     columns: dict[str, dict[str, OptionScore]] = {
-        name: option_scores(table, replace(base, estimator=name), fmt) for name in ("noise", "fisher")
+        name: option_scores(table, replace(base, estimator=name), fmt) for name in ESTIMATORS if name != "measured"
     }
     if float(table.linear["bg2"].sum()) > 0.0:
         columns["noise with backward noise"] = option_scores(table, replace(base, backward_noise=True), fmt)

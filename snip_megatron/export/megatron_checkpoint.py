@@ -130,6 +130,8 @@ def iteration_folder(source: Path, step: int | None = None) -> Path:
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # its own text names ranks instead of what failed there
+        error = next(iter(error.failures.values()))[0]
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 

@@ -65,12 +65,15 @@ READERS = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}
 
 
 def quantizer_factory(role):
-    """Return a new quantizer for the tensor that ``role`` describes. All that FORMATS does not name stays in bf16."""
+    """Return a new quantizer for the tensor that ``role`` describes. All that FORMATS does not name stays in bf16.
+
+    Raises RuntimeError for a linear without a name of name_linears: Transformer Engine calls it Layer_<number>.
+    """
     if role is None or role.module_type not in ("linear", "grouped_linear"):
         return te.IdentityQuantizer()
-    if not role.name:
-        raise RuntimeError("a linear has no name: call @MODULE@.name_linears(model) in the model provider, and train"
-                           " without --fp8-param-gather")
+    if role.name not in FORMATS and not role.name.startswith("bf16."):
+        raise RuntimeError(f"the linear {role.name} is not named: call @MODULE@.name_linears(model) in the model"
+                           " provider, and train without --fp8-param-gather")
     if role.name not in FORMATS or role.tensor_type not in READERS:
         return te.IdentityQuantizer()
     row, column = (FORMATS[role.name][gemm] for gemm in READERS[role.tensor_type])
@@ -102,7 +105,7 @@ def name_linears(model):
             linear.name = name
             named.add(linear)
     for path, module in model.named_modules():  # other linears stay in bf16: the output layer, multi-token prediction
-        if hasattr(module, "get_quantizer_roles") and module not in named and not getattr(module, "name", None):
+        if hasattr(module, "get_quantizer_roles") and module not in named:
             module.name = f"bf16.{path}"
     return len(named)
 

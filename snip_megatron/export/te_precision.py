@@ -19,19 +19,16 @@ from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap
 from snip_megatron.records.storage import write_atomically
 
-WIDTH = (Format.BF16, Format.FP8, Format.MXFP8, Format.FP8_TENSOR, Format.NVFP4, Format.MXFP4, Format.FP4)
-"""Formats from wide to narrow: ordered by bits, then by how many elements share a scale."""
-
 RECIPES: Mapping[Format, str] = {
     Format.BF16: "bf16",
     Format.FP8: "fp8_blockwise",
-    Format.FP8_TENSOR: "fp8_tensorwise",
     Format.MXFP8: "mxfp8",
+    Format.FP8_TENSOR: "fp8_tensorwise",
     Format.NVFP4: "nvfp4",
-    Format.FP4: "nvfp4",
     Format.MXFP4: "nvfp4",
+    Format.FP4: "nvfp4",
 }
-"""Format → name of its recipe in the file."""
+"""Format → name of its recipe in the file. From wide to narrow: by bits, then by how many elements share a scale."""
 
 _FIELDS: Mapping[str, Mapping[str, str]] = {
     "bf16": {},
@@ -44,6 +41,8 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
 SUBSTITUTIONS: Mapping[Format, str] = {
     Format.FP4: "fp4 → nvfp4: Transformer Engine has no 4-bit format of 1×128 tiles with FP32 scales",
     Format.MXFP4: "mxfp4 → nvfp4: Transformer Engine trains in no MXFP4",
+    Format.NVFP4: "nvfp4 → nvfp4 of Transformer Engine: wgrad's operands pass a Hadamard transform unless"
+    " NVTE_NVFP4_DISABLE_RHT=1 is set",
     Format.FP8: "fp8 → blockwise FP8 of Transformer Engine: the same tiles, scales rounded up to powers of two unless"
     " NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set",
 }
@@ -67,13 +66,21 @@ class Collapsed:
 def collapse(precision_map: PrecisionMap) -> Collapsed:
     """Take the widest of the three formats of every linear, so that no GEMM runs in fewer bits than the map says.
 
-    Variants become the formats that they are variants of: a recipe knows no others.
+    Variants become the formats that they are variants of: a recipe knows no others. Raises SnipError for a format
+    without a recipe.
     """
+    widths = list(RECIPES)
     formats: dict[LinearId, Format] = {}
     changed: dict[LinearId, tuple[Format, ...]] = {}
     for linear in precision_map.linears():
         three = tuple(precision_map.format_of(str(linear), gemm) for gemm in Gemm)
-        formats[linear] = min((fmt.base for fmt in three), key=WIDTH.index)
+        for gemm, fmt in zip(Gemm, three, strict=True):
+            if fmt.base not in RECIPES:
+                raise SnipError(
+                    f"{linear} runs {gemm.value} in {fmt.value}, for which Transformer Engine has no recipe"
+                    f" (it has them for {', '.join(fmt.value for fmt in RECIPES)})"
+                )
+        formats[linear] = min((fmt.base for fmt in three), key=widths.index)
         if len(set(three)) > 1:
             changed[linear] = three
     return Collapsed(formats, changed)

@@ -12,9 +12,12 @@ from sensitivity.synthetic import make_table, with_columns
 
 from snip_megatron.cli import main
 from snip_megatron.errors import SnipError
+from snip_megatron.evaluation import proxy
 from snip_megatron.evaluation.proxy import CEILING, QUANTITIES, find_tables, spearman, validate
 from snip_megatron.evaluation.staleness import stale, summarise
+from snip_megatron.sensitivity import scores
 from snip_megatron.sensitivity.loss_divergence import FPROP, second_order
+from snip_megatron.sensitivity.policies import ESTIMATORS
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.weight_divergence import weight_divergence
 from snip_megatron.statistics.measured import Measured
@@ -58,6 +61,15 @@ def test_an_estimator_that_is_the_truth_correlates_perfectly() -> None:
     assert pooled is not None
     assert (loss.options, pooled.options) == (16, 48)  # fprop only; all three GEMMs
     assert validation.of("drift: all", "fisher") is None  # it has no weight divergence
+
+
+def test_an_estimator_that_is_added_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (proxy, scores):
+        monkeypatch.setattr(module, "ESTIMATORS", (*ESTIMATORS, "added"))
+    added, fisher = (validate(table_with_truth(0.1), "fp4", "run").of("loss", name) for name in ("added", "fisher"))
+    assert added is not None
+    assert fisher is not None
+    assert added.rho == fisher.rho  # divergences() knows no other ΔL
 
 
 def test_targets_follow_the_ceiling() -> None:
@@ -160,7 +172,7 @@ def test_staleness_needs_two_updates_of_one_model_in_one_half_of_its_steps(tmp_p
         with pytest.raises(SnipError, match="two updates in one half of its steps"):
             stale([replace(make_table(), step=step) for step in steps], SolveRequest(formats=FORMATS))
     with pytest.raises(SnipError, match="the linears differ"):
-        stale([make_table(2), make_table(4)], SolveRequest())
+        stale([make_table(2), make_table(2), make_table(4)], SolveRequest())
     tables = [replace(make_table(layers=4, seed=3), step=step) for step in (0, 1, 10, 11)]
     run = save(tmp_path / "run", *tables)
     assert main(["validate-proxy", "--stale", str(run), "--out", str(tmp_path / "out"), "--gpus", "0"]) == 0

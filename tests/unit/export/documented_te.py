@@ -121,15 +121,18 @@ class HybridQuantizer(Quantizer):
 
 
 class Linear(torch.nn.Module):
-    """A linear that asks for its quantizers at its first forward. Megatron gives it no name."""
+    """A linear that asks for its quantizers at its first forward. Megatron gives it no name, and so it makes one up."""
+
+    made = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.name: str | None = None
+        Linear.made += 1
+        self.name = f"Layer_{Linear.made}"
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         tensors = ("input", "weight") if fwd else ("grad_output",)
-        roles = [QuantizerRole("linear", tensor, self.name or "") for tensor in tensors]
+        roles = [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
         assert len(roles) + 1 == num_quantizers
         return [*roles, None]  # the consumer of the output and of the input's gradient is unknown
 

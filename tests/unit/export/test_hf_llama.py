@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import save as save_state
 
 from snip_megatron.cli import main
 from snip_megatron.export import hf_llama
@@ -168,6 +170,15 @@ def test_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFix
     (source / "iter_0000003" / ".metadata").write_bytes(b"\x80\x04N.")
     assert export(source, "--out", str(tmp_path / "new")) == 2
     _one_line(capsys, "cannot be read as a checkpoint")
+
+
+def test_names_the_missing_file_of_a_distributed_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = FileSystemWriter(tmp_path / "run")
+    save_state({"embedding.word_embeddings.weight": torch.zeros(4, 2)}, storage_writer=writer, no_dist=True)
+    (lost,) = (tmp_path / "run").glob("*.distcp")
+    lost.unlink()
+    assert export(tmp_path / "run", "--out", str(tmp_path / "new")) == 2
+    _one_line(capsys, f"FileNotFoundError: [Errno 2] No such file or directory: '{lost}'")
 
 
 class _Touches:

@@ -150,10 +150,12 @@ def test_roles_without_a_linear_of_the_map(tmp_path: Path, monkeypatch: pytest.M
     module = load(export(tmp_path, every_mix()), monkeypatch)
     name = decoder_linear_names(1)[3]
     unknown = [None, te.QuantizerRole(), te.QuantizerRole("dpa", "qkv", ""), te.QuantizerRole("linear", "bias", name)]
-    for role in (*unknown, te.QuantizerRole("linear", "weight", "output_layer")):
+    for role in unknown:
         assert type(module.quantizer_factory(role)) is te.IdentityQuantizer
-    with pytest.raises(RuntimeError, match=f"{MODULE}.name_linears"):  # else a run would stay in bf16 without a word
-        module.quantizer_factory(te.QuantizerRole("linear", "weight", ""))
+    recipe = te.CustomRecipe(qfactory=module.quantizer_factory)
+    for linear in (stage(0, 1).module.decoder.layers[0].mlp.linear_fc1, te.Linear()):
+        with pytest.raises(RuntimeError, match=f"{MODULE}.name_linears"):  # else a run would stay in bf16 unnoticed
+            linear.gemms(recipe)
     with pytest.raises(ValueError, match=r"decoder\.layers\.32\.self_attention\.linear_qkv is not in the map"):
         module.name_linears(stage(32, 1))
     local = stage(0, 1)
@@ -214,6 +216,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_documented_interface_is_the_installed_one(installed: Any) -> None:
+    unnamed = SimpleNamespace(name=None)
+    installed.Linear._validate_name(unnamed)  # what its constructor calls
+    assert unnamed.name.rstrip("0123456789") == te.Linear().name.rstrip("0123456789")
     names = [*CLASSES.values(), "HybridQuantizer", "QuantizerRole"]
     for ours, theirs in ((getattr(te, name), getattr(installed, name)) for name in names):
         real = inspect.signature(theirs).parameters

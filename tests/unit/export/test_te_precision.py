@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from snip_megatron.cli import main
 from snip_megatron.commands import export as command
 from snip_megatron.errors import SnipError
-from snip_megatron.export.te_precision import WIDTH, chunk_layers, collapse, local_formats
+from snip_megatron.export.te_precision import RECIPES, chunk_layers, collapse, local_formats
 from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
 
@@ -30,7 +30,7 @@ EXPECTED = {
     Format.FP4: (None, Fp4Recipe.nvfp4),
     Format.MXFP4: (None, Fp4Recipe.nvfp4),
 }
-FORMATS = [fmt for fmt in Format if fmt.base is fmt]
+FORMATS = list(RECIPES)  # from wide to narrow
 
 
 def layer_map(layers: int) -> PrecisionMap:
@@ -109,6 +109,14 @@ def test_uneven_stages(tmp_path: Path) -> None:
     assert recipe_of(out / "stage_1.yaml", "decoder.layers.2.mlp.linear_fc2") == EXPECTED[fmt]
 
 
+def test_changed_numerics_of_a_format_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    export(tmp_path, PrecisionMap(dict.fromkeys(decoder_linear_names(2), Format.NVFP4)))
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("nvfp4 → nvfp4 of Transformer Engine: ")
+    assert "NVTE_NVFP4_DISABLE_RHT=1" in first
+    assert first.endswith("(8 linears)")
+
+
 def test_virtual_chunks_that_agree_share_a_file_and_others_are_refused(tmp_path: Path) -> None:
     """4 layers on 2 stages of 2 chunks: stage 0 holds layers 0 and 2, both called layer 0 there."""
     layers = (Format.FP8, Format.BF16, Format.FP8, Format.BF16)
@@ -136,7 +144,7 @@ def test_collapse_takes_the_widest(three: tuple[Format, ...]) -> None:
     result = collapse(PrecisionMap({option_id(name, g): f for g, f in zip(Gemm, three, strict=True)}))
     taken = result.formats[LinearId.parse(name)]
     assert taken in three
-    assert all(WIDTH.index(taken) <= WIDTH.index(f) for f in three)
+    assert all(FORMATS.index(taken) <= FORMATS.index(f) for f in three)
     assert (LinearId.parse(name) in result.changed) == (len(set(three)) > 1)
 
 
@@ -173,6 +181,21 @@ def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path,
     assert out[-1] == str(path)
     assert recipe_of(path, "decoder.layers.1.mlp.linear_fc1") == EXPECTED[Format.FP8]
     assert recipe_of(path, "decoder.layers.0.mlp.linear_fc2") == EXPECTED[Format.FP4]
+
+
+def test_a_format_without_a_recipe_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is added to the package."""
+    known = {fmt: name for fmt, name in RECIPES.items() if fmt is not Format.MXFP8}
+    monkeypatch.setattr("snip_megatron.export.te_precision.RECIPES", known)
+    source = tmp_path / "map.json"
+    choices = dict.fromkeys(decoder_linear_names(1), Format.FP8) | {"decoder.layers.0.mlp.linear_fc1": Format.MXFP8}
+    source.write_text(PrecisionMap(choices).to_json())
+    assert main(["export", "--format", "megatron", str(source), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "decoder.layers.0.mlp.linear_fc1 runs fprop in mxfp8, for which Transformer Engine has no recipe" in error
+    assert error.count("\n") == 1
 
 
 # -- refusals --------------------------------------------------------------------------------------------------

@@ -128,4 +128,4 @@ def test_the_users_arguments_come_last_and_win(validated: dict[str, dict[str, An
 def test_shapes_are_those_of_the_planners_table() -> None:
     for name, configuration in CONFIGURATIONS.items():
         assert jobs()[name].layout.model is MODELS[configuration.model]
-    assert [c.nodes for c in CONFIGURATIONS.values()] == [1, 1, 1, 8, 8]
+    assert [CONFIGURATIONS[name].nodes for name in ("1b", "70b")] == [1, 8]

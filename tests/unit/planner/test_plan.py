@@ -220,6 +220,7 @@ def test_synthetic_losses_are_heavy_tailed_and_ordered() -> None:
     assert 30 < four.max() / np.median(four) < 1e5
     assert all(row[Format.BF16] == 0 for row in losses.values())
     assert np.median([row[Format.FP8] / row[Format.FP4] for row in losses.values()]) == pytest.approx(0.02, rel=0.2)
+    assert {fmt for row in synthetic_losses(1, ALL, 3).values() for fmt in row} == set(ALL)
     fewer = synthetic_losses(80, (Format.FP4,), 3)
     assert {key: row[Format.FP4] for key, row in losses.items()} == {k: row[Format.FP4] for k, row in fewer.items()}
 

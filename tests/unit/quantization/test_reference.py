@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format
+from snip_megatron.precision import FOUR_BIT, Format
 from snip_megatron.quantization import fake_quantize, quantize, quantize_dequantize, squared_error
+from snip_megatron.quantization.formats import E2M1, SPECS
 
 from . import oracle
 
@@ -31,6 +32,10 @@ def matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
 def assert_same(ours: torch.Tensor, theirs: np.ndarray) -> None:
     assert ours.dtype == torch.float32
     np.testing.assert_array_equal(ours.numpy(), theirs)
+
+
+def test_formats_of_four_bits_are_counted_as_such() -> None:
+    assert {fmt for fmt, spec in SPECS.items() if spec.element is E2M1} == FOUR_BIT
 
 
 @every_format
