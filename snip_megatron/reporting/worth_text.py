@@ -12,6 +12,7 @@ _COST_NAMES = {
     "submit": "submission",
     "dropped": "dropped updates",
     "postpone": "waiting for the solver",
+    "kept": "waiting for failed solves",
     "guard": "refused maps",
     "adopt": "adoption",
     "settled": "slower steps afterwards",

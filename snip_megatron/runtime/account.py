@@ -22,7 +22,9 @@ from snip_megatron.runtime.pace import SETTLING, STEPS, is_quantised
 
 KEPT = 256
 """Number of the last usual steps over which a median is taken."""
-COSTS = ("compile", "probe", "collect", "submit", "dropped", "postpone", "guard", "adopt", "settled", "recapture")
+COSTS = (
+    "compile", "probe", "collect", "submit", "dropped", "postpone", "kept", "guard", "adopt", "settled", "recapture",
+)  # fmt: skip
 """Events whose ``wait_s`` a training without SNIP would not have."""
 
 

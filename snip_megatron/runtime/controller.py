@@ -257,6 +257,7 @@ class Controller:
             return
         self.state.pending = None
         if decision.precision_map is None:
+            self._event(step, "kept", version=pending.version, wait_s=since(started))
             return
         plan = self._channel.agree_plan(own.plan if own is not None else None) if pending.phases is not None else None
         refusal = self._guard.refuses(decision.precision_map) if self._guard is not None else None
