@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -86,7 +86,7 @@ def rehearse_gemms(linear: StandIn, formats: Iterable[Formats]) -> None:
         y = QuantizedLinear.apply(x, handle.weight, None, call)  # type: ignore[no-untyped-call]
         y.backward(linear.g)
         with torch.no_grad():
-            alone = replace(call, has_backward=False)
+            alone = call._replace(has_backward=False)
             QuantizedLinear.apply(linear.x, handle.weight, None, alone)  # type: ignore[no-untyped-call]
         if linear.whole_x:
             rotation = handle.rotation("x", linear.x, None, chosen[2], on_device=True)

@@ -132,7 +132,8 @@ def test_a_lost_update_keeps_the_map() -> None:
     assert run.script.of("adopt") == [10]
     assert run.formats[9] is Format.BF16
     (kept,) = [fields for _, kind, fields in run.script.events if kind == "kept"]
-    assert kept["version"] == 1 and kept["wait_s"] >= 0.0  # the wait for the solver is told
+    assert kept["version"] == 1
+    assert kept["wait_s"] >= 0.0  # the wait for the solver is told
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
