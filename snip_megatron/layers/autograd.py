@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import GemmBackend, Sides
@@ -149,11 +148,12 @@ class QuantizedLinear(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any, None, None]:
         """Run dgrad, start the reduction of its result, and run wgrad while that reduction is in progress."""
         call: LinearCall = ctx.call
         handle, backend, weight = call.handle, call.backend, ctx.weight
+        if torch.is_grad_enabled():  # torch's once_differentiable does the same in more time
+            raise SnipError(f"{handle.name}: create_graph=True is not supported, because rounding has no derivative")
         if weight._version != ctx.version:
             raise SnipError(f"{handle.name}: its weight was changed between the forward and the backward")
         fprop, dgrad, wgrad = ctx.formats
