@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] and arguments[0] in COMMANDS:  # the modules of other commands are not imported
             importlib.import_module(COMMANDS[arguments[0]][0]).add_arguments(subparsers[arguments[0]])
-        args = top.parse_args(arguments)
+        args, unknown = top.parse_known_args(arguments)
+        if unknown:  # argparse itself would name the help of snip, which lacks the arguments of the command
+            subparsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
         code = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
         print(end="", flush=True)  # a failed write is reported here and not by the interpreter when it ends
         return code

@@ -31,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|config.json",
         help="another Llama: 1b, 3b, 7b, 8b, 70b, 405b, or a config.json; default: the configuration's",
     )
-    for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline parallel size"), ("nodes", "nodes of the job")):
+    for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline parallel size")):
         add(f"--{name}", type=int, metavar="N", help=f"{text}; default: the configuration's")
+    add("--nodes", type=int, metavar="N", help="nodes of the job; default: as many as the configuration's GPUs need")
     add("--gpus-per-node", type=int, metavar="N", help="ranks on each node; default: 8")
     for name, text in (("seq-length", "tokens of a sequence"), ("micro-batch-size", "sequences of a microbatch")):
         add(f"--{name}", type=int, metavar="N", help=f"{text}; default: the configuration's")
