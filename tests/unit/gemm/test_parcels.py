@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def by_shards(backend: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: An
     of_x = [backend.quantize_input(part, fprop, wgrad, amax=x.abs().max().float()) for part, _ in shards]
     of_g = [
         backend.quantize_gradient(
-            part, dgrad, wgrad, replace(keys(w.shape[0]), first_row=i * len(part)), amax=g.abs().max().float()
+            part, dgrad, wgrad, keys(w.shape[0])._replace(first_row=i * len(part)), amax=g.abs().max().float()
         )
         for i, (_, part) in enumerate(shards)
     ]
