@@ -30,7 +30,8 @@ def sent_sentence(run: RunData, stretches: Sequence[Stretch]) -> str | None:
         None if no bytes are recorded: on one rank, under CUDA graphs, or by an earlier release.
     """
     by_step = {row["step"]: sent for row in run.metrics if (sent := _bytes(row.get("wire_bytes")))}
-    usual = [(each, found) for each in stretches if (found := _usual(by_step, each))]
+    steps = list(by_step)  # ascending
+    usual = [(each, found) for each in stretches if (found := _usual(by_step, steps, each))]
     if not usual:
         return None
     now, sent = usual[-1]
@@ -55,9 +56,8 @@ def _bytes(recorded: object) -> dict[str, float]:
     return {str(kind): float(count) for kind, count in recorded.items() if is_finite(count)}
 
 
-def _usual(by_step: Mapping[int, dict[str, float]], stretch: Stretch) -> dict[str, float]:
+def _usual(by_step: Mapping[int, dict[str, float]], steps: Sequence[int], stretch: Stretch) -> dict[str, float]:
     """Return the bytes of the step of a stretch whose sum is the median; empty if none are recorded."""
-    steps = list(by_step)  # ascending
     first, stop = (bisect.bisect_left(steps, step) for step in (stretch.begin, stretch.end))
     found = sorted((by_step[step] for step in steps[first:stop]), key=lambda b: sum(b.values()))
     return found[len(found) // 2] if found else {}
