@@ -25,6 +25,7 @@ from snip_megatron.errors import SnipError, cut
 from snip_megatron.gemm import BACKENDS, LIBRARIES
 from snip_megatron.phases import Schedule
 from snip_megatron.precision import GRANULARITIES, LINEAR_KINDS, Format
+from snip_megatron.solver.validation import MAX_LOSS, MAX_SPEEDUP
 
 EVAL_MODES = ("map", "bf16", "both")
 COMMUNICATION = ("bf16", "gather", "all")
@@ -333,7 +334,10 @@ class SnipConfig:
             figure = float(text)
         except ValueError:
             figure = math.nan
-        least, most, what = (1.0, 1e6, "a factor of 1 or more") if kind == "speedup" else (0.0, 1e100, "0 or more nats")
+        if kind == "speedup":
+            least, most, what = 1.0, MAX_SPEEDUP, f"a factor from 1 to {MAX_SPEEDUP:g}"
+        else:
+            least, most, what = 0.0, MAX_LOSS, "0 or more nats"
         if not least <= figure <= most:
             raise SnipError(f"--snip-budget {cut(self.budget)}: must be {what}")
         return kind, figure

@@ -68,7 +68,10 @@ class WarmCheckpoint:
 
     def _write_hash(self) -> None:
         command = [sys.executable, "-m", "snip_megatron.evaluation.weights_hash", str(self._weights)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=HASH_TIMEOUT_S, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=HASH_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{self._weights}: cannot be hashed (it took more than {HASH_TIMEOUT_S} s)") from None
         lines = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
         if done.returncode != 0 or not lines:
             raise ValueError(f"{self._weights}: cannot be hashed ({lines[-1] if lines else 'no output'})")
