@@ -63,7 +63,7 @@ class SchedulePhase:
         if not least <= figure <= most:
             raise SnipError(
                 f"budget: {quoted(self.budget)} must be fp4=SHARE with a share between 0 and 1, or speedup=FACTOR with"
-                " a factor of 1 or more"
+                " a factor from 1 to 1e+06"
             )
         return kind, figure
 
