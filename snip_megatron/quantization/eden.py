@@ -6,7 +6,7 @@ vector Q(z) of a group by ⟨z, z⟩ / ⟨z, Q(z)⟩, which gives it the right p
 z, whose mean over random rotations is zero. The factor is multiplied into the E4M3 scales of the group's eight tiles.
 These are rounded stochastically, so that their mean is not changed.
 
-``kernels/exact_programs.py`` has the same functions in Triton, with the same bits. Both products are therefore sums of
+``kernels/exact_numbers.py`` has the same functions in Triton, with the same bits. Both products are therefore sums of
 integers, which are the same in any order.
 """
 
@@ -24,7 +24,7 @@ TILES = 8
 """Tiles of a group."""
 
 DRAW_STREAM = 0x3C6EF372
-# Repeated in kernels/exact_programs.py.
+# Repeated in kernels/exact_numbers.py.
 PRODUCT_STEPS = 4096.0  # steps of a product of two numbers in units of their tile's scale
 SCALE_STEPS = 512.0  # E4M3 numbers are multiples of 2^-9
 LARGEST = 10.0  # larger than every x over the scale of its tile, so that no sum overflows 63 bits

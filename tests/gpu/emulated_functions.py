@@ -5,13 +5,14 @@
 import triton
 import triton.language as tl
 
+from snip_megatron.quantization.kernels.exact_memory import halves_of, lifted, scaled
 from snip_megatron.quantization.kernels.exact_numbers import (
     _quotient,
     _reciprocal,
     bits_of_floors,
     nearest,
 )
-from snip_megatron.quantization.kernels.exact_programs import _flipped, _halves, _lifted, _scaled
+from snip_megatron.quantization.kernels.exact_transform import flipped
 
 
 @triton.jit
@@ -33,12 +34,12 @@ def function_kernel(a_ptr, b_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.
     elif NAME == "floors":
         found = bits_of_floors(a, True)
     elif NAME == "halves":
-        found = _halves(b, a, True)
+        found = halves_of(b, a, True)
     elif NAME == "scaled":
-        found = _scaled(a.to(tl.int16, bitcast=True), b, True)
+        found = scaled(a.to(tl.int16, bitcast=True), b, True)
     else:
         tl.static_assert(NAME == "lifted")
-        found = _lifted(a, b, True)
+        found = lifted(a, b, True)
     tl.store(out_ptr + i, found, mask=inside)
 
 
@@ -46,4 +47,4 @@ def function_kernel(a_ptr, b_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.
 def flipped_kernel(x_ptr, out_ptr, signs, COLS: tl.constexpr):
     """Store x [128, COLS] with the signs of a group."""
     i = tl.arange(0, 128)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    tl.store(out_ptr + i, _flipped(tl.load(x_ptr + i), signs, True))
+    tl.store(out_ptr + i, flipped(tl.load(x_ptr + i), signs, True))
