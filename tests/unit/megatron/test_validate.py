@@ -14,8 +14,8 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.megatron import compat, validate
+from snip_megatron.megatron.conflicts import CONFLICTS, Conflict
 from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
-from snip_megatron.megatron.validate import CONFLICTS, Conflict
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.sensitivity import SolveRequest
 
