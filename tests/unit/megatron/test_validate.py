@@ -8,36 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_arguments import DEFAULTS, EXPERTS, arguments, megatron_parser
+from llama_arguments import EXPERTS, arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.megatron import compat, validate
-from snip_megatron.megatron.conflicts import CONFLICTS, Conflict
 from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.sensitivity import SolveRequest
-
-# A value that conflicts, where it is not True.
-VALUES: dict[str, Any] = {
-    "fp8": "hybrid",
-    "fp4": "e2m1",
-    "te_precision_config_file": "recipe.yaml",
-    "kitchen_config_file": "kitchen.yaml",
-    "gtp_weight_remat_size": 2,
-    "num_distributed_optimizer_instances": 2,
-    "mlp_chunks_for_training": 2,
-    "moe_latent_size": 32,
-    "mtp_num_layers": 1,
-    "experimental_attention_variant": "dsa",
-    "heterogeneous_layers_config_path": "blocks.json",
-    "loss_scale": 1024.0,
-    "ckpt_format": "torch",
-    "non_persistent_ckpt_type": "local",
-}
-# Arguments that exist only with an optional library.
-OPTIONAL = {"--kitchen-config-file", "--use-kitchen"}
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
 
@@ -60,34 +39,7 @@ def test_a_plain_run_is_accepted() -> None:
     validate.check(config(policy="uniform-fp4", pin=("*.0.*=bf16",)), arguments(bf16=False))
 
 
-def test_a_constant_loss_scale_is_refused_under_bf16_too() -> None:
-    """Megatron scales the loss by it in bf16 as well, and probes would record gradients of the scaled loss."""
-    message = refused(config(), arguments(loss_scale=1024.0))
-    assert message.startswith("--loss-scale 1024.0 cannot be combined with --snip: ")
-    validate.check(config(), arguments(loss_scale=1.0))
-
-
 # -- Megatron's arguments --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda c: c.attribute)
-def test_each_conflict_names_both_sides(conflict: Conflict) -> None:
-    value = VALUES.get(conflict.attribute, True)
-    message = refused(config(), arguments(**{conflict.attribute: value}))
-    shown = "" if value is True or conflict.derived else f" {value}"
-    assert message.startswith(f"{conflict.argument}{shown} cannot be combined with --snip: ")
-
-
-@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda c: c.attribute)
-def test_each_conflict_is_an_argument_of_this_megatron(conflict: Conflict) -> None:
-    """A renamed argument or attribute would make the check pass in silence."""
-    dests = {flag: action.dest for action in megatron_parser()._actions for flag in action.option_strings}
-    if conflict.argument in OPTIONAL:
-        assert conflict.argument not in dests
-        return
-    assert conflict.argument in dests
-    assert dests[conflict.argument] == conflict.attribute or conflict.derived
-    assert not conflict.present(DEFAULTS.get(conflict.attribute))
-
-
 @pytest.mark.parametrize(
     ("given", "snip", "message"),
     [
