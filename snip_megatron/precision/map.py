@@ -1,24 +1,19 @@
-"""Number formats, the GEMMs and linears that formats are chosen for, and the precision map that all ranks share.
-
-A choice has the key ``<linear>:<fprop|dgrad|wgrad>`` at granularity ``gemm``, or ``<linear>`` at granularity ``layer``,
-where the three GEMMs of a linear share one format. The name of a linear is ``decoder.layers.<0-based global
-index>.<kind>``. It is the same on every parallel layout.
-"""
+"""The precision map that all ranks share."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from snip_megatron.errors import SnipError, is_finite, quoted
+from snip_megatron.precision.formats import FORMATS, FOUR_BIT, Format, Gemm, misplaced
+from snip_megatron.precision.linears import LinearId, option_id, split_option_id
 
 MAP_SCHEMA = "snip.map/1"
 GRANULARITIES = ("gemm", "layer")
@@ -26,197 +21,6 @@ STATUSES = ("optimal", "feasible", "infeasible", "static")
 # Fields of a map by time or loss that hold a prediction; they are written where ``budget`` is set.
 _PREDICTED = ("loss", "speedup", "fp4_share", "step_speedup")
 _FIGURES = ("objective", "bound", "target", "achieved", "solve_seconds", *_PREDICTED)
-
-
-class Format(str, Enum):
-    """Number format of the operands of a GEMM.
-
-    The order of declaration is the int8 code that a broadcast carries. New formats are only ever appended.
-    """
-
-    BF16 = "bf16"
-    FP8 = "fp8"
-    FP4 = "fp4"
-    FP8_TENSOR = "fp8_tensor"
-    NVFP4 = "nvfp4"
-    MXFP4 = "mxfp4"
-    MXFP8 = "mxfp8"
-    NVFP4_46 = "nvfp4_46"
-    NVFP4_1D = "nvfp4_1d"
-    NVFP4_NEAREST = "nvfp4_nearest"
-    MXFP4_NEAREST = "mxfp4_nearest"
-    NVFP4_HADAMARD = "nvfp4_hadamard"
-    NVFP4_HADAMARD_FIXED = "nvfp4_hadamard_fixed"
-    MXFP4_HADAMARD = "mxfp4_hadamard"
-    MXFP4_HADAMARD_FIXED = "mxfp4_hadamard_fixed"
-    MXFP4_HADAMARD_NEAREST = "mxfp4_hadamard_nearest"
-    NVFP4_EDEN = "nvfp4_eden"
-
-    @property
-    def code(self) -> int:
-        """The int8 code of this format in a broadcast map."""
-        return _FORMATS.index(self)
-
-    @property
-    def bits(self) -> int:
-        """Bits of one element."""
-        return 16 if self is Format.BF16 else 4 if self in FOUR_BIT else 8
-
-    @property
-    def base(self) -> Format:
-        """The format that this one is a variant of. A format that is no variant is its own base."""
-        return VARIANTS[self].base if self in VARIANTS else self
-
-    @property
-    def gemms(self) -> tuple[Gemm, ...]:
-        """The GEMMs that may run in this format: all three, unless it is a variant."""
-        return VARIANTS[self].gemms if self in VARIANTS else tuple(Gemm)
-
-
-_FORMATS: tuple[Format, ...] = tuple(Format)
-
-
-class Gemm(str, Enum):
-    """The three GEMMs of a linear: Y = X·Wᵀ, dX = G·W, dW = Gᵀ·X."""
-
-    FPROP = "fprop"
-    DGRAD = "dgrad"
-    WGRAD = "wgrad"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How a format may be used that differs from another one in scales or rounding, but not in its numbers' bits.
-
-    ``quantization/formats.py`` defines the numerics.
-
-    Attributes:
-        base: the format that it is a variant of. Its GEMM runs on the same hardware in the same time.
-        gemms: the GEMMs that may run in it.
-        own_weight: whether fprop and dgrad cannot share one quantised W.
-    """
-
-    base: Format
-    gemms: tuple[Gemm, ...]
-    own_weight: bool = False
-
-
-VARIANTS: Mapping[Format, Variant] = {
-    Format.NVFP4_46: Variant(Format.NVFP4, (Gemm.FPROP,), own_weight=True),
-    Format.NVFP4_1D: Variant(Format.NVFP4, (Gemm.FPROP, Gemm.DGRAD), own_weight=True),
-    Format.NVFP4_NEAREST: Variant(Format.NVFP4, (Gemm.DGRAD, Gemm.WGRAD)),
-    Format.MXFP4_NEAREST: Variant(Format.MXFP4, (Gemm.DGRAD, Gemm.WGRAD)),
-    Format.NVFP4_HADAMARD: Variant(Format.NVFP4, (Gemm.WGRAD,)),
-    Format.NVFP4_HADAMARD_FIXED: Variant(Format.NVFP4, (Gemm.WGRAD,)),
-    Format.MXFP4_HADAMARD: Variant(Format.MXFP4, (Gemm.WGRAD,)),
-    Format.MXFP4_HADAMARD_FIXED: Variant(Format.MXFP4, (Gemm.WGRAD,)),
-    Format.MXFP4_HADAMARD_NEAREST: Variant(Format.MXFP4, (Gemm.WGRAD,)),
-    Format.NVFP4_EDEN: Variant(Format.NVFP4, (Gemm.DGRAD, Gemm.WGRAD), own_weight=True),
-}
-"""The formats that are variants of another one."""
-
-FOUR_BIT = frozenset(fmt for fmt in Format if fmt.base in (Format.FP4, Format.NVFP4, Format.MXFP4))
-"""Formats that count towards the fp4 share."""
-
-
-def misplaced(fmt: Format, gemm: Gemm | None) -> str | None:
-    """Return why a GEMM, or a whole linear if ``gemm`` is None, cannot run in ``fmt``; None if it can."""
-    wanted = tuple(Gemm) if gemm is None else (gemm,)
-    missing = [g.value for g in wanted if g not in fmt.gemms]
-    return f"{fmt.value} is a format of {' and '.join(fmt.gemms)}, not of {missing[0]}" if missing else None
-
-
-def candidates_fault(formats: Sequence[str], *, granularity: str, share: bool) -> str | None:
-    """Return why ``formats`` cannot be the candidates of a budget, or None if they can.
-
-    Args:
-        formats: names of candidate formats.
-        granularity: ``gemm``, or ``layer``, where a format must be one of all three GEMMs.
-        share: whether the budget is a share of FLOPs in four bits. bf16 would cost nothing there.
-    """
-    known = [Format(name) for name in formats]
-    if set(known) == {Format.BF16}:
-        return "leaves nothing to choose; add fp8, fp8_tensor or fp4"
-    if share and Format.BF16 in known:
-        return "bf16 is no candidate under fp4=, where it costs nothing; pin GEMMs to it, or budget time or loss"
-    if granularity == "layer":
-        faults = [why for fmt in known if (why := misplaced(fmt, None)) is not None]
-        return f"{faults[0]}, and at granularity layer a linear has one format" if faults else None
-    for gemm in Gemm:
-        if known and all(gemm not in fmt.gemms for fmt in known):
-            return f"none is a format of {gemm.value}; add {known[0].base.value}"
-    return None
-
-
-LINEAR_KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Kinds of the linears of a dense decoder layer, in the order of the forward pass."""
-EXPERT_KINDS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
-"""Kinds that replace the two MLP linears in a layer with a mixture of experts. One name stands for all experts of the
-layer.
-"""
-_KINDS = "|".join(re.escape(k) for k in (*LINEAR_KINDS, *EXPERT_KINDS))
-_NAME = re.compile(rf"decoder\.layers\.(0|[1-9][0-9]{{0,5}})\.({_KINDS})\Z")
-
-
-@dataclass(frozen=True, order=True)
-class LinearId:
-    """Identity of a decoder linear.
-
-    Attributes:
-        layer: global 0-based index of the decoder layer.
-        kind: one of LINEAR_KINDS or EXPERT_KINDS.
-    """
-
-    layer: int
-    kind: str
-
-    def __str__(self) -> str:
-        return f"decoder.layers.{self.layer}.{self.kind}"
-
-    @classmethod
-    def parse(cls, name: str) -> LinearId:
-        """Parse a name; the inverse of ``str``. Raises SnipError if ``name`` is not the name of a decoder linear."""
-        match = _NAME.match(name)
-        if match is None:
-            raise SnipError(
-                f"{quoted(name)} is not the name of a decoder linear (decoder.layers.<n>.<{'|'.join(LINEAR_KINDS)}>)"
-            )
-        return cls(int(match[1]), match[2])
-
-    @property
-    def sub_block(self) -> int:
-        """Index of the residual sub-block: 2·layer for attention, 2·layer + 1 for the MLP.
-
-        The residual boundary at the input of the sub-block has the same index.
-        """
-        return 2 * self.layer + (0 if self.kind.startswith("self_attention.") else 1)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the linear reads the residual stream (qkv, fc1). The others write to it (proj, fc2)."""
-        return self.kind.endswith(("linear_qkv", "linear_fc1"))
-
-    @property
-    def of_experts(self) -> bool:
-        """Whether the name stands for one linear in each expert of the layer."""
-        return self.kind in EXPERT_KINDS
-
-
-def option_id(linear: str, gemm: Gemm | None) -> str:
-    """Return the key of a choice: ``<linear>:<gemm>``, or ``<linear>`` if ``gemm`` is None (granularity ``layer``)."""
-    return linear if gemm is None else f"{linear}:{gemm.value}"
-
-
-def split_option_id(key: str) -> tuple[LinearId, Gemm | None]:
-    """Split the key of a choice; the inverse of :func:`option_id`. Raises SnipError if ``key`` is not such a key."""
-    name, colon, gemm = key.partition(":")
-    linear = LinearId.parse(name)
-    if not colon:
-        return linear, None
-    try:
-        return linear, Gemm(gemm)
-    except ValueError:
-        raise SnipError(f"choice {quoted(key)}: {quoted(gemm)} is not one of fprop, dgrad, wgrad") from None
 
 
 @dataclass(frozen=True)
@@ -304,10 +108,10 @@ class PrecisionMap:
         codes = np.asarray(codes)
         if codes.shape != (len(linears), 3):
             raise SnipError(f"map codes have shape {codes.shape}, expected {(len(linears), 3)}")
-        if codes.size and not (int(codes.min()) >= 0 and int(codes.max()) < len(_FORMATS)):
-            raise SnipError(f"map codes hold an unknown format code (known: 0..{len(_FORMATS) - 1})")
+        if codes.size and not (int(codes.min()) >= 0 and int(codes.max()) < len(FORMATS)):
+            raise SnipError(f"map codes hold an unknown format code (known: 0..{len(FORMATS) - 1})")
         choices = {
-            option_id(name, gemm): _FORMATS[int(codes[i, j])]
+            option_id(name, gemm): FORMATS[int(codes[i, j])]
             for i, name in enumerate(linears)
             for j, gemm in enumerate(Gemm)
         }
