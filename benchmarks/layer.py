@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import header, host_milliseconds, interleaved, refuse_without_cuda, write
+from llama_blocks import transformer_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -45,30 +46,6 @@ from snip_megatron.precision import LINEAR_KINDS, Format, PrecisionMap
 MICROBATCHES = 4
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 FUSED = (Format.FP8, Format.FP4)
-
-
-def transformer_config(arguments: argparse.Namespace, *, fused_accumulation: bool) -> TransformerConfig:
-    """Return the configuration of Llama-8B's block, with the requested number of blocks."""
-    return TransformerConfig(
-        num_layers=arguments.blocks,
-        hidden_size=arguments.hidden,
-        ffn_hidden_size=arguments.ffn,
-        num_attention_heads=arguments.heads,
-        num_query_groups=arguments.groups,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        layernorm_epsilon=1e-5,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        bias_activation_fusion=HAVE_TE,
-        apply_rope_fusion=HAVE_TE,
-        gradient_accumulation_fusion=fused_accumulation and HAVE_TE,
-    )
 
 
 class Stack:

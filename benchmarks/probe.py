@@ -31,6 +31,7 @@ from snip_megatron.megatron import startup
 STARTUP = startup.prepare([], [])  # before Megatron, which binds names of torch.cuda while it is imported
 
 import torch.distributed as dist  # noqa: E402
+from llama_blocks import transformer_config  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402
@@ -40,7 +41,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, initialize_rerun_state_machine  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from snip_megatron.config import SnipConfig  # noqa: E402
 from snip_megatron.layers import convert_model  # noqa: E402
@@ -57,35 +57,12 @@ SHAPE = {"blocks": 4, "seq": 8192, "hidden": 4096, "ffn": 14336, "heads": 32, "g
 WARM_STEPS = 2
 
 
-def transformer_config(arguments: argparse.Namespace) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=arguments.blocks,
-        hidden_size=arguments.hidden,
-        ffn_hidden_size=arguments.ffn,
-        num_attention_heads=arguments.heads,
-        num_query_groups=arguments.groups,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        layernorm_epsilon=1e-5,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        bias_activation_fusion=HAVE_TE,
-        apply_rope_fusion=HAVE_TE,
-        gradient_accumulation_fusion=False,
-    )
-
-
 class Training:
     """A model in training, and the passes over one of its microbatches."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.snip = SnipConfig(enabled=True, gemm=arguments.gemm, formats=tuple(arguments.formats.split(",")))
-        self.config = transformer_config(arguments)
+        self.config = transformer_config(arguments, fused_accumulation=False)
         model = GPTModel(
             self.config,
             self._spec(),
