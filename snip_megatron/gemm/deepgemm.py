@@ -112,7 +112,7 @@ def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | No
     if missing is None and library is not None:
         try:
             found = DeepGemm(_load(), accumulates=required)
-        except (ImportError, OSError) as error:  # a package or shared library that it needs is missing
+        except Exception as error:  # it loads shared libraries and looks for the CUDA toolkit: any of it may fail
             missing = f"cannot be imported ({' '.join(str(error).split())})"
         else:
             missing = difference(found, library, torch.device("cuda", torch.cuda.current_device()))
