@@ -178,7 +178,7 @@ def difference(found: DeepGemm, library: Any, device: torch.device) -> str | Non
             if not ran or not (ours - truth).norm() <= _WGRAD_TOLERANCE * truth.norm():
                 return f"{VERSION} gives a wrong wgrad on this device"
     except Exception as error:
-        return f"{VERSION} fails: {type(error).__name__}: {error}"[:200]
+        return f"{VERSION} fails: {type(error).__name__}: {' '.join(str(error).split())}"[:200]
     return None
 
 

@@ -136,7 +136,7 @@ def test_another_result_than_cublas_is_not_trusted() -> None:
     assert "wrong wgrad" in difference(DeepGemm(wrong_wgrad, accumulates=True), Library(), cpu)
 
     def broken(*args: Any, **options: Any) -> None:
-        raise RuntimeError("dim == 2 or dim == 3")
+        raise RuntimeError("dim == 2\nor dim == 3")
 
     assert "fails: RuntimeError: dim == 2 or dim == 3" in difference(DeepGemm(broken), Library(), cpu)
 
