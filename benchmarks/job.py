@@ -202,11 +202,12 @@ class Table:
         """Return the contenders of the table that no command has timed."""
         return [name for name in CONTENDERS if name not in EXTRA and name not in self.result["ms"]]
 
-    def start(self, contender: str) -> None:
-        """Remove what an earlier command recorded about a contender that is about to run."""
-        self.result["skipped"].pop(contender, None)
-        for key in ("failed", "runs", "updates"):
-            for name in [name for name in self.result[key] if name.partition(":")[0] == contender]:
+    def forget(self, contender: str) -> None:
+        """Remove what earlier commands recorded about a contender."""
+        for key in ("ms", "speedup", "graphs", "skipped"):
+            self.result[key].pop(contender, None)
+        for key in ("failed", "runs", "updates", "kernels"):
+            for name in [name for name in self.result.get(key, ()) if name.partition(":")[0] == contender]:
                 del self.result[key][name]
 
     def add(self, turn: Turn, outcome: Outcome, run: Path) -> None:
@@ -316,7 +317,6 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
         job = Job(arguments, folder.resolve())
         possible = []
         for name in arguments.contenders.split(",") if arguments.contenders else table.missing():
-            table.start(name)
             reason = job.impossible(name)
             if reason is None:
                 possible.append(name)
@@ -324,7 +324,11 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
                 table.skip(name, reason)
         turns = job.turns(possible)
         order = [turn for number in range(arguments.rounds) for turn in turns[:: -1 if number % 2 else 1]]
+        waiting = set(possible)
         for turn, outcome, run in job.train(order):
+            if turn.contender in waiting:
+                waiting.remove(turn.contender)
+                table.forget(turn.contender)
             table.add(turn, outcome, run / "run")
             print(f"{turn.name}: {outcome.error or 'done'} after {outcome.seconds:.1f} s", flush=True)
             if arguments.deadline is not None and clock() - began > arguments.deadline:

@@ -14,6 +14,8 @@ from snip_megatron.records.readers import read_events
 
 SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4 --snip-lag 2 --snip-wait 120"
 
+GATHER = "--snip-communication gather --seq-length 256 --max-position-embeddings 256"  # shards of whole tiles
+
 
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
@@ -22,6 +24,7 @@ SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4
         (1, "--snip-budget fp4=0.5 --eval-iters 1 --eval-interval 4 --ffn-hidden-size 256 --snip-fusions auto"),
         (1, "--snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4,fp8 --snip-pin *linear_proj=bf16"),
         (2, "--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel --snip-granularity layer"),
+        (2, f"--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel {GATHER}"),
     ],
 )
 def test_nothing_is_launched_that_was_not_rehearsed(

@@ -97,6 +97,22 @@ def test_a_second_command_adds_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.usefixtures("on_a_gpu")
+def test_a_contender_that_fails_when_it_is_repeated_has_no_time_any_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    both = ("--contenders", "bf16,bf16_graphs", "--graphs", "local")
+    trainings = MadeUp({"bf16": [4.0, 4.0], "bf16_graphs:local": [2.0, 2.0]})
+    table(monkeypatch, tmp_path, trainings, 0, *both)
+    kept = table(monkeypatch, tmp_path, trainings, 0, *both, "--deadline", "-1")  # bf16 alone is repeated
+    assert kept["ms"] == {"bf16": 4.0, "bf16_graphs": 2.0}
+    assert kept["runs"].keys() == {"bf16", "bf16_graphs:local"}
+    trainings.answers["bf16_graphs:local"] = "RuntimeError: x"
+    found = table(monkeypatch, tmp_path, trainings, 1, *both)
+    assert (found["ms"], found["speedup"], found["graphs"]) == ({"bf16": 4.0}, {"bf16": 1.0}, {})
+    assert found["failed"] == {"bf16_graphs:local": "RuntimeError: x"}
+
+
+@pytest.mark.usefixtures("on_a_gpu")
 def test_rounds_run_in_turns_and_count_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trainings = MadeUp({"bf16": [4.0, 4.0], "snip_fp8": [2.0, 2.0]})
     found = table(monkeypatch, tmp_path, trainings, 0, "--contenders", "bf16,snip_fp8", "--rounds", "2")
