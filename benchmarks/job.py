@@ -47,10 +47,12 @@ from benchmarks.job_turns import Outcome, Training
 from benchmarks.job_updates import accounts
 from benchmarks.multi_gpu import has_transformer_engine
 from benchmarks.multi_gpu_runs import LLAMA
+from snip_megatron.planner.layout import CUDA_GRAPHS
 from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
 from snip_megatron.records.readers import read_events
 
 LAG = 2
+GRAPHS = tuple(name for name in CUDA_GRAPHS if name != "none")
 STAND_INS = ROOT / "benchmarks/stand_ins"
 
 
@@ -161,6 +163,17 @@ class Job:
 
 
 # -- the table -------------------------------------------------------------------------------------------------
+def read_job(path: Path, argument: str) -> dict[str, Any]:
+    """Return the result in a file that ``argument`` names. Exits if it is not a result of this benchmark."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        sys.exit(f"{argument} {path}: cannot be read ({error})")
+    if not isinstance(result, dict) or not {"ms", "speedup", "arguments"} <= result.keys():
+        sys.exit(f"{argument} {path}: is no result of benchmarks.job")
+    return result
+
+
 class Table:
     """The result, which is written after every training."""
 
@@ -169,7 +182,7 @@ class Table:
         self.result: dict[str, Any] = head | {"ms": {}, "speedup": {}}
         self.result |= {key: {} for key in ("skipped", "failed", "graphs", "updates", "runs")}
         if out is not None and out.is_file():
-            self._continue(json.loads(out.read_text(encoding="utf-8")))
+            self._continue(read_job(out, "job.py: --out"))
 
     def _continue(self, earlier: dict[str, Any]) -> None:
         """Add to the result of an earlier command. Exits if it is of another machine, code or training."""
@@ -189,11 +202,12 @@ class Table:
         """Return the contenders of the table that no command has timed."""
         return [name for name in CONTENDERS if name not in EXTRA and name not in self.result["ms"]]
 
-    def start(self, contender: str) -> None:
-        """Remove what an earlier command recorded about a contender that is about to run."""
-        self.result["skipped"].pop(contender, None)
-        for key in ("failed", "runs", "updates"):
-            for name in [name for name in self.result[key] if name.partition(":")[0] == contender]:
+    def forget(self, contender: str) -> None:
+        """Remove what earlier commands recorded about a contender."""
+        for key in ("ms", "speedup", "graphs", "skipped"):
+            self.result[key].pop(contender, None)
+        for key in ("failed", "runs", "updates", "kernels"):
+            for name in [name for name in self.result.get(key, ()) if name.partition(":")[0] == contender]:
                 del self.result[key][name]
 
     def add(self, turn: Turn, outcome: Outcome, run: Path) -> None:
@@ -277,6 +291,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--contenders {name}: unknown; choose among {', '.join(CONTENDERS)}")
     if arguments.steps < 8:
         parser.error(f"--steps {arguments.steps}: must be at least 8, half of them count")
+    for name in ("rounds", "gpus", "beside"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} {getattr(arguments, name)}: must be at least 1")
+    for name in arguments.graphs.split(",") if arguments.graphs is not None else ():
+        if name not in GRAPHS:
+            parser.error(f"--graphs {name}: unknown; choose among {', '.join(GRAPHS)}")
     return arguments
 
 
@@ -297,7 +317,6 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
         job = Job(arguments, folder.resolve())
         possible = []
         for name in arguments.contenders.split(",") if arguments.contenders else table.missing():
-            table.start(name)
             reason = job.impossible(name)
             if reason is None:
                 possible.append(name)
@@ -305,7 +324,11 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
                 table.skip(name, reason)
         turns = job.turns(possible)
         order = [turn for number in range(arguments.rounds) for turn in turns[:: -1 if number % 2 else 1]]
+        waiting = set(possible)
         for turn, outcome, run in job.train(order):
+            if turn.contender in waiting:
+                waiting.remove(turn.contender)
+                table.forget(turn.contender)
             table.add(turn, outcome, run / "run")
             print(f"{turn.name}: {outcome.error or 'done'} after {outcome.seconds:.1f} s", flush=True)
             if arguments.deadline is not None and clock() - began > arguments.deadline:

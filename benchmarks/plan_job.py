@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.job import read_job
 from benchmarks.job_contenders import CONTENDERS, Contender
+from snip_megatron.errors import SnipError
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format
@@ -99,8 +101,13 @@ def main() -> int:
     parser.add_argument("--timings", default="h200", help="as snip plan's")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    job = json.loads(arguments.job.read_text(encoding="utf-8"))
-    rows = rows_of(job, load_cost_model(arguments.timings))
+    job = read_job(arguments.job, "plan_job.py: --job")
+    if not {"bf16", "bf16_graphs"} & job["ms"].keys():
+        sys.exit(f"plan_job.py: --job {arguments.job}: has no step of bf16 to compare speedups with")
+    try:
+        rows = rows_of(job, load_cost_model(arguments.timings))
+    except SnipError as error:
+        sys.exit(f"plan_job.py: {error}")
     print("contender                ms predicted  measured   error   speedup predicted  measured   error")
     for row in rows:
         ms, speedup = row["ms"], row["speedup"]

@@ -100,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
     collectives = _collectives(device, args.ranks)  # they come first: if they fail, nothing is lost
     # The host comes before the GEMMs. It imports Transformer Engine, which on some machines loads another copy of
     # cuDNN than torch does. That fails once torch has run its own copy, as it does for attention.
-    launching, why = measured_launching(device, args.gemm, formats) if args.host else (None, None)
+    launching, said = measured_launching(device, args.gemm, formats) if args.host else (None, None)
     about, deadline = _about(args), time.monotonic() + args.time
     table = calibrate(measurer, workload, deadline, about)
-    if why is not None:
-        table = replace(table, about={**table.about, "notes": [*table.about["notes"], f"host not measured: {why}"]})
+    if said is not None:
+        table = replace(table, about={**table.about, "notes": [*table.about["notes"], f"launching: {said}"]})
     table = replace(table, launching=launching, collectives=collectives)
     deliver("--out", args.out, table.to_json())
     seconds = time.monotonic() - started
@@ -125,13 +125,14 @@ def _add(args: argparse.Namespace, device: Any) -> int:
         table = replace(table, collectives={**table.collectives, **_collectives(device, args.ranks)})
         what = f"{len(table.collectives)} collectives"
     elif args.host:
-        launching, why = measured_launching(device, args.gemm, table.quantised)
+        launching, said = measured_launching(device, args.gemm, table.quantised)
         if launching is None:
-            raise SnipError(f"--add-to {cut(args.add_to)}: the host cannot be measured: {why}", exit_code=1)
+            raise SnipError(f"--add-to {cut(args.add_to)}: {said}", exit_code=1)
         measured = _about(args)
-        note = f"launching: measured on {measured['date']} at commit {measured['commit']}"
         notes = [each for each in table.about.get("notes", ()) if not each.startswith("launching: ")]
-        table, what = replace(table, launching=launching, about={**table.about, "notes": [*notes, note]}), "the host"
+        notes += [] if said is None else [f"launching: {said}"]
+        notes += [f"launching: measured on {measured['date']} at commit {measured['commit']}"]
+        table, what = replace(table, launching=launching, about={**table.about, "notes": notes}), "the host"
     else:
         raise SnipError(f"--add-to {cut(args.add_to)} --no-host: nothing is left to measure; give --ranks")
     deliver("--out", args.out, table.to_json())
@@ -203,7 +204,7 @@ def calibrate(measurer: Measurer, workload: Workload, deadline: float, about: di
 
 
 def measured_launching(device: Any, gemm: str, formats: tuple[Format, ...]) -> tuple[Launching | None, str | None]:
-    """Return the host seconds of Megatron's layers, or None and why they cannot be measured."""
+    """Return the host seconds of Megatron's layers, or None if they cannot be measured; and what to note about them."""
     import torch
 
     from snip_megatron.megatron.startup import prepare
@@ -212,14 +213,17 @@ def measured_launching(device: Any, gemm: str, formats: tuple[Format, ...]) -> t
         if device.type == "cpu" and torch.cuda.is_available():
             raise SnipError("Megatron would run on the GPU of this machine")
         prepare([], [])
-        from snip_megatron.megatron.launching import measure_launching
+        from snip_megatron.megatron.launching import lost_in_noise, measure_launching
 
         with contextlib.redirect_stdout(sys.stderr):  # standard output is the table's
-            return measure_launching(device, gemm, formats), None
+            found = measure_launching(device, gemm, formats)
+        said = lost_in_noise(found)
     except Exception as error:  # Megatron can raise anything where it is not supported; the table must not be lost
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
-        print(f"snip calibrate: the host is not measured: {why}", file=sys.stderr)
-        return None, why
+        found, said = None, f"the host cannot be measured: {why}"
+    if said is not None:
+        print(f"snip calibrate: {said}", file=sys.stderr)
+    return found, said
 
 
 def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:

@@ -66,7 +66,7 @@ OPTIONAL = (
     (Requirement("megatron-bridge", (0, 6), (0, 7)), "the Bridge callback needs it"),
     (
         Requirement("sgl-deep-gemm", (0, 1, 4), (0, 1, 5)),
-        "faster fp8 and fp4 GEMMs on Hopper, with nvcc and torch 2.11",
+        "faster fp8 and fp4 GEMMs on Hopper, with nvcc and torch 2.11: pip install 'snip_megatron[deepgemm]'",
     ),
     *(
         (requirement, f"{purpose} needs it: pip install 'snip_megatron[{extra}]'")

@@ -112,7 +112,7 @@ def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | No
     if missing is None and library is not None:
         try:
             found = DeepGemm(_load(), accumulates=required)
-        except (ImportError, OSError) as error:  # a package or shared library that it needs is missing
+        except Exception as error:  # it loads shared libraries and looks for the CUDA toolkit: any of it may fail
             missing = f"cannot be imported ({' '.join(str(error).split())})"
         else:
             missing = difference(found, library, torch.device("cuda", torch.cuda.current_device()))
@@ -178,7 +178,7 @@ def difference(found: DeepGemm, library: Any, device: torch.device) -> str | Non
             if not ran or not (ours - truth).norm() <= _WGRAD_TOLERANCE * truth.norm():
                 return f"{VERSION} gives a wrong wgrad on this device"
     except Exception as error:
-        return f"{VERSION} fails: {type(error).__name__}: {error}"[:200]
+        return f"{VERSION} fails: {type(error).__name__}: {' '.join(str(error).split())}"[:200]
     return None
 
 

@@ -26,7 +26,7 @@ from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParal
 from snip_megatron.megatron.probing.drift_probe import SINKS
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.quantization.ranges import FORMATS as GATHERED
-from snip_megatron.runtime.coordinator import replay_schedule
+from snip_megatron.runtime.coordinator import replayed_maps
 from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
 logger = logging.getLogger(__name__)
@@ -62,15 +62,16 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
         raise SnipError("no decoder found in the model: SNIP supports Megatron's GPT models") from None
     tensor_parallel = model_config.tensor_model_parallel_size > 1
     # With CUDA graphs no host time is left to save, and a capture of replays has not been tried on a GPU.
+    formats = formats_in_use(config)
     selection = select_backend(
-        config.gemm, formats_in_use(config), tensor_parallel=tensor_parallel, library=config.gemm_library,
+        config.gemm, formats, tensor_parallel=tensor_parallel, library=config.gemm_library,
         replays=graph_implementation(model_config) is None,
     )  # fmt: skip
     packs, reduces = config.communication != "bf16", config.communication == "all"
     if packs:
-        selection.backend.check_gathers(formats_of_maps(config))
+        selection.backend.check_gathers(formats)
     if config.parameter_gather == "quantized":
-        check_weights_gather(selection.backend, formats_of_maps(config))
+        check_weights_gather(selection.backend, formats)
     context = StepContext(seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces)
     experts = ExpertLayers.of(model_config)
     names = decoder_linear_names(model_config.num_layers, experts)
@@ -103,25 +104,14 @@ def frozen_parameter(model_chunks: Sequence[torch.nn.Module], registry: LinearRe
     return None
 
 
-def formats_in_use(config: SnipConfig) -> frozenset[Format] | None:
-    """Return the formats that GEMMs of the run may use. Returns None under ``--snip-replay`` (unknown)."""
+def formats_in_use(config: SnipConfig) -> frozenset[Format]:
+    """Return the formats that GEMMs of the run may use."""
     if config.policy not in FIXED and config.replay is not None:
-        return None
+        return frozenset(fmt for each in replayed_maps(config.replay).values() for fmt in each.choices.values())
     if config.policy not in FIXED and config.map is not None:
         text = Path(config.map).read_text(encoding="utf-8")
         return frozenset(PrecisionMap.from_json(text, where=config.map).choices.values())
     return formats_of(config.policy, config.formats, config.pins)
-
-
-def formats_of_maps(config: SnipConfig) -> frozenset[Format]:
-    """Return :func:`formats_in_use`; those of the replayed maps under ``--snip-replay``."""
-    known = formats_in_use(config)
-    if known is not None:
-        return known
-    assert config.replay is not None
-    paths = [path for _, path in replay_schedule(config.replay)]
-    maps = (PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)) for path in paths)
-    return frozenset(fmt for each in maps for fmt in each.choices.values())
 
 
 def check_weights_gather(backend: GemmBackend, formats: Collection[Format]) -> None:

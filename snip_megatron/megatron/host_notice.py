@@ -25,9 +25,18 @@ def say_how_exchanges_are_estimated(request: SolveRequest) -> None:
 def say_what_the_host_allows(request: SolveRequest, linears: Sequence[LinearRow]) -> None:
     """Report if the host is too slow for a budget of time, or if its time is not modelled."""
     times = request.times
-    if times is None or not times.rest or not is_rank_zero():
+    if times is None or not is_rank_zero():
         return
-    if times.host is None and times.model != FlopsModel.name:
+    measured = times.model != FlopsModel.name
+    if not times.rest:
+        if measured:
+            print(
+                "snip: whole steps of this model or layout are not predicted: a --snip-budget of time is one of the"
+                " linears' GPU time, and whether the host launches them as fast is not checked",
+                flush=True,
+            )
+        return
+    if times.host is None and measured:
         print(
             f"snip: the times of {times.model} hold no host seconds: step speedups are predicted as if the GPU never"
             " waited for its host (snip calibrate --add-to measures them)",

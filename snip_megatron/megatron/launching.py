@@ -75,6 +75,19 @@ def measure_launching(device: torch.device, gemm: str, formats: Sequence[Format]
     )
 
 
+def lost_in_noise(found: Launching) -> str | None:
+    """Return which seconds of a layer could not be told from the noise of the steps, and what to do; None if all could.
+
+    Steps and budgets that are predicted with such seconds have no host in these formats.
+    """
+    lost = ", ".join(fmt.value for fmt, seconds in found.layer.items() if seconds <= _LEAST)
+    if not lost:
+        return None
+    return (
+        f"the time of launching a layer in {lost} is lost in noise: measure it again while nothing else runs (--add-to)"
+    )
+
+
 class _Model:
     """A small Llama under Megatron's DDP, and its steps."""
 

@@ -24,7 +24,8 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.rehearsal import Formats, covering, rehearse_gemms, stand_in
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.optimizers.rehearsal import rehearse_drift, rehearse_sinks
-from snip_megatron.precision import Format, Gemm, option_id
+from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.runtime.coordinator import replayed_maps
 from snip_megatron.sensitivity.policies import pinned_formats
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups
@@ -157,7 +158,10 @@ class WarmUp:
     def _formats(self, handle: LinearHandle) -> Iterable[Formats]:
         """Yield the formats in force, and those that an update, a later phase or a replay may choose."""
         yield handle.formats
-        if not self._config.updates and self._config.replay is None and not self._config.late:
+        for replayed in self._replayed:
+            of_y, of_x, of_w = (replayed.format_of(handle.name, gemm) for gemm in Gemm)
+            yield (of_y, of_x, of_w)
+        if not self._config.updates and not self._config.late:
             return
         candidates = [Format(name) for name in self._config.formats]
         fprop, dgrad, wgrad = (
@@ -171,6 +175,10 @@ class WarmUp:
                     one = [Format.BF16] * 3
                     one[GEMM_INDEX[gemm]] = fmt
                     yield (one[0], one[1], one[2])
+
+    @functools.cached_property
+    def _replayed(self) -> list[PrecisionMap]:
+        return [] if self._config.replay is None else list(replayed_maps(self._config.replay).values())
 
     @functools.cached_property
     def _pinned(self) -> dict[str, list[Format]]:

@@ -50,6 +50,14 @@ def replay_schedule(run: str) -> list[tuple[int, Path]]:
     return schedule
 
 
+def replayed_maps(run: str) -> dict[int, PrecisionMap]:
+    """Return the maps of :func:`replay_schedule` by the steps of their adoptions. Raises SnipError."""
+    return {
+        step: PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path))
+        for step, path in replay_schedule(run)
+    }
+
+
 class RankZeroCoordinator:
     """Rank 0's side of updates: the sidecar and the run directory.
 
@@ -89,10 +97,7 @@ class RankZeroCoordinator:
         self.progress = Progress(None if run is None else run.path, unjudged=unjudged if pace is None else None)
         self._finished = finished
         # All maps are read now, because a file that is gone later would end training in the middle.
-        replayed = [] if config.replay is None else replay_schedule(config.replay)
-        self._replay = {
-            step: PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path)) for step, path in replayed
-        }
+        self._replay = {} if config.replay is None else replayed_maps(config.replay)
         self._decisions: dict[int, Decision] = {}
         self._submitted: dict[int, int] = {}
         self._in_force: PrecisionMap | None = None

@@ -66,7 +66,7 @@ def install() -> None:
     from snip_megatron.megatron.probing import drift_probe, gradient_norms
     from snip_megatron.megatron.warmup import WarmUp
     from snip_megatron.optimizers import rehearsal, updates, weight_drift
-    from snip_megatron.quantization import packed, swiglu
+    from snip_megatron.quantization import fours, packed, swiglu
     from snip_megatron.quantization.kernels import quantize
     from snip_megatron.quantization.kernels import swiglu as kernel_swiglu
     from snip_megatron.statistics import boundaries, errors, recorder, sums
@@ -75,6 +75,7 @@ def install() -> None:
 
     names = ("quantize_tiles", "quantize_blocks", "quantize_tensor")
     quantisers = {name: both(getattr(quantize, name), getattr(packed, name)) for name in names}
+    quantisers |= {name: both(getattr(quantize, name), getattr(fours, name)) for name in ("pack_fours", "unpack_fours")}
     names = ("quantize_swiglu", "quantize_swiglu_gradient")
     activations = {name: both(getattr(kernel_swiglu, name), getattr(swiglu, name)) for name in names}
     activations["fits"] = kernel_swiglu.fits

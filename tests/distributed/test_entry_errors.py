@@ -40,6 +40,8 @@ def test_wrong_argument_is_one_line_without_a_launcher(extra: list[str], message
     [
         (["--snip-colour", "blue"], "unrecognized arguments: --snip-colour blue"),
         (["--tensor-model-parallel-size", "2"], "Megatron refuses the arguments: world size (1) is not divisible"),
+        (["--hidden-size", "66"], "Megatron refuses the arguments: assert args.hidden_size % args.num_attention_heads"),
+        (["--recompute-granularity", "full"], "Megatron refuses the arguments: Using recompute_granularity: full so"),
         (["--snip", "--fp16"], "--fp16 cannot be combined with --snip: "),
         (
             ["--snip", "--snip-map", "map.json"],

@@ -14,6 +14,8 @@ from snip_megatron.records.readers import read_events
 
 SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4 --snip-lag 2 --snip-wait 120"
 
+GATHER = "--snip-communication gather --seq-length 256 --max-position-embeddings 256"  # shards of whole tiles
+
 
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
@@ -22,6 +24,7 @@ SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4
         (1, "--snip-budget fp4=0.5 --eval-iters 1 --eval-interval 4 --ffn-hidden-size 256 --snip-fusions auto"),
         (1, "--snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4,fp8 --snip-pin *linear_proj=bf16"),
         (2, "--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel --snip-granularity layer"),
+        (2, f"--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel {GATHER}"),
     ],
 )
 def test_nothing_is_launched_that_was_not_rehearsed(
@@ -41,3 +44,19 @@ def test_nothing_is_launched_that_was_not_rehearsed(
         names = {text.partition("name='")[2].partition("'")[0] for text in seen["launched"]}
         assert {"tile_kernel", "block_kernel", "drift_kernel", "output_kernel", "squares_kernel"} <= names
         assert ({"swiglu_kernel", "swiglu_gradient_kernel"} <= names) is ("--snip-fusions" in arguments)
+
+
+def test_the_formats_of_a_replayed_run_are_rehearsed(warm: WarmRanks, tmp_path: Path) -> None:
+    """They need not be named for the replay, which takes them from the maps."""
+    recorded, listed = tmp_path / "recorded", tmp_path / "listed"
+    arguments = shlex.split(f"{SNIP} --snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4 --snip-pin *linear_proj=bf16")
+    environment = {"LISTED": str(listed)}
+    given = tiny_llama_args(*arguments, "--bf16", "--snip-dir", str(recorded), iters=9)
+    done = warm.run(1, given, module="listed_pretrain", env=environment, tmp=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    given = tiny_llama_args("--snip", "--snip-gemm", "hopper", "--snip-replay", str(recorded), "--bf16", iters=9)
+    done = warm.run(1, given, module="listed_pretrain", env=environment, tmp=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = json.loads((tmp_path / "listed.0").read_text())
+    assert seen["launched"]
+    assert set(seen["launched"]) <= set(seen["rehearsed"])

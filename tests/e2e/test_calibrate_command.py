@@ -19,7 +19,7 @@ from snip_megatron.precision import Format, Gemm
 from snip_megatron.timing.calibration import collectives
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
-from snip_megatron.timing.table import TimingTable
+from snip_megatron.timing.table import Launching, TimingTable
 
 
 def snip(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -105,9 +105,22 @@ def test_the_host_is_added_to_a_table(tmp_path: Path) -> None:
     before, after = TimingTable.load(table), TimingTable.load(out)
     assert after.launching is not None
     assert set(after.launching.layer) == {"bf16", "fp8"}
-    kept, note = after.about["notes"]
+    kept, *_, note = after.about["notes"]  # a note about noise may stand between them
     assert (kept, note[-16:]) == ("kept", "at commit c0ffee")
     assert replace(after, launching=None, about=before.about) == before
+
+
+def test_what_is_wrong_with_host_seconds_is_noted_until_they_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Launching("local", {Format.BF16: 1e-9, Format.FP8: 2e-3}, microbatch=1e-3, step=1e-3)
+    table = tmp_path / "cpu.json"
+    table.write_text(small_table("cpu"))
+    for said, expected in (("lost in noise", ["launching: lost in noise"]), (None, [])):
+        monkeypatch.setattr(calibrate, "measured_launching", lambda *_, said=said: (found, said))
+        assert main(["calibrate", "--device", "cpu", "--add-to", str(table), "--out", str(table)]) == 0
+        notes = [note for note in TimingTable.load(table).about["notes"] if "measured on" not in note]
+        assert notes == expected
 
 
 def test_a_table_of_another_device_is_not_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,11 @@ container and a function that builds a model chunk. Version 0.17 takes that func
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -43,7 +46,7 @@ def parse_arguments(
         provide_arguments: Adds arguments to Megatron's parser.
         defaults: Defaults of a script in place of Megatron's, by name.
     """
-    try:
+    with _refusals():
         if MEGATRON_VERSION >= (0, 18):
             args: argparse.Namespace = arguments.parse_and_validate_args(
                 provide_arguments, args_defaults=dict(defaults)
@@ -55,16 +58,23 @@ def parse_arguments(
 
                 load_args_from_checkpoint(args)
             arguments.validate_args(args, dict(defaults))
+    return args
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise SnipError in place of what Megatron raises for arguments that it refuses."""
+    try:
+        yield
     except (AssertionError, ValueError) as error:
-        if not str(error):
-            raise
-        raise SnipError(f"Megatron refuses the arguments: {error}") from error
+        failed = traceback.extract_tb(error.__traceback__)[-1]  # says which condition, if the error says nothing
+        said = " ".join(str(error).split()) or f"{failed.line} ({Path(failed.filename).name}:{failed.lineno})"
+        raise SnipError(f"Megatron refuses the arguments: {said}") from error
     except ImportError as error:  # a tokenizer's or a logger's package; the rank that needs it finds it missing
         raise SnipError(
             f"Megatron cannot import what the arguments ask for: {error}; snip doctor lists the packages,"
             " pip install 'snip_megatron[all]' brings them"
         ) from error
-    return args
 
 
 def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
@@ -73,15 +83,19 @@ def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
     On every version it has ``pre_wrap_hooks`` and ``transformer_layer_spec``. A hook takes the list of this rank's
     model chunks and returns the list to use, before the chunks are moved to the GPU, cast to 16 bits and wrapped by
     DDP. The layer spec is None, a spec, or a function of this configuration that returns one.
+
+    Raises:
+        SnipError: If Megatron refuses the arguments.
     """
-    if MEGATRON_VERSION >= (0, 19):
-        from megatron.training.argument_utils import gpt_config_from_args
+    with _refusals():
+        if MEGATRON_VERSION >= (0, 19):
+            from megatron.training.argument_utils import gpt_config_from_args
 
-        model = gpt_config_from_args(args)
-    else:
-        from snip_megatron.megatron.compat.legacy_model import LegacyModelConfig
+            model = gpt_config_from_args(args)
+        else:
+            from snip_megatron.megatron.compat.legacy_model import LegacyModelConfig
 
-        model = LegacyModelConfig.from_args(args)
+            model = LegacyModelConfig.from_args(args)
     if on_cpu:
         # Schedules free an output as soon as its send is queued, which is safe on a CUDA stream. gloo reads the memory
         # later: under an interleaved pipeline the next stage received what was written there in the meantime.

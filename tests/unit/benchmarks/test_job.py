@@ -97,6 +97,22 @@ def test_a_second_command_adds_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.usefixtures("on_a_gpu")
+def test_a_contender_that_fails_when_it_is_repeated_has_no_time_any_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    both = ("--contenders", "bf16,bf16_graphs", "--graphs", "local")
+    trainings = MadeUp({"bf16": [4.0, 4.0], "bf16_graphs:local": [2.0, 2.0]})
+    table(monkeypatch, tmp_path, trainings, 0, *both)
+    kept = table(monkeypatch, tmp_path, trainings, 0, *both, "--deadline", "-1")  # bf16 alone is repeated
+    assert kept["ms"] == {"bf16": 4.0, "bf16_graphs": 2.0}
+    assert kept["runs"].keys() == {"bf16", "bf16_graphs:local"}
+    trainings.answers["bf16_graphs:local"] = "RuntimeError: x"
+    found = table(monkeypatch, tmp_path, trainings, 1, *both)
+    assert (found["ms"], found["speedup"], found["graphs"]) == ({"bf16": 4.0}, {"bf16": 1.0}, {})
+    assert found["failed"] == {"bf16_graphs:local": "RuntimeError: x"}
+
+
+@pytest.mark.usefixtures("on_a_gpu")
 def test_rounds_run_in_turns_and_count_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trainings = MadeUp({"bf16": [4.0, 4.0], "snip_fp8": [2.0, 2.0]})
     found = table(monkeypatch, tmp_path, trainings, 0, "--contenders", "bf16,snip_fp8", "--rounds", "2")
@@ -116,6 +132,33 @@ def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         job.main(["--model", "1b", "--contenders", "fp3"])
     assert "fp3: unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--beside", "0"], "--beside 0: must be at least 1"),
+        (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (["--gpus", "-1"], "--gpus -1: must be at least 1"),
+        (["--graphs", "local,fast"], "--graphs fast: unknown; choose among local, transformer_engine, full_iteration"),
+    ],
+)
+def test_numbers_without_which_nothing_would_run_are_refused(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        job.parse(["--model", "1b", *given])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"ms": {}}'])
+def test_a_damaged_table_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    out = tmp_path / "job.json"
+    out.write_text(text)
+    with pytest.raises(SystemExit, match=r"job\.py: --out .*job\.json: (cannot be read|is no result)") as refusal:
+        job.main(["--model", "tiny", "--out", str(out), "--contenders", "bf16_graphs"])
+    assert "\n" not in str(refusal.value)
+    assert out.read_text() == text
 
 
 @pytest.mark.parametrize(

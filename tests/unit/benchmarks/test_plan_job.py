@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.job_contenders import CONTENDERS
-from benchmarks.plan_job import HERE, formats_of, layout_of, rows_of
+from benchmarks.plan_job import HERE, formats_of, layout_of, main, rows_of
 from snip_megatron.precision import Format
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.table import Launching
@@ -77,3 +79,24 @@ def test_the_host_holds_up_only_what_no_graph_launches() -> None:
     slow = TimingModel(replace(table, launching=Launching("local", layer, microbatch=1e-3, step=1e-3)))
     rows = {row["contender"]: row for row in rows_of(JOB, slow)}
     assert rows["snip_fp8"]["ms"]["predicted"] > 2 * 22 * 100 > rows["snip_fp8_graphs"]["ms"]["predicted"]
+
+
+@pytest.mark.parametrize(
+    ("job", "timings", "said"),
+    [
+        (None, "h200", "job.json: cannot be read"),
+        ({"rows": []}, "h200", "job.json: is no result of benchmarks.job"),
+        (JOB | {"ms": {"snip_fp8": 400.0}}, "h200", "job.json: has no step of bf16 to compare speedups with"),
+        (JOB, "h2000", "plan_job.py: h2000: neither a file of timings nor one of"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    job: dict[str, object] | None, timings: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.json"
+    if job is not None:
+        path.write_text(json.dumps(job))
+    monkeypatch.setattr(sys, "argv", ["plan_job.py", "--job", str(path), "--timings", timings])
+    with pytest.raises(SystemExit, match=said) as refusal:
+        main()
+    assert "\n" not in str(refusal.value)

@@ -136,7 +136,7 @@ def test_another_result_than_cublas_is_not_trusted() -> None:
     assert "wrong wgrad" in difference(DeepGemm(wrong_wgrad, accumulates=True), Library(), cpu)
 
     def broken(*args: Any, **options: Any) -> None:
-        raise RuntimeError("dim == 2 or dim == 3")
+        raise RuntimeError("dim == 2\nor dim == 3")
 
     assert "fails: RuntimeError: dim == 2 or dim == 3" in difference(DeepGemm(broken), Library(), cpu)
 
@@ -167,15 +167,27 @@ def test_without_the_library_auto_goes_on_and_deepgemm_is_refused(monkeypatch: p
         deepgemm.deepgemm(None, required=True)
 
 
-def test_an_installation_without_what_it_needs_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    (tmp_path / "deep_gemm.py").write_text("import something_that_it_needs\n")
+@pytest.mark.parametrize(
+    ("package", "said"),
+    [
+        ("import something_that_it_needs", "No module named 'something_that_it_needs'"),
+        ("assert None is not None, 'CUDA_HOME'", "CUDA_HOME"),  # it looks for the CUDA toolkit while it is imported
+        ("raise RuntimeError('built for\\nanother driver')", "built for another driver"),
+        ("fp8 = None  # another package of this name", "module 'deep_gemm' has no attribute 'fp8_gemm_nt'"),
+    ],
+)
+def test_an_installation_that_does_not_load_is_passed_over(
+    package: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "deep_gemm.py").write_text(f"{package}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
     monkeypatch.setattr(deepgemm, "why_not", lambda: None)
     library: Any = object()
-    found, said = deepgemm.deepgemm(library, required=False)
+    found, products = deepgemm.deepgemm(library, required=False)
     assert found is None
-    assert "DeepGEMM cannot be imported (No module named 'something_that_it_needs')" in said
+    assert f"DeepGEMM cannot be imported ({said})" in products
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
     with pytest.raises(SnipError, match="--snip-gemm-library deepgemm: cannot be imported"):
         deepgemm.deepgemm(library, required=True)
 

@@ -27,7 +27,16 @@ def test_times_without_host_seconds_are_said_once(capsys: pytest.CaptureFixture[
     (line,) = said(TIMES, capsys)
     assert line.startswith("snip: the times of GPU hold no host seconds: step speedups are predicted as if the GPU")
     assert said(replace(TIMES, model="flops"), capsys) == []
-    assert said(replace(TIMES, rest={}), capsys) == []
+
+
+def test_a_model_whose_steps_are_not_predicted_is_told_that_its_host_is_not_checked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (line,) = said(replace(TIMES, rest={}, host=HostSeconds({0: 9.0}, {"fp8": 0.5})), capsys)
+    assert line.startswith(
+        "snip: whole steps of this model or layout are not predicted: a --snip-budget of time is one"
+    )
+    assert said(replace(TIMES, model="flops", rest={}), capsys) == []
 
 
 def test_a_budget_that_the_host_does_not_allow_is_said_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
