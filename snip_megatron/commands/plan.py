@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snip_megatron.commands.numbers import positive
 from snip_megatron.config.run import COMMUNICATION, GRADIENT_REDUCTION, PARAMETER_GATHER, parse_tolerance
@@ -29,7 +30,16 @@ _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip plan``. Those that Megatron has too have the same names."""
-    add = parser.add_argument
+    _add_model(parser.add_argument_group("model, parallel layout and batch").add_argument)
+    _add_communication(parser.add_argument_group("communication").add_argument)
+    _add_program(parser.add_argument_group("budget and choice").add_argument)
+    _add_phases(parser.add_argument_group("phases of the run").add_argument)
+    _add_updates(parser.add_argument_group("updates").add_argument)
+    _add_hardware(parser.add_argument_group("hardware").add_argument)
+    parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
+
+
+def _add_model(add: Callable[..., Any]) -> None:
     add(
         "--model",
         required=True,
@@ -51,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sequences of a step; default: 8 microbatches per pipeline stage",
     )
+    add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
     add(
         "--recompute",
         choices=RECOMPUTE,
@@ -58,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="activations to recompute in the backward; default: none",
     )
     add("--cuda-graph-impl", choices=CUDA_GRAPHS, default="none", help="CUDA graphs of training steps; default: none")
+    for flag, text in _FLAGS.items():
+        add(f"--{flag}", action="store_true", help=text)
+
+
+def _add_communication(add: Callable[..., Any]) -> None:
     add(
         "--communication",
         choices=COMMUNICATION,
@@ -76,9 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bf16",
         help="how updated parameters are gathered over data parallel ranks (--snip-parameter-gather); default: bf16",
     )
-    add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
-    for flag, text in _FLAGS.items():
-        add(f"--{flag}", action="store_true", help=text)
+
+
+def _add_program(add: Callable[..., Any]) -> None:
     add(
         "--budget",
         default="fp4=0.75",
@@ -92,6 +108,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="candidate formats, comma separated; default: fp8,fp4 with a budget of fp4=, otherwise"
         " bf16,fp8,fp8_tensor",
     )
+    add(
+        "--granularity",
+        choices=GRANULARITIES,
+        default="gemm",
+        help="one format per GEMM, or per linear (layer); default: gemm",
+    )
+    add(
+        "--stage-tolerance",
+        default="0.02",
+        metavar="SHARE",
+        help="with a budget of fp4=: how far the share of a pipeline stage may be below the budget; none: no"
+        " constraint; default: 0.02",
+    )
+    add("--policy", default="snip", metavar="NAME", help="rule that scores the options (--snip-policy); default: snip")
+    add(
+        "--estimator",
+        choices=ESTIMATORS,
+        default="noise",
+        help="how sensitivities are estimated (--snip-estimator); default: noise",
+    )
+    add(
+        "--measured-share",
+        type=_SHARE,
+        default=0.25,
+        metavar="SHARE",
+        help="with --estimator measured: share of the fprops and dgrads that an update measures; default: 0.25",
+    )
+    add("--measured-twice", action="store_true", help="with --estimator measured: measure a second time")
+    add("--hessian-probes", type=_count, default=8, metavar="N", help="with --policy hawq: probe vectors; default: 8")
+    add(
+        "--statistics",
+        type=Path,
+        metavar="FILE.npz",
+        help="statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses",
+    )
+    add("--seed", type=_seed, default=1, metavar="N", help="seed of synthetic losses; default: 1")
+
+
+def _add_phases(add: Callable[..., Any]) -> None:
     add(
         "--schedule",
         default="static",
@@ -107,31 +162,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DEPLOYED,
         help="with --schedule auto or FILE: formats in which the trained model will be deployed; default: map",
     )
+
+
+def _add_updates(add: Callable[..., Any]) -> None:
     add(
-        "--granularity",
-        choices=GRANULARITIES,
-        default="gemm",
-        help="one format per GEMM, or per linear (layer); default: gemm",
-    )
-    add(
-        "--stage-tolerance",
-        default="0.02",
-        metavar="SHARE",
-        help="with a budget of fp4=: how far the share of a pipeline stage may be below the budget; none: no"
-        " constraint; default: 0.02",
-    )
-    add(
-        "--statistics",
-        type=Path,
-        metavar="FILE.npz",
-        help="statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses",
-    )
-    add("--seed", type=_seed, default=1, metavar="N", help="seed of synthetic losses; default: 1")
-    add(
-        "--timings",
-        default="h200",
-        metavar="NAME|FILE",
-        help="times of GEMMs: h200, a file that snip calibrate wrote, or flops (no times); default: h200",
+        "--update-interval",
+        type=_count,
+        default=1000,
+        metavar="N",
+        help="training steps between two updates; default: 1000",
     )
     add(
         "--probe-microbatches",
@@ -147,29 +186,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of each microbatch at which noise probes compare activations and gradients; default: 512",
     )
-    add("--policy", default="snip", metavar="NAME", help="rule that scores the options (--snip-policy); default: snip")
-    add(
-        "--estimator",
-        choices=ESTIMATORS,
-        default="noise",
-        help="how sensitivities are estimated (--snip-estimator); default: noise",
-    )
     add("--backward-noise", action="store_true", help="a probe runs one more pass, with noise in the gradients")
+
+
+def _add_hardware(add: Callable[..., Any]) -> None:
     add(
-        "--measured-share",
-        type=_SHARE,
-        default=0.25,
-        metavar="SHARE",
-        help="with --estimator measured: share of the fprops and dgrads that an update measures; default: 0.25",
-    )
-    add("--measured-twice", action="store_true", help="with --estimator measured: measure a second time")
-    add("--hessian-probes", type=_count, default=8, metavar="N", help="with --policy hawq: probe vectors; default: 8")
-    add(
-        "--update-interval",
-        type=_count,
-        default=1000,
-        metavar="N",
-        help="training steps between two updates; default: 1000",
+        "--timings",
+        default="h200",
+        metavar="NAME|FILE",
+        help="times of GEMMs: h200, a file that snip calibrate wrote, or flops (no times); default: h200",
     )
     add("--gpus-per-node", type=_count, default=8, metavar="N", help="GPUs of a node; default: 8")
     add(
@@ -192,7 +217,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="memory of a GPU in GiB; default: that of the GPU of --timings, if its table has it",
     )
-    add("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
 
 
 _FLAGS = {

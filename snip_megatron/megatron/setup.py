@@ -54,7 +54,9 @@ from snip_megatron.runtime.protocols import Unmeasured
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.policies import needs_forward_noise, needs_hessian, pinned_gemms
+from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.statistics.table import LinearRow
 
 _SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in what train_step returns
 
@@ -333,9 +335,7 @@ class SnipRun:
             compat.check_reduced_models(model)
         if config.parameter_gather == "quantized":
             self._gathers = compat.ParameterGathers(model, registry)
-        process_groups = compat.process_groups(model[0])
-        groups = ProbeGroups(tp=process_groups.tp, dp=process_groups.dp_cp, experts=_expert_groups(process_groups))
-        device = next(model[0].parameters()).device
+        groups = _probe_groups(compat.process_groups(model[0]))
         registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
         if groups.experts is not None:
             registry.context.expert_dp_rank = groups.experts.dp_rank
@@ -345,43 +345,13 @@ class SnipRun:
         say_what_the_host_allows(request, linears)
         say_how_exchanges_are_estimated(request)
         self._graphs.attach(registry, model)
-        sharded = bool(args.use_distributed_optimizer) or bool(
-            getattr(args, "use_layer_wise_distributed_optimizer", False)
-        )
-        self._norms = GradientNorms(registry, groups, optimizer_sharded=sharded) if config.trigger > 0 else None
-        shape = LoopShape(
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            padded_vocab_size=args.padded_vocab_size,
-            virtual_stages=args.virtual_pipeline_model_parallel_size,
-            optimizer_sharded=sharded,
-            context_parallel=args.context_parallel_size,
-        )
-        self._probes = ProbeRunner(
-            registry,
-            config,
-            shape,
-            groups,
-            model,
-            with_drift=needs_forward_noise(request),
-            with_hessian=needs_hessian(request),
-            measures=needs_forward_noise(request) and request.estimator == "measured",
-            pinned=pinned_gemms(registry.names, request),
-        )
+        if config.trigger > 0:
+            self._norms = GradientNorms(registry, groups, optimizer_sharded=_optimizer_sharded(args))
+        self._probes = _probes(registry, config, args, groups, model, request)
         if is_rank_zero():
-            static_map = validate.load_map(config.map, registry.names) if config.map is not None else None
-            run = open_run_directory(config, args, step, request, linears, registry.context.backend.name)
-            if compat.graph_implementation(args) is None:  # Python does not see the collectives of a graph
-                self._traffic = compat.Traffic()
-                self._undo_evaluation.callback(self._traffic.install())
-            tokens = args.global_batch_size * args.seq_length
-            emulated = registry.context.backend.name in EMULATIONS
-            pace = None if emulated or compat.batch_size_ramp(args) is not None else Pace()
-            self._coordinator = RankZeroCoordinator(
-                config, request, linears, static_map, run, tokens, pace, finish,
-                unjudged="emulated" if emulated else "batch size grows",
-            )  # fmt: skip
+            self._coordinator = self._make_coordinator(args, registry, request, linears, step)
         restored = self._restored_state()
+        device = next(model[0].parameters()).device
         self._controller = Controller(
             config,
             registry,
@@ -402,8 +372,65 @@ class SnipRun:
         )
         return self._controller
 
+    def _make_coordinator(
+        self,
+        args: argparse.Namespace,
+        registry: LinearRegistry,
+        request: SolveRequest,
+        linears: tuple[LinearRow, ...],
+        step: int,
+    ) -> RankZeroCoordinator:
+        config, backend = self._config, registry.context.backend.name
+        static_map = validate.load_map(config.map, registry.names) if config.map is not None else None
+        run = open_run_directory(config, args, step, request, linears, backend)
+        if compat.graph_implementation(args) is None:  # Python does not see the collectives of a graph
+            self._traffic = compat.Traffic()
+            self._undo_evaluation.callback(self._traffic.install())
+        tokens = args.global_batch_size * args.seq_length
+        emulated = backend in EMULATIONS
+        pace = None if emulated or compat.batch_size_ramp(args) is not None else Pace()
+        return RankZeroCoordinator(
+            config, request, linears, static_map, run, tokens, pace, finish,
+            unjudged="emulated" if emulated else "batch size grows",
+        )  # fmt: skip
 
-def _expert_groups(groups: compat.ProcessGroups) -> ProbeGroups | None:
-    if groups.expt_tp is None or groups.expt_dp is None:
-        return None
-    return ProbeGroups(tp=groups.expt_tp, dp=groups.expt_dp)
+
+def _probes(
+    registry: LinearRegistry,
+    config: SnipConfig,
+    args: argparse.Namespace,
+    groups: ProbeGroups,
+    model: Sequence[torch.nn.Module],
+    request: SolveRequest,
+) -> ProbeRunner:
+    shape = LoopShape(
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        padded_vocab_size=args.padded_vocab_size,
+        virtual_stages=args.virtual_pipeline_model_parallel_size,
+        optimizer_sharded=_optimizer_sharded(args),
+        context_parallel=args.context_parallel_size,
+    )
+    forward_noise = needs_forward_noise(request)
+    return ProbeRunner(
+        registry,
+        config,
+        shape,
+        groups,
+        model,
+        with_drift=forward_noise,
+        with_hessian=needs_hessian(request),
+        measures=forward_noise and request.estimator == "measured",
+        pinned=pinned_gemms(registry.names, request),
+    )
+
+
+def _optimizer_sharded(args: argparse.Namespace) -> bool:
+    return bool(args.use_distributed_optimizer) or bool(getattr(args, "use_layer_wise_distributed_optimizer", False))
+
+
+def _probe_groups(groups: compat.ProcessGroups) -> ProbeGroups:
+    experts = None
+    if groups.expt_tp is not None and groups.expt_dp is not None:
+        experts = ProbeGroups(tp=groups.expt_tp, dp=groups.expt_dp)
+    return ProbeGroups(tp=groups.tp, dp=groups.dp_cp, experts=experts)
