@@ -225,6 +225,8 @@ def main(argv: list[str] | None = None) -> int:
     unknown = [name for name in wanted if name not in {fmt.value for fmt in FORMATS}]
     if unknown:
         parser.error(f"--formats {unknown[0]}: unknown; choose among {', '.join(fmt.value for fmt in FORMATS)}")
+    if arguments.out.is_dir() or arguments.out.suffix == ".json":
+        parser.error(f"--out {arguments.out}: name a file such as page.md; a .json is written beside it")
     if not arguments.dry_run and not torch.cuda.is_available():
         print("blackwell_check.py: needs a CUDA device; --dry-run shows that the check runs", file=sys.stderr)
         return 2

@@ -139,9 +139,9 @@ def _solve_phases(problem: PhasedProblem, args: argparse.Namespace) -> int:
     """Solve a problem over phases and write its plan, whose steps are counted from 0."""
     from snip_megatron.solver.phased import solve_phased
 
-    for name in ("sweep", "change_penalty"):
-        if getattr(args, name):
-            raise SnipError(f"--{name.replace('_', '-')}: {args.problem} has phases; that is for one map only")
+    for name, given in (("sweep", args.sweep is not None), ("change-penalty", args.change_penalty != 0)):
+        if given:
+            raise SnipError(f"--{name}: {args.problem} has phases; that is for one map only")
     previous = _previous(args)
     solution = solve_phased(
         problem,

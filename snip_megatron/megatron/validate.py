@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -267,7 +268,7 @@ def _tokens_per_step(args: argparse.Namespace) -> int:
 
 
 def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Raise SnipError if pins make the budget unreachable. The message gives the largest share that is reachable."""
+    """Raise SnipError if the budget is unreachable. The message gives the largest share that is reachable."""
     if not config.updates:
         return
     request = solve_request(config, args)
@@ -283,12 +284,22 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
             budgets.append((f"--snip-schedule: phases[{i}].budget: {phase.budget}", phase.floor[1]))
     for asked, target in budgets:
         if share < target - 1e-9:
-            limits, way = ("--snip-pin", "lower the budget or pin less")
-            if request.unquantised_stage_flops is not None:
-                limits, way = (f"--num-experts {args.num_experts}, whose experts stay bf16", "lower the budget")
+            limits, way = _limits(config, args, request, target)
             raise SnipError(
                 f"{asked} is out of reach with {limits}: at most fp4={_down(share)} of the FLOPs can be four-bit; {way}"
             )
+
+
+def _limits(config: SnipConfig, args: argparse.Namespace, request: SolveRequest, target: float) -> tuple[str, str]:
+    """Return the argument that keeps the share of FP4 below ``target``, and what to do about it."""
+    if request.unquantised_stage_flops is not None:
+        return f"--num-experts {args.num_experts}, whose experts stay bf16", "lower the budget"
+    if reachable_share(model_linears(args), replace(request, pins=())) < target - 1e-9:
+        formats = f"--snip-formats {','.join(config.formats)}"
+        return formats, "lower the budget or add four-bit formats of more GEMMs"
+    if not config.pins:
+        return "--first-last-layers-bf16", "lower the budget or leave fewer layers in bf16"
+    return "--snip-pin", "lower the budget or pin less"
 
 
 def _down(share: float) -> str:

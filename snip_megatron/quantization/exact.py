@@ -78,7 +78,7 @@ def quantize_exact(
     """Quantise ``x`` [M, K] for the GEMM that reduces over K and for the GEMM that reduces over M.
 
     Args:
-        x: fp32, bf16 or fp16 [M, K]. In fp32, values of mxfp8 below 2^-133 are rounded to bf16's smallest numbers.
+        x: fp32, bf16 or fp16 [M, K]. In fp32, values of mxfp8 lose their bits below 2^-133, bf16's smallest number.
         row_format, col_format: a quantised format each, or None to leave that operand out.
         square: whether to use square blocks in formats that have them. It is set for weights. If both formats have
             the same blocks, both operands are one object.
@@ -149,7 +149,8 @@ def _operand(
         scale = q.scale.view(-1)[:1] if q.scale.numel() else torch.ones(1, device=x.device)
         return ExactOperand(q.values.bfloat16(), scale, None)
     if spec.scaling is Scaling.E8M0:
-        return ExactOperand(q.dequantize().bfloat16(), None, None)
+        upper = q.dequantize().view(torch.int32) & -0x10000  # all of a number that bf16 has, as kernels store it
+        return ExactOperand(upper.view(torch.float32).bfloat16(), None, None)
     if x.numel() == 0:
         return ExactOperand(q.values.bfloat16(), torch.ones(1, device=x.device), None)
     assert q.factors is not None

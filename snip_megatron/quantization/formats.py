@@ -15,7 +15,7 @@ TILE = 128
 """Edge of the paper's tiles (1×128) and blocks (128×128)."""
 
 EDEN_CLIPPING = 17 / 16 * 0.93
-"""Scales of EDEN are larger than amax / 6 by this factor (``eden.py``)."""
+"""Scales of EDEN are amax / 6 times this factor (``eden.py``), which clips the largest numbers a little."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,16 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path: Path, capsys: pytest.Capture
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", [".", "page.json"])
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blackwell_check, "check", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(SystemExit, match="2"):
+        blackwell_check.main(["--dry-run", "--out", str(tmp_path / name)])
+    assert "name a file such as page.md" in capsys.readouterr().err
+
+
 def test_a_format_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     known = blackwell_check.accuracy
 

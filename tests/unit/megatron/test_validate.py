@@ -277,6 +277,14 @@ def test_pins_that_leave_the_budget_out_of_reach() -> None:
     validate.check(config(pin=("*.linear_fc1=bf16",), budget="fp4=0.6"), arguments())
 
 
+def test_formats_that_leave_the_budget_out_of_reach() -> None:
+    """nvfp4_46 is a format of fprop, a third of the FLOPs, with and without pins."""
+    for pin in ((), ("*.0.*=mxfp8",)):
+        message = refused(config(formats=("mxfp8", "nvfp4_46"), pin=pin), arguments())
+        assert message.startswith("--snip-budget fp4=0.75 is out of reach with --snip-formats mxfp8,nvfp4_46: at most")
+        assert message.endswith("lower the budget or add four-bit formats of more GEMMs")
+
+
 def test_layers_that_megatron_keeps_in_bf16_are_pins_and_the_users_come_after() -> None:
     args = arguments(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
     assert validate.pins(config(pin=("*.3.*=fp8",)), args) == (
@@ -286,7 +294,7 @@ def test_layers_that_megatron_keeps_in_bf16_are_pins_and_the_users_come_after() 
         ("*.3.*", "fp8"),
     )
     assert validate.pins(config(pin=("*=fp8",)), arguments()) == (("*", "fp8"),)
-    assert "at most fp4=0.2500" in refused(config(), args)
+    assert "is out of reach with --first-last-layers-bf16: at most fp4=0.2500" in refused(config(), args)
 
 
 # -- mixtures of experts ---------------------------------------------------------------------------------------

@@ -60,6 +60,12 @@ def test_other_dtypes(kernels: Quantizers, fmt: str, dtype: torch.dtype) -> None
     check(kernels, matrix(40, 70, dtype), fmt, "mxfp4")
 
 
+def test_numbers_of_mxfp8_below_those_of_bf16(kernels: Quantizers) -> None:
+    """FP32 matrices alone have them. Every multiple of 2^-136 that is no number of bf16 is rounded."""
+    x = torch.arange(-240, 240).mul(2.0**-136).view(4, 120)
+    check(kernels, x, "mxfp8", "mxfp8")
+
+
 def close_errors(rows: int, cols: int) -> torch.Tensor:
     """Tiles whose two squared errors are equal or nearly so, zero tiles, and tiles with the smallest scales."""
     generator = torch.Generator().manual_seed(rows + cols)
