@@ -220,6 +220,15 @@ def test_a_fixed_map_replaces_that_of_the_checkpoint() -> None:
     assert resumed.snip.state_dict()["steps"] == 3
 
 
+@pytest.mark.parametrize("state", [{}, {"steps": 3}, {"steps": "many", "map": "{}"}, {"steps": -1, "map": "{}"}, []])
+def test_a_state_of_something_else_is_one_line(state: Any) -> None:
+    training = Training(first_update=1, update_interval=100)
+    assert training.snip is not None
+    with pytest.raises(SnipError, match="SNIP's state: "):
+        training.snip.load_state_dict(state)
+    assert training.snip.state_dict()["steps"] == 0
+
+
 def test_autocast_quantises_in_its_dtype() -> None:
     training = Training(policy="uniform-fp8")
     with torch.autocast("cpu", torch.bfloat16):
