@@ -190,15 +190,17 @@ class PlainSnip:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`. A map that the options fix replaces the one of the state.
 
-        Raises SnipError if the map is not one of this model.
+        Raises SnipError if it is not such a state, or its map is not one of this model. Nothing has changed then.
         """
-        self._steps = int(state["steps"])
-        if self._static is not None:
-            return
-        found = PrecisionMap.from_json(state["map"], where="SNIP's state")
-        if found.choices:
-            check_map_fits(found, self.registry.names, "SNIP's state")
-        self.registry.adopt(found)
+        steps, text = (state.get(name) if isinstance(state, Mapping) else None for name in ("steps", "map"))
+        if type(steps) is not int or steps < 0 or not isinstance(text, str):
+            raise SnipError("SNIP's state: this is not what state_dict() returned; give that of the checkpoint")
+        if self._static is None:
+            found = PrecisionMap.from_json(text, where="SNIP's state")
+            if found.choices:
+                check_map_fits(found, self.registry.names, "SNIP's state")
+            self.registry.adopt(found)
+        self._steps = steps
 
 
 # -- configuration -------------------------------------------------------------------------------------------------

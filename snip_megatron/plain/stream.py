@@ -50,7 +50,7 @@ class PlainStream:
                 raise SnipError(
                     f"block {block} ran {len(boundary.h)} times forward and {len(boundary.r)} times backward in one"
                     " loss: SNIP takes blocks that run once, on the residual stream as their first argument, without"
-                    " activation checkpointing"
+                    " activation checkpointing or torch.compile"
                 )
         for low, high in zip(self.boundaries, [*self.boundaries[1:], None], strict=True):
             low.finish_statistics(high)
@@ -77,6 +77,8 @@ class PlainStream:
             sigma = self._noise.get(Pass.FORWARD_NOISE, 0.0)
             if noisy and sigma:
                 stream = stream + self._draw(sigma, stream)
+            if noisy and torch.is_grad_enabled() and not stream.requires_grad:  # all embeddings are frozen
+                stream = stream.detach().requires_grad_()
             boundary.on_forward(stream)
             return ((stream, *args[1:]), kwargs) if args else ((), {**kwargs, str(name): stream})
 

@@ -49,6 +49,8 @@ def check_plain(model: nn.Module) -> None:
     """Raise SnipError if the model is wrapped or sharded, or if this process is one of several."""
     for module in model.modules():
         name = next((n for cls in type(module).__mro__ if (n := _WRAPPERS.get(cls.__name__))), None)
+        if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile() wraps nothing
+            name = _WRAPPERS["OptimizedModule"]
         if name is not None:
             raise SnipError(
                 f"the model is wrapped by {name}: convert() takes a plain model in one process; on several GPUs train"

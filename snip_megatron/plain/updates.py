@@ -11,12 +11,22 @@ _SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise SnipError if weight divergence is not implemented for the optimizer."""
+    """Raise SnipError if weight divergence is not implemented for the optimizer or an option of it."""
     if not isinstance(optimizer, _SUPPORTED):
         raise SnipError(
             f"optimizer {type(optimizer).__name__}: weight divergence knows torch's"
             f" {', '.join(kind.__name__ for kind in _SUPPORTED)}; estimator='fisher' needs none of them"
         )
+    if isinstance(optimizer, torch.optim.SGD):
+        return  # its update is linear in the gradient, so that no other option changes what an error does
+    for group in optimizer.param_groups:
+        coupled = not isinstance(optimizer, torch.optim.AdamW) and not group.get("decoupled_weight_decay")
+        for name in ("amsgrad", "maximize", *(["weight_decay"] if coupled else [])):
+            if group[name]:
+                raise SnipError(
+                    f"optimizer {type(optimizer).__name__} with {name}={group[name]}: weight divergence knows the"
+                    " update of AdamW without amsgrad and maximize; leave it out, use AdamW, or estimator='fisher'"
+                )
 
 
 def update_of(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter, steps: int) -> Update | None:
@@ -37,7 +47,7 @@ def update_of(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter, step
         return SgdState(
             start=0,
             end=weight.numel(),
-            momentum_buffer=None if buffer is None else buffer.reshape(-1),
+            momentum_buffer=None if buffer is None else buffer.reshape(-1).float(),
             step=steps,
             momentum=float(group["momentum"]),
             dampening=float(group["dampening"]),

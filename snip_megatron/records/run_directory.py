@@ -114,7 +114,7 @@ class RunDirectory:
             self.event(resume_step, "resume", cut_records=cut, changed_key=changed, changed_fact=changed_fact)
 
     def _keep_config(self) -> None:
-        """Write ``config.json`` again if the directory was removed: no reader and no resume accepts one without it."""
+        """Write ``config.json`` again if the directory is gone: no reader and no resume accepts one without it."""
         if not (self.path / CONFIG).exists():
             write_atomically(self.path / CONFIG, self._config)
 

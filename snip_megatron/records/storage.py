@@ -164,7 +164,7 @@ class LineFile:
     Args:
         path: the file.
         faults: counts failed writes.
-        prepare: called before the file is opened, at first and after it was removed; may raise OSError.
+        prepare: called before the file is opened, at first and after it was removed or renamed; may raise OSError.
     """
 
     def __init__(self, path: Path, faults: Faults, prepare: Callable[[], None]) -> None:
@@ -191,8 +191,8 @@ class LineFile:
 
     def _write(self, line: bytes) -> None:
         try:
-            if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
-                self._release()  # the file was removed: open a new one, so that later lines can be read
+            if self._descriptor is not None and not self._is_at_its_path(self._descriptor):
+                self._release()  # the file was removed or renamed: open a new one, so that later lines can be read
                 self._torn = False
             if self._descriptor is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,6 +211,12 @@ class LineFile:
         except OSError:
             self._release()
             raise
+
+    def _is_at_its_path(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
     def _release(self) -> None:
         if self._descriptor is not None:

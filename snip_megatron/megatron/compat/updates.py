@@ -29,7 +29,7 @@ def update_of(optimizer: Any, param: torch.nn.Parameter, steps: int) -> Update |
         steps: Number of training steps done, for optimizers that do not count them.
 
     Raises:
-        SnipError: If the optimizer is not one of :data:`SUPPORTED_OPTIMIZERS`.
+        SnipError: If the optimizer is not one of :data:`SUPPORTED_OPTIMIZERS`, or is Adam with coupled weight decay.
     """
     held = held_state(optimizer, param)
     if held is None:
@@ -56,6 +56,13 @@ def _kinds(owner: torch.optim.Optimizer) -> set[str]:
 
 def _adam(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update | None:
     group, state = held.group, held.state
+    # torch says in the parameter group how weights decay, Apex and Transformer Engine in the optimizer.
+    decoupled = group.get("decoupled_weight_decay", getattr(held.owner, "adam_w_mode", True))
+    if group.get("weight_decay") and not decoupled:
+        raise SnipError(
+            "the optimizer adds weight decay to gradients (decoupled_weight_decay=False): weight divergence knows the"
+            " update of AdamW; leave it out, or use --snip-estimator fisher"
+        )
     exp_avg, exp_avg_sq = _flat(state.get("exp_avg")), _flat(state.get("exp_avg_sq"))
     if exp_avg is None or exp_avg_sq is None:
         return None

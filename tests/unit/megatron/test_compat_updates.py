@@ -221,6 +221,24 @@ def test_another_optimizer_is_refused_by_name() -> None:
             _ = Trained(make, 0, torch.float32).update
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_weight_decay_within_the_gradient_of_adam_is_refused(fused: bool) -> None:
+    """OptimizerConfig(decoupled_weight_decay=False) makes torch's Adam, or Apex's with adam_w_mode=False."""
+    trained = Trained(lambda parameters: torch.optim.Adam(parameters, lr=LR, weight_decay=0.1), 2, torch.float32)
+    group = trained.owner.param_groups[0]
+    if fused:
+        del group["decoupled_weight_decay"]
+        trained.owner.adam_w_mode = 0
+    with pytest.raises(SnipError, match="decoupled_weight_decay=False") as caught:
+        trained.update_after(2)
+    assert "\n" not in str(caught.value)
+    if fused:
+        trained.owner.adam_w_mode = 1
+    else:
+        group["weight_decay"] = 0.0
+    trained.update_after(2)
+
+
 def test_adam_has_no_update_before_its_first_step() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = wrapped(adamw([weight]))

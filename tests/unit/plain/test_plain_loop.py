@@ -180,6 +180,34 @@ def test_a_resumed_loop_is_bitwise_the_uninterrupted_one() -> None:
     assert second.run(range(6, 12)) == losses[6:]
 
 
+def test_sgd_of_bf16_weights_accumulates_gradients() -> None:
+    """Its momentum has the dtype of the weights."""
+    training = Training()
+    training.model.bfloat16()
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
+    training.snip = convert(training.model, training.optimizer, first_update=2, microbatches=2)
+    training.run(range(3))
+    assert training.snip.table is not None
+    assert training.snip.table.drift2.all()
+    assert training.snip.map.version == 1
+
+
+def test_embeddings_may_be_frozen() -> None:
+    """Then the residual stream needs no gradient where it begins. SNIP measures it all the same."""
+    tables = []
+    for frozen in (False, True):
+        training = Training(first_update=0, update_interval=100, estimator="fisher")
+        assert training.snip is not None
+        if frozen:
+            training.model.tokens.requires_grad_(False)
+            training.model.positions.requires_grad_(False)
+        training.run(range(2))
+        assert training.snip.map.version == 1
+        tables.append(training.snip.table)
+    for column in ("h2", "r2"):
+        np.testing.assert_array_equal(tables[0].boundary[column], tables[1].boundary[column])
+
+
 def test_a_fixed_map_replaces_that_of_the_checkpoint() -> None:
     """As with ``policy="bf16"``, to stop quantising."""
     first = Training(budget="fp4=0.75", first_update=1, update_interval=100)
@@ -190,6 +218,15 @@ def test_a_fixed_map_replaces_that_of_the_checkpoint() -> None:
     resumed.snip.load_state_dict(first.snip.state_dict())
     assert {fmt for handle in resumed.snip.registry for fmt in handle.formats} == {Format.BF16}
     assert resumed.snip.state_dict()["steps"] == 3
+
+
+@pytest.mark.parametrize("state", [{}, {"steps": 3}, {"steps": "many", "map": "{}"}, {"steps": -1, "map": "{}"}, []])
+def test_a_state_of_something_else_is_one_line(state: Any) -> None:
+    training = Training(first_update=1, update_interval=100)
+    assert training.snip is not None
+    with pytest.raises(SnipError, match="SNIP's state: "):
+        training.snip.load_state_dict(state)
+    assert training.snip.state_dict()["steps"] == 0
 
 
 def test_autocast_quantises_in_its_dtype() -> None:
@@ -227,11 +264,19 @@ def _wrapped(name: str) -> nn.Module:
     return wrapper
 
 
+def _compiled() -> nn.Module:
+    """A model whose blocks are compiled in place."""
+    model = example.Model()
+    model.blocks[1].compile()
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
         (_wrapped("DistributedDataParallel"), {}, "the model is wrapped by DDP"),
         (_wrapped("FSDPModule"), {}, r"the model is wrapped by FSDP2 \(fully_shard\)"),
+        (_compiled(), {}, "the model is wrapped by torch.compile"),
         (nn.Linear(4, 4), {}, "no blocks found in Linear"),
         (Wide(), {}, "block 0 has 6 linears"),
         (Wide(), {"linears": ("a", "b", "c", "d")}, "block 0 has 0 norms"),
@@ -262,6 +307,22 @@ def test_an_unknown_optimizer_is_refused_by_name() -> None:
     with pytest.raises(SnipError, match="optimizer RMSprop"):
         convert(model, torch.optim.RMSprop(model.parameters()))
     convert(model, torch.optim.RMSprop(model.parameters()), estimator="fisher")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "AdamW with amsgrad="),
+        (torch.optim.AdamW, {"maximize": True}, "AdamW with maximize="),
+        (torch.optim.Adam, {"weight_decay": 0.1}, "Adam with weight_decay="),
+    ],
+)
+def test_an_optimizer_whose_update_is_another_one_is_refused(kind: Any, options: Any, message: str) -> None:
+    model = example.Model()
+    optimizer = kind([{"params": model.blocks.parameters()}, {"params": model.norm.parameters(), **options}])
+    with pytest.raises(SnipError, match=f"optimizer {message}"):
+        convert(model, optimizer)
+    convert(model, optimizer, estimator="fisher")
 
 
 @pytest.mark.parametrize("options", [{"schedule": "auto"}, {"policy": "late-all"}])

@@ -79,11 +79,12 @@ def test_removed_folders_come_back(tmp_path):
     assert list(read_maps(tmp_path / "run")) == [0]
 
 
-def test_a_removed_directory_comes_back_with_what_follows(tmp_path):
+@pytest.mark.parametrize("gone", [shutil.rmtree, lambda run: run.rename(run.with_name("renamed"))])
+def test_a_removed_or_renamed_directory_comes_back_with_what_follows(tmp_path, gone):
     with new_run(tmp_path / "run") as run:
         run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
         run.event(0, "adopt", version=1)
-        shutil.rmtree(tmp_path / "run")
+        gone(tmp_path / "run")
         for step in (1, 2):
             run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
             run.event(step, "adopt", version=1)
