@@ -23,6 +23,8 @@ PLAN_SCHEMA = "snip.phases/1"
 _FIGURES = ("objective", "bound", "target", "achieved")
 MOST_PHASES = 64
 """Of a schedule, and of what the solver takes."""
+MAX_SPEEDUP = 1e6
+"""Of a budget."""
 _MOST_STEPS = 2**53  # above, JSON readers of other languages lose digits
 
 
@@ -59,11 +61,11 @@ class SchedulePhase:
             figure = float(text)
         except ValueError:
             figure = math.nan
-        least, most = {"fp4": (0.0, 1.0), "speedup": (1.0, 1e6)}.get(kind, (math.nan, math.nan))
+        least, most = {"fp4": (0.0, 1.0), "speedup": (1.0, MAX_SPEEDUP)}.get(kind, (math.nan, math.nan))
         if not least <= figure <= most:
             raise SnipError(
                 f"budget: {quoted(self.budget)} must be fp4=SHARE with a share between 0 and 1, or speedup=FACTOR with"
-                " a factor from 1 to 1e+06"
+                f" a factor from 1 to {MAX_SPEEDUP:g}"
             )
         return kind, figure
 

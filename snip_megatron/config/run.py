@@ -23,9 +23,9 @@ from snip_megatron.config.options import (
 from snip_megatron.config.schedule import DEPLOYED, check_schedule, load_schedule
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.gemm import BACKENDS, LIBRARIES
-from snip_megatron.phases import Schedule
+from snip_megatron.phases import MAX_SPEEDUP, Schedule
 from snip_megatron.precision import GRANULARITIES, LINEAR_KINDS, Format
-from snip_megatron.solver.validation import MAX_LOSS, MAX_SPEEDUP
+from snip_megatron.solver.validation import MAX_LOSS
 
 EVAL_MODES = ("map", "bf16", "both")
 COMMUNICATION = ("bf16", "gather", "all")

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.phases import MAX_SPEEDUP
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
 from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver.items import Budget
-from snip_megatron.solver.validation import MAX_SPEEDUP
 
 BITS: Mapping[str, int] = {fmt.value: fmt.bits for fmt in Format}
 """Name of a format → bits of an element. Formats of four bits count towards the fp4 share."""

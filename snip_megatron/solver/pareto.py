@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.errors import SnipError
+from snip_megatron.phases import MAX_SPEEDUP
 from snip_megatron.precision import Format
 from snip_megatron.solver.api import solve
 from snip_megatron.solver.infeasible import why_infeasible
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
 from snip_megatron.solver.table import ChoiceTable
-from snip_megatron.solver.validation import MAX_SPEEDUP
 
 SWEEP_SCHEMA = "snip.sweep/1"
 DEFAULT_POINTS = 41

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from snip_megatron.phases import MAX_SPEEDUP
 from snip_megatron.solver.phased.build import Costs, build_table
 from snip_megatron.solver.phased.problem import PhasedProblem
 from snip_megatron.solver.phased.table import PhasedTable
 from snip_megatron.solver.solution import Infeasibility
-from snip_megatron.solver.validation import MAX_SPEEDUP
 
 _DIGITS = 1e9  # figures are rounded to the side where asking for them succeeds
 
