@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -50,7 +51,8 @@ def replay_schedule(run: str) -> list[tuple[int, Path]]:
     return schedule
 
 
-def replayed_maps(run: str) -> dict[int, PrecisionMap]:
+@functools.cache  # the model, the warm-up and rank 0 need the same maps, and each file is read over the network
+def replayed_maps(run: str) -> Mapping[int, PrecisionMap]:
     """Return the maps of :func:`replay_schedule` by the steps of their adoptions. Raises SnipError."""
     return {
         step: PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path))
