@@ -35,8 +35,9 @@ from snip_megatron.megatron.model_linears import (
     model_linears,
     unquantised_flops,
 )
+from snip_megatron.megatron.probing.construction import make_probes, optimizer_sharded, probe_groups
 from snip_megatron.megatron.probing.gradient_norms import GradientNorms
-from snip_megatron.megatron.probing.probes import LoopShape, ProbeResult, ProbeRunner, StepCall
+from snip_megatron.megatron.probing.probes import ProbeResult, ProbeRunner, StepCall
 from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
@@ -53,9 +54,7 @@ from snip_megatron.runtime.pace import Pace
 from snip_megatron.runtime.protocols import Unmeasured
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepReport
-from snip_megatron.sensitivity.policies import needs_forward_noise, needs_hessian, pinned_gemms
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.reduction import ProbeGroups
 from snip_megatron.statistics.table import LinearRow
 
 _SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in what train_step returns
@@ -335,7 +334,7 @@ class SnipRun:
             compat.check_reduced_models(model)
         if config.parameter_gather == "quantized":
             self._gathers = compat.ParameterGathers(model, registry)
-        groups = _probe_groups(compat.process_groups(model[0]))
+        groups = probe_groups(compat.process_groups(model[0]))
         registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
         if groups.experts is not None:
             registry.context.expert_dp_rank = groups.experts.dp_rank
@@ -346,8 +345,8 @@ class SnipRun:
         say_how_exchanges_are_estimated(request)
         self._graphs.attach(registry, model)
         if config.trigger > 0:
-            self._norms = GradientNorms(registry, groups, optimizer_sharded=_optimizer_sharded(args))
-        self._probes = _probes(registry, config, args, groups, model, request)
+            self._norms = GradientNorms(registry, groups, optimizer_sharded=optimizer_sharded(args))
+        self._probes = make_probes(registry, config, args, groups, model, request)
         if is_rank_zero():
             self._coordinator = self._make_coordinator(args, registry, request, linears, step)
         restored = self._restored_state()
@@ -393,44 +392,3 @@ class SnipRun:
             config, request, linears, static_map, run, tokens, pace, finish,
             unjudged="emulated" if emulated else "batch size grows",
         )  # fmt: skip
-
-
-def _probes(
-    registry: LinearRegistry,
-    config: SnipConfig,
-    args: argparse.Namespace,
-    groups: ProbeGroups,
-    model: Sequence[torch.nn.Module],
-    request: SolveRequest,
-) -> ProbeRunner:
-    shape = LoopShape(
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        padded_vocab_size=args.padded_vocab_size,
-        virtual_stages=args.virtual_pipeline_model_parallel_size,
-        optimizer_sharded=_optimizer_sharded(args),
-        context_parallel=args.context_parallel_size,
-    )
-    forward_noise = needs_forward_noise(request)
-    return ProbeRunner(
-        registry,
-        config,
-        shape,
-        groups,
-        model,
-        with_drift=forward_noise,
-        with_hessian=needs_hessian(request),
-        measures=forward_noise and request.estimator == "measured",
-        pinned=pinned_gemms(registry.names, request),
-    )
-
-
-def _optimizer_sharded(args: argparse.Namespace) -> bool:
-    return bool(args.use_distributed_optimizer) or bool(getattr(args, "use_layer_wise_distributed_optimizer", False))
-
-
-def _probe_groups(groups: compat.ProcessGroups) -> ProbeGroups:
-    experts = None
-    if groups.expt_tp is not None and groups.expt_dp is not None:
-        experts = ProbeGroups(tp=groups.expt_tp, dp=groups.expt_dp)
-    return ProbeGroups(tp=groups.tp, dp=groups.dp_cp, experts=experts)
