@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import pytest
 from llama_arguments import DEFAULTS, arguments, megatron_parser
+from refusals import refused
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import validate
 from snip_megatron.megatron.conflicts import CONFLICTS, Conflict
 
@@ -34,19 +33,10 @@ VALUES: dict[str, Any] = {
 OPTIONAL = {"--kitchen-config-file", "--use-kitchen"}
 
 
-def refused(args: argparse.Namespace) -> str:
-    with pytest.raises(SnipError) as caught:
-        validate.check(SnipConfig(enabled=True), args)
-    assert caught.value.exit_code == 2
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 @pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda c: c.attribute)
 def test_each_conflict_names_both_sides(conflict: Conflict) -> None:
     value = VALUES.get(conflict.attribute, True)
-    message = refused(arguments(**{conflict.attribute: value}))
+    message = refused(SnipConfig(enabled=True), arguments(**{conflict.attribute: value}))
     shown = "" if value is True or conflict.derived else f" {value}"
     assert message.startswith(f"{conflict.argument}{shown} cannot be combined with --snip: ")
 
@@ -65,6 +55,6 @@ def test_each_conflict_is_an_argument_of_this_megatron(conflict: Conflict) -> No
 
 def test_a_constant_loss_scale_is_refused_under_bf16_too() -> None:
     """Megatron scales the loss by it in bf16 as well, and probes would record gradients of the scaled loss."""
-    message = refused(arguments(loss_scale=1024.0))
+    message = refused(SnipConfig(enabled=True), arguments(loss_scale=1024.0))
     assert message.startswith("--loss-scale 1024.0 cannot be combined with --snip: ")
     validate.check(SnipConfig(enabled=True), arguments(loss_scale=1.0))

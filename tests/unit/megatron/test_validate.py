@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llama_arguments import EXPERTS, arguments
+from refusals import refused
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
@@ -23,15 +23,6 @@ CONTEXT = {"transformer_impl": "transformer_engine"}
 
 def config(**fields: Any) -> SnipConfig:
     return SnipConfig(enabled=True, **fields)
-
-
-def refused(snip: SnipConfig, args: argparse.Namespace) -> str:
-    with pytest.raises(SnipError) as caught:
-        validate.check(snip, args)
-    assert caught.value.exit_code == 2
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_a_plain_run_is_accepted() -> None:

@@ -1,0 +1,20 @@
+"""The line by which SNIP refuses Megatron's arguments."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.megatron import validate
+
+
+def refused(snip: SnipConfig, args: argparse.Namespace) -> str:
+    with pytest.raises(SnipError) as caught:
+        validate.check(snip, args)
+    assert caught.value.exit_code == 2
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
