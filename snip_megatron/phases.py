@@ -10,7 +10,7 @@ import bisect
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,7 +122,10 @@ class Schedule:
     def from_json(cls, text: str | bytes, *, where: str = "schedule") -> Schedule:
         """Parse the text of a ``snip.schedule/1`` file. Raises SnipError naming ``where`` and the invalid field."""
         try:
-            return cls(tuple(_schedule_phase(i, body) for i, body in enumerate(_phases(text, SCHEDULE_SCHEMA))))
+            body = _object(text)
+            phases = tuple(_schedule_phase(i, phase) for i, phase in enumerate(_entries(body, SCHEDULE_SCHEMA)))
+            _check_keys(body, ("schema", "phases"))
+            return cls(phases)
         except SnipError as error:
             raise SnipError(f"{where}: {error}") from None
 
@@ -264,10 +267,6 @@ def _object(text: str | bytes) -> Any:
         raise SnipError(f"not JSON ({cut(error)})") from None
 
 
-def _phases(text: str | bytes, schema: str) -> list[Mapping[str, Any]]:
-    return _entries(_object(text), schema)
-
-
 def _entries(body: Any, schema: str) -> list[Mapping[str, Any]]:
     """Return the objects under ``phases``. Raises SnipError if ``body`` is not an object of the schema with such."""
     if not isinstance(body, dict) or body.get("schema") != schema:
@@ -279,9 +278,7 @@ def _entries(body: Any, schema: str) -> list[Mapping[str, Any]]:
 
 
 def _schedule_phase(i: int, body: Mapping[str, Any]) -> SchedulePhase:
-    unknown = sorted(set(body) - {"from", "budget", "change"})
-    if unknown:
-        raise SnipError(f"phases[{i}]: unknown key {quoted(unknown[0])} (known: from, budget, change)")
+    _check_keys(body, ("from", "budget", "change"), f"phases[{i}]: ")
     change = body.get("change")
     if change is not None and not isinstance(change, list):
         raise SnipError(f"phases[{i}].change: must be a list of globs such as *:fprop")
@@ -292,6 +289,12 @@ def _schedule_phase(i: int, body: Mapping[str, Any]) -> SchedulePhase:
         return SchedulePhase(float(begin), body.get("budget"), None if change is None else tuple(change))
     except SnipError as error:
         raise SnipError(f"phases[{i}].{error}") from None
+
+
+def _check_keys(body: Mapping[str, Any], known: Sequence[str], where: str = "") -> None:
+    unknown = sorted(set(body) - set(known))
+    if unknown:
+        raise SnipError(f"{where}unknown key {quoted(unknown[0])} (known: {', '.join(known)})")
 
 
 def _count(value: Any, path: str, *, least: int) -> int:

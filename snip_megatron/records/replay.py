@@ -211,6 +211,11 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem | 
         # bf16 is a candidate only under budgets of time or loss: under a share of FLOPs it costs nothing.
         fields["formats"] = tuple(f for f in request.formats if f != Format.BF16.value)
     request = dataclasses.replace(request, **wanted, **fields, phases=phases, prefix="--")
+    if phases is not None and request.granularity != "gemm":
+        raise SnipError(
+            f"--granularity {request.granularity}: {stored.run} planned phases, which weigh a linear's three GEMMs one"
+            " by one; give --schedule static too"
+        )
     share = budget.kind == "target"
     if (why := candidates_fault(request.formats, granularity=request.granularity, share=share)) is not None:
         raise SnipError(f"--formats {cut(','.join(request.formats))}: {why}")

@@ -62,6 +62,7 @@ def test_the_contract_of_a_schedule_file() -> None:
         (schedule({"from": 0, "change": "*:fprop"}), "phases[0].change: must be a list of globs"),
         (schedule({"from": 0, "change": [1]}), "phases[0].change: must be a list of globs"),
         (schedule({"from": 0, "until": 1}), "phases[0]: unknown key 'until'"),
+        ('{"schema": "snip.schedule/1", "phases": [{"from": 0}], "budget": "fp4=0.9"}', "unknown key 'budget'"),
         ('{"schema": "snip.schedule/1", "phases": 3}', "phases: must be a list of objects"),
     ],
 )

@@ -236,6 +236,13 @@ def test_an_update_of_phases_is_solved_over_its_phases(tmp_path: Path) -> None:
     assert static == build_problem(run.table(), run.request())[0]
 
 
+def test_phases_choose_a_format_for_each_gemm(tmp_path: Path) -> None:
+    run = write_planned(tmp_path / "planned")
+    with pytest.raises(SnipError, match=r"--granularity layer: .*one by one; give --schedule static too"):
+        rebuild(run, Change({"granularity": "layer"}), None)
+    assert isinstance(rebuild(run, Change({"granularity": "layer"}, static=True), None), Problem)
+
+
 def test_what_was_spent_in_another_unit_is_refused(tmp_path: Path) -> None:
     run = write_planned(tmp_path / "planned")
     with pytest.raises(SnipError, match=r"counts in fp4=, what was spent before step 32 .*--schedule static"):
