@@ -71,6 +71,28 @@ def test_two_comparisons_do_not_share_a_work_folder(
     )
 
 
+@pytest.mark.parametrize("more", [[], ["--resume"]], ids=str)
+def test_two_comparisons_do_not_write_one_result(
+    more: list[str], prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each would overwrite the runs of the other."""
+    out = prepared / "out"
+    arguments = ["compare", str(NANO), "--data", str(prepared), "--gpus", "0", "--out", str(out)]
+    codes = []
+
+    def run(comparison: Comparison) -> int:
+        comparison.parts[0].results.save()
+        codes.append(main([*arguments, "--work", str(prepared / "second"), *more]))
+        return 0
+
+    monkeypatch.setattr(Comparison, "run", run)
+    assert main([*arguments, "--work", str(prepared / "first")]) == 0
+    assert codes == [2]
+    assert capsys.readouterr().err == (
+        f"snip compare: {out / 'nano.json'}: another comparison writes it; wait for it or give another --out\n"
+    )
+
+
 def test_a_work_folder_that_cannot_be_made_is_one_line(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (prepared / "file").write_text("")
     out = prepared / "file" / "out"
