@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.report:
         for path in args.files:
-            _report(load_results(path), path.parent)
+            _report(_checked_results(path), path.parent)
         return 0
     experiments = [load_experiment(path) for path in args.files]
     names = [experiment.name for experiment in experiments]
@@ -263,13 +263,24 @@ def _results(args: argparse.Namespace, experiment: Experiment, data: Data) -> Re
         return Results(path, body, text)
     if not args.resume:
         raise SnipError(f"{path}: exists; add --resume to go on from it or choose another --out")
-    results = load_results(path)
+    results = _checked_results(path)
     if results.data != text:
         raise SnipError(f"{path}: was made from other text than --data {args.data}; give that, or another --out")
     results.experiment = body
     # Tables show the last run of a policy and seed. Runs with settings that the file had earlier therefore come first.
     current = {run.identity(data, sha) for run in experiment_runs(experiment, data) for sha in (None, *results.warm)}
     results.runs = dict(sorted(results.runs.items(), key=lambda run: run[0] in current))
+    return results
+
+
+def _checked_results(path: Path) -> Results:
+    """Read a result file. Raises SnipError if it is damaged, which shows when its tables are made."""
+    results = load_results(path)
+    try:
+        markdown(results)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        why = cut(f"{type(error).__name__}: {error}")
+        raise SnipError(f"{path}: is no result file of snip compare ({why})") from None
     return results
 
 
