@@ -55,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--time", type=float, default=110.0, metavar="S", help="seconds after which no measurement starts; default: 110"
     )
-    add("--gemm", default="auto", metavar="NAME", help="GEMM backend, as --snip-gemm; default: auto")
+    add(
+        "--gemm",
+        default="auto",
+        metavar="NAME",
+        help="GEMM backend, as --snip-gemm; default: auto, or with --add-to that of the table",
+    )
     add("--device", default=None, metavar="cuda|cpu", help="device to measure; default: a GPU if there is one")
     add(
         "--ranks",
@@ -125,7 +130,8 @@ def _add(args: argparse.Namespace, device: Any) -> int:
         table = replace(table, collectives={**table.collectives, **_collectives(device, args.ranks)})
         what = f"{len(table.collectives)} collectives"
     elif args.host:
-        launching, said = measured_launching(device, args.gemm, table.quantised)
+        _check_backend(args, table)
+        launching, said = measured_launching(device, table.backend, table.quantised)
         if launching is None:
             raise SnipError(f"--add-to {cut(args.add_to)}: {said}", exit_code=1)
         measured = _about(args)
@@ -138,6 +144,24 @@ def _add(args: argparse.Namespace, device: Any) -> int:
     deliver("--out", args.out, table.to_json())
     print(f"snip calibrate: {table.device}, {what}", file=sys.stderr)
     return 0
+
+
+def _check_backend(args: argparse.Namespace, table: TimingTable) -> None:
+    """Raise SnipError unless the host can be measured with the GEMMs of the table: a step adds the times of both."""
+    from snip_megatron.gemm.selection import select_backend
+
+    if args.gemm not in ("auto", table.backend):
+        raise SnipError(
+            f"--gemm {cut(args.gemm)}: --add-to {cut(args.add_to)} has the times of {cut(table.backend)};"
+            " leave out --gemm"
+        )
+    try:
+        select_backend(table.backend, table.quantised)
+    except SnipError as error:
+        raise SnipError(
+            f"--add-to {cut(args.add_to)}: has the times of {cut(table.backend)}, which does not run here ({error});"
+            " measure a table on this machine"
+        ) from None
 
 
 def _collectives(device: Any, ranks: int) -> dict[Exchange, float]:

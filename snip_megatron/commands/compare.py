@@ -12,9 +12,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from snip_megatron.config import parse_snip_arguments
 from snip_megatron.errors import SnipError, cut
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.report:
         for path in args.files:
-            _report(load_results(path), path.parent)
+            _report(_checked_results(path), path.parent)
         return 0
     experiments = [load_experiment(path) for path in args.files]
     names = [experiment.name for experiment in experiments]
@@ -153,22 +153,26 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
     if args.time_limit is not None and not args.time_limit > 0:
         raise SnipError(f"--time-limit {args.time_limit:g}: must be positive")
     work = (args.work or args.out / "work").resolve()
-    parts = [
-        compare.make_part(experiment, data, _results(args, experiment, data), work)
-        for experiment, data in zip(experiments, datas, strict=True)
-    ]
-    deadline = None if args.time_limit is None else started + args.time_limit
-    pool = Pool(slots, dict(ENVIRONMENT), deadline)
-    comparison = compare.Comparison(parts, pool, work, compare.facts(gpus))
-    stopped = stop_on_signals(pool)
-    with alone(work), multi_process_service(work / "mps") if args.mps else nullcontext() as service:
-        if service is not None:
-            pool.environment = {**ENVIRONMENT, **service[0]}
-            print(f"snip compare: {service[1]}", file=sys.stderr, flush=True)
-        left = comparison.run()
-    for part in parts:
-        part.results.save()
-        _report(part.results, args.out)
+    with ExitStack() as locks:
+        locks.enter_context(alone(work))
+        for experiment in experiments:
+            locks.enter_context(_writing(_result_path(args.out, experiment)))
+        parts = [
+            compare.make_part(experiment, data, _results(args, experiment, data), work)
+            for experiment, data in zip(experiments, datas, strict=True)
+        ]
+        deadline = None if args.time_limit is None else started + args.time_limit
+        pool = Pool(slots, dict(ENVIRONMENT), deadline)
+        comparison = compare.Comparison(parts, pool, work, compare.facts(gpus))
+        stopped = stop_on_signals(pool)
+        with multi_process_service(work / "mps") if args.mps else nullcontext() as service:
+            if service is not None:
+                pool.environment = {**ENVIRONMENT, **service[0]}
+                print(f"snip compare: {service[1]}", file=sys.stderr, flush=True)
+            left = comparison.run()
+        for part in parts:
+            part.results.save()
+            _report(part.results, args.out)
     return _exit_code(comparison, left, stopped)
 
 
@@ -181,23 +185,38 @@ def alone(work: Path) -> Iterator[None]:
     Raises:
         SnipError: The folder cannot be written, or another comparison runs there.
     """
+    busy = f"{work}: another comparison, or a training that it left, runs there; wait for it or give another --work"
+    with _locked(work / "lock", busy) as lock:
+        os.set_inheritable(lock.fileno(), True)
+        yield
+
+
+def _writing(result: Path) -> AbstractContextManager[object]:
+    """Lock a result file: two comparisons that write it would overwrite each other's runs.
+
+    Raises:
+        SnipError: The folder cannot be written, or another comparison writes the file.
+    """
+    busy = f"{result}: another comparison writes it; wait for it or give another --out"
+    return _locked(result.with_name(f".{result.name}.lock"), busy)
+
+
+@contextmanager
+def _locked(path: Path, busy: str) -> Iterator[IO[str]]:
+    """Hold a lock on the file ``path``. Raises SnipError with the message ``busy`` if another process holds it."""
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        lock = (work / "lock").open("w")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
     except OSError as error:
-        raise SnipError(f"{work}: cannot be written ({error.strerror})") from None
-    os.set_inheritable(lock.fileno(), True)
+        raise SnipError(f"{path.parent}: cannot be written ({error.strerror})") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SnipError(
-                f"{work}: another comparison, or a training that it left, runs there; wait for it or give another"
-                " --work"
-            ) from None
+            raise SnipError(busy) from None
         except OSError:  # a file system without locks
             pass
-        yield
+        yield lock
 
 
 def _ranks(experiments: list[Experiment]) -> int:
@@ -232,21 +251,36 @@ def _exit_code(comparison: compare.Comparison, left: int, stopped: list[int]) ->
     return INCOMPLETE if left else 0
 
 
+def _result_path(out: Path, experiment: Experiment) -> Path:
+    return out / f"{experiment.name}.json"
+
+
 def _results(args: argparse.Namespace, experiment: Experiment, data: Data) -> Results:
-    path = args.out / f"{experiment.name}.json"
+    path = _result_path(args.out, experiment)
     body = json.loads(json.dumps(dataclasses.asdict(experiment)))
     text = {"sha256": data.sha256, "tokens": data.tokens, "valid_tokens": data.valid_tokens}
     if not path.exists():
         return Results(path, body, text)
     if not args.resume:
         raise SnipError(f"{path}: exists; add --resume to go on from it or choose another --out")
-    results = load_results(path)
+    results = _checked_results(path)
     if results.data != text:
         raise SnipError(f"{path}: was made from other text than --data {args.data}; give that, or another --out")
     results.experiment = body
     # Tables show the last run of a policy and seed. Runs with settings that the file had earlier therefore come first.
     current = {run.identity(data, sha) for run in experiment_runs(experiment, data) for sha in (None, *results.warm)}
     results.runs = dict(sorted(results.runs.items(), key=lambda run: run[0] in current))
+    return results
+
+
+def _checked_results(path: Path) -> Results:
+    """Read a result file. Raises SnipError if it is damaged, which shows when its tables are made."""
+    results = load_results(path)
+    try:
+        markdown(results)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        why = cut(f"{type(error).__name__}: {error}")
+        raise SnipError(f"{path}: is no result file of snip compare ({why})") from None
     return results
 
 

@@ -54,7 +54,7 @@ def measure_launching(device: torch.device, gemm: str, formats: Sequence[Format]
     """
     (few, many), (one, several), every = _LAYERS, _MICROBATCHES, (Format.BF16, *formats)
     with _one_rank(device), torch.autograd.set_multithreading_enabled(False):
-        models = {layers: _Model(layers, device, gemm) for layers in _LAYERS}
+        models = {layers: _Model(layers, device, candidates(gemm, formats)) for layers in _LAYERS}
         calls: dict[Hashable, Callable[[], object]] = {
             (fmt, layers, count): functools.partial(models[layers].step, fmt, count)
             for fmt, layers, count in itertools.product(every, _LAYERS, _MICROBATCHES)
@@ -75,6 +75,12 @@ def measure_launching(device: torch.device, gemm: str, formats: Sequence[Format]
     )
 
 
+def candidates(gemm: str, formats: Sequence[Format]) -> SnipConfig:
+    """Return a configuration whose backend is chosen for ``formats``; for the default ones if there are none."""
+    names = tuple(fmt.value for fmt in formats) or SnipConfig.formats
+    return SnipConfig(enabled=True, gemm=gemm, budget="fp4=0", formats=names)
+
+
 def lost_in_noise(found: Launching) -> str | None:
     """Return which seconds of a layer could not be told from the noise of the steps, and what to do; None if all could.
 
@@ -91,7 +97,7 @@ def lost_in_noise(found: Launching) -> str | None:
 class _Model:
     """A small Llama under Megatron's DDP, and its steps."""
 
-    def __init__(self, layers: int, device: torch.device, gemm: str) -> None:
+    def __init__(self, layers: int, device: torch.device, snip: SnipConfig) -> None:
         tokens = _TOKENS[device.type]
         config = TransformerConfig(
             num_layers=layers,
@@ -121,7 +127,7 @@ class _Model:
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
         ).to(device)
-        self._registry = convert_model([model], SnipConfig(enabled=True, gemm=gemm))
+        self._registry = convert_model([model], snip)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self._model = DistributedDataParallel(config, ddp, model.bfloat16())
         adam = OptimizerConfig(optimizer="adam", lr=1e-6, bf16=True, params_dtype=torch.bfloat16)

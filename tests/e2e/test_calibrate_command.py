@@ -14,7 +14,7 @@ import torch
 
 from snip_megatron.cli import main
 from snip_megatron.commands import calibrate
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.timing.calibration import collectives
 from snip_megatron.timing.loading import load_cost_model
@@ -121,6 +121,38 @@ def test_what_is_wrong_with_host_seconds_is_noted_until_they_are_measured_again(
         assert main(["calibrate", "--device", "cpu", "--add-to", str(table), "--out", str(table)]) == 0
         notes = [note for note in TimingTable.load(table).about["notes"] if "measured on" not in note]
         assert notes == expected
+
+
+def test_the_host_is_measured_with_the_gemms_of_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its seconds of GEMMs and of launching are added up to one step."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    measured = []
+
+    def launching(_: object, gemm: str, *__: object) -> tuple[Launching, None]:
+        measured.append(gemm)
+        return Launching("local", {Format.BF16: 1e-3}, microbatch=1e-3, step=1e-3), None
+
+    monkeypatch.setattr(calibrate, "measured_launching", launching)
+    table = tmp_path / "cpu.json"
+    command = ["calibrate", "--device", "cpu", "--add-to", str(table), "--out", str(tmp_path / "with.json")]
+    table.write_text(small_table("cpu"))
+    assert main(command) == main([*command, "--gemm", "reference"]) == 0
+    assert measured == ["reference", "reference"]
+    capsys.readouterr()
+    assert main([*command, "--gemm", "emulated"]) == 2
+    assert capsys.readouterr().err == (
+        f"snip calibrate: --gemm emulated: --add-to {cut(table)} has the times of reference; leave out --gemm\n"
+    )
+    table.write_text(small_table("cpu").replace('"reference"', '"hopper"'))
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"snip calibrate: --add-to {cut(table)}: has the times of hopper, which does not run here ("
+    )
+    assert error.count("\n") == 1
+    assert len(measured) == 2
 
 
 def test_a_table_of_another_device_is_not_added_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 SNIP = Path(sys.executable).with_name("snip")
 
@@ -56,3 +60,18 @@ def test_a_missing_input_is_one_line(tmp_path: Path) -> None:
     assert result.stdout == ""
     assert result.stderr == f"snip prepare-data: {tmp_path}/nowhere: no such file or folder\n"
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+    output = tmp_path / "made" / "data"
+    command = [str(SNIP), "prepare-data", "--output", str(output), "--tokenizer", "bytes"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.glob("made/.*")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in error
+    assert list(output.parent.iterdir()) == []

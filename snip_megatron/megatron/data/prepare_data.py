@@ -10,6 +10,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if existing is not None and not args.overwrite:
         raise SnipError(f"--output {output}: made from other text or arguments; add --overwrite to replace it")
     try:
-        with _replacing(output) as folder:
+        with _ending_on_signals(), _replacing(output) as folder:
             manifest = _build(corpus, request, folder)
     except OSError as error:
         raise SnipError(f"--output {output}: cannot be written ({error.strerror or error})") from error
@@ -150,6 +151,23 @@ def _is_whole(output: Path, manifest: dict[str, Any]) -> bool:
 
 
 @contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Raise SystemExit on a signal that would end the process at once, unless it is ignored, as SIGHUP under nohup."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    stops = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for each in stops:
+        signal.signal(each, stop)
+    try:
+        yield
+    finally:
+        for each in stops:
+            signal.signal(each, signal.SIG_DFL)
+
+
+@contextmanager
 def _replacing(output: Path) -> Iterator[Path]:
     """Yield a new folder that replaces ``output`` at the end of the block, or is removed if the block fails."""
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -162,6 +180,8 @@ def _replacing(output: Path) -> Iterator[Path]:
             output.rename(old)  # including the sample index that Megatron caches beside the data
         folder.rename(output)
     finally:
+        if old.exists() and not output.exists():
+            old.rename(output)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 

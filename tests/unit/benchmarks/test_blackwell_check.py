@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ def test_a_dry_run_reaches_its_end(tmp_path: Path, capsys: pytest.CaptureFixture
     assert max(row["difference"] for row in rows.values()) < 1e-6
     least = {"mxfp8": 25, "fp8": 25, "fp8_tensor": 25}
     assert all(min(row["decibel"].values()) > least.get(fmt, 12) for (_, fmt), row in rows.items())
+    assert all(set(row["decibel"]) == {gemm.value for gemm in Format(fmt).gemms} for (_, fmt), row in rows.items())
     page = out.read_text()
     assert capsys.readouterr().out.strip() == page.strip()
     assert "Dry run: plain torch on a CPU" in page
     assert "commit abc" in page
     assert "| emulated | nvfp4 |" in page
+    assert re.search(r"^\| emulated \| nvfp4_46 \| .* \| [0-9.]+, –, – \|$", page, re.MULTILINE)
+    assert re.search(r"^\| emulated \| nvfp4_hadamard \| .* \| –, –, [0-9.]+ \|$", page, re.MULTILINE)
     assert "Not measured." in page
 
 

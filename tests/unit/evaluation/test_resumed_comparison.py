@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import json
+import operator
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -32,16 +36,48 @@ def test_runs_of_the_file_as_it_is_come_after_those_of_its_earlier_content(tmp_p
     now = load_experiment(NANO)
     edited = dataclasses.replace(now, validation_tokens=2 * now.validation_tokens)
     results = _results(args, now, data)
-    results.warm["w"] = {}
+    results.warm["w"] = {"steps": 8}
     identities = {}
     for experiment in (now, edited):  # edited, and then edited back
         runs = experiment_runs(experiment, data)
         identities[experiment] = [run.identity(data, "w") for run in runs]
         for run, identity in zip(runs, identities[experiment], strict=True):
-            results.runs[identity] = record(run, identity, warm_sha256="w", status="done")
+            results.runs[identity] = record(run, identity, warm_sha256="w", status="failed")
     results.save()
     assert list(_results(args, edited, data).runs) == [*identities[now], *identities[edited]]
     assert list(_results(args, now, data).runs) == [*identities[edited], *identities[now]]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("runs", 0, "commit"), None),
+        (("runs", 0, "seed"), []),
+        (("runs", 0, "side_by_side"), []),
+        (("data", "tokens"), "many"),
+        (("experiment", "model"), None),
+        (("experiment", "phases"), 3),
+    ],
+    ids=str,
+)
+def test_a_damaged_result_is_one_line(
+    place: tuple[Any, ...], value: Any, prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``None`` stands for a field that is missing."""
+    body = json.loads((NANO.parents[1] / "compare_26m-cost_h200_2026-11-21.json").read_text())
+    owner = functools.reduce(operator.getitem, place[:-1], body)
+    if value is None:
+        del owner[place[-1]]
+    else:
+        owner[place[-1]] = value
+    path = prepared / "nano.json"
+    path.write_text(json.dumps(body))
+    again = [str(NANO), "--data", str(prepared), "--gpus", "0", "--out", str(prepared), "--resume"]
+    for arguments in (["--report", str(path)], again):
+        assert main(["compare", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"snip compare: {path}: is no result file of snip compare (")
+        assert error.count("\n") == 1
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +104,28 @@ def test_two_comparisons_do_not_share_a_work_folder(
     assert capsys.readouterr().err == (
         f"snip {command}: {prepared / 'work'}: another comparison, or a training that it left, runs there; wait for it"
         " or give another --work\n"
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["--resume"]], ids=str)
+def test_two_comparisons_do_not_write_one_result(
+    more: list[str], prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each would overwrite the runs of the other."""
+    out = prepared / "out"
+    arguments = ["compare", str(NANO), "--data", str(prepared), "--gpus", "0", "--out", str(out)]
+    codes = []
+
+    def run(comparison: Comparison) -> int:
+        comparison.parts[0].results.save()
+        codes.append(main([*arguments, "--work", str(prepared / "second"), *more]))
+        return 0
+
+    monkeypatch.setattr(Comparison, "run", run)
+    assert main([*arguments, "--work", str(prepared / "first")]) == 0
+    assert codes == [2]
+    assert capsys.readouterr().err == (
+        f"snip compare: {out / 'nano.json'}: another comparison writes it; wait for it or give another --out\n"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import json
 import math
@@ -317,6 +318,26 @@ def test_a_failure_leaves_the_old_result(texts: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(text_tokenizer, "encode_documents", change_under_way)
     with pytest.raises(SnipError, match="changed while it was read"):
         prepare(texts, "--output", output, "--tokenizer", "bytes", "--holdout", "0.4", "--overwrite")
+    assert (output / "manifest.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
+
+
+def test_a_result_that_cannot_take_its_place_leaves_the_old_one(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    prepare(texts, "--output", output, "--tokenizer", "bytes")
+    before = (output / "manifest.json").read_bytes()
+    rename = Path.rename
+
+    def failing(source: Path, target: Path) -> Path:
+        if source.suffix == ".tmp":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(SnipError, match="cannot be written"):
+        prepare(texts, "--output", output, "--tokenizer", "bytes", "--overwrite")
     assert (output / "manifest.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
 
