@@ -18,6 +18,7 @@ from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
 from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Guard
 from snip_megatron.runtime.plan_keeper import PlanKeeper
 from snip_megatron.runtime.protocols import Probe, Sink, Unmeasured
@@ -202,6 +203,7 @@ class Controller:
             self._adopt(step, self._offered(restored))
         if not self._config.updates:
             self.state.pending = None
+        self._take_goal(step)
         pending = self.state.pending
         if pending is not None and self._coordinator is not None:
             self._coordinator.submit(pending.step, pending.table, pending.version, pending.phases)
@@ -220,6 +222,23 @@ class Controller:
         fixed = self._plans.fixed_plan(step)
         if fixed is not None:
             self._take_plan(step, self._channel.agree_plan(fixed if self._coordinator is not None else None))
+
+    def _take_goal(self, step: int) -> None:
+        """Take the goal of this run. If the checkpoint's was another, say how long its maps go on.
+
+        An update that is undecided is solved for the new goal, so that its phases are those of the new schedule.
+        """
+        goal, state = Goal.of(self._config), self.state
+        changed = "" if state.goal is None else goal.difference(state.goal)
+        state.goal = goal
+        if not changed or not self._config.updates:
+            return
+        if state.pending is not None:
+            state.pending.phases = self._plans.request(step, state.pending.due, self._registry.current)
+        if self._coordinator is not None and state.precision_map is not None:
+            what = "map" if state.plan is None else "plan"
+            ends = self._updates.until(step)
+            print(f"snip: the checkpoint is of a run with {changed}: its {what} goes on {ends}", flush=True)
 
     def _next_phase(self, step: int) -> None:
         """Adopt the map of the phase that ``step`` lies in."""

@@ -72,6 +72,11 @@ class PlanKeeper:
         return self._timeline is not None and self._timeline.schedule is not None
 
     @property
+    def last(self) -> int | None:
+        """The step before which training ends; None if it is unknown."""
+        return None if self._timeline is None else self._timeline.last
+
+    @property
     def plan(self) -> PrecisionPlan | None:
         """The plan in force."""
         return self._state.plan
@@ -93,7 +98,7 @@ class PlanKeeper:
         if state.ledger is None or state.ledger.next_step > step:
             state.ledger = Ledger(step)
             state.plan = None
-        before, state.ledger.last = state.ledger.last, None if timeline is None else timeline.last
+        before, state.ledger.last = state.ledger.last, self.last
         if state.plan is not None and self._is_of_another_policy(state.plan, step):
             state.plan = None
         if state.pending is not None and not self.solves:

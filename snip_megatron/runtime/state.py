@@ -13,6 +13,7 @@ from snip_megatron.errors import SnipError, cut, is_finite
 from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.runtime.checks import count, squares
+from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, Guard
 from snip_megatron.runtime.ledger import Ledger
 from snip_megatron.runtime.step_report import StepFigures
@@ -61,6 +62,7 @@ class ControllerState:
             options the next update measures.
         ledger: what the run has spent so far; None in checkpoints of versions without one.
         plan: the maps of the remaining phases; None for a map that stays until the next update.
+        goal: the budget and the schedule of the run; None in checkpoints of versions that did not keep them.
     """
 
     precision_map: PrecisionMap | None = None
@@ -74,6 +76,7 @@ class ControllerState:
     measured: Measured | None = None
     ledger: Ledger | None = None
     plan: PrecisionPlan | None = None
+    goal: Goal | None = None
 
     def to_bytes(self) -> bytes:
         """Return the state as UTF-8 JSON."""
@@ -100,6 +103,7 @@ class ControllerState:
             "measured": None if self.measured is None else base64.b64encode(self.measured.to_bytes()).decode(),
             "ledger": None if self.ledger is None else self.ledger.as_dict(),
             "plan": None if self.plan is None else self.plan.as_dict(),
+            "goal": None if self.goal is None else self.goal.as_dict(),
         }
         return json.dumps(body).encode()
 
@@ -129,6 +133,7 @@ class ControllerState:
             measured=_measured(body.get("measured")),
             ledger=None if body.get("ledger") is None else Ledger.from_dict(body["ledger"], _WHERE),
             plan=_plan(body.get("plan")),
+            goal=None if body.get("goal") is None else Goal.from_dict(body["goal"], _WHERE),
         )
 
 

@@ -62,6 +62,19 @@ class Updates:
         if triggered or any(map(self._config.is_update_step, steps)):
             self._start(steps[-1], probe)
 
+    def until(self, step: int) -> str:
+        """Return how long the maps in force at ``step`` go on, as the end of a sentence."""
+        config, pending = self._config, self._state.pending
+        if pending is not None:
+            begins, due = pending.step, pending.due
+        else:
+            nearest = range(step, max(step, config.first_update) + config.update_interval + 1)
+            found = next(filter(config.is_update_step, nearest), None)
+            if found is None or (self._plans.last is not None and found + config.lag >= self._plans.last):
+                return "until the trigger starts an update" if config.trigger > 0 else "until training ends"
+            begins, due = found, found + config.lag
+        return f"until step {due}, where that of the update at step {begins} takes over"
+
     def _triggered(self, step: int) -> bool:
         """Return whether the trigger starts an update. It never does while an update is pending."""
         if self._trigger is None or self._state.pending is not None:

@@ -34,6 +34,7 @@ from snip_megatron.records.replay import find_stored
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.coordinator import replay_schedule
+from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, Guard
 from snip_megatron.runtime.ledger import Ledger
 from snip_megatron.runtime.sidecar.messages import BrokenFrameError, read_frame, write_frame
@@ -205,6 +206,7 @@ def state() -> bytes:
         in_flight=StepFigures(6, 3.0, 0.5, gradients=(1.0,), answered=True),
         ledger=Ledger(0, steps=7, shares=3.5, times=6.0, last=20),
         plan=PLAN,
+        goal=Goal("fp4=0.9", SCHEDULE.to_json()),
     ).to_bytes()
 
 

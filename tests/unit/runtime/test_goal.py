@@ -1,0 +1,97 @@
+"""A run that resumes under another budget or schedule says how long the checkpoint's plan or map goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from scripted_controller import Run, Script, planned, ready
+
+from snip_megatron.errors import SnipError
+from snip_megatron.phases import AUTO, Schedule, SchedulePhase
+from snip_megatron.precision import Format
+from snip_megatron.runtime.state import ControllerState
+from snip_megatron.runtime.timeline import Timeline
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+HALVES = Schedule((SchedulePhase(0.0), SchedulePhase(0.5)))
+
+
+def saved(steps: int, *, timeline: Timeline | None = None, **fields: Any) -> ControllerState:
+    """Return the checkpoint before ``steps``. Its update begins before step 2, and is due at 4."""
+    answer = ready(1) if timeline is None else planned(1, 40, at_4=Format.FP4, at_20=Format.FP8)
+    run = Run(Script({1: [answer]}), timeline=timeline, **{"update_interval": 10, **fields})
+    run.steps(0, steps)
+    return ControllerState.from_bytes(run.controller.state_to_save())
+
+
+def resumed(state: ControllerState, step: int, *, timeline: Timeline | None = None, **fields: Any) -> Script:
+    script = Script({1: [ready(1)]})
+    Run(script, state, timeline=timeline, **{"update_interval": 10, **fields}).steps(step, step + 1)
+    return script
+
+
+PHASED: dict[str, Any] = {"timeline": Timeline(40, AUTO), "schedule": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        (PHASED, PHASED | {"budget": "fp4=0.5"}, "with --snip-budget fp4=0.75: its plan goes on until step 14, where"),
+        (PHASED, {"timeline": Timeline(40)}, "with another --snip-schedule: its map goes on until step 14, where"),
+        ({}, PHASED | {"budget": "fp4=0.5"}, "with --snip-budget fp4=0.75 and another --snip-schedule: its map goes"),
+        ({}, {"budget": "fp4=0.5", "update_interval": 0, "trigger": 1.0}, "goes on until the trigger starts an update"),
+        ({}, {"budget": "fp4=0.5", "timeline": Timeline(14)}, "its map goes on until training ends"),
+    ],
+    ids=["budget", "no phases", "both", "trigger", "no update left"],
+)
+def test_what_the_checkpoint_had_asked_for_goes_on(
+    before: dict[str, Any], after: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = saved(6, **before)
+    resumed(state, 6, **after)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert line in said
+
+
+@pytest.mark.parametrize("fields", [{}, PHASED, {"budget": "fp4=0.750"}], ids=["map", "plan", "spelling"])
+def test_a_resume_with_the_same_arguments_says_nothing(
+    fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = saved(6, **(fields if "budget" not in fields else {}))
+    resumed(state, 6, **fields)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_in_bf16_has_nothing_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    resumed(saved(1), 1, budget="fp4=0.5")
+    assert capsys.readouterr().out == ""
+
+
+def test_an_undecided_update_is_planned_over_the_new_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    """The checkpoint lies between the second update's probe before step 12 and its decision at 14."""
+    state = saved(13, **PHASED)
+    script = resumed(state, 13, timeline=Timeline(40, HALVES), schedule="static", budget="fp4=0.5")
+    assert "its plan goes on until step 14, where that of the update at step 12" in capsys.readouterr().out
+    (phases,) = script.phases
+    assert phases is not None
+    assert phases.begins == (14, 20)
+    assert phases.spent_steps == 14
+    assert phases.spent == pytest.approx(10 / 14)
+
+
+def test_a_checkpoint_of_an_older_release_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    body = json.loads(saved(6).to_bytes())
+    del body["goal"]
+    resumed(ControllerState.from_bytes(json.dumps(body).encode()), 6, budget="fp4=0.5")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("goal", [3, {"budget": "fp4=0.5"}, {"budget": 1, "schedule": "static"}])
+def test_a_broken_goal_is_refused(goal: Any) -> None:
+    body = json.loads(ControllerState().to_bytes()) | {"goal": goal}
+    with pytest.raises(SnipError, match="goal: must hold the texts budget and schedule"):
+        ControllerState.from_bytes(json.dumps(body).encode())
