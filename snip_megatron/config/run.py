@@ -403,10 +403,16 @@ class SnipConfig:
 
     def is_update_step(self, step: int) -> bool:
         """Return whether an update starts before the 0-based ``step``."""
-        if not self.updates or step < self.first_update:
-            return False
+        return self.next_update(step) == step
+
+    def next_update(self, step: int) -> int | None:
+        """Return the first 0-based step from ``step`` on before which an update starts; None if there is none."""
+        if not self.updates:
+            return None
         since = step - self.first_update
-        return since == 0 if self.update_interval == 0 else since % self.update_interval == 0
+        if since <= 0:
+            return self.first_update
+        return None if self.update_interval == 0 else step + -since % self.update_interval
 
     # -- validation --------------------------------------------------------------------------------------------
     def _validate(self) -> None:

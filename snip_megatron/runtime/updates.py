@@ -68,8 +68,7 @@ class Updates:
         if pending is not None:
             begins, due = pending.step, pending.due
         else:
-            nearest = range(step, max(step, config.first_update) + config.update_interval + 1)
-            found = next(filter(config.is_update_step, nearest), None)
+            found = config.next_update(step)
             if found is None or (self._plans.last is not None and found + config.lag >= self._plans.last):
                 return "until the trigger starts an update" if config.trigger > 0 else "until training ends"
             begins, due = found, found + config.lag

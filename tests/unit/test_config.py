@@ -283,6 +283,7 @@ def test_runs_without_updates(argv: tuple[str, str]) -> None:
 def test_update_steps() -> None:
     config = parse("--snip", "--snip-first-update", "7", "--snip-update-interval", "20", "--snip-lag", "5")
     assert [step for step in range(60) if config.is_update_step(step)] == [7, 27, 47]
+    assert [config.next_update(step) for step in (0, 7, 8, 27, 28)] == [7, 7, 27, 27, 47]
 
 
 def outcome(**fields: Any) -> SnipConfig | str:
@@ -334,6 +335,7 @@ def test_a_trigger_needs_no_interval() -> None:
     alone = parse("--snip", "--snip-update-interval", "0", "--snip-trigger", "0.3", "--snip-first-update", "7")
     assert alone.updates
     assert [step for step in range(40) if alone.is_update_step(step)] == [7]
+    assert [alone.next_update(step) for step in (0, 7, 8)] == [7, 7, None]
     assert not parse("--snip", "--snip-update-interval", "0").updates
     with pytest.raises(SnipError, match=r"--snip-trigger -1.0: must be a finite number, 0 or more"):
         parse("--snip", "--snip-trigger", "-1")
