@@ -347,6 +347,7 @@ class SnipRun:
         if config.trigger > 0:
             self._norms = GradientNorms(registry, groups, optimizer_sharded=optimizer_sharded(args))
         self._probes = make_probes(registry, config, args, groups, model, request)
+        self._probes.check_optimizer(optimizer, step)
         if is_rank_zero():
             self._coordinator = self._make_coordinator(args, registry, request, linears, step)
         restored = self._restored_state()

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launch import error_lines, run_alone, run_ranks, tiny_llama_args
+from launch import error_lines, losses, run_alone, run_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.megatron.startup import COMPAT_SETS
@@ -71,6 +71,27 @@ def test_a_frozen_parameter_whose_gradient_is_measured_is_refused(frozen: str, w
     args = tiny_llama_args("--snip", "--snip-first-update", "1", iters=4)
     process = warm.run(1, args, tmp=tmp_path, module="frozen_pretrain", env={"FROZEN": frozen})
     check_refusal(process, f"[rank 0] {frozen} is frozen: --snip measures ")
+
+
+def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step(
+    warm: WarmRanks, tmp_path: Path
+) -> None:
+    args = tiny_llama_args("--snip", "--snip-first-update", "3", "--snip-dir", str(tmp_path / "run"), iters=5)
+    process = warm.run(1, args, tmp=tmp_path, module="coupled_pretrain")
+    assert process.returncode == 2
+    (line,) = error_lines(process)
+    assert line.startswith("pretrain_gpt: [rank 0] the optimizer adds weight decay to gradients (decoupled_weight_d")
+    assert losses(process) == {}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("needs_none", ["--snip-estimator fisher", "--snip-update-interval 0"])
+def test_an_optimizer_whose_update_nobody_needs_is_not_refused(
+    needs_none: str, warm: WarmRanks, tmp_path: Path
+) -> None:
+    args = tiny_llama_args("--snip", "--snip-first-update", "1", *needs_none.split(), iters=3)
+    process = warm.run(1, args, tmp=tmp_path, module="coupled_pretrain")
+    assert process.returncode == 0, process.stderr[-4000:]
 
 
 def test_help_lists_megatrons_arguments_and_snips(warm: WarmRanks, tmp_path: Path) -> None:

@@ -158,6 +158,18 @@ class ProbeRunner:
             sinks=[weight for _, weight, _, _ in self._drift.local_sinks()],
         )
 
+    def check_optimizer(self, optimizer: Any, step: int) -> None:
+        """Raise SnipError if updates need the next step of a parameter on this rank, and the optimizer's is not known.
+
+        Args:
+            optimizer: Megatron's optimizer.
+            step: Number of training steps done.
+        """
+        if self._with_drift and self._snip.updates:
+            sinks = (weight for _, weight, _, _ in self._drift.local_sinks())
+            for weight in (*(handle.weight for handle in self._registry), *sinks):
+                compat.update_of(optimizer, weight, step)
+
     def shortage(self, call: StepCall, idle: float = 0.0) -> Unmeasured | None:
         """Return why this update cannot run, or None if all ranks have enough memory. Collective.
 
