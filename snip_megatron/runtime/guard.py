@@ -64,7 +64,8 @@ class Guard:
         self._settings = settings
         self._losses: deque[float] = deque(maxlen=settings.window)
         self._probation: int | None = None  # step of the adoption that is watched
-        self._strikes = 0
+        self._strikes = 0  # spikes in a row on probation, which count against the map
+        self._spikes = 0  # in a row outside a probation; a window of them is a higher loss, not spikes
         self._bar: float | None = None  # limit of the next map's predicted loss
         self._refusals = 0
         self.good: PrecisionMap | None = None
@@ -86,7 +87,7 @@ class Guard:
     def adopted(self, step: int) -> None:
         """Begin the probation of a map that is in force from ``step`` on."""
         if self._settings.steps:
-            self._probation, self._strikes = step, 0
+            self._probation, self._strikes, self._spikes = step, 0, 0
 
     def taken_back(self, failed: PrecisionMap) -> None:
         """Note that ``failed`` was taken back, and set the bar for the next map's predicted loss."""
@@ -118,11 +119,11 @@ class Guard:
                 reason = f"{self._strikes} losses in a row above {limit:.4g}"
                 return Alarm(figures.step, reason, figures.loss, limit)
         elif spike and self._probation is None:
-            self._strikes += 1
-            if self._strikes >= self._settings.window:  # not a spike: the loss is higher without an adoption
+            self._spikes += 1
+            if self._spikes >= self._settings.window:
                 self._losses.clear()
         elif figures.loss is not None and not figures.broken and not spike:
-            self._strikes = 0
+            self._spikes = 0
             self._losses.append(figures.loss)
         self._end_probation(figures.step, in_force)
         return None
@@ -147,6 +148,7 @@ class Guard:
             "losses": list(self._losses),
             "probation": self._probation,
             "strikes": self._strikes,
+            "spikes": self._spikes,
             "bar": self._bar,
             "refusals": self._refusals,
             "good": None if self.good is None else self.good.to_json(),
@@ -165,11 +167,14 @@ class Guard:
         self._losses = deque(losses, maxlen=self._settings.window)
         self._probation = None if probation is None else count(probation, f"{where}: guard.probation")
         self._strikes = count(state.get("strikes"), f"{where}: guard.strikes")
+        self._spikes = count(state.get("spikes", 0), f"{where}: guard.spikes")
+        if "spikes" not in state and probation is None:  # earlier releases had one count for both
+            self._strikes, self._spikes = 0, self._strikes
         self._refusals = count(state.get("refusals"), f"{where}: guard.refusals")
         self._bar = bar
         self.good = None if good is None else PrecisionMap.from_json(good, where=where)
         if not self._settings.steps:  # the resumed run has switched the guard off
-            self._probation = self._bar = None
+            self._probation, self._strikes, self._bar = None, 0, None
 
 
 def predicted_loss(precision_map: PrecisionMap) -> float | None:

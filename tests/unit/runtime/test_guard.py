@@ -178,6 +178,36 @@ def test_a_guard_that_a_resumed_run_switches_off_neither_takes_back_nor_refuses(
     assert off.refuses(a_map()) is None
 
 
+@pytest.mark.parametrize("on_probation", [True, False])
+def test_spikes_on_probation_do_not_count_with_those_outside_it(on_probation: bool) -> None:
+    """Two spikes, a resume without the guard, and one with it: a window of spikes outside a probation is due then."""
+    guard = Guard(SETTINGS)
+    feed(guard, range(20))
+    if on_probation:
+        guard.adopted(20)
+    feed(guard, range(20, 22), lambda _: 6.0)
+    for settings in (GuardSettings(steps=0, window=SETTINGS.window), SETTINGS):
+        state, guard = guard.as_dict(), Guard(settings)
+        guard.restore(state, "here")
+    left = SETTINGS.window - (0 if on_probation else 2)
+    feed(guard, range(22, 22 + left - 1), lambda _: 6.0)
+    assert guard.as_dict()["losses"]
+    feed(guard, range(22 + left - 1, 22 + left), lambda _: 6.0)
+    assert guard.as_dict()["losses"] == []
+
+
+@pytest.mark.parametrize("probation", [18, None])
+def test_the_state_of_an_earlier_release_has_one_count(probation: int | None) -> None:
+    """Of the spikes on probation, or of those outside it."""
+    guard = Guard(SETTINGS)
+    feed(guard, range(20))
+    state = guard.as_dict() | {"probation": probation, "strikes": SETTINGS.patience - 1}
+    del state["spikes"]
+    guard.restore(state, "here")
+    assert (feed(guard, range(20, 21), lambda _: 6.0) is not None) == (probation is not None)
+    assert guard.as_dict()["spikes"] == (0 if probation is not None else SETTINGS.patience)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -186,6 +216,7 @@ def test_a_guard_that_a_resumed_run_switches_off_neither_takes_back_nor_refuses(
         {"losses": [True]},
         {"probation": -1},
         {"strikes": None},
+        {"spikes": -1},
         {"refusals": 1.5},
         {"bar": float("inf")},
         {"good": 3},
