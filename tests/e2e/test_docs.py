@@ -114,7 +114,7 @@ def test_figures_are_those_of_the_tables():
     compared = [
         (figures, path)
         for _, figures, path in figure_rows()
-        if path.name.startswith("compare_") and "-time_" not in path.name
+        if path.name.startswith("compare_") and "-time_" not in path.name and "fp4_" not in path.name
     ]
     assert len(compared) == 2
     for figures, path in compared:
@@ -138,6 +138,23 @@ def test_figures_of_schedules_are_those_of_the_table():
             label = next(name for name in labels if part.startswith(name))
             true = [cells(path, f"{budget} %", labels[label])[0][4].split()[0] for budget in (80, 90, 95)]
             assert part.removeprefix(label).strip().split(", ") == true
+
+
+def test_figures_of_blackwells_formats_are_those_of_the_tables():
+    page = (ROOT / "docs" / "results.md").read_text().partition("| 125 M model | [")[2].partition("\n\n")[0]
+    paths = [ROOT / "docs" / link for link in re.findall(r"\]\((.*?)\)", page)]
+    labels = {
+        "NVIDIA's recipe": "nvidia",
+        "one map of `snip`": "snip, static",
+        "`auto`": "snip, auto",
+        "`backward-first`": "backward-first",
+    }
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()[2:]]
+    assert (len(paths), len(rows)) == (2, 5)
+    for what, *values in rows:
+        name, _, share = what.rpartition(", ")
+        budget = "–" if name.startswith("NVIDIA") else {"83 %": "83.33 %", "95 %": "95 %"}[share]
+        assert [cells(path, budget, labels[name])[0][4].split()[0] for path in paths] == values
 
 
 def test_figures_of_steps_with_graphs_on_two_gpus_are_those_of_the_files():
