@@ -10,7 +10,8 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from snip_megatron.records.output_file import check_folder, deliver
 
 if TYPE_CHECKING:
     from snip_megatron.timing.calibration.measure import Measurer
+    from snip_megatron.timing.calibration.ranks import Rank
     from snip_megatron.timing.calibration.workload import Size, Workload
     from snip_megatron.timing.collectives import Exchange
     from snip_megatron.timing.table import Launching, TimingTable
@@ -67,13 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="also measure collectives over N GPUs of this machine (on a CPU: N processes); default: 1, none",
+        help="also measure over N GPUs of this machine (on a CPU: N processes): collectives, and how long their hosts"
+        " take to launch a step of tensor parallel layers; default: 1, neither",
     )
     add(
         "--add-to",
         metavar="TABLE",
-        help="write this table, a file or one of the package such as h200, with the collectives of --ranks; without"
-        " --ranks, with the time that this machine's host takes to launch a step. Nothing else is measured",
+        help="write this table, a file or one of the package such as h200, with the time that this machine's host takes"
+        " to launch a step; with --ranks, with the measurements over several ranks. Nothing else is measured",
     )
     add("--no-host", dest="host", action="store_false", help="do not measure how long the host takes to launch a step")
     add(
@@ -90,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.time > 0:
         raise SnipError(f"--time {args.time}: must be a number of seconds above 0")
     check_folder("--out", args.out)
-    from snip_megatron.timing.calibration.collectives import check_ranks
+    from snip_megatron.timing.calibration.ranks import check_ranks
     from snip_megatron.timing.calibration.workload import grid_workload, model_workload
 
     device = _device(args.device)
@@ -105,12 +108,11 @@ def run(args: argparse.Namespace) -> int:
     collectives = _collectives(device, args.ranks)  # they come first: if they fail, nothing is lost
     # The host comes before the GEMMs. It imports Transformer Engine, which on some machines loads another copy of
     # cuDNN than torch does. That fails once torch has run its own copy, as it does for attention.
-    launching, said = measured_launching(device, args.gemm, formats) if args.host else (None, None)
+    host = _hosts(device, args.ranks, args.gemm, formats) if args.host else {}
     about, deadline = _about(args), time.monotonic() + args.time
-    table = calibrate(measurer, workload, deadline, about)
-    if said is not None:
-        table = replace(table, about={**table.about, "notes": [*table.about["notes"], f"launching: {said}"]})
-    table = replace(table, launching=launching, collectives=collectives)
+    table = replace(calibrate(measurer, workload, deadline, about), collectives=collectives)
+    for ranks, found in host.items():
+        table = found.added(table, ranks)
     deliver("--out", args.out, table.to_json())
     seconds = time.monotonic() - started
     incomplete = "" if table.about["complete"] else ", incomplete: give it more --time"
@@ -126,23 +128,23 @@ def _add(args: argparse.Namespace, device: Any) -> int:
     from snip_megatron.timing.loading import load_table
 
     table = load_table(args.add_to, _name(device))
+    what = []
+    if args.host:
+        _check_backend(args, table)
     if args.ranks > 1:
         table = replace(table, collectives={**table.collectives, **_collectives(device, args.ranks)})
-        what = f"{len(table.collectives)} collectives"
-    elif args.host:
-        _check_backend(args, table)
-        launching, said = measured_launching(device, table.backend, table.quantised)
-        if launching is None:
-            raise SnipError(f"--add-to {cut(args.add_to)}: {said}", exit_code=1)
+        what.append(f"{len(table.collectives)} collectives")
+    if args.host:
+        found = _host(device, args.ranks, table.backend, table.quantised)
+        if found.launching is None and not what:
+            raise SnipError(f"--add-to {cut(args.add_to)}: {found.said}", exit_code=1)
         measured = _about(args)
-        notes = [each for each in table.about.get("notes", ()) if not each.startswith("launching: ")]
-        notes += [] if said is None else [f"launching: {said}"]
-        notes += [f"launching: measured on {measured['date']} at commit {measured['commit']}"]
-        table, what = replace(table, launching=launching, about={**table.about, "notes": notes}), "the host"
-    else:
+        table = found.added(table, args.ranks, f"measured on {measured['date']} at commit {measured['commit']}")
+        what += ["the host" if args.ranks == 1 else f"the hosts of {args.ranks} ranks"] * (found.launching is not None)
+    if not what:
         raise SnipError(f"--add-to {cut(args.add_to)} --no-host: nothing is left to measure; give --ranks")
     deliver("--out", args.out, table.to_json())
-    print(f"snip calibrate: {table.device}, {what}", file=sys.stderr)
+    print(f"snip calibrate: {table.device}, {', '.join(what)}", file=sys.stderr)
     return 0
 
 
@@ -227,27 +229,73 @@ def calibrate(measurer: Measurer, workload: Workload, deadline: float, about: di
     )
 
 
-def measured_launching(device: Any, gemm: str, formats: tuple[Format, ...]) -> tuple[Launching | None, str | None]:
+@dataclass(frozen=True)
+class Hosts:
+    """Host seconds of Megatron's layers, or None if they cannot be measured; and what to note about them."""
+
+    launching: Launching | None
+    said: str | None
+
+    def added(self, table: TimingTable, ranks: int, measured: str | None = None) -> TimingTable:
+        """Return ``table`` with the seconds of so many ranks, and with notes in place of earlier ones about them."""
+        start = "launching: " if ranks == 1 else f"launching over {ranks} ranks: "
+        notes = [each for each in table.about.get("notes", ()) if not each.startswith(start)]
+        notes += [f"{start}{each}" for each in (self.said, measured) if each is not None]
+        table = replace(table, about={**table.about, "notes": notes})
+        if ranks == 1:
+            return replace(table, launching=self.launching)
+        if self.launching is None:
+            return table
+        return replace(table, launching_over_ranks={**table.launching_over_ranks, ranks: self.launching})
+
+
+def _hosts(device: Any, ranks: int, gemm: str, formats: tuple[Format, ...]) -> dict[int, Hosts]:
+    """Measure the host of one rank and, of several ranks, theirs. Returns number of ranks → what was found."""
+    return {size: _host(device, size, gemm, formats) for size in sorted({1, ranks})}
+
+
+def _host(device: Any, ranks: int, gemm: str, formats: tuple[Format, ...]) -> Hosts:
+    launching, said = measured_launching(device, ranks, gemm, formats)
+    if said is not None:
+        print(f"snip calibrate: {said}", file=sys.stderr)
+    return Hosts(launching, said)
+
+
+def measured_launching(
+    device: Any, ranks: int, gemm: str, formats: tuple[Format, ...]
+) -> tuple[Launching | None, str | None]:
     """Return the host seconds of Megatron's layers, or None if they cannot be measured; and what to note about them."""
     import torch
 
-    from snip_megatron.megatron.startup import prepare
+    from snip_megatron.timing.calibration.ranks import in_ranks
 
     try:
         if device.type == "cpu" and torch.cuda.is_available():
             raise SnipError("Megatron would run on the GPU of this machine")
-        prepare([], [])
-        from snip_megatron.megatron.launching import lost_in_noise, measure_launching
-
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is the table's
-            found = measure_launching(device, gemm, formats)
-        said = lost_in_noise(found)
+        if ranks == 1:
+            found, said = _launching(None, device, gemm, formats)
+        else:
+            measure = partial(_launching, device=device, gemm=gemm, formats=formats)
+            found, said = in_ranks(device.type, ranks, measure, "their hosts")[0]
     except Exception as error:  # Megatron can raise anything where it is not supported; the table must not be lost
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
-        found, said = None, f"the host cannot be measured: {why}"
-    if said is not None:
-        print(f"snip calibrate: {said}", file=sys.stderr)
+        return None, f"the host cannot be measured: {why}"
     return found, said
+
+
+def _launching(rank: Rank | None, device: Any, gemm: str, formats: tuple[Format, ...]) -> tuple[Launching, str | None]:
+    """Measure in this process: alone, or as one of several ranks."""
+    from snip_megatron.megatron.startup import prepare
+
+    prepare([], [])
+    from snip_megatron.megatron.launching import lost_in_noise, measure_launching, measure_launching_of
+
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is the table's
+        if rank is None:
+            found = measure_launching(device, gemm, formats)
+        else:
+            found = measure_launching_of(rank, gemm, formats)
+    return found, lost_in_noise(found)
 
 
 def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:

@@ -29,12 +29,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers import convert_model
+from snip_megatron.megatron.compat import torch_norm
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.timing.calibration.ranks import Rank
 from snip_megatron.timing.table import Launching
 
-_VOCABULARY, _HEADS = 256, 4
-_FEATURES = {"cuda": 256, "cpu": 64}  # of the residual stream; a CPU computes all of it within the time
+_VOCABULARY, _HEADS = 256, 4  # at least so many heads, and one for each rank
+_HEAD_SIZE = {"cuda": 64, "cpu": 16}  # a CPU computes all of it within the time
 _TOKENS = {"cuda": 128, "cpu": 32}
 _LAYERS, _MICROBATCHES = (1, 3), (1, 4)
 _WARM, _ROUNDS = {"cuda": 2, "cpu": 1}, {"cuda": 9, "cpu": 2}
@@ -52,8 +54,31 @@ def measure_launching(device: torch.device, gemm: str, formats: Sequence[Format]
         gemm: the GEMM backend, as ``--snip-gemm``.
         formats: the quantised formats, without bf16.
     """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return _measured(device, gemm, formats)
+
+
+def measure_launching_of(rank: Rank, gemm: str, formats: Sequence[Format]) -> Launching:
+    """Measure the same of layers that tensor and sequence parallel ranks share, as one of these ranks.
+
+    Ranks wait for each other in every collective. A call therefore begins on all ranks together, and its time is that
+    of the rank whose GPU is the last to end. All ranks return the same.
+
+    Args:
+        rank: this rank, which has not joined the others yet. Its process does nothing else.
+        gemm, formats: as for :func:`measure_launching`.
+    """
+    if not HAVE_TE:
+        torch_norm.install()
+    rank.join()
+    return _measured(rank.device, gemm, formats)
+
+
+def _measured(device: torch.device, gemm: str, formats: Sequence[Format]) -> Launching:
+    """Measure over the ranks of the default process group, which is destroyed."""
     (few, many), (one, several), every = _LAYERS, _MICROBATCHES, (Format.BF16, *formats)
-    with _one_rank(device), torch.autograd.set_multithreading_enabled(False):
+    with _model_parallel(), torch.autograd.set_multithreading_enabled(False):
         models = {layers: _Model(layers, device, candidates(gemm, formats)) for layers in _LAYERS}
         calls: dict[Hashable, Callable[[], object]] = {
             (fmt, layers, count): functools.partial(models[layers].step, fmt, count)
@@ -98,12 +123,16 @@ class _Model:
     """A small Llama under Megatron's DDP, and its steps."""
 
     def __init__(self, layers: int, device: torch.device, snip: SnipConfig) -> None:
-        tokens = _TOKENS[device.type]
+        ranks = dist.get_world_size()
+        tokens, heads = _TOKENS[device.type], max(_HEADS, ranks)
+        features = heads * _HEAD_SIZE[device.type]
         config = TransformerConfig(
             num_layers=layers,
-            hidden_size=_FEATURES[device.type],
-            ffn_hidden_size=2 * _FEATURES[device.type],
-            num_attention_heads=_HEADS,
+            hidden_size=features,
+            ffn_hidden_size=2 * features,
+            num_attention_heads=heads,
+            tensor_model_parallel_size=ranks,
+            sequence_parallel=ranks > 1,
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
@@ -165,29 +194,47 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def _medians(calls: Mapping[Hashable, Callable[[], object]], device: torch.device) -> dict[Any, float]:
-    """Return the median seconds that each call occupies this thread, in turns. The GPU is idle when a call begins."""
+    """Return the median seconds of each call, in turns: of this thread, or of several ranks and their GPUs.
+
+    The GPU is idle when a call begins. Several ranks return the seconds of the slowest.
+    """
     taken: dict[Hashable, list[float]] = {key: [] for key in calls}
+    together = dist.get_world_size() > 1
     for _, (key, call) in itertools.product(range(_WARM[device.type] + _ROUNDS[device.type]), calls.items()):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if together:
+            dist.barrier()
+        _synchronise(device)
         started = time.perf_counter()
         call()
+        if together:
+            _synchronise(device)
         taken[key].append(time.perf_counter() - started)
-    return {key: statistics.median(each[_WARM[device.type] :]) for key, each in taken.items()}
+    medians = [statistics.median(each[_WARM[device.type] :]) for each in taken.values()]
+    if together:
+        slowest = torch.tensor(medians, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        medians = slowest.tolist()
+    return dict(zip(taken, medians, strict=True))
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextmanager
-def _one_rank(device: torch.device) -> Iterator[None]:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1234)
-    megatron = logging.getLogger("megatron")
-    level = megatron.level
-    megatron.setLevel(logging.ERROR)  # its warnings are about models that train
+def _model_parallel() -> Iterator[None]:
+    """Make Megatron's groups, in which all ranks are tensor parallel, and destroy them and the default group."""
     try:
-        yield
+        parallel_state.initialize_model_parallel(dist.get_world_size())
+        model_parallel_cuda_manual_seed(1234)
+        megatron = logging.getLogger("megatron")
+        level = megatron.level
+        megatron.setLevel(logging.ERROR)  # its warnings are about models that train
+        try:
+            yield
+        finally:
+            megatron.setLevel(level)
     finally:
-        megatron.setLevel(level)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -39,7 +39,9 @@ class Host:
     def __init__(self, layout: Layout, model: CostModel) -> None:
         self._layout = layout
         table = model.table if isinstance(model, TimingModel) else None
-        self._measured: Launching | None = None if table is None else table.launching
+        found = None if table is None else table.launching_of(layout.tp)
+        self._measured: Launching | None = None if found is None else found[1]
+        self._ranks = 1 if found is None else found[0]
         self._of_table = table is not None
         measured = None if table is None else table.recapture
         self._capture, self._source = (STATED_RECAPTURE, "stated") if measured is None else (measured, "measured")
@@ -123,9 +125,16 @@ class Host:
                 f" {1e3 * self._capture:.3g} ms a layer and microbatch ({self._source}); {captured}",
             )
         if self._measured is not None:
+            several = self._layout.tp > 1
+            how = f"over {self._ranks} tensor parallel ranks" if self._ranks > 1 else "on one rank"
+            lacks = (
+                ", without communication, so that it is too low (snip calibrate --add-to TABLE --ranks measures more)"
+                if several and self._ranks == 1
+                else ""
+            )
             return (
-                f"host: launching as measured with {self._measured.layers.replace('_', ' ')} layers on one rank,"
-                " without communication; a stage takes the longer of the GPU's work and of its launching",
+                f"host: launching as measured with {self._measured.layers.replace('_', ' ')} layers {how}{lacks};"
+                " a stage takes the longer of the GPU's work and of its launching",
             )
         why = "the table has no host seconds, which snip calibrate --add-to measures" if self._of_table else "no table"
         return (f"host: not modelled ({why}), as if the launching thread always kept up",)

@@ -81,12 +81,28 @@ def small_table(device: str) -> str:
 def test_collectives_are_added_to_a_table(tmp_path: Path) -> None:
     table, out = tmp_path / "cpu.json", tmp_path / "with.json"
     table.write_text(small_table("cpu"))
-    done = snip("--ranks", 2, "--add-to", table, "--out", out)
+    done = snip("--ranks", 2, "--no-host", "--add-to", table, "--out", out)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "snip calibrate: cpu, 10 collectives"
     before, after = TimingTable.load(table), TimingTable.load(out)
     assert len(after.collectives) == 10
     assert replace(after, collectives={}) == before
+
+
+def test_the_hosts_of_tensor_parallel_ranks_are_added_to_a_table(tmp_path: Path) -> None:
+    table, out = tmp_path / "cpu.json", tmp_path / "with.json"
+    table.write_text(small_table("cpu"))
+    done = snip("--ranks", 2, "--add-to", table, "--out", out, "--commit", "c0ffee")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "snip calibrate: cpu, 10 collectives, the hosts of 2 ranks"
+    after = TimingTable.load(out)
+    assert after.launching is None
+    assert set(after.launching_over_ranks) == {2}
+    found = after.launching_over_ranks[2]
+    assert min(found.microbatch, found.step, *found.layer.values()) > 0
+    *_, note = after.about["notes"]
+    assert note.startswith("launching over 2 ranks: measured on ")
+    assert note.endswith("at commit c0ffee")
 
 
 def test_the_host_is_added_to_a_table(tmp_path: Path) -> None:
@@ -130,7 +146,7 @@ def test_the_host_is_measured_with_the_gemms_of_the_table(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     measured = []
 
-    def launching(_: object, gemm: str, *__: object) -> tuple[Launching, None]:
+    def launching(_: object, ranks: int, gemm: str, *__: object) -> tuple[Launching, None]:
         measured.append(gemm)
         return Launching("local", {Format.BF16: 1e-3}, microbatch=1e-3, step=1e-3), None
 

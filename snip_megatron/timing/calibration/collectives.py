@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from snip_megatron.errors import SnipError
+from snip_megatron.timing.calibration.ranks import Rank, in_ranks
 from snip_megatron.timing.collectives import Exchange
 
 _SHARDS = {"cuda": tuple(4**power for power in range(8, 14)), "cpu": (4**5, 4**8)}
 """Bytes of a shard by the type of the device: 64 KiB to 64 MiB on a GPU, few on a CPU, whose times say nothing."""
 _ROUNDS, _WARM = {"cuda": 20, "cpu": 3}, 2
-_MOST_PROCESSES = 64
-_PATIENCE = datetime.timedelta(seconds=120)
 _MEASURED = (
     ("all_gather", "bf16"),
     ("all_gather", "uint8"),
@@ -33,16 +24,6 @@ _MEASURED = (
     ("all_to_all", "uint8"),
 )
 _DTYPES = {"bf16": torch.bfloat16, "uint8": torch.uint8}
-
-
-def check_ranks(device_type: str, ranks: int) -> None:
-    """Raise SnipError if collectives over ``ranks`` ranks cannot be measured on this machine."""
-    if ranks < 1:
-        raise SnipError(f"--ranks {ranks}: must be a whole number of 1 or more")
-    if device_type == "cpu" and ranks > _MOST_PROCESSES:
-        raise SnipError(f"--ranks {ranks}: a CPU takes at most {_MOST_PROCESSES}")
-    if device_type == "cuda" and ranks > torch.cuda.device_count():
-        raise SnipError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs")
 
 
 def measure_collectives(device_type: str, ranks: int) -> dict[Exchange, float]:
@@ -57,30 +38,15 @@ def measure_collectives(device_type: str, ranks: int) -> dict[Exchange, float]:
     Raises:
         SnipError: There are fewer GPUs than ranks, or a rank failed.
     """
-    check_ranks(device_type, ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        rank = partial(_rank, device_type, ranks, str(Path(folder) / "store"))
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(ranks, mp_context=context) as pool:
-            try:
-                taken = list(pool.map(rank, range(ranks)))
-            except (RuntimeError, BrokenProcessPool) as error:
-                why = " ".join(str(error).split())[:160]
-                raise SnipError(f"--ranks {ranks}: the collectives cannot be measured: {why}") from None
+    taken = in_ranks(device_type, ranks, _of_rank, "the collectives")
     return {key: float(f"{max(each[key] for each in taken):.5g}") for key in taken[0]}
 
 
-def _rank(device_type: str, ranks: int, store: str, rank: int) -> dict[Exchange, float]:
-    """Run one rank in a process of its own. Returns its median seconds."""
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=_PATIENCE)
+def _of_rank(rank: Rank) -> dict[Exchange, float]:
+    """Return the median seconds of one rank."""
+    rank.join()
     try:
-        return _measured(device, ranks)
+        return _measured(rank.device, rank.size)
     finally:
         dist.destroy_process_group()
 

@@ -69,6 +69,21 @@ def test_a_stage_takes_the_longer_of_its_work_and_its_launching(formats: Any, la
     assert [stage.total for stage in free.stages] == [stage.work for stage in bound.stages]
 
 
+def test_tensor_parallel_ranks_have_host_seconds_of_their_own() -> None:
+    of_two = Launching("local", {fmt: 10.0 * f for fmt, f in LAYER.items()}, microbatch=1.0, step=1.0)
+    alone = model(1.0)
+    both = TimingModel(replace(alone.table, launching_over_ranks={2: of_two}))
+    sizes = layout(global_batch_size=6), layout(global_batch_size=6, tp=2, sequence_parallel=True)
+    for measured, expected in ((alone, (0.5, 0.5)), (both, (0.5, 1.0))):
+        for chosen, microbatch in zip(sizes, expected, strict=True):
+            layer = LAYER[Format.FP8] * (10.0 if microbatch == 1.0 else 1.0)
+            step = StepModel(chosen, measured).step(lambda b, k: FP8)
+            assert step.stages[0].host == pytest.approx(6 * (8 * layer + microbatch))
+    said = [Host(chosen, measured).assumptions()[0] for measured in (alone, both) for chosen in sizes]
+    assert ["too low" in line for line in said] == [False, True, False, False]
+    assert "over 2 tensor parallel ranks" in said[3]
+
+
 @pytest.mark.parametrize(("graphs", "ends"), [("local", 0.5), ("transformer_engine", 0.5), ("full_iteration", 0.0)])
 def test_layers_in_cuda_graphs_are_launched_in_no_time(graphs: str, ends: float) -> None:
     step = step_model(1.0, global_batch_size=6, cuda_graph_impl=graphs).step(lambda b, k: FP8)

@@ -22,6 +22,10 @@ TABLE = formula_table(features=(512, 4096))
 LAUNCHED = replace(
     TABLE,
     launching=Launching("local", dict.fromkeys(TABLE.formats, 2e-3), microbatch=5e-4, step=1e-3),
+    launching_over_ranks={
+        ranks: Launching("local", dict.fromkeys(TABLE.formats, 1e-3 * ranks), microbatch=5e-4, step=1e-3)
+        for ranks in (2, 8)
+    },
     recapture=0.05,
     memory=8e10,
     collectives={Exchange("all_gather", "uint8", 2, 4096): 2e-5, Exchange("reduce_scatter", "bf16", 2, 4096): 3e-5},
@@ -39,6 +43,16 @@ def test_a_table_without_attention_copy_and_host_is_a_table() -> None:
     body = {key: value for key, value in BODY.items() if key not in ("attention", "copy_rate", "host", "date")}
     table = TimingTable.from_json(json.dumps(body))
     assert (table.attention, table.copy_rate, table.host) == ({}, None, {})
+
+
+def test_several_ranks_have_the_host_seconds_of_the_nearest_measured_number() -> None:
+    for ranks, expected in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 8), (64, 8)):
+        found = LAUNCHED.launching_of(ranks)
+        of_one = LAUNCHED.launching
+        assert found == (expected, of_one if expected == 1 else LAUNCHED.launching_over_ranks[expected])
+    assert replace(LAUNCHED, launching_over_ranks={}).launching_of(8) == (1, LAUNCHED.launching)
+    assert replace(LAUNCHED, launching=None).launching_of(1) is None
+    assert TABLE.launching_of(2) is None
 
 
 def changed(path: tuple[str | int, ...], value: Any) -> str:
@@ -82,6 +96,8 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
         (("launching", "layers"), "", "t.json: launching.layers: must be a non-empty string"),
         (("launching", "step"), 0, "t.json: launching.step: must be a number from 1e-12 to"),
         (("launching",), [], "t.json: launching: must be an object"),
+        (("launching_over_ranks", 0, "ranks"), 0, "t.json: launching_over_ranks[0].ranks: must be a whole number"),
+        (("launching_over_ranks", 1, "step"), 0, "t.json: launching_over_ranks[1].step: must be a number from 1e-12"),
         (("recapture",), -1, "t.json: recapture: must be a number from 1e-12 to"),
         (("attention", 0, "backward"), None, "t.json: attention[0].backward: must be a number"),
     ],
