@@ -94,31 +94,25 @@ class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: igno
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the linear, and reduce its output over tensor parallel ranks.
 
-        Megatron's own reduction is in the training dtype, and gathers the output gradient in its backward before the
-        linear sees it. For partial sums to be quantised before they are exchanged, or the output gradient before it is
-        gathered, the reduction must be part of the linear.
+        Under sequence parallelism the reduction is part of the linear. One node of autograd then takes less host time
+        than two. Partial sums may also be quantised before they are exchanged, and the output gradient before it is
+        gathered, which Megatron's own reduction does in the training dtype.
         """
-        packs = self._packs_gradient(input_)
-        if not packs and not self._reduces():
+        if not self._scatters():
             return super().forward(input_)  # type: ignore[no-any-return]
+        packs = torch.is_grad_enabled() and packs_gradient(self.snip, input_)
         given = {"tp_group": self.tp_group}
         output = quantized_forward(self.snip, input_, self.weight, given, scatters=True, packs_gradient=packs)
         if self.skip_bias_add or self.bias is None:
             return output, self.bias if self.skip_bias_add else None
         return output + self.bias, None
 
-    def _packs_gradient(self, x: torch.Tensor) -> bool:
-        return self._scatters() and torch.is_grad_enabled() and packs_gradient(self.snip, x)
-
-    def _reduces(self) -> bool:
-        """Return whether partial sums of the output are quantised: in every forward under the map, with and without
-        gradients, so that recomputation repeats the forward.
-        """
-        return self._scatters() and not self.snip.is_stock and self.snip.reduces(self.snip.formats[0])
-
     def _scatters(self) -> bool:
-        """Return whether the output is reduce-scattered in a pass of training, so that the linear may do it itself."""
+        """Return whether the output is reduce-scattered in a pass of training under the map, with or without gradients.
+
+        Recomputation must repeat the forward.
+        """
         shards = self.sequence_parallel and not self.explicit_expert_comm and self.snip.tp_group is not None
-        if not shards or self.config.cpu_offloading:
+        if not shards or self.config.cpu_offloading or self.snip.is_stock:
             return False
         return self.snip.context.forcing is None and not self.snip.context.probing
