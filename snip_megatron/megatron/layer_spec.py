@@ -22,6 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.te_rmsnorm import DirectRMSNorm
 
 _KEYS = ("input_layernorm.", "pre_mlp_layernorm.")
 _LINEAR = "linear_qkv"
@@ -99,5 +100,8 @@ def _norm_without_state(build: Callable[..., torch.nn.Module], *args: Any, **kwa
     """
     norm = build(*args, **kwargs)
     stateless = {name: getattr(torch.nn.Module, name) for name in ("get_extra_state", "set_extra_state")}
-    norm.__class__ = type(type(norm).__name__, (type(norm),), stateless)
+    # CPU offloading must see what the stock module marks for it.
+    direct = type(norm).__name__ == "RMSNorm" and not getattr(kwargs.get("config"), "cpu_offloading", False)
+    bases = (DirectRMSNorm, type(norm)) if direct else (type(norm),)
+    norm.__class__ = type(type(norm).__name__, bases, stateless)
     return norm
