@@ -52,7 +52,8 @@ class Training:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-        common = {**os.environ, "LOCAL_WORLD_SIZE": str(ranks), **rendezvous, **(variables or {})}
+        threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}  # as torchrun does: more would take each other's cores
+        common = {**threads, **os.environ, "LOCAL_WORLD_SIZE": str(ranks), **rendezvous, **(variables or {})}
         paths = (str(ROOT), (variables or {}).get("PYTHONPATH"), os.environ.get("PYTHONPATH"))
         common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, "-u", "-m", "benchmarks.job_process", str(folder), *arguments]
