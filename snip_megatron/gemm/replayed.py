@@ -14,7 +14,7 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import Sides
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
+from snip_megatron.gemm.operands import Apart, GradientKeys, HeldSides, Plain, Side
 from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand
 from snip_megatron.quantization.hadamard import Rotation
@@ -63,11 +63,37 @@ class ReplayedHopperBackend(HopperBackend):
             "dgrad": lambda _, g, w, dtype: python.dgrad(g, w, dtype=dtype),
             "wgrad": lambda _, g, x, out: python.wgrad(g, x, out=out),
         }
+        functions |= self._composed()
         self.replayed = {name: Replayed(extension, function) for name, function in functions.items()}
         calls = {name: replayed.call for name, replayed in self.replayed.items()}
         self._input, self._weight, self._gradient = calls["input"], calls["weight"], calls["gradient"]
         self._swiglu, self._swiglu_gradient = calls["swiglu"], calls["swiglu_gradient"]
         self._fprop, self._dgrad, self._wgrad = calls["fprop"], calls["dgrad"], calls["wgrad"]
+        self._forward, self._backward = calls["forward"], calls["backward"]
+        self._input_gradient = calls["input_gradient"]
+
+    def _composed(self) -> dict[str, Callable[..., Any]]:
+        """Return the functions that call several of this backend's methods.
+
+        They are recorded as a whole. Where that is not possible, the methods are replayed one by one.
+        """
+        base = HopperBackend
+
+        def input_gradient(
+            seeds: Seeds, g: Tensor, w: Side, dgrad: Any, wgrad: Any, random: Random, amax: Any
+        ) -> tuple[Tensor, Side]:
+            return base.input_gradient(self, g, w, dgrad, wgrad, _joined(seeds, random, 0), amax=amax)
+
+        def backward(
+            seeds: Seeds, g: Tensor, w: Side, x: Apart, dgrad: Any, wgrad: Any, random: Random, out: Any, amax: Any
+        ) -> tuple[Tensor, Tensor]:
+            return base.backward(self, g, w, x, dgrad, wgrad, _joined(seeds, random, 0), out=out, amax=amax)
+
+        return {
+            "forward": lambda _, x, w, fprop, wgrad, amax: base.forward(self, x, w, fprop, wgrad, amax=amax),
+            "input_gradient": input_gradient,
+            "backward": backward,
+        }
 
     # -- quantisation --------------------------------------------------------------------------------------------
     def quantize_input(
@@ -138,6 +164,58 @@ class ReplayedHopperBackend(HopperBackend):
     def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
         """See the base class."""
         return self._wgrad((), g, x, out)  # type: ignore[no-any-return]
+
+    # -- both --------------------------------------------------------------------------------------------------------
+    def forward(
+        self,
+        x: Tensor,
+        w: Side,
+        fprop: Format,
+        wgrad: Format | None,
+        *,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, Apart | None]:
+        """See the base class."""
+        if rotation is not None:
+            return super().forward(x, w, fprop, wgrad, amax=amax, rotation=rotation)
+        return self._forward((), x, w, fprop, wgrad, amax)  # type: ignore[no-any-return]
+
+    def input_gradient(
+        self,
+        g: Tensor,
+        w: Side,
+        dgrad: Format,
+        wgrad: Format,
+        keys: GradientKeys,
+        *,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, Side]:
+        """See the base class."""
+        if rotation is not None or keys.first_row:
+            return super().input_gradient(g, w, dgrad, wgrad, keys, amax=amax, rotation=rotation)
+        seeds, random = _split(keys)
+        return self._input_gradient(seeds, g, w, dgrad, wgrad, random, amax)  # type: ignore[no-any-return]
+
+    def backward(
+        self,
+        g: Tensor,
+        w: Side,
+        x: Apart,
+        dgrad: Format,
+        wgrad: Format,
+        keys: GradientKeys,
+        *,
+        out: Tensor | None,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        if rotation is not None or keys.first_row:
+            return super().backward(g, w, x, dgrad, wgrad, keys, out=out, amax=amax, rotation=rotation)
+        seeds, random = _split(keys)
+        return self._backward(seeds, g, w, x, dgrad, wgrad, random, out, amax)  # type: ignore[no-any-return]
 
 
 def difference(replayed: HopperBackend, python: HopperBackend, device: torch.device) -> str | None:
