@@ -1,5 +1,6 @@
 """The Hopper backend with its work on the device replayed by C++, for linears whose time the host bounds.
 
+A forward of a linear is one replay, and so is a backward whose GEMMs run at once.
 Every method gives the bits of :class:`snip_megatron.gemm.hopper.HopperBackend`, which runs the first calls with given
 shapes and formats, and every call that cannot be replayed (:mod:`snip_megatron.quantization.kernels.replay`).
 """
@@ -240,7 +241,10 @@ def _gemms(backend: HopperBackend, x: Tensor, w: Tensor, g: Tensor, keys: Gradie
     w_row, w_col = backend.quantize_weight(w, fmt, fmt)
     g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
     y, d = backend.fprop(x_row, w_row, dtype=x.dtype), backend.dgrad(g_row, w_col, dtype=x.dtype)
-    return [y, d, backend.wgrad(g_col, x_col, out=out)]
+    backend.wgrad(g_col, x_col, out=out)
+    whole, kept = backend.forward(x, w_row, fmt, fmt)
+    assert kept is not None
+    return [y, d, whole, *backend.backward(g, w_col, kept, fmt, fmt, keys, out=out)]
 
 
 def _split(keys: GradientKeys) -> tuple[tuple[int, ...], Random]:
@@ -248,12 +252,14 @@ def _split(keys: GradientKeys) -> tuple[tuple[int, ...], Random]:
 
     Those are the keys with the numbers replaced, the columns, and whether they are pairs, on which the kernel depends.
     """
-    dgrad, wgrad = keys.dgrad, keys.wgrad
+    dgrad, wgrad, cols, _ = keys
     if dgrad is None and wgrad is None:
         return (), (None, None, None, True)
+    if isinstance(dgrad, int) and isinstance(wgrad, int):  # what follows gives the same in more time
+        return (dgrad, wgrad), (_SEED, _SEED, cols, are_pairs(cols, 0))
     seeds = tuple(key for key in (dgrad, wgrad) if isinstance(key, int))
     first, second = (_SEED if isinstance(key, int) else key for key in (dgrad, wgrad))
-    return seeds, (first, second, keys.cols, are_pairs(keys.cols, 0))
+    return seeds, (first, second, cols, are_pairs(cols, 0))
 
 
 def _joined(seeds: Seeds, random: Random, first_row: int) -> GradientKeys:

@@ -7,7 +7,7 @@ the input gradient, overlapped with wgrad, and the accumulation into ``main_grad
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -299,8 +299,13 @@ def _weight(
     call: LinearCall, weight: torch.Tensor, fprop: Format, dgrad: Format, *, refresh: bool
 ) -> tuple[Side, Side]:
     handle = call.handle
-    shared_amax = partial(handle.shared_amax, "w")
-    rotation = partial(_rotation, call, "w", weight, None, dgrad)
+
+    def shared_amax(w: torch.Tensor, formats: Iterable[Format]) -> torch.Tensor | None:
+        return handle.shared_amax("w", w, formats)
+
+    def rotation() -> Rotation | None:
+        return _rotation(call, "w", weight, None, dgrad)
+
     if handle.held is not None and call.trains:
         if not refresh:
             return handle.held.sides
