@@ -11,7 +11,7 @@ unsharded matrix, 0-dim FP32. It is required if the matrix is a shard and the fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import reference
-from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
+from snip_megatron.gemm.operands import Apart, GradientKeys, HeldSides, Plain, Side, disassemble
 from snip_megatron.gemm.parcels import Parcel, plain_parcel
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
@@ -249,6 +249,96 @@ class GemmBackend:
             quantised=(g.quantised, x.quantised),
             out=out,
         )
+
+    # -- what a linear runs between its collectives --------------------------------------------------------------
+    def forward(
+        self,
+        x: Tensor,
+        w: Side,
+        fprop: Format,
+        wgrad: Format | None,
+        *,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, Apart | None]:
+        """Quantise X and run fprop.
+
+        Args:
+            x: X [..., K] in the training dtype.
+            w: the operand of fprop that :meth:`quantize_weight` returned.
+            fprop, wgrad, amax, rotation: the arguments of :meth:`quantize_input`.
+
+        Returns:
+            Y [..., N] in x's dtype, which is no view for autograd, and X as the operand of wgrad, taken apart; None for
+            a wgrad that does not run.
+        """
+        row, col = self.quantize_input(matrix(x), fprop, wgrad, amax=amax, rotation=rotation)
+        y = unflattened(self.fprop(row, w, dtype=x.dtype), x.shape[:-1])
+        return y, None if col is None else disassemble(col)
+
+    def input_gradient(
+        self,
+        g: Tensor,
+        w: Side,
+        dgrad: Format,
+        wgrad: Format,
+        keys: GradientKeys,
+        *,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, Side]:
+        """Quantise G and run dgrad.
+
+        Args:
+            g: G [..., N] in the training dtype.
+            w: the operand of dgrad that :meth:`quantize_weight` returned.
+            dgrad, wgrad, keys, amax, rotation: the arguments of :meth:`quantize_gradient`.
+
+        Returns:
+            ∂L/∂X [..., K] in g's dtype, and G as the operand of wgrad.
+        """
+        row, col = self.quantize_gradient(matrix(g).contiguous(), dgrad, wgrad, keys, amax=amax, rotation=rotation)
+        return unflattened(self.dgrad(row, w, dtype=g.dtype), g.shape[:-1]), col
+
+    def backward(
+        self,
+        g: Tensor,
+        w: Side,
+        x: Apart,
+        dgrad: Format,
+        wgrad: Format,
+        keys: GradientKeys,
+        *,
+        out: Tensor | None,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Quantise G and run dgrad and wgrad.
+
+        Args:
+            x: the operand of wgrad that :meth:`forward` returned.
+            out: see :meth:`wgrad`.
+            g, w, dgrad, wgrad, keys, amax, rotation: the arguments of :meth:`input_gradient`.
+
+        Returns:
+            ∂L/∂X [..., K] in g's dtype, and ∇W as :meth:`wgrad` returns it.
+        """
+        d, col = self.input_gradient(g, w, dgrad, wgrad, keys, amax=amax, rotation=rotation)
+        tensors, assemble = x
+        return d, self.wgrad(col, assemble(*tensors), out=out)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """Return x [..., cols] as a matrix [rows, cols]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def unflattened(y: Tensor, leading: Sequence[int]) -> Tensor:
+    """Return the matrix y [rows, cols] as [*leading, cols].
+
+    It is no view for autograd, which forbids changes in place of a view that a function returns.
+    """
+    return torch.ops.aten._unsafe_view(y, (*leading, y.shape[-1]))  # type: ignore[no-any-return]
 
 
 def refuse_gathers(backend: str, formats: Collection[Format]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -78,28 +78,36 @@ class HeldSides:
     current: Tensor
 
 
-def disassemble(side: Side) -> tuple[tuple[Tensor, ...], Callable[..., Side]]:
+Apart = tuple[tuple[Tensor, ...], Callable[..., Any]]
+"""An operand taken apart: its tensors, and a function that makes the operand from these tensors again."""
+
+
+def disassemble(side: Side) -> Apart:
     """Take an operand of X or W apart, so that autograd can save it.
 
-    Returns:
-        The operand's tensors, and a function that makes the operand from these tensors again.
+    Operands that differ in their tensors alone get one function, by which a replay finds its recording.
     """
     if isinstance(side, Operand):
-        return (side.values, side.scale), partial(Operand, scaling=side.scaling, depth=side.depth)
+        return (side.values, side.scale), _maker(Operand, scaling=side.scaling, depth=side.depth)
     if isinstance(side, ExactOperand):
         if side.scale is None:
-            return (side.values,), partial(ExactOperand, scale=None, tile=None)
-        return (side.values, side.scale), partial(ExactOperand, tile=side.tile)
+            return (side.values,), _maker(ExactOperand, scale=None, tile=None)
+        return (side.values, side.scale), _maker(ExactOperand, tile=side.tile)
     if isinstance(side, NativeOperand):
         return side.tensors, partial(_native, replace(side, tensors=()))
-    if side.amax is None:
-        return (side.tensor,), partial(Plain, format=side.format, rotation=side.rotation)
-    return (side.tensor, side.amax), partial(_plain_shard, side.format, side.rotation)
+    make = _maker if side.rotation is None else partial  # a rotation may hold a tensor
+    tensors = (side.tensor,) if side.amax is None else (side.tensor, side.amax)
+    return tensors, make(_plain, format=side.format, rotation=side.rotation)
+
+
+@lru_cache(maxsize=4096)
+def _maker(kind: Callable[..., Side], **attributes: Any) -> Callable[..., Side]:
+    return partial(kind, **attributes)
 
 
 def _native(side: NativeOperand, *tensors: Tensor) -> NativeOperand:
     return replace(side, tensors=tensors)
 
 
-def _plain_shard(format: Format, rotation: Rotation | None, tensor: Tensor, amax: Tensor) -> Plain:
+def _plain(tensor: Tensor, amax: Tensor | None = None, *, format: Format, rotation: Rotation | None) -> Plain:
     return Plain(tensor, format, amax=amax, rotation=rotation)

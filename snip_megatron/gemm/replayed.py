@@ -1,5 +1,6 @@
 """The Hopper backend with its work on the device replayed by C++, for linears whose time the host bounds.
 
+A forward of a linear is one replay, and so is a backward whose GEMMs run at once.
 Every method gives the bits of :class:`snip_megatron.gemm.hopper.HopperBackend`, which runs the first calls with given
 shapes and formats, and every call that cannot be replayed (:mod:`snip_megatron.quantization.kernels.replay`).
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import Sides
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
+from snip_megatron.gemm.operands import Apart, GradientKeys, HeldSides, Plain, Side
 from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand
 from snip_megatron.quantization.hadamard import Rotation
@@ -63,11 +64,37 @@ class ReplayedHopperBackend(HopperBackend):
             "dgrad": lambda _, g, w, dtype: python.dgrad(g, w, dtype=dtype),
             "wgrad": lambda _, g, x, out: python.wgrad(g, x, out=out),
         }
+        functions |= self._composed()
         self.replayed = {name: Replayed(extension, function) for name, function in functions.items()}
         calls = {name: replayed.call for name, replayed in self.replayed.items()}
         self._input, self._weight, self._gradient = calls["input"], calls["weight"], calls["gradient"]
         self._swiglu, self._swiglu_gradient = calls["swiglu"], calls["swiglu_gradient"]
         self._fprop, self._dgrad, self._wgrad = calls["fprop"], calls["dgrad"], calls["wgrad"]
+        self._forward, self._backward = calls["forward"], calls["backward"]
+        self._input_gradient = calls["input_gradient"]
+
+    def _composed(self) -> dict[str, Callable[..., Any]]:
+        """Return the functions that call several of this backend's methods.
+
+        They are recorded as a whole. Where that is not possible, the methods are replayed one by one.
+        """
+        base = HopperBackend
+
+        def input_gradient(
+            seeds: Seeds, g: Tensor, w: Side, dgrad: Any, wgrad: Any, random: Random, amax: Any
+        ) -> tuple[Tensor, Side]:
+            return base.input_gradient(self, g, w, dgrad, wgrad, _joined(seeds, random, 0), amax=amax)
+
+        def backward(
+            seeds: Seeds, g: Tensor, w: Side, x: Apart, dgrad: Any, wgrad: Any, random: Random, out: Any, amax: Any
+        ) -> tuple[Tensor, Tensor]:
+            return base.backward(self, g, w, x, dgrad, wgrad, _joined(seeds, random, 0), out=out, amax=amax)
+
+        return {
+            "forward": lambda _, x, w, fprop, wgrad, amax: base.forward(self, x, w, fprop, wgrad, amax=amax),
+            "input_gradient": input_gradient,
+            "backward": backward,
+        }
 
     # -- quantisation --------------------------------------------------------------------------------------------
     def quantize_input(
@@ -139,6 +166,58 @@ class ReplayedHopperBackend(HopperBackend):
         """See the base class."""
         return self._wgrad((), g, x, out)  # type: ignore[no-any-return]
 
+    # -- both --------------------------------------------------------------------------------------------------------
+    def forward(
+        self,
+        x: Tensor,
+        w: Side,
+        fprop: Format,
+        wgrad: Format | None,
+        *,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, Apart | None]:
+        """See the base class."""
+        if rotation is not None:
+            return super().forward(x, w, fprop, wgrad, amax=amax, rotation=rotation)
+        return self._forward((), x, w, fprop, wgrad, amax)  # type: ignore[no-any-return]
+
+    def input_gradient(
+        self,
+        g: Tensor,
+        w: Side,
+        dgrad: Format,
+        wgrad: Format,
+        keys: GradientKeys,
+        *,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, Side]:
+        """See the base class."""
+        if rotation is not None or keys.first_row:
+            return super().input_gradient(g, w, dgrad, wgrad, keys, amax=amax, rotation=rotation)
+        seeds, random = _split(keys)
+        return self._input_gradient(seeds, g, w, dgrad, wgrad, random, amax)  # type: ignore[no-any-return]
+
+    def backward(
+        self,
+        g: Tensor,
+        w: Side,
+        x: Apart,
+        dgrad: Format,
+        wgrad: Format,
+        keys: GradientKeys,
+        *,
+        out: Tensor | None,
+        amax: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        if rotation is not None or keys.first_row:
+            return super().backward(g, w, x, dgrad, wgrad, keys, out=out, amax=amax, rotation=rotation)
+        seeds, random = _split(keys)
+        return self._backward(seeds, g, w, x, dgrad, wgrad, random, out, amax)  # type: ignore[no-any-return]
+
 
 def difference(replayed: HopperBackend, python: HopperBackend, device: torch.device) -> str | None:
     """Compare small GEMMs of both backends bit by bit. Returns what is wrong, as a phrase, or None if nothing is."""
@@ -162,7 +241,10 @@ def _gemms(backend: HopperBackend, x: Tensor, w: Tensor, g: Tensor, keys: Gradie
     w_row, w_col = backend.quantize_weight(w, fmt, fmt)
     g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
     y, d = backend.fprop(x_row, w_row, dtype=x.dtype), backend.dgrad(g_row, w_col, dtype=x.dtype)
-    return [y, d, backend.wgrad(g_col, x_col, out=out)]
+    backend.wgrad(g_col, x_col, out=out)
+    whole, kept = backend.forward(x, w_row, fmt, fmt)
+    assert kept is not None
+    return [y, d, whole, *backend.backward(g, w_col, kept, fmt, fmt, keys, out=out)]
 
 
 def _split(keys: GradientKeys) -> tuple[tuple[int, ...], Random]:
@@ -170,12 +252,14 @@ def _split(keys: GradientKeys) -> tuple[tuple[int, ...], Random]:
 
     Those are the keys with the numbers replaced, the columns, and whether they are pairs, on which the kernel depends.
     """
-    dgrad, wgrad = keys.dgrad, keys.wgrad
+    dgrad, wgrad, cols, _ = keys
     if dgrad is None and wgrad is None:
         return (), (None, None, None, True)
+    if isinstance(dgrad, int) and isinstance(wgrad, int):  # what follows gives the same in more time
+        return (dgrad, wgrad), (_SEED, _SEED, cols, are_pairs(cols, 0))
     seeds = tuple(key for key in (dgrad, wgrad) if isinstance(key, int))
     first, second = (_SEED if isinstance(key, int) else key for key in (dgrad, wgrad))
-    return seeds, (first, second, keys.cols, are_pairs(keys.cols, 0))
+    return seeds, (first, second, cols, are_pairs(cols, 0))
 
 
 def _joined(seeds: Seeds, random: Random, first_row: int) -> GradientKeys:

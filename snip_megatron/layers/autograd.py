@@ -7,7 +7,7 @@ the input gradient, overlapped with wgrad, and the accumulation into ``main_grad
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import GemmBackend, Sides
-from snip_megatron.gemm.operands import GradientKeys, Side, disassemble
+from snip_megatron.gemm.backend import GemmBackend, Sides, matrix, unflattened
+from snip_megatron.gemm.operands import Apart, GradientKeys, Side, disassemble
 from snip_megatron.gemm.parcels import Parcel, disassemble_parcel
 from snip_megatron.layers.amax import gathered_amaxes
 from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHandle
@@ -76,14 +76,19 @@ class LinearCall(NamedTuple):
         return ALL_BF16 if self.handle.context.probing else self.handle.formats
 
     @property
+    def is_alone(self) -> bool:
+        """Whether dgrad and wgrad run at once: nothing is exchanged or measured between them."""
+        return not (self.sequence_parallel or self.allreduce_dgrad or self.packs_gradient or self.forced is not None)
+
+    @property
     def trains(self) -> bool:
         """Whether the pass uses the formats of the map in force. Only such passes may be captured in CUDA graphs."""
         return self.forced is None and not self.handle.context.probing
 
     def packs(self, x: torch.Tensor) -> bool:
         """Whether the token shard x [s/tp, b, K] is quantised before it is gathered."""
-        tokens = math.prod(x.shape[:-1])
-        return self.sequence_parallel and self.trains and self.handle.context.packs and has_whole_tiles(tokens)
+        packs = self.sequence_parallel and self.trains and self.handle.context.packs
+        return packs and has_whole_tiles(math.prod(x.shape[:-1]))
 
     def reduces(self, fmt: Format) -> bool:
         """Whether the partial results of a GEMM in ``fmt`` are quantised before they are summed over ranks."""
@@ -119,88 +124,126 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.recorder = handle.recorder if handle.context.probing else None
         handle.to(weight.device)
         fprop, dgrad, wgrad = ctx.formats
-        total, kept = x, None
+        kept_format = wgrad if call.has_backward else None
+        total, side, kept, amax, rotation = x, None, None, None, None
         if given is not None:
-            x_side, kept = given
+            side, kept = given
         elif call.packs(x):
-            x_side, kept = _exchanged_input(call, _matrix(x).contiguous())
+            side, kept = _exchanged_input(call, matrix(x).contiguous())
         elif call.sequence_parallel:
-            total = gather_tokens(x, call.tp_group)
-            x_side, _ = backend.quantize_input(_matrix(total), fprop, None)
-            kept = plain_shard(x, backend, wgrad, _rotation(call, "x", _matrix(x), None, wgrad))
+            total, kept_format = gather_tokens(x, call.tp_group), None
+            kept = plain_shard(x, backend, wgrad, _rotation(call, "x", x, None, wgrad))
         else:
-            kept_format = wgrad if call.has_backward else None
-            amax, rows = handle.shared_amax("x", x, (fprop, kept_format)), _matrix(x)
-            rotation = _rotation(call, "x", rows, None, kept_format)
-            x_side, kept = backend.quantize_input(rows, fprop, kept_format, amax=amax, rotation=rotation)
+            amax = handle.shared_amax("x", x, (fprop, kept_format))
+            rotation = _rotation(call, "x", x, None, kept_format)
         w_side, _ = _weight(call, weight, fprop, dgrad, refresh=True)
-        if kept is not None:
-            tensors, ctx.assemble = disassemble_parcel(kept) if isinstance(kept, Parcel) else disassemble(kept)
+        saved = None if kept is None else _disassembled(kept)
+        if side is not None:
+            y = backend.fprop(side, w_side, dtype=x.dtype)
+        else:
+            y, own = backend.forward(total, w_side, fprop, kept_format, amax=amax, rotation=rotation)
+            saved = saved or own
+        if saved is not None:
+            tensors, ctx.assemble = saved
             ctx.save_for_backward(*tensors)
-        y = backend.fprop(x_side, w_side, dtype=x.dtype)
         if call.forced is not None:
-            y = nudged(call.forced, Gemm.FPROP, _matrix(total), weight.t(), y)
+            y = nudged(call.forced, Gemm.FPROP, matrix(total), weight.t(), matrix(y))
             if call.has_backward:
-                ctx.error = output_error(call.forced, handle, backend, _matrix(total), weight, y)
+                ctx.error = output_error(call.forced, handle, backend, matrix(total), weight, y)
         if call.scatters:
-            y = start_reduce_scatter(y, call.tp_group, quantised=call.reduces(fprop)).result()
-        y = _unflattened(y, x, call)
+            y = start_reduce_scatter(matrix(y), call.tp_group, quantised=call.reduces(fprop)).result()
+        if side is not None or call.forced is not None or call.scatters:
+            y = _unflattened(y, x, call)
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any, None, None]:
-        """Run dgrad, start the reduction of its result, and run wgrad while that reduction is in progress."""
+        """Run dgrad and wgrad."""
         call: LinearCall = ctx.call
-        handle, backend, weight = call.handle, call.backend, ctx.weight
+        handle, weight, g = call.handle, ctx.weight, grad_outputs[0]
         if torch.is_grad_enabled():  # torch's once_differentiable does the same in more time
             raise SnipError(f"{handle.name}: create_graph=True is not supported, because rounding has no derivative")
         if weight._version != ctx.version:
             raise SnipError(f"{handle.name}: its weight was changed between the forward and the backward")
         fprop, dgrad, wgrad = ctx.formats
-        kept, x_gather, g_gather = ctx.assemble(*ctx.saved_tensors), None, None
+        x: Apart = ctx.saved_tensors, ctx.assemble
         given, ctx.given = ctx.given, None
-        if given is None:
-            g, here = _matrix(grad_outputs[0]).contiguous(), not call.packs_gradient
-            if call.scatters and here:
-                g = gather_tokens(g, call.tp_group)
-        else:
-            check_nothing(grad_outputs[0], f"the output gradient of {handle.name}")
-            g, here = _matrix(grad_outputs[0]), False
-        # These collectives come before the gather: those of one group run in order, so that quantising G would
-        # otherwise wait for the whole gather.
-        amax = handle.shared_amax("g", g, (dgrad, wgrad)) if here else None
-        rotation = _rotation(call, "g", g, dgrad, wgrad) if here else None
-        if isinstance(kept, Parcel):
-            x_gather = start_gather(kept, call.tp_group)
+        amax = rotation = None
         if given is not None:
-            g_row, g_col = given
-        elif call.packs_gradient:
-            g_row, g_gather = _exchanged_gradient(call, g, dgrad, wgrad)
-        else:
-            keys = gradient_keys(call, dgrad, wgrad)
-            g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, keys, amax=amax, rotation=rotation)
-        handle.backwards += 1
+            check_nothing(g, f"the output gradient of {handle.name}")
+        elif not call.packs_gradient:
+            if call.scatters:
+                g = gather_tokens(g, call.tp_group)
+            # These collectives come before the gather of X: those of one group run in order, so that quantising G would
+            # otherwise wait for the whole gather.
+            amax = handle.shared_amax("g", g, (dgrad, wgrad))
+            rotation = _rotation(call, "g", g, dgrad, wgrad)
         _, w_side = _weight(call, weight, fprop, dgrad, refresh=False)
-        d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
-        if call.forced is not None:
-            d_local = nudged(call.forced, Gemm.DGRAD, g, weight, d_local)
-            report_error(call.forced, g, ctx.error)
-        for gather in (x_gather, g_gather):
-            if gather is not None:
-                gather.wait()
+        main_grad = getattr(weight, "main_grad", None)
+        if given is None and ctx.recorder is None and call.is_alone:
+            keys = gradient_keys(call, dgrad, wgrad)
+            d, grad_weight = call.backend.backward(
+                g, w_side, x, dgrad, wgrad, keys, out=main_grad, amax=amax, rotation=rotation
+            )
+            handle.backwards += 1
+        else:
+            d, grad_weight = _backward_in_parts(ctx, g, w_side, x, given, main_grad, amax, rotation)
+        if d.shape != ctx.x_shape:
+            d = d.view(ctx.x_shape)
+        grad_bias = matrix(g).contiguous().sum(dim=0) if ctx.has_bias else None
+        return d, _passed_on(weight, grad_weight, main_grad), grad_bias, None, None
 
-        # A recorder reads the unreduced input gradient as well. The all-reduce works in place, so it gets a copy.
-        copied = ctx.recorder is not None and call.allreduce_dgrad
-        reduction = _start_reduction(d_local.clone() if copied else d_local, call, dgrad)
-        x_col: Any = kept if x_gather is None else x_gather.opened()
-        grad_weight = _accumulate(backend, weight, g_col if g_gather is None else g_gather.opened(), x_col)
-        grad_bias = g.sum(dim=0) if ctx.has_bias else None
-        d = reduction.result()
-        if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
-            with torch.no_grad():
-                whole = _expert_gradient(handle, d) if handle.expert is not None else d
-                ctx.recorder.on_backward(x_col.tensor, weight.detach(), g, d_local, whole.reshape(-1, d.shape[-1]))
-        return d.view(ctx.x_shape), grad_weight, grad_bias, None, None
+
+def _backward_in_parts(
+    ctx: Any,
+    g: torch.Tensor,
+    w_side: Side,
+    x: Apart,
+    given: Sides | None,
+    main_grad: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    rotation: Rotation | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run dgrad, start the reduction of its result, and run wgrad while that reduction is in progress.
+
+    Returns:
+        ∂L/∂X of this rank's tokens as a matrix, and ∇W as :meth:`GemmBackend.wgrad` returns it.
+    """
+    call: LinearCall = ctx.call
+    handle, backend, weight = call.handle, call.backend, ctx.weight
+    _, dgrad, wgrad = ctx.formats
+    tensors, assemble = x
+    kept, g, x_gather, g_gather = assemble(*tensors), matrix(g), None, None
+    if isinstance(kept, Parcel):
+        x_gather = start_gather(kept, call.tp_group)
+    if given is not None:
+        g_row, g_col = given
+        d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
+    elif call.packs_gradient:
+        g_row, g_gather = _exchanged_gradient(call, g.contiguous(), dgrad, wgrad)
+        d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
+    else:
+        g, keys = g.contiguous(), gradient_keys(call, dgrad, wgrad)
+        d_local, g_col = backend.input_gradient(g, w_side, dgrad, wgrad, keys, amax=amax, rotation=rotation)
+    handle.backwards += 1
+    if call.forced is not None:
+        d_local = nudged(call.forced, Gemm.DGRAD, g, weight, d_local)
+        report_error(call.forced, g, ctx.error)
+    for gather in (x_gather, g_gather):
+        if gather is not None:
+            gather.wait()
+
+    # A recorder reads the unreduced input gradient as well. The all-reduce works in place, so it gets a copy.
+    copied = ctx.recorder is not None and call.allreduce_dgrad
+    reduction = _start_reduction(d_local.clone() if copied else d_local, call, dgrad)
+    x_col: Any = kept if x_gather is None else x_gather.opened()
+    grad_weight = backend.wgrad(g_col if g_gather is None else g_gather.opened(), x_col, out=main_grad)
+    d = reduction.result()
+    if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
+        with torch.no_grad():
+            whole = _expert_gradient(handle, d) if handle.expert is not None else d
+            ctx.recorder.on_backward(x_col.tensor, weight.detach(), g, d_local, whole.reshape(-1, d.shape[-1]))
+    return d, grad_weight
 
 
 def _exchanged_input(call: LinearCall, x: torch.Tensor) -> tuple[Side, Parcel | None]:
@@ -240,25 +283,29 @@ def _quantize_gradient(
     return backend.quantize_gradient(g, dgrad, wgrad, keys, amax=amax)
 
 
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
 def _unflattened(y: torch.Tensor, x: torch.Tensor, call: LinearCall) -> torch.Tensor:
     """Return y [T, N] with the leading dimensions of x, of which a gather or a scatter changes the first."""
     leading: Sequence[int] = x.shape[:-1]
     if call.sequence_parallel or call.scatters:
         leading = (-1 if y.numel() else 0, *leading[1:])
-    # No view for autograd, which forbids changes in place of a view that a function returns.
-    return torch.ops.aten._unsafe_view(y, (*leading, y.shape[-1]))  # type: ignore[no-any-return]
+    return unflattened(y, leading)
+
+
+def _disassembled(kept: Side | Parcel) -> Apart:
+    return disassemble_parcel(kept) if isinstance(kept, Parcel) else disassemble(kept)
 
 
 def _weight(
     call: LinearCall, weight: torch.Tensor, fprop: Format, dgrad: Format, *, refresh: bool
 ) -> tuple[Side, Side]:
     handle = call.handle
-    shared_amax = partial(handle.shared_amax, "w")
-    rotation = partial(_rotation, call, "w", weight, None, dgrad)
+
+    def shared_amax(w: torch.Tensor, formats: Iterable[Format]) -> torch.Tensor | None:
+        return handle.shared_amax("w", w, formats)
+
+    def rotation() -> Rotation | None:
+        return _rotation(call, "w", weight, None, dgrad)
+
     if handle.held is not None and call.trains:
         if not refresh:
             return handle.held.sides
@@ -300,18 +347,15 @@ def _expert_gradient(handle: LinearHandle, d: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _accumulate(backend: GemmBackend, weight: torch.Tensor, g: Side, x: Side) -> torch.Tensor | None:
-    """Run wgrad. If the weight has a ``main_grad`` (FP32, made by DDP), accumulate into it, without a bf16 copy.
+def _passed_on(weight: torch.Tensor, grad_weight: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the gradient that autograd gets for the weight.
 
-    Returns:
-        The gradient that autograd gets for the weight. Without ``main_grad`` this is wgrad in the weight's dtype. If
-        the weight has ``grad_added_to_main_grad`` it is a dummy tensor, because DDP with overlap_grad_reduce requires a
-        gradient. Otherwise it is None.
+    Without a ``main_grad`` (FP32, made by DDP) this is ∇W in the weight's dtype. Otherwise ∇W has been added to
+    ``main_grad``, without a bf16 copy. If the weight has ``grad_added_to_main_grad``, autograd gets a dummy tensor,
+    because DDP with overlap_grad_reduce requires a gradient. Otherwise it gets None.
     """
-    main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
-        return backend.wgrad(g, x, out=None).to(weight.dtype)
-    backend.wgrad(g, x, out=main_grad)
+        return grad_weight.to(weight.dtype)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

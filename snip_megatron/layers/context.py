@@ -165,7 +165,9 @@ class LinearHandle:
             x: this rank's shard of the operand.
             formats: formats that the operand will be quantised to.
         """
-        return shared_amax(x, formats, self.tp_group if is_shared(self.parallel, operand) else None)
+        if self.tp_group is None or not is_shared(self.parallel, operand):
+            return None
+        return shared_amax(x, formats, self.tp_group)
 
     def rotation(
         self, operand: str, x: torch.Tensor, row: Format | None, col: Format | None, *, on_device: bool = False
@@ -176,7 +178,7 @@ class LinearHandle:
 
         Args:
             operand: "x", "w" or "g".
-            x: this rank's shard of the operand, with all tokens.
+            x: this rank's shard of the operand [..., features], with all tokens.
             row, col: formats of the GEMMs that reduce over its columns and over its rows; None for one that does not
                 run or takes the operand untransformed.
             on_device: take the signs from ``device_signs`` if the linear has them.
@@ -186,7 +188,8 @@ class LinearHandle:
         context = self.context
         captured = self.device_signs if on_device else None
         signs = signs_of([self], context.seed, context.step)[0] if captured is None else captured
-        return shared_rotation(x, row, col, signs, self.tp_group if is_shared(self.parallel, operand) else None)
+        matrix = x.reshape(-1, x.shape[-1])
+        return shared_rotation(matrix, row, col, signs, self.tp_group if is_shared(self.parallel, operand) else None)
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from snip_megatron.gemm.backend import Sides
+from snip_megatron.gemm.backend import Sides, matrix
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.handover import hand_over, nothing
@@ -59,29 +59,29 @@ class _FusedSwiGLU(torch.autograd.Function):
         ctx.save_for_backward(y)
         ctx.stock, ctx.receiver = stock, receiver
         shape = (*y.shape[:-1], y.shape[-1] // 2)
-        return nothing(shape, y) if quantised else stock.forward(_matrix(y)).view(shape)
+        return nothing(shape, y) if quantised else stock.forward(matrix(y)).view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Hand the quantised gradient to fc1, or compute it as the training does without fusion."""
         (y,) = ctx.saved_tensors
-        d, matrix = _matrix(grad_outputs[0]).contiguous(), _matrix(y)
+        d, rows = matrix(grad_outputs[0]).contiguous(), matrix(y)
         if ctx.receiver is not None:
             call: LinearCall = ctx.receiver.call
             _, dgrad, wgrad = ctx.receiver.formats
             keys = gradient_keys(call, dgrad, wgrad)
-            ctx.receiver.given = call.backend.quantize_swiglu_gradient(d, matrix, dgrad, wgrad, keys)
+            ctx.receiver.given = call.backend.quantize_swiglu_gradient(d, rows, dgrad, wgrad, keys)
             return nothing(y.shape, y), None, None, None
-        return ctx.stock.backward(d, matrix).view(y.shape), None, None, None
+        return ctx.stock.backward(d, rows).view(y.shape), None, None, None
 
 
 def _quantised(y: torch.Tensor, fc2: LinearHandle) -> Sides | None:
     backend = fc2.context.backend
     fprop, _, wgrad = fc2.formats
     formats = (fprop, wgrad if torch.is_grad_enabled() else None)
-    matrix = _matrix(y.detach())
-    return backend.quantize_swiglu(matrix, *formats) if backend.quantizes_swiglu(matrix, formats) else None
+    rows = matrix(y.detach())
+    return backend.quantize_swiglu(rows, *formats) if backend.quantizes_swiglu(rows, formats) else None
 
 
 def _receiver(y: torch.Tensor, fc1: LinearHandle) -> Any:
@@ -91,8 +91,4 @@ def _receiver(y: torch.Tensor, fc1: LinearHandle) -> Any:
     if not isinstance(call, LinearCall) or call.handle is not fc1 or not call.trains or node.has_bias:
         return None
     _, dgrad, wgrad = node.formats
-    return node if call.backend.quantizes_swiglu(_matrix(y.detach()), (dgrad, wgrad)) else None
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return node if call.backend.quantizes_swiglu(matrix(y.detach()), (dgrad, wgrad)) else None

@@ -51,7 +51,7 @@ def quantized_forward(
         SnipError: If an argument requires what the quantised path does not implement.
     """
     for name, value in kwargs.items():
-        if name in _HANDLED:
+        if name in _HANDLED or (value is None and name in _MUST_BE_DEFAULT):
             continue
         if name not in _MUST_BE_DEFAULT or not any(value is default for default in _MUST_BE_DEFAULT[name]):
             raise SnipError(

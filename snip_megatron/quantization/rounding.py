@@ -48,8 +48,8 @@ def derive_seed(*parts: int) -> int:
 def derive_seeds(parts: Sequence[int], last: Sequence[int]) -> list[int]:
     """Return ``[derive_seed(*parts, each) for each in last]``. Mixes the common parts only once."""
     state = _state(len(parts) + 1, tuple(parts[:-1]))  # all linears of a microbatch have these in common
-    for part in parts[-1:]:
-        state = splitmix64(state ^ _mixed(part))
+    if parts:
+        state = splitmix64(state ^ _mixed(parts[-1]))
     return [splitmix64(state ^ _mixed(part)) for part in last]
 
 

@@ -34,8 +34,8 @@ _SOURCE = Path(__file__).with_name("replay.cpp")
 _NAME = "snip_replay"
 _LAUNCH = "cuLaunchKernel"
 _PATIENCE = 120.0  # seconds for the compilation by this process, and likewise by another
-_CONSTANTS = (type(None), bool, str, Format, torch.dtype)
-"""Classes of arguments of which equal values are one object."""
+_CONSTANTS = (type(None), bool, str, Format, torch.dtype, functools.partial)
+"""Classes of arguments of which equal values are one object. Those of others are kept apart and recorded anew."""
 
 
 @functools.cache

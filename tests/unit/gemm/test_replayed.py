@@ -204,6 +204,11 @@ def test_an_amax_of_all_shards_and_rotations_reach_the_quantiser(extension: Any)
         sides = [b.quantize_input(x, NVFP4, NVFP4, rotation=Rotation(signs)) for b in (replayed, python)]
         assert sides[0][1].rotation == sides[1][1].rotation == Rotation(signs)
     assert replayed.replayed["input"].kept == 1
+    w = aligned(python.quantize_weight(operands(*EVEN)[1], NVFP4, NVFP4)[0])
+    for signs in (1, 2, 3, 4):
+        sides = [b.forward(x, w, NVFP4, NVFP4, rotation=Rotation(signs))[1] for b in (replayed, python)]
+        assert sides[0][1](*sides[0][0]).rotation == sides[1][1](*sides[1][0]).rotation == Rotation(signs)
+    assert replayed.replayed["forward"].kept == 0
 
 
 def test_keys_on_the_device_and_columns_that_are_no_pairs_are_kept_apart(extension: Any) -> None:
