@@ -207,28 +207,29 @@ def _backward_in_parts(
     """Run dgrad, start the reduction of its result, and run wgrad while that reduction is in progress.
 
     Returns:
-        ∂L/∂X of this rank's tokens as a matrix, and ∇W as :meth:`GemmBackend.wgrad` returns it.
+        ∂L/∂X of this rank's tokens [..., K], and ∇W as :meth:`GemmBackend.wgrad` returns it.
     """
     call: LinearCall = ctx.call
     handle, backend, weight = call.handle, call.backend, ctx.weight
     _, dgrad, wgrad = ctx.formats
     tensors, assemble = x
-    kept, g, x_gather, g_gather = assemble(*tensors), matrix(g), None, None
+    kept, x_gather, g_gather = assemble(*tensors), None, None
     if isinstance(kept, Parcel):
         x_gather = start_gather(kept, call.tp_group)
     if given is not None:
         g_row, g_col = given
         d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
     elif call.packs_gradient:
-        g_row, g_gather = _exchanged_gradient(call, g.contiguous(), dgrad, wgrad)
+        g_row, g_gather = _exchanged_gradient(call, matrix(g).contiguous(), dgrad, wgrad)
         d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
     else:
-        g, keys = g.contiguous(), gradient_keys(call, dgrad, wgrad)
+        keys = gradient_keys(call, dgrad, wgrad)
         d_local, g_col = backend.input_gradient(g, w_side, dgrad, wgrad, keys, amax=amax, rotation=rotation)
     handle.backwards += 1
     if call.forced is not None:
-        d_local = nudged(call.forced, Gemm.DGRAD, g, weight, d_local)
-        report_error(call.forced, g, ctx.error)
+        rows = matrix(g).contiguous()
+        d_local = nudged(call.forced, Gemm.DGRAD, rows, weight, matrix(d_local))
+        report_error(call.forced, rows, ctx.error)
     for gather in (x_gather, g_gather):
         if gather is not None:
             gather.wait()
@@ -242,7 +243,8 @@ def _backward_in_parts(
     if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
         with torch.no_grad():
             whole = _expert_gradient(handle, d) if handle.expert is not None else d
-            ctx.recorder.on_backward(x_col.tensor, weight.detach(), g, d_local, whole.reshape(-1, d.shape[-1]))
+            rows = matrix(g).contiguous()
+            ctx.recorder.on_backward(x_col.tensor, weight.detach(), rows, matrix(d_local), matrix(whole))
     return d, grad_weight
 
 
@@ -364,7 +366,8 @@ def _passed_on(weight: torch.Tensor, grad_weight: torch.Tensor, main_grad: torch
 
 
 def _start_reduction(d: torch.Tensor, call: LinearCall, dgrad: Format) -> Reduction:
-    """Start the reduction of d [T, K], the input gradient, over tensor parallel ranks."""
+    """Start the reduction of d [..., K], the input gradient, over tensor parallel ranks."""
     if call.sequence_parallel:
-        return start_reduce_scatter(d, call.tp_group, quantised=call.reduces(dgrad))
+        quantised = call.reduces(dgrad)
+        return start_reduce_scatter(matrix(d) if quantised else d, call.tp_group, quantised=quantised)
     return start_all_reduce(d, call.tp_group) if call.allreduce_dgrad else no_reduction(d)

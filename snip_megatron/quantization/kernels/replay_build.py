@@ -35,7 +35,7 @@ _NAME = "snip_replay"
 _LAUNCH = "cuLaunchKernel"
 _PATIENCE = 120.0  # seconds for the compilation by this process, and likewise by another
 _CONSTANTS = (type(None), bool, str, Format, torch.dtype, functools.partial)
-"""Classes of arguments of which equal values are one object. Those of others are kept apart and recorded anew."""
+"""Classes of arguments of which equal values are one object. Equal values that are two objects are recorded twice."""
 
 
 @functools.cache
