@@ -17,6 +17,12 @@ STATED_RECAPTURE = 0.03
 The two adoptions of a 1.1 B Llama of 22 layers, of which Transformer Engine captures one microbatch, took 0.50 and
 0.76 s (``benchmarks/job_1b-fp4_h200_2026-11-23.json``)."""
 
+RESERVE = 1.5
+"""Tensor parallel ranks, which wait for each other in every collective, need a host that launches faster than the GPU
+works, because at any time one of the hosts may be slow. Under a reserve below this factor, their steps are likely to
+wait. On two H200 (``benchmarks/job_8b-blocks-4k-tp2_2xh200_2026-11-25.json``) steps with 1.29 did, and steps with
+1.64 did not."""
+
 REMEDY = (
     "capture CUDA graphs (--cuda-graph-impl), use larger microbatches (--micro-batch-size), or fewer tensor parallel"
     " ranks"
@@ -55,6 +61,11 @@ class Host:
     def known(self) -> bool:
         """Whether host seconds are known, so that they are part of the prediction."""
         return self._measured is not None or self.graphs
+
+    @property
+    def reserve(self) -> float:
+        """The multiple of the launching seconds that the GPU's work must have so that it does not wait."""
+        return RESERVE if self._ranks > 1 and not self.graphs else 1.0
 
     @property
     def step(self) -> float:
@@ -142,7 +153,10 @@ class Host:
 
 def host_seconds(
     host: Host, stages: int, after: float, formats: Iterable[Format]
-) -> tuple[dict[int, float], dict[str, float]]:
-    """Return the launching seconds of a step: stage → seconds in bf16 plus ``after``; format → seconds a GEMM adds."""
+) -> tuple[dict[int, float], dict[str, float], float]:
+    """Return the launching seconds of a step: stage → seconds in bf16 plus ``after``; format → seconds a GEMM adds.
+
+    The last value is :attr:`Host.reserve`.
+    """
     by_stage: Mapping[int, float] = {stage: host.bf16(stage) + after for stage in range(stages)}
-    return dict(by_stage), {fmt.value: host.gemm(fmt) for fmt in formats}
+    return dict(by_stage), {fmt.value: host.gemm(fmt) for fmt in formats}, host.reserve

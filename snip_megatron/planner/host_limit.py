@@ -40,12 +40,18 @@ def host_limit(times: OptionTimes, stages: Mapping[str, int], speedup: float, fo
     before = max(max(times.rest[k] + seconds, times.host.stages.get(k, 0.0)) for k, seconds in linears.items())
     gpu_before = max(times.rest[k] + seconds for k, seconds in linears.items())
     promised, possible = gpu_before / gpu, before / max(gpu, host)
-    if possible >= promised * (1.0 - _WORTH_SAYING):
-        return None
-    return (
-        f"--snip-budget speedup={speedup:g} promises steps {promised:.2f} × as fast as in bf16, and the host allows at"
-        f" most {possible:.2f} ×: launching a step takes it {host:.3g} s, the GPU would take {gpu:.3g} s; {REMEDY}"
-    )
+    start = f"--snip-budget speedup={speedup:g} promises steps {promised:.2f} × as fast as in bf16, and"
+    if possible < promised * (1.0 - _WORTH_SAYING):
+        return (
+            f"{start} the host allows at most {possible:.2f} ×: launching a step takes it {host:.3g} s, the GPU would"
+            f" take {gpu:.3g} s; {REMEDY}"
+        )
+    if gpu < times.host.reserve * host:
+        return (
+            f"{start} steps are likely to wait for the slowest host of the tensor parallel ranks: launching a step"
+            f" takes {host:.3g} s, the GPU would take {gpu:.3g} s; {REMEDY}"
+        )
+    return None
 
 
 def _least_added(times: OptionTimes, names: Sequence[str], wanted: float, formats: Sequence[str]) -> float:

@@ -91,7 +91,7 @@ def _check_host(question: Question, bf16: StepTime, found: StepTime) -> None:
     """Raise SnipError if the map meets a ``step=`` budget by GPU time, but takes too long to launch."""
     if question.kind != "step" or bf16.total / found.total >= question.wanted * (1.0 - _SLACK):
         return
-    if any(stage.host_known and stage.host_bound for stage in (*bf16.stages, *found.stages)):
+    if any(stage.waits for stage in (*bf16.stages, *found.stages)):
         raise SnipError(
             f"--budget {cut(question.text)}: launching a step of its map takes the host"
             f" {max(stage.host for stage in found.stages):.3g} s on a stage, and the GPU only"
@@ -180,6 +180,7 @@ def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:
         "data_parallel": time.data_parallel,
         "optimizer": time.optimizer,
         "host_bound": any(stage.host_bound for stage in time.stages),
+        "waits": any(stage.waits for stage in time.stages),
         "host": max(stage.host for stage in time.stages) if time.stages[0].host_known else None,
     }
 

@@ -126,7 +126,8 @@ def _steps(plan: Body) -> str:
 def _host(step: Body) -> str:
     if not step["host_bound"]:
         return ""
-    return "likely host-bound" if step["host"] is None else f"host-bound: launches {step['host']:.3f} s"
+    how = "host-bound" if step["waits"] else "likely host-bound"
+    return how if step["host"] is None else f"{how}: launches {step['host']:.3f} s"
 
 
 def _budget(plan: Body) -> str:

@@ -65,6 +65,7 @@ class StageTime:
         host: seconds in which the host launches the work. They overlap with the seconds of the GPU.
         host_known: whether ``host`` covers all launches of a training, so that the stage cannot be faster. Otherwise it
             covers the linears alone.
+        host_reserve: the multiple of ``host`` that the work must have so that the GPU does not wait.
     """
 
     linears: float
@@ -76,6 +77,7 @@ class StageTime:
     pipeline: float
     host: float = 0.0
     host_known: bool = False
+    host_reserve: float = 1.0
 
     @property
     def other(self) -> float:
@@ -98,9 +100,14 @@ class StageTime:
         return max(self.work, self.host) if self.host_known else self.work
 
     @property
+    def waits(self) -> bool:
+        """Whether launching takes longer than the GPU's work."""
+        return self.work < self.total
+
+    @property
     def host_bound(self) -> bool:
         """Whether the GPU waits for its host, or is likely to."""
-        return self.work < (self.host if self.host_known else _HOST_BOUND * self.host)
+        return self.work < self.host_reserve * self.host
 
 
 @dataclass(frozen=True)
@@ -179,11 +186,12 @@ class StepModel:
         after = self._after_stage(bf16)
         return {stage: time.other - time.exchanges + after for stage, time in enumerate(bf16.stages)}
 
-    def host_seconds(self) -> tuple[dict[int, float], dict[str, float]] | None:
+    def host_seconds(self) -> tuple[dict[int, float], dict[str, float], float] | None:
         """Return the launching seconds of a step, which a run stores for its predictions. None if they are not known.
 
         The first dictionary is stage → seconds in bf16, with the same time after the pipeline as in
-        :meth:`fixed_seconds`. The second one is format → seconds that a GEMM in this format adds.
+        :meth:`fixed_seconds`. The second one is format → seconds that a GEMM in this format adds. The last value is
+        the multiple of these seconds that the GPU's work must have.
         """
         if not self.host.known:
             return None
@@ -214,6 +222,7 @@ class StepModel:
             pipeline=layout.microbatches * self._pipeline(stage),
             host=self._host(stage, [formats for _, formats in each]),
             host_known=self.host.known,
+            host_reserve=self.host.reserve if self.host.known else _HOST_BOUND,
         )
 
     def linear(self, kind: str, formats: Formats) -> float:

@@ -23,10 +23,12 @@ class HostSeconds:
         stages: pipeline stage → seconds with every GEMM in bf16, plus the time after the pipeline, which is in ``rest``
             as well.
         gemm: format → seconds that one GEMM of one linear takes longer to launch in this format than in bf16.
+        reserve: the multiple of these seconds that the GPU's work must have so that it is not likely to wait.
     """
 
     stages: Mapping[int, float]
     gemm: Mapping[str, float]
+    reserve: float = 1.0
 
     def of_map(self, stages: Mapping[str, int], precision_map: PrecisionMap) -> dict[int, float]:
         """Return pipeline stage → seconds under a map. ``stages`` is name of a linear → stage."""
@@ -128,7 +130,7 @@ class OptionTimes:
         body = {"model": self.model, "seconds": self.seconds, "rest": {str(k): v for k, v in self.rest.items()}}
         if self.host is not None:
             by_stage = {str(k): v for k, v in self.host.stages.items()}
-            body["host"] = {"stages": by_stage, "gemm": dict(self.host.gemm)}
+            body["host"] = {"stages": by_stage, "gemm": dict(self.host.gemm), "reserve": self.host.reserve}
         if self.exchanges:
             body |= {"exchanges": self.exchanges, "estimated": self.estimated}
         return body
@@ -165,7 +167,8 @@ def _host(body: Any) -> HostSeconds | None:
     if body is None:
         return None
     by_stage = {int(stage): _positive(value) for stage, value in body["stages"].items()}
-    return HostSeconds(by_stage, {Format(fmt).value: _finite(value) for fmt, value in body["gemm"].items()})
+    by_format = {Format(fmt).value: _finite(value) for fmt, value in body["gemm"].items()}
+    return HostSeconds(by_stage, by_format, _positive(body.get("reserve", 1.0)))
 
 
 def _finite(value: Any) -> float:

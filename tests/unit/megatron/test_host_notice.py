@@ -50,6 +50,19 @@ def test_a_budget_that_the_host_does_not_allow_is_said_with_the_remedy(capsys: p
     )
 
 
+def test_ranks_that_wait_for_the_slowest_host_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """The GPU would take 9 s, and launching takes 6.5 s on average."""
+    host = HostSeconds({0: 6.1}, {"fp8": 0.1})
+    assert said(replace(TIMES, host=replace(host, reserve=1.3)), capsys) == []
+    (line,) = said(replace(TIMES, host=replace(host, reserve=1.5)), capsys)
+    assert line.startswith(
+        "snip: --snip-budget speedup=1.5 promises steps 1.44 × as fast as in bf16, and steps are likely to wait for the"
+        " slowest host of the tensor parallel ranks: launching a step takes 6.5 s, the GPU would take 9 s; capture CUDA"
+    )
+    stored = OptionTimes.from_dict(replace(TIMES, host=host).as_dict(), "x")
+    assert stored.host == host
+
+
 def test_exchanges_without_measured_collectives_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     def of_exchanges(times: OptionTimes | None) -> list[str]:
         say_how_exchanges_are_estimated(SolveRequest(formats=("bf16", "fp8"), speedup=1.5, times=times))

@@ -84,6 +84,23 @@ def test_tensor_parallel_ranks_have_host_seconds_of_their_own() -> None:
     assert "over 2 tensor parallel ranks" in said[3]
 
 
+def test_tensor_parallel_steps_whose_host_has_little_reserve_are_likely_to_wait() -> None:
+    """Each rank waits for the slowest in every collective, so that the mean of a host says too little."""
+    sizes = layout(tp=2, sequence_parallel=True)
+    work = StepModel(sizes, TimingModel(formula_table())).step(lambda b, k: FP8).stages[0].work
+    for share, ranks, bound in ((0.6, 2, False), (0.7, 2, True), (0.7, 1, False)):
+        a_layer = share * work / (8 * 8)  # microbatches, layers
+        launching = Launching("local", dict.fromkeys(LAYER, a_layer), microbatch=1e-12, step=1e-12)
+        given = {"launching_over_ranks": {2: launching}} if ranks == 2 else {"launching": launching}
+        step = StepModel(sizes if ranks == 2 else layout(), TimingModel(replace(formula_table(), **given)))
+        stage = step.step(lambda b, k: FP8).stages[0]
+        if ranks == 2:
+            assert stage.work == pytest.approx(work)
+        assert (stage.host_bound, stage.waits, stage.total) == (bound, False, stage.work)
+        if bound:
+            assert "likely host-bound: launches" in render(plan_of(step, "fp4=0.5"))
+
+
 @pytest.mark.parametrize(("graphs", "ends"), [("local", 0.5), ("transformer_engine", 0.5), ("full_iteration", 0.0)])
 def test_layers_in_cuda_graphs_are_launched_in_no_time(graphs: str, ends: float) -> None:
     step = step_model(1.0, global_batch_size=6, cuda_graph_impl=graphs).step(lambda b, k: FP8)
