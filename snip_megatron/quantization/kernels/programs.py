@@ -185,19 +185,18 @@ def tile_kernel(
 
 @triton.jit
 def _uniform_side(
-    x_ptr, x_stride, M, K, width, m, k, scale, out_ptr, out_stride,
-    FORMAT: tl.constexpr, DOWN: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
+    a, b, scale, out_ptr, M, K, m, k, out_stride, FORMAT: tl.constexpr, DOWN: tl.constexpr, EVICTION: tl.constexpr,
+    DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one part with one scale [1, 1], and store it as it lies or transposed (``DOWN``)."""
-    a, b = load_pairs(x_ptr, x_stride, M, width, m, k, DOWN, WORDS)
+    """Quantise a part with one scale [1, 1], and store it as it lies, or transposed if it was loaded with ``DOWN``."""
     if DOWN:
         scale = scale[None, :, :]
     codes, others = _encode(a, b, scale, scale, a, b, FORMAT, False, not DOWN, DTYPE, WORDS, HARDWARE)
     if DOWN:
         cols = k * EDGE + 2 * tl.arange(0, PAIRS)
-        store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K)
+        store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K, EVICTION)
     else:
-        store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M)
+        store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M, EVICTION)
 
 
 @triton.jit
@@ -223,7 +222,8 @@ def block_kernel(
         tl.store(row_scale_ptr + m * row_scale_stride + k + corner, scale)
     if COL:
         scale = tile_scale(amax, COL, HARDWARE, DTYPE == "fp32")
-        _uniform_side(x_ptr, x_stride, M, K, width, m, k, scale, col_ptr, col_stride, COL, True, DTYPE, WORDS, HARDWARE)
+        a, b = load_pairs(x_ptr, x_stride, M, width, m, k, True, WORDS)
+        _uniform_side(a, b, scale, col_ptr, M, K, m, k, col_stride, COL, True, "", DTYPE, WORDS, HARDWARE)
         tl.store(col_scale_ptr + k * col_scale_stride + m + corner, scale)
 
 
@@ -249,21 +249,26 @@ def amax_kernel(
 def tensor_kernel(
     x_ptr, amax_ptr, row_ptr, col_ptr, scale_ptr, current_ptr, M, K, width, col_stride,
     x_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, GUARDED: tl.constexpr,
+    DESCENDING: tl.constexpr, LAST_READ: tl.constexpr, WRITE: tl.constexpr,
     DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise to fp8_tensor. Every program divides by the same scale; the first one stores it.
 
-    Parts are processed from the last to the first, because the end of the matrix is what the amax kernel left in cache.
+    With ``DESCENDING`` parts are processed from the last to the first, because the end of the matrix is what the kernel
+    before it has left in cache. ``LAST_READ`` and ``WRITE`` are Triton's policies for the caches.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
-    k = tl.num_programs(0) - 1 - tl.program_id(0)
-    m = tl.num_programs(1) - 1 - tl.program_id(1)
+    k, m = tl.program_id(0), tl.program_id(1)
+    if DESCENDING:
+        k, m = tl.num_programs(0) - 1 - k, tl.num_programs(1) - 1 - m
     one = tl.zeros((1, 1), tl.int32)
     scale = tile_scale(tl.load(amax_ptr + one), 8, HARDWARE, True)
     tl.store(scale_ptr + one, scale, mask=(one + k + m) == 0)
     if ROW:
-        _uniform_side(x_ptr, x_stride, M, K, width, m, k, scale, row_ptr, row_stride, 8, False, DTYPE, WORDS, HARDWARE)
+        a, b = load_pairs(x_ptr, x_stride, M, width, m, k, False, WORDS, "" if COL else LAST_READ)
+        _uniform_side(a, b, scale, row_ptr, M, K, m, k, row_stride, 8, False, WRITE, DTYPE, WORDS, HARDWARE)
     if COL:
-        _uniform_side(x_ptr, x_stride, M, K, width, m, k, scale, col_ptr, col_stride, 8, True, DTYPE, WORDS, HARDWARE)
+        a, b = load_pairs(x_ptr, x_stride, M, width, m, k, True, WORDS, LAST_READ)
+        _uniform_side(a, b, scale, col_ptr, M, K, m, k, col_stride, 8, True, WRITE, DTYPE, WORDS, HARDWARE)

@@ -51,6 +51,9 @@ LAUNCH: dict[str, dict[str, int]] = {
 }
 """Launch options of each kind of kernel (``benchmarks/quantize.py --sweep`` tries others): tiles do not cross warps, so
 that many warps with few registers each hide each other's latency."""
+ORDER: dict[str, object] = {"DESCENDING": True, "LAST_READ": "", "WRITE": ""}
+"""The order in which a whole tensor is quantised, and the policies for the caches (``benchmarks/quantize.py --orders``
+compares others). No choice changes a bit."""
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -155,7 +158,7 @@ def quantize_tensor(
             (M, K, source.width, stride_of(col_side)), (),
             {
                 "x_stride": source.stride, "row_stride": stride_of(row_side) // 2, "ROW": row, "COL": col,
-                "GUARDED": current is not None, **source.options,
+                "GUARDED": current is not None, **ORDER, **source.options,
             },
             LAUNCH["tensor"],
         )  # fmt: skip

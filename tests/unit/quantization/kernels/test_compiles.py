@@ -27,6 +27,7 @@ TILES = STRIDES | {
 }  # fmt: skip
 BF16 = {"DTYPE": "bf16", "WORDS": True, "HARDWARE": True}
 SIDES = STRIDES | {"ROW": 8, "COL": 4, "GUARDED": False} | BF16
+ORDER = {"ROW": True, "COL": True, "DESCENDING": True, "LAST_READ": "", "WRITE": ""}
 CAPTURED_TILES = TILES | {
     "ROW": 4, "COL": 4, "ROW_RANDOM": True, "LOADED": True, "SUMS": False, "SUM_8": 0, "SUM_4": 0, "GIVEN_ROWS": False,
     "GIVEN_COLS": True,
@@ -73,8 +74,8 @@ def assembled(
         ("block_kernel", SIDES | {"GUARDED": True}, "blocks", "*i32"),
         ("amax_kernel", {"x_stride": 2048, "PARTS": 4, "GUARDED": False} | BF16, "amax", "*i32"),
         ("amax_kernel", {"x_stride": 2048, "PARTS": 4, "GUARDED": True} | BF16, "amax", "*i32"),
-        ("tensor_kernel", SIDES | {"ROW": True, "COL": True}, "tensor", "*i32"),
-        ("tensor_kernel", SIDES | {"ROW": True, "COL": True, "GUARDED": True}, "tensor", "*i32"),
+        ("tensor_kernel", SIDES | ORDER, "tensor", "*i32"),
+        ("tensor_kernel", SIDES | ORDER | {"GUARDED": True}, "tensor", "*i32"),
     ],
 )
 def test_kernel_compiles_for_hopper(name: str, constants: dict[str, object], launch: str, x: str) -> None:
@@ -84,6 +85,12 @@ def test_kernel_compiles_for_hopper(name: str, constants: dict[str, object], lau
     if name != "amax_kernel" and 8 in (constants["ROW"], constants["COL"], 8 * (constants["ROW"] is True)):
         assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
     assert ".ftz.f32" not in compiled.asm["ptx"].replace("rcp.approx.ftz.f32", "")  # subnormal numbers must survive
+
+
+def test_policies_of_whole_tensors_reach_the_caches() -> None:
+    constants = SIDES | ORDER | {"LAST_READ": "evict_first"}
+    assert "L2::evict_first" in assembled("tensor_kernel", constants, "tensor").asm["ptx"]
+    assert "L2::evict_first" not in assembled("tensor_kernel", SIDES | ORDER, "tensor").asm["ptx"]
 
 
 def test_the_kernel_of_keys_compiles_for_hopper() -> None:
