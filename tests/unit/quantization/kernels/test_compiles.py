@@ -35,6 +35,7 @@ CAPTURED_TILES = TILES | {
 POINTERS = {
     "x_ptr": "*i32", "row_ptr": "*i16", "col_ptr": "*u8", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
     "sums_ptr": "*fp32", "rows_ptr": "*i64", "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
+    "maxima_ptr": "*i32",
     "row_key_ptr": "*i32", "col_key_ptr": "*i32", "current_ptr": "*i32",
     "y_ptr": "*i32", "d_ptr": "*i32", "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
     "elements_ptr": "*u8", "scales_ptr": "*fp32", "own_ptr": "*bf16", "out_ptr": "*bf16",
@@ -72,8 +73,8 @@ def assembled(
         ("tile_kernel", CAPTURED_TILES, "stochastic", "*i32"),
         ("block_kernel", SIDES, "blocks", "*i32"),
         ("block_kernel", SIDES | {"GUARDED": True}, "blocks", "*i32"),
-        ("amax_kernel", {"x_stride": 2048, "PARTS": 4, "GUARDED": False} | BF16, "amax", "*i32"),
-        ("amax_kernel", {"x_stride": 2048, "PARTS": 4, "GUARDED": True} | BF16, "amax", "*i32"),
+        ("amax_kernel", {"x_stride": 2048, "GUARDED": False} | BF16, "amax", "*i32"),
+        ("amax_kernel", {"x_stride": 2048, "GUARDED": True} | BF16, "amax", "*i32"),
         ("tensor_kernel", SIDES | ORDER, "tensor", "*i32"),
         ("tensor_kernel", SIDES | ORDER | {"GUARDED": True}, "tensor", "*i32"),
     ],

@@ -123,6 +123,14 @@ def test_tensor_scaling(quantizers: Quantizers, shape: tuple[int, int], amax: to
     assert_same(found.col, expected.col)
 
 
+def test_maxima_of_more_parts_than_programs(quantizers: Quantizers) -> None:
+    x = torch.randn(1, 128 * 600, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    expected = x.float().abs().view(600, 128).amax(1)
+    expected[:88] = torch.maximum(expected[:88], expected[512:])
+    found = quantizers.call("largest_magnitudes", x)
+    assert torch.equal(found.view(torch.float32), expected[:512])
+
+
 @pytest.mark.parametrize("poison", [float("nan"), -float("inf")])
 def test_nan_and_inf_stay_in_their_tile(quantizers: Quantizers, poison: float) -> None:
     x = matrix(140, 260)
