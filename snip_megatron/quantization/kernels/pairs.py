@@ -152,7 +152,7 @@ def amax_pairs(a, b, DOWN: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexp
 
 @triton.jit
 def store_rows(ptr, words, m, k, stride, row_mask, EVICTION: tl.constexpr = NO_POLICY):
-    """Store int16 [128, 64] to part (m, k) of a byte matrix whose width is padded to 128; ``stride`` counts pairs."""
+    """Store pairs [128, 64] to part (m, k) of a matrix whose width is padded to 128; ``stride`` counts pairs."""
     i, j = tl.arange(0, EDGE), tl.arange(0, PAIRS)
     base = ptr + m.to(tl.int64) * EDGE * stride + k * PAIRS
     tl.store(base + i[:, None] * stride + j[None, :], words, mask=row_mask[:, None], eviction_policy=EVICTION)

@@ -38,7 +38,7 @@ POINTERS = {
     "maxima_ptr": "*i32",
     "row_key_ptr": "*i32", "col_key_ptr": "*i32", "current_ptr": "*i32",
     "y_ptr": "*i32", "d_ptr": "*i32", "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
-    "elements_ptr": "*u8", "scales_ptr": "*fp32", "own_ptr": "*bf16", "out_ptr": "*bf16",
+    "elements_ptr": "*u8", "scales_ptr": "*fp32", "own_ptr": "*bf16", "out_ptr": "*bf16", "g_ptr": "*i32",
     "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64", "words_ptr": "*i32",
 }  # fmt: skip
 
@@ -150,6 +150,19 @@ def test_the_kernel_of_its_gradient_compiles_for_hopper(fmt: int) -> None:
     assert "ex2.approx.f32" in compiled.asm["ptx"]  # of the sigmoid: not libdevice's
     assert "fma.rm.ftz.f32" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 8192
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gradient"])
+def test_the_kernels_of_swiglu_with_its_amax_compile_for_hopper(name: str) -> None:
+    """With the same instructions for numbers as the kernels above, and with the memory accesses of a copy."""
+    kernel = {"swiglu": "swiglu_amax_kernel", "gradient": "swiglu_gradient_amax_kernel"}[name]
+    constants = {"d_stride": 2048, "y_stride": 4096, "HARDWARE": True}
+    constants = {key: value for key, value in constants.items() if key in getattr(triton_swiglu, kernel).arg_names}
+    ptx = assembled(kernel, constants, f"{name}, amax", module=triton_swiglu).asm["ptx"]
+    for instruction in ("div.full.f32", "fma.rm.ftz.f32", "cvt.rn.bf16x2.f32", "ld.global.v4.b32", "st.global.v4.b32"):
+        assert instruction in ptx
+    assert name == "swiglu" or "ex2.approx.f32" in ptx  # of the sigmoid
+    assert "atom.global" in ptx
 
 
 @pytest.mark.parametrize("random", [False, True])
