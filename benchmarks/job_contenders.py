@@ -60,6 +60,7 @@ CONTENDERS = {
     "te_fp8_block_graphs": Contender(_TE_BLOCK, ("transformer_engine",), transformer_engine=True),
     "snip_fp8_tensor": Contender(map=Format.FP8_TENSOR),
     "snip_fp8_tensor_graphs": Contender(graphs=_BOTH, map=Format.FP8_TENSOR),
+    "snip_fp8_tensor_fused_graphs": Contender(("--snip-fusions", "auto"), graphs=_BOTH, map=Format.FP8_TENSOR),
     "snip_fp8": Contender(map=Format.FP8),
     "snip_fp8_graphs": Contender(graphs=_BOTH, map=Format.FP8),
     "snip_fp8_fused_graphs": Contender(("--snip-fusions", "auto"), graphs=_BOTH, map=Format.FP8),
@@ -71,6 +72,7 @@ CONTENDERS = {
     "snip_fp4_75_all_graphs": Contender(("--snip-communication", "all"), graphs=_BOTH, updates=True),
 }
 EXTRA = (
+    "snip_fp8_tensor_fused_graphs",
     "snip_fp8_fused_graphs",
     "snip_fp4_75",
     "snip_fp4_75_fused_graphs",

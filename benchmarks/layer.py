@@ -45,7 +45,7 @@ from snip_megatron.precision import LINEAR_KINDS, Format, PrecisionMap
 
 MICROBATCHES = 4
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
-FUSED = (Format.FP8, Format.FP4)
+FUSED = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
 
 
 class Stack:

@@ -6,7 +6,7 @@ A row is a function, a format of both operands and a shape [tokens, features of 
 ``fused_ms`` are GPU times with a cold L2 cache, without the time of launches; ``*_host_us`` is how long a call occupies
 the launching thread. ``difference`` names what differs in a bit from Megatron's functions, over all bf16 gates; each
 row says whether its operands are ``equal``. The exit code is 1 if something differs. ``--sweep`` also tries other
-launch options.
+launch options. In fp8_tensor the fused function returns bf16 and its amax, and the quantisation follows it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from snip_megatron.precision import Format
 from snip_megatron.quantization.kernels.swiglu import LAUNCH
 
 SHAPES = ((16384, 5632), (8192, 14336), (8192, 28672))  # of Llamas of 1 B, 8 B and 70 B
-FORMATS = (Format.FP8, Format.FP4)
+FORMATS = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
 SWEEP = [
     {"num_warps": warps, "maxnreg": registers}
     for warps in (4, 8, 16)
-    for registers in (64, 80, 96, 128, 168)
+    for registers in (40, 48, 64, 80, 96, 128, 168)
     if 32 * warps * registers <= 65536  # of a multiprocessor
 ]
 Call = Callable[[], Sides]
@@ -47,15 +47,24 @@ def calls(backend: GemmBackend, shape: tuple[int, int], fmt: Format) -> dict[str
     d = (torch.randn(tokens, features, device="cuda", generator=generator) * 1e-3).bfloat16()
     seeds = (2**63 + 11, 12) if fmt is Format.FP4 else (None, None)
     keys = GradientKeys(*seeds, torch.arange(2 * features, device="cuda"))
+
+    def with_amax() -> Sides:
+        x, amax = backend.swiglu_with_amax(y)
+        return backend.quantize_input(x, fmt, fmt, amax=amax)
+
+    def gradient_with_amax() -> Sides:
+        g, amax = backend.swiglu_gradient_with_amax(d, y)
+        return backend.quantize_gradient(g, fmt, fmt, keys, amax=amax)
+
+    unfused = (
+        lambda: backend.quantize_input(STOCK.forward(y), fmt, fmt),
+        lambda: backend.quantize_gradient(STOCK.backward(d, y), fmt, fmt, keys),
+    )
+    if fmt is Format.FP8_TENSOR:
+        return {"swiglu": (unfused[0], with_amax), "gradient": (unfused[1], gradient_with_amax)}
     return {
-        "swiglu": (
-            lambda: backend.quantize_input(STOCK.forward(y), fmt, fmt),
-            lambda: backend.quantize_swiglu(y, fmt, fmt),
-        ),
-        "gradient": (
-            lambda: backend.quantize_gradient(STOCK.backward(d, y), fmt, fmt, keys),
-            lambda: backend.quantize_swiglu_gradient(d, y, fmt, fmt, keys),
-        ),
+        "swiglu": (unfused[0], lambda: backend.quantize_swiglu(y, fmt, fmt)),
+        "gradient": (unfused[1], lambda: backend.quantize_swiglu_gradient(d, y, fmt, fmt, keys)),
     }
 
 
@@ -80,7 +89,7 @@ def measure(backend: GemmBackend, *, sweep: bool) -> list[dict[str, Any]]:
                     row[f"{which}_ms"] = cold_milliseconds(call)
                     row[f"{which}_host_us"] = 1e3 * host_milliseconds(call)
                 if sweep:
-                    row["sweep"] = swept(name, fused)
+                    row["sweep"] = swept(f"{name}, amax" if fmt is Format.FP8_TENSOR else name, fused)
                 rows.append(row)
                 print(row, flush=True)
     return rows

@@ -156,6 +156,24 @@ class GemmBackend:
         """
         raise NotImplementedError
 
+    def finds_amax_of_swiglu(self, y: Tensor, formats: Formats) -> bool:
+        """Return whether the two functions below take y [T, 2K] and spare these formats a read for the amax."""
+        return False
+
+    def swiglu_with_amax(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return SwiGLU [T, K] of y [T, 2K], gates first, and its amax for :meth:`quantize_input`, FP32 and 0-dim.
+
+        Requires :meth:`finds_amax_of_swiglu`.
+        """
+        raise NotImplementedError
+
+    def swiglu_gradient_with_amax(self, d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient [T, 2K] of SwiGLU of y, and its amax for :meth:`quantize_gradient`, FP32 and 0-dim.
+
+        ``d`` [T, K] is contiguous. Requires :meth:`finds_amax_of_swiglu`.
+        """
+        raise NotImplementedError
+
     def pack(self, side: Side, format: Format, axis: int) -> Parcel:
         """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.
 

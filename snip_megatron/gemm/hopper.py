@@ -44,6 +44,8 @@ class Activations(Protocol):
     fits: Callable[..., bool]
     quantize_swiglu: Callable[..., Operands]
     quantize_swiglu_gradient: Callable[..., Operands]
+    swiglu_with_amax: Callable[..., tuple[Tensor, Tensor]]
+    swiglu_gradient_with_amax: Callable[..., tuple[Tensor, Tensor]]
 
 
 class HopperBackend(GemmBackend):
@@ -126,6 +128,21 @@ class HopperBackend(GemmBackend):
             d, y, dgrad, wgrad, row_seed=keys.dgrad, col_seed=keys.wgrad, cols=keys.cols
         )
         return found.row, found.col
+
+    def finds_amax_of_swiglu(self, y: Tensor, formats: Formats) -> bool:
+        """See the base class. A format with one scale per tensor is beside another or itself."""
+        own = Format.FP8_TENSOR in formats and {*NATIVE, None}.issuperset(formats)
+        return self._activations is not None and own and self._activations.fits(y)
+
+    def swiglu_with_amax(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        assert self._activations is not None
+        return self._activations.swiglu_with_amax(y)
+
+    def swiglu_gradient_with_amax(self, d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        assert self._activations is not None
+        return self._activations.swiglu_gradient_with_amax(d, y)
 
     def check_gathers(self, formats: Collection[Format]) -> None:
         """See the base class."""

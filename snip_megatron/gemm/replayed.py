@@ -60,6 +60,8 @@ class ReplayedHopperBackend(HopperBackend):
             "gradient": gradient,
             "swiglu": lambda _, y, fprop, wgrad: python.quantize_swiglu(y, fprop, wgrad),
             "swiglu_gradient": swiglu_gradient,
+            "swiglu_amax": lambda _, y: python.swiglu_with_amax(y),
+            "swiglu_gradient_amax": lambda _, d, y: python.swiglu_gradient_with_amax(d, y),
             "fprop": lambda _, x, w, dtype: python.fprop(x, w, dtype=dtype),
             "dgrad": lambda _, g, w, dtype: python.dgrad(g, w, dtype=dtype),
             "wgrad": lambda _, g, x, out: python.wgrad(g, x, out=out),
@@ -69,6 +71,7 @@ class ReplayedHopperBackend(HopperBackend):
         calls = {name: replayed.call for name, replayed in self.replayed.items()}
         self._input, self._weight, self._gradient = calls["input"], calls["weight"], calls["gradient"]
         self._swiglu, self._swiglu_gradient = calls["swiglu"], calls["swiglu_gradient"]
+        self._swiglu_amax, self._swiglu_gradient_amax = calls["swiglu_amax"], calls["swiglu_gradient_amax"]
         self._fprop, self._dgrad, self._wgrad = calls["fprop"], calls["dgrad"], calls["wgrad"]
         self._forward, self._backward = calls["forward"], calls["backward"]
         self._input_gradient = calls["input_gradient"]
@@ -152,6 +155,14 @@ class ReplayedHopperBackend(HopperBackend):
         """See the base class."""
         seeds, random = _split(keys)
         return self._swiglu_gradient(seeds, d, y, dgrad, wgrad, random)  # type: ignore[no-any-return]
+
+    def swiglu_with_amax(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        return self._swiglu_amax((), y)  # type: ignore[no-any-return]
+
+    def swiglu_gradient_with_amax(self, d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        return self._swiglu_gradient_amax((), d, y)  # type: ignore[no-any-return]
 
     # -- products ------------------------------------------------------------------------------------------------
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:

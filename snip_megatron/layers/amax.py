@@ -56,7 +56,15 @@ def shared_amax(
     """
     if group is None or not any(fmt in WHOLE_TENSOR for fmt in formats):
         return None
-    return _shared(x, group)
+    return largest_of_shards(_amax(x), group)
+
+
+def largest_of_shards(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the maximum of ``amax`` (FP32 and 0-dim) over the ranks of ``group``, or ``amax`` if there is no group.
+
+    The result is NaN if the amax of any rank is NaN. With a group this is a collective of it.
+    """
+    return amax if group is None else largest(amax.view(1), group).view(())
 
 
 def gathered_amaxes(
@@ -116,11 +124,7 @@ def _rotation(
         signs = 0
     if group is None or fmt not in ROTATED_TENSOR:
         return Rotation(signs)
-    return Rotation(signs, _shared(rotate(x, signs, size, axis), group))
-
-
-def _shared(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return largest(_amax(x).view(1), group).view(())
+    return Rotation(signs, largest_of_shards(_amax(rotate(x, signs, size, axis)), group))
 
 
 def _amax(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.layers.amax import is_shared, shared_amax, shared_rotation
+from snip_megatron.layers.amax import is_shared, largest_of_shards, shared_amax, shared_rotation
 from snip_megatron.layers.weights import HeldWeight, WeightCache
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
@@ -165,9 +165,19 @@ class LinearHandle:
             x: this rank's shard of the operand.
             formats: formats that the operand will be quantised to.
         """
-        if self.tp_group is None or not is_shared(self.parallel, operand):
-            return None
-        return shared_amax(x, formats, self.tp_group)
+        group = self._sharing(operand)
+        return None if group is None else shared_amax(x, formats, group)
+
+    def unsharded_amax(self, operand: str, amax: torch.Tensor) -> torch.Tensor:
+        """Return the amax of the unsharded operand, from the amax of this rank's shard (FP32 and 0-dim).
+
+        If the operand is sharded over ranks, this is a collective of the tensor parallel group.
+        """
+        return largest_of_shards(amax, self._sharing(operand))
+
+    def _sharing(self, operand: str) -> dist.ProcessGroup | None:
+        """Return the group whose ranks hold shards of an operand; None if this rank holds the whole operand."""
+        return self.tp_group if self.tp_group is not None and is_shared(self.parallel, operand) else None
 
     def rotation(
         self, operand: str, x: torch.Tensor, row: Format | None, col: Format | None, *, on_device: bool = False
@@ -188,8 +198,7 @@ class LinearHandle:
         context = self.context
         captured = self.device_signs if on_device else None
         signs = signs_of([self], context.seed, context.step)[0] if captured is None else captured
-        matrix = x.reshape(-1, x.shape[-1])
-        return shared_rotation(matrix, row, col, signs, self.tp_group if is_shared(self.parallel, operand) else None)
+        return shared_rotation(x.reshape(-1, x.shape[-1]), row, col, signs, self._sharing(operand))
 
     @property
     def name(self) -> str:

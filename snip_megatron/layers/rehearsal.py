@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from snip_megatron.gemm.operands import GradientKeys
-from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, gradient_keys
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import ALL_BF16, LinearHandle
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.exchange import packs_gradient
 from snip_megatron.layers.reductions import rehearse_quantised
+from snip_megatron.layers.swiglu import fuses, quantised_gradient, quantised_swiglu
 from snip_megatron.precision import Format
 
 Formats = tuple[Format, Format, Format]
@@ -124,13 +125,12 @@ def _rehearse_swiglu(linear: StandIn, call: LinearCall) -> None:
     fprop, dgrad, wgrad = handle.formats
     if handle.parallel == "column":
         y, d = linear.g, linear.g.new_zeros(len(linear.g), linear.g.shape[1] // 2)
-        if backend.quantizes_swiglu(y, (dgrad, wgrad)):
-            backend.quantize_swiglu_gradient(d, y, dgrad, wgrad, gradient_keys(call, dgrad, wgrad))
+        if fuses(backend, y, (dgrad, wgrad)):
+            quantised_gradient(d, y, call, dgrad, wgrad)
         return
     y = linear.x.new_zeros(len(linear.x), 2 * linear.x.shape[1])
     for kept in (wgrad, None):  # in training; in validation and recomputation
-        if backend.quantizes_swiglu(y, (fprop, kept)):
-            backend.quantize_swiglu(y, fprop, kept)
+        quantised_swiglu(y, handle, (fprop, kept))
 
 
 def _rehearse_reductions(linear: StandIn) -> None:

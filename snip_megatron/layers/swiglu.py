@@ -1,8 +1,9 @@
 """SwiGLU between the two linears of an MLP, in one kernel with the quantisation of its result and of its gradient.
 
 Unfused, SwiGLU writes X of fc2 in bf16, and fc2 reads it to quantise it; the backward writes G of fc1 in bf16, and fc1
-reads it to quantise it. Each half is fused where the formats of the map in force have a kernel. Where they have none,
-Megatron's own function runs, so that the numbers of a training do not depend on what is fused.
+reads it to quantise it. A format with one scale for the whole tensor reads it once more, for its amax. Each half is
+fused where the formats of the map in force have a kernel: one that quantises, or one that finds the amax. Where they
+have none, Megatron's own function runs, so that the numbers of a training do not depend on what is fused.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from snip_megatron.gemm.backend import Sides, matrix
+from snip_megatron.gemm.backend import Formats, GemmBackend, Sides, matrix
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.handover import hand_over, nothing
+from snip_megatron.precision import Format
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ def fused_swiglu(y: torch.Tensor, fc1: LinearHandle, fc2: LinearHandle, stock: S
         fc1, fc2: the linears. :func:`may_fuse` holds.
         stock: what runs where nothing is fused.
     """
-    sides = None if fc2.is_stock else _quantised(y, fc2)
+    fprop, _, wgrad = fc2.formats
+    formats = (fprop, wgrad if torch.is_grad_enabled() else None)
+    sides = None if fc2.is_stock else quantised_swiglu(matrix(y.detach()), fc2, formats)
     x: torch.Tensor = _FusedSwiGLU.apply(y, stock, sides is not None, _receiver(y, fc1))  # type: ignore[no-untyped-call]
     return x if sides is None else hand_over(x, sides)
 
@@ -69,19 +73,40 @@ class _FusedSwiGLU(torch.autograd.Function):
         d, rows = matrix(grad_outputs[0]).contiguous(), matrix(y)
         if ctx.receiver is not None:
             call: LinearCall = ctx.receiver.call
-            _, dgrad, wgrad = ctx.receiver.formats
-            keys = gradient_keys(call, dgrad, wgrad)
-            ctx.receiver.given = call.backend.quantize_swiglu_gradient(d, rows, dgrad, wgrad, keys)
+            ctx.receiver.given = quantised_gradient(d, rows, call, *ctx.receiver.formats[1:])
             return nothing(y.shape, y), None, None, None
         return ctx.stock.backward(d, rows).view(y.shape), None, None, None
 
 
-def _quantised(y: torch.Tensor, fc2: LinearHandle) -> Sides | None:
+def fuses(backend: GemmBackend, y: torch.Tensor, formats: Formats) -> bool:
+    """Return whether the backend has kernels for SwiGLU of y [T, 2K], or for its gradient, in two formats."""
+    return backend.quantizes_swiglu(y, formats) or backend.finds_amax_of_swiglu(y, formats)
+
+
+def quantised_swiglu(y: torch.Tensor, fc2: LinearHandle, formats: Formats) -> Sides | None:
+    """Return SwiGLU of y [T, 2K] as the operands of fprop and wgrad of ``fc2``; None if nothing is fused.
+
+    If its amax is that of a shard, this is a collective of the tensor parallel group.
+    """
     backend = fc2.context.backend
-    fprop, _, wgrad = fc2.formats
-    formats = (fprop, wgrad if torch.is_grad_enabled() else None)
-    rows = matrix(y.detach())
-    return backend.quantize_swiglu(rows, *formats) if backend.quantizes_swiglu(rows, formats) else None
+    if backend.quantizes_swiglu(y, formats):
+        return backend.quantize_swiglu(y, *formats)
+    if not backend.finds_amax_of_swiglu(y, formats):
+        return None
+    x, amax = backend.swiglu_with_amax(y)
+    return backend.quantize_input(x, *formats, amax=fc2.unsharded_amax("x", amax))
+
+
+def quantised_gradient(d: torch.Tensor, y: torch.Tensor, call: LinearCall, dgrad: Format, wgrad: Format) -> Sides:
+    """Return the gradient of SwiGLU of y [T, 2K] as the operands of dgrad and wgrad of fc1, which made y by ``call``.
+
+    :func:`fuses` holds. If its amax is that of a shard, this is a collective of the tensor parallel group.
+    """
+    backend, keys = call.backend, gradient_keys(call, dgrad, wgrad)
+    if backend.quantizes_swiglu(y, (dgrad, wgrad)):
+        return backend.quantize_swiglu_gradient(d, y, dgrad, wgrad, keys)
+    g, amax = backend.swiglu_gradient_with_amax(d, y)
+    return backend.quantize_gradient(g, dgrad, wgrad, keys, amax=call.handle.unsharded_amax("g", amax))
 
 
 def _receiver(y: torch.Tensor, fc1: LinearHandle) -> Any:
@@ -91,4 +116,4 @@ def _receiver(y: torch.Tensor, fc1: LinearHandle) -> Any:
     if not isinstance(call, LinearCall) or call.handle is not fc1 or not call.trains or node.has_bias:
         return None
     _, dgrad, wgrad = node.formats
-    return node if call.backend.quantizes_swiglu(matrix(y.detach()), (dgrad, wgrad)) else None
+    return node if fuses(call.backend, matrix(y.detach()), (dgrad, wgrad)) else None

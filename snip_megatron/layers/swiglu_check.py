@@ -3,12 +3,14 @@
 Which instructions a compiler chooses for an exponential or a division depends on its version and settings, and a
 difference in the last bit of FP32 rarely shows after rounding to bf16. So the comparison seeks it: it takes every bf16
 gate, and beside it the numbers for which the result comes closest to a tie of that rounding. Each result lies alone in
-its tiles, whose FP32 scales show all of its bits.
+its tiles, whose FP32 scales show all of its bits. The functions that return bf16 and its amax are compared as well.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,12 +41,18 @@ def difference(backend: GemmBackend, stock: SwiGLU, device: torch.device, repeat
         y = torch.cat((_alone(gates), _alone(ups)), 1)
         if not backend.quantizes_swiglu(y, both):
             return f"the {backend.name} GEMMs have no kernel for it"
-        if not _same(backend.quantize_swiglu(y, *both), backend.quantize_input(stock.forward(y), *both)):
+        x = stock.forward(y)
+        if not _same(backend.quantize_swiglu(y, *both), backend.quantize_input(x, *both)):
             return "SwiGLU"
         d, keys = _alone(d), GradientKeys(None, None, torch.arange(y.shape[1], device=device))
-        fused = backend.quantize_swiglu_gradient(d, y, *both, keys)
-        if not _same(fused, backend.quantize_gradient(stock.backward(d, y), *both, keys)):
+        g = stock.backward(d, y)
+        if not _same(backend.quantize_swiglu_gradient(d, y, *both, keys), backend.quantize_gradient(g, *both, keys)):
             return "the gradient of SwiGLU"
+        if backend.finds_amax_of_swiglu(y, (Format.FP8_TENSOR,) * 2):
+            if not _same_with_amax(backend.swiglu_with_amax, x, y):
+                return "SwiGLU with its amax"
+            if not _same_with_amax(backend.swiglu_gradient_with_amax, g, d, y):
+                return "the gradient of SwiGLU with its amax"
     return None
 
 
@@ -81,9 +89,22 @@ def _alone(values: Tensor) -> Tensor:
     return blocks.permute(0, 2, 1, 3).reshape(_BLOCKS_DOWN * TILE, _BLOCKS_ACROSS * TILE)
 
 
+def _same_with_amax(function: Callable[..., tuple[Tensor, Tensor]], expected: Tensor, *arguments: Tensor) -> bool:
+    """Compare results and amaxes of 128 rows at a time, of which most hold numbers alone, neither NaN nor Inf."""
+    pieces = zip(*(torch.split(argument, TILE) for argument in arguments), strict=True)
+    return all(
+        _equal(x, piece) and _equal(amax, piece.abs().amax())
+        for piece, (x, amax) in zip(torch.split(expected, TILE), itertools.starmap(function, pieces), strict=True)
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.float().nan_to_num(), b.float().nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
 def _same(fused: Sides, unfused: Sides) -> bool:
     return all(
-        torch.equal(a.float().nan_to_num(), b.float().nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+        _equal(a, b)
         for found, expected in zip(fused, unfused, strict=True)
         for a, b in zip(disassemble(found)[0], disassemble(expected)[0], strict=True)
     )

@@ -1,6 +1,9 @@
 """SwiGLU and its gradient, quantised for the GEMMs that read them. ``kernels/swiglu.py`` has these functions in Triton.
 
-SwiGLU of y = [gates, ups] is silu(gates)·ups. Both functions compute in FP32 and round once, to the dtype of y, before
+Tiles are quantised in the function that computes the result. A format with one scale per tensor needs the amax first,
+so that the result is returned with its amax, and quantised by another function.
+
+SwiGLU of y = [gates, ups] is silu(gates)·ups. All functions compute in FP32 and round once, to the dtype of y, before
 they quantise. Megatron's functions do the same where torch.compile compiles them. The exponential and the division
 differ between devices, so that the kernels' bits are those of Megatron's functions on the same GPU, and not always
 those of this module.
@@ -65,3 +68,17 @@ def quantize_swiglu_gradient(
     return quantize_tiles(
         swiglu_gradient(d, y), row_format, col_format, row_seed=row_seed, col_seed=col_seed, cols=cols
     )
+
+
+def swiglu_with_amax(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return SwiGLU [M, K] of y [M, 2K] in y's dtype, and max|·| of it, FP32 and 0-dim, NaN if it holds a NaN."""
+    return _with_amax(swiglu(y))
+
+
+def swiglu_gradient_with_amax(d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient [M, 2K] of SwiGLU of y as :func:`swiglu_gradient` does, and its amax."""
+    return _with_amax(swiglu_gradient(d, y))
+
+
+def _with_amax(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, (x.abs().amax() if x.numel() else x.new_zeros(())).to(torch.float32)

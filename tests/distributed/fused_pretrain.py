@@ -43,7 +43,8 @@ def install() -> None:
     from snip_megatron.megatron import conversion, fused_mlp
     from snip_megatron.quantization import packed, swiglu
 
-    functions = {name: noted(getattr(swiglu, name)) for name in ("quantize_swiglu", "quantize_swiglu_gradient")}
+    names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax", "swiglu_gradient_with_amax")
+    functions = {name: noted(getattr(swiglu, name)) for name in names}
     activations = SimpleNamespace(fits=swiglu.fits, **functions)
     backend = hopper.HopperBackend(packed, ScaledProducts(scaled_mm), activations=activations)
     selection.why_not_hopper = lambda: None

@@ -76,7 +76,7 @@ def install() -> None:
     names = ("quantize_tiles", "quantize_blocks", "quantize_tensor")
     quantisers = {name: both(getattr(quantize, name), getattr(packed, name)) for name in names}
     quantisers |= {name: both(getattr(quantize, name), getattr(fours, name)) for name in ("pack_fours", "unpack_fours")}
-    names = ("quantize_swiglu", "quantize_swiglu_gradient")
+    names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax", "swiglu_gradient_with_amax")
     activations = {name: both(getattr(kernel_swiglu, name), getattr(swiglu, name)) for name in names}
     activations["fits"] = kernel_swiglu.fits
     stock = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)

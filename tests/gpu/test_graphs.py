@@ -49,12 +49,14 @@ MAPS = {
     "layers": "--snip --snip-replay {folder}/replayed",
     "compiled": f"--snip --snip-budget fp4=0.75 {UPDATED}",
     "fused": f"--snip --snip-budget fp4=0.75 --snip-fusions auto {UPDATED}",
+    "compiled_tensor": "--snip --snip-map {folder}/fp8_tensor.json",
+    "fused_tensor": "--snip --snip-map {folder}/fp8_tensor.json --snip-fusions auto",
     "tensor_and_fp4": f"--snip --snip-budget fp4=0.5 --snip-formats fp8_tensor,fp4 {UPDATED}",
 }
 """Those with a budget probe before steps 3 and 9, from 0, and adopt before 5 and 11."""
 REPLAYED = {5: range(LAYERS), 8: (1,), 10: (1, 2), 12: (0, 1, 2)}
 """Of "layers": step of an adoption → layers whose formats it changes. A third would double the memory of graphs."""
-COMPILED = ("compiled", "fused")
+COMPILED = ("compiled", "fused", "compiled_tensor", "fused_tensor")
 """Those whose SwiGLU torch compiles: fused kernels have the bits of that."""
 LAYOUTS = {
     "one": (1, ""),
@@ -187,9 +189,10 @@ def on_one(trainings: Trainings) -> Trainings:
         trainings.begin(kind, "local")
     for graphs in (None, "local", "transformer_engine"):
         trainings.begin("layers", graphs)
-    trainings.begin("compiled", None)
-    for graphs in (None, "local", "transformer_engine"):
-        trainings.begin("fused", graphs)
+    for kind in ("", "_tensor"):
+        trainings.begin(f"compiled{kind}", None)
+        for graphs in (None, "local", "transformer_engine"):
+            trainings.begin(f"fused{kind}", graphs)
     for graphs in ("local", "transformer_engine"):
         trainings.saving("fp4", graphs)
     for graphs in ("local", "transformer_engine"):
@@ -204,6 +207,9 @@ def on_two(trainings: Trainings) -> Trainings:
     for layout, graphs in TWO_GPUS:
         trainings.begin("tensor_and_fp4", None, layout=layout)
         trainings.begin("tensor_and_fp4", graphs, layout=layout)
+    trainings.begin("compiled_tensor", None, layout="tensor")
+    for graphs in (None, "transformer_engine"):
+        trainings.begin("fused_tensor", graphs, layout="tensor")
     for graphs in (None, *IMPLEMENTATIONS):
         for layout, sums in FP8_SUMS.items():
             trainings.begin("tensor_and_fp4", graphs, *sums, layout=layout)
@@ -229,8 +235,9 @@ def test_graphs_change_no_bit(on_one: Trainings, kind: str, graphs: str) -> None
 
 
 @pytest.mark.parametrize("graphs", [None, "local", "transformer_engine"])
-def test_fused_swiglu_changes_no_bit(trainings: Trainings, graphs: str | None) -> None:
-    runs = trainings.begin("compiled", None), trainings.begin("fused", graphs)
+@pytest.mark.parametrize("kind", ["", "_tensor"])
+def test_fused_swiglu_changes_no_bit(trainings: Trainings, kind: str, graphs: str | None) -> None:
+    runs = trainings.begin(f"compiled{kind}", None), trainings.begin(f"fused{kind}", graphs)
     plain, fused = (run.result() for run in runs)
     assert f"fused with quantisation: SwiGLU of {LAYERS} layers" in (Path(fused["folder"]) / "log0").read_text()
     assert any(fused["replays"].values()) is (graphs is not None)
@@ -276,6 +283,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(on_one: Trainings, graphs: str) -> No
     assert resumed["replays"][STEPS] > 0
     same_steps(whole, resumed)
     same_steps(on_one.begin("fp4", None).result(), whole)
+
+
+@pytest.mark.parametrize("graphs", [None, "transformer_engine"])
+def test_fused_swiglu_with_shared_amaxes_changes_no_bit_on_two_gpus(on_two: Trainings, graphs: str | None) -> None:
+    runs = on_two.begin("compiled_tensor", None, layout="tensor"), on_two.begin("fused_tensor", graphs, layout="tensor")
+    plain, fused = (run.result() for run in runs)
+    assert f"fused with quantisation: SwiGLU of {LAYERS} layers" in (Path(fused["folder"]) / "log0").read_text()
+    same_steps(plain, fused)
 
 
 @pytest.mark.parametrize(("layout", "graphs"), TWO_GPUS)

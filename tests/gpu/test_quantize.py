@@ -97,6 +97,52 @@ def test_blocks_and_tensor() -> None:
     assert_same(found.col, expected.col)
 
 
+@pytest.mark.parametrize("poison", [float("nan"), -float("inf")])
+def test_nan_and_inf_spoil_a_whole_tensor(poison: float) -> None:
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
+
+    x = activations(4096, 5120)
+    x[4000, 5000] = poison
+    found = triton_quantize.quantize_tensor(x, col=True)
+    assert found.row.scale.isnan().all()
+    assert found.row.scale is found.col.scale
+
+
+def test_a_captured_graph_finds_the_amax_of_what_is_there() -> None:
+    """Also where it is smaller than in the replay before, and after a NaN."""
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
+
+    x = activations(4096, 5120)
+    numbers, spoilt = x.clone(), x.clone()
+    spoilt[7, 9] = float("nan")
+    triton_quantize.quantize_tensor(x, col=True)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = triton_quantize.quantize_tensor(x, col=True)
+    for source in (numbers, spoilt, numbers / 64, numbers * 4):
+        x.copy_(source)
+        graph.replay()
+        expected = packed.quantize_tensor(source, col=True)
+        if source is spoilt:
+            assert found.row.scale.isnan().all()
+        else:
+            assert_same(found.row, expected.row)
+            assert_same(found.col, expected.col)
+
+
+@pytest.mark.parametrize("policies", [("", ""), ("evict_first", ""), ("evict_first", "evict_first")])
+@pytest.mark.parametrize("descending", [False, True])
+def test_no_order_changes_a_bit(descending: bool, policies: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from snip_megatron.quantization.kernels import quantize as triton_quantize
+
+    for name, value in zip(("DESCENDING", "LAST_READ", "WRITE"), (descending, *policies), strict=True):
+        monkeypatch.setitem(triton_quantize.ORDER, name, value)
+    x = activations(8192, 4096)
+    found, expected = triton_quantize.quantize_tensor(x, col=True), packed.quantize_tensor(x, col=True)
+    assert_same(found.row, expected.row)
+    assert_same(found.col, expected.col)
+
+
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 

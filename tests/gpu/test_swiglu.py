@@ -13,7 +13,7 @@ from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.swiglu_check import difference
 from snip_megatron.precision import Format
 
-FP8, FP4 = Format.FP8, Format.FP4
+FP8, FP4, TENSOR = Format.FP8, Format.FP4, Format.FP8_TENSOR
 SHAPES = [(4096, 14336), (1000, 5632), (4, 128)]
 
 
@@ -35,6 +35,9 @@ def tensors(tokens: int, features: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def assert_same(found: Sides, expected: Sides) -> None:
     for one, other in zip(found, expected, strict=True):
+        if one is None or other is None:
+            assert one is other
+            continue
         for a, b in zip(disassemble(one)[0], disassemble(other)[0], strict=True):
             assert torch.equal(a.float(), b.float())
 
@@ -58,3 +61,36 @@ def test_operands_are_those_of_the_unfused_sequence(
     keys = GradientKeys(2**63 + 5, 6, torch.arange(y.shape[1], device="cuda") + 2 * shape[1])
     expected = backend.quantize_gradient(STOCK.backward(d, y), *formats, keys)
     assert_same(backend.quantize_swiglu_gradient(d, y, *formats, keys), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("formats", [(TENSOR, TENSOR), (TENSOR, None), (FP8, TENSOR), (TENSOR, FP4)])
+def test_operands_with_one_scale_are_those_of_the_unfused_sequence(
+    backend: GemmBackend, formats: tuple[Format, Format | None], shape: tuple[int, int]
+) -> None:
+    from snip_megatron.megatron.fused_mlp import STOCK
+
+    d, y = tensors(*shape)
+    torch.compiler.reset()
+    x, amax = backend.swiglu_with_amax(y)
+    expected = STOCK.forward(y)
+    assert torch.equal(x, expected)
+    assert amax == expected.abs().amax()
+    assert_same(backend.quantize_input(x, *formats, amax=amax), backend.quantize_input(expected, *formats))
+    keys = GradientKeys(2**63 + 5, 6, torch.arange(y.shape[1], device="cuda") + 2 * shape[1])
+    g, amax = backend.swiglu_gradient_with_amax(d, y)
+    expected = STOCK.backward(d, y)
+    assert torch.equal(g, expected)
+    assert amax == expected.abs().amax()
+    found = backend.quantize_gradient(g, *formats, keys, amax=amax)
+    assert_same(found, backend.quantize_gradient(expected, *formats, keys))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_nan_and_inf_reach_the_amax(backend: GemmBackend, poison: float) -> None:
+    d, y = tensors(1000, 5632)
+    y[900, 3] = poison
+    for x, amax in (backend.swiglu_with_amax(y), backend.swiglu_gradient_with_amax(d, y)):
+        side, _ = backend.quantize_input(x, TENSOR, None, amax=amax)
+        assert not amax.isfinite()
+        assert side.scale.isnan().all()

@@ -18,6 +18,7 @@ from snip_megatron.quantization.kernels.elements import magnitude_bits, to_float
 EDGE = tl.constexpr(128)
 PAIRS = tl.constexpr(64)
 HALF = tl.constexpr(64)
+NO_POLICY = tl.constexpr("")  # for the caches
 
 
 @triton.jit
@@ -36,12 +37,14 @@ def over_rows(vector, DOWN: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr, WORDS: tl.constexpr):
+def load_pairs(
+    x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr, WORDS: tl.constexpr, EVICTION: tl.constexpr = NO_POLICY
+):  # fmt: skip
     """Load part (m, k) as [128, 64], or as [64, 64, 2] with ``DOWN``, where threads hold rows. Zeros outside the
     matrix.
 
     With ``WORDS`` the part is loaded as 32-bit words (``x_stride`` and ``width`` count words) and returned twice;
-    otherwise even and odd columns are returned in the dtype of x.
+    otherwise even and odd columns are returned in the dtype of x. ``EVICTION`` is Triton's policy for the caches.
     """
     i, j = _rows(DOWN), over_rows(tl.arange(0, PAIRS), DOWN)
     base = x_ptr + m.to(tl.int64) * EDGE * x_stride
@@ -50,13 +53,14 @@ def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr, WORDS: tl.co
         pointers = base + k * PAIRS + i * x_stride + j
         if DOWN:  # hides contiguity, so that the compiler chooses the layout of the transposed store for this load
             pointers = tl.max_contiguous(pointers, [1, 1, 1])
-        words = tl.load(pointers, mask=inside & (k * PAIRS + j < width), other=0)
+        words = tl.load(pointers, mask=inside & (k * PAIRS + j < width), other=0, eviction_policy=EVICTION)
         return words, words
     else:
         cols = 2 * (k * PAIRS + j)
         pointers = base + i * x_stride + cols
-        lo = tl.load(pointers, mask=inside & (cols < width), other=0.0)
-        return lo, tl.load(pointers + 1, mask=inside & (cols + 1 < width), other=0.0)
+        lo = tl.load(pointers, mask=inside & (cols < width), other=0.0, eviction_policy=EVICTION)
+        hi = tl.load(pointers + 1, mask=inside & (cols + 1 < width), other=0.0, eviction_policy=EVICTION)
+        return lo, hi
 
 
 @triton.jit
@@ -147,18 +151,18 @@ def amax_pairs(a, b, DOWN: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexp
 
 
 @triton.jit
-def store_rows(ptr, words, m, k, stride, row_mask):
-    """Store int16 [128, 64] to part (m, k) of a byte matrix whose width is padded to 128; ``stride`` counts pairs."""
+def store_rows(ptr, words, m, k, stride, row_mask, EVICTION: tl.constexpr = NO_POLICY):
+    """Store pairs [128, 64] to part (m, k) of a matrix whose width is padded to 128; ``stride`` counts pairs."""
     i, j = tl.arange(0, EDGE), tl.arange(0, PAIRS)
     base = ptr + m.to(tl.int64) * EDGE * stride + k * PAIRS
-    tl.store(base + i[:, None] * stride + j[None, :], words, mask=row_mask[:, None])
+    tl.store(base + i[:, None] * stride + j[None, :], words, mask=row_mask[:, None], eviction_policy=EVICTION)
 
 
 @triton.jit
-def store_columns(ptr, lo, hi, m, k, stride, lo_mask, hi_mask):
+def store_columns(ptr, lo, hi, m, k, stride, lo_mask, hi_mask, EVICTION: tl.constexpr = NO_POLICY):
     """Store bytes [64, 64, 2] of the even and odd columns of part (m, k) to rows of the transposed matrix."""
     j = over_rows(tl.arange(0, PAIRS), True)
     base = ptr + k.to(tl.int64) * EDGE * stride + m * EDGE
     base = base + 2 * j * stride + _rows(True)
-    tl.store(base, lo, mask=over_rows(lo_mask, True))
-    tl.store(base + stride, hi, mask=over_rows(hi_mask, True))
+    tl.store(base, lo, mask=over_rows(lo_mask, True), eviction_policy=EVICTION)
+    tl.store(base + stride, hi, mask=over_rows(hi_mask, True), eviction_policy=EVICTION)

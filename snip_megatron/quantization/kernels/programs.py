@@ -18,6 +18,7 @@ from snip_megatron.quantization.kernels.elements import (
 )
 from snip_megatron.quantization.kernels.pairs import (
     EDGE,
+    NO_POLICY,
     PAIRS,
     amax_pairs,
     lifted,
@@ -30,6 +31,9 @@ from snip_megatron.quantization.kernels.pairs import (
 )
 from snip_megatron.quantization.kernels.stochastic import random_pairs, stochastic_bytes
 
+MAXIMA = tl.constexpr(512)
+"""Largest number of maxima from which a quantiser finds the amax of a matrix, and of programs that find them: four on
+each of an H200's 132 multiprocessors would be 528."""
 _RANDOM_ARGUMENTS = ["row_start", "col_start", *(f"{side}_word_{i}" for side in ("row", "col") for i in range(2))]
 
 
@@ -185,19 +189,18 @@ def tile_kernel(
 
 @triton.jit
 def _uniform_side(
-    x_ptr, x_stride, M, K, width, m, k, scale, out_ptr, out_stride,
-    FORMAT: tl.constexpr, DOWN: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
+    a, b, scale, out_ptr, M, K, m, k, out_stride, FORMAT: tl.constexpr, DOWN: tl.constexpr, EVICTION: tl.constexpr,
+    DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one part with one scale [1, 1], and store it as it lies or transposed (``DOWN``)."""
-    a, b = load_pairs(x_ptr, x_stride, M, width, m, k, DOWN, WORDS)
+    """Quantise a part with one scale [1, 1], and store it as it lies, or transposed if it was loaded with ``DOWN``."""
     if DOWN:
         scale = scale[None, :, :]
     codes, others = _encode(a, b, scale, scale, a, b, FORMAT, False, not DOWN, DTYPE, WORDS, HARDWARE)
     if DOWN:
         cols = k * EDGE + 2 * tl.arange(0, PAIRS)
-        store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K)
+        store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K, EVICTION)
     else:
-        store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M)
+        store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M, EVICTION)
 
 
 @triton.jit
@@ -223,47 +226,60 @@ def block_kernel(
         tl.store(row_scale_ptr + m * row_scale_stride + k + corner, scale)
     if COL:
         scale = tile_scale(amax, COL, HARDWARE, DTYPE == "fp32")
-        _uniform_side(x_ptr, x_stride, M, K, width, m, k, scale, col_ptr, col_stride, COL, True, DTYPE, WORDS, HARDWARE)
+        a, b = load_pairs(x_ptr, x_stride, M, width, m, k, True, WORDS)
+        _uniform_side(a, b, scale, col_ptr, M, K, m, k, col_stride, COL, True, "", DTYPE, WORDS, HARDWARE)
         tl.store(col_scale_ptr + k * col_scale_stride + m + corner, scale)
 
 
 @triton.jit
 def amax_kernel(
-    x_ptr, amax_ptr, current_ptr, M, width, x_stride: tl.constexpr,
-    PARTS: tl.constexpr, GUARDED: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
+    x_ptr, maxima_ptr, current_ptr, M, width, x_stride: tl.constexpr,
+    GUARDED: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Update ``amax_ptr`` (int32, zero before) with the bits of max|x|. A program reads ``PARTS`` parts along K."""
-    if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
-        if tl.load(current_ptr) != 0:
-            return
-    m = tl.program_id(1)
-    largest = tl.zeros((EDGE,), tl.int32)
-    for part in tl.static_range(PARTS):
-        a, b = load_pairs(x_ptr, x_stride, M, width, m, tl.program_id(0) * PARTS + part, False, WORDS)
-        lo, hi = amax_pairs(a, b, False, DTYPE, WORDS, HARDWARE)
-        largest = tl.maximum(largest, tl.maximum(lo, hi))
-    tl.atomic_max(amax_ptr, tl.max(largest, axis=0))
+    """Store the bits of max|x| over the parts of each program to ``maxima_ptr`` (int32), in the order of programs.
 
-
-@triton.jit
-def tensor_kernel(
-    x_ptr, amax_ptr, row_ptr, col_ptr, scale_ptr, current_ptr, M, K, width, col_stride,
-    x_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, GUARDED: tl.constexpr,
-    DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Quantise to fp8_tensor. Every program divides by the same scale; the first one stores it.
-
-    Parts are processed from the last to the first, because the end of the matrix is what the amax kernel left in cache.
+    Together the programs read the matrix from its beginning to its end.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
-    k = tl.num_programs(0) - 1 - tl.program_id(0)
-    m = tl.num_programs(1) - 1 - tl.program_id(1)
-    one = tl.zeros((1, 1), tl.int32)
-    scale = tile_scale(tl.load(amax_ptr + one), 8, HARDWARE, True)
+    across, part = tl.cdiv(width, PAIRS if WORDS else EDGE), tl.program_id(0)
+    largest = tl.zeros((EDGE,), tl.int32)
+    while part < across * tl.cdiv(M, EDGE):  # the interpreter has no range of tensors
+        a, b = load_pairs(x_ptr, x_stride, M, width, part // across, part % across, False, WORDS)
+        lo, hi = amax_pairs(a, b, False, DTYPE, WORDS, HARDWARE)
+        largest = tl.maximum(largest, tl.maximum(lo, hi))
+        part += tl.num_programs(0)
+    tl.store(maxima_ptr + tl.program_id(0), tl.max(largest, axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def tensor_kernel(
+    x_ptr, maxima_ptr, row_ptr, col_ptr, scale_ptr, current_ptr, M, K, width, col_stride, count,
+    x_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, GUARDED: tl.constexpr,
+    DESCENDING: tl.constexpr, LAST_READ: tl.constexpr, WRITE: tl.constexpr,
+    DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise to fp8_tensor by the largest of ``count`` maxima. The first part's program stores the scale.
+
+    With ``DESCENDING`` parts are processed from the last to the first, because the end of the matrix is what the kernel
+    before it has left in cache. ``LAST_READ`` and ``WRITE`` are Triton's policies for the caches.
+    """
+    if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
+        if tl.load(current_ptr) != 0:
+            return
+    k, m = tl.program_id(0), tl.program_id(1)
+    if DESCENDING:
+        k, m = tl.num_programs(0) - 1 - k, tl.num_programs(1) - 1 - m
+    # The part is on its way while the amax is found.
+    a, b = load_pairs(x_ptr, x_stride, M, width, m, k, not ROW, WORDS, NO_POLICY if ROW and COL else LAST_READ)
+    i, one = tl.arange(0, MAXIMA), tl.zeros((1, 1), tl.int32)
+    amax = tl.max(tl.load(maxima_ptr + i, mask=i < count, other=0), axis=0)
+    scale = tile_scale(amax + one, 8, HARDWARE, True)
     tl.store(scale_ptr + one, scale, mask=(one + k + m) == 0)
     if ROW:
-        _uniform_side(x_ptr, x_stride, M, K, width, m, k, scale, row_ptr, row_stride, 8, False, DTYPE, WORDS, HARDWARE)
+        _uniform_side(a, b, scale, row_ptr, M, K, m, k, row_stride, 8, False, WRITE, DTYPE, WORDS, HARDWARE)
     if COL:
-        _uniform_side(x_ptr, x_stride, M, K, width, m, k, scale, col_ptr, col_stride, 8, True, DTYPE, WORDS, HARDWARE)
+        if ROW:
+            a, b = load_pairs(x_ptr, x_stride, M, width, m, k, True, WORDS, LAST_READ)
+        _uniform_side(a, b, scale, col_ptr, M, K, m, k, col_stride, 8, True, WRITE, DTYPE, WORDS, HARDWARE)

@@ -14,7 +14,6 @@ from torch import Tensor
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.quantization import packed
-from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.kernels.arguments import (
     COL_TYPES,
     ROW_TYPES,
@@ -33,13 +32,17 @@ from snip_megatron.quantization.kernels.arguments import (
 from snip_megatron.quantization.kernels.fours import pack_fours as pack_fours
 from snip_megatron.quantization.kernels.fours import unpack_fours as unpack_fours
 from snip_megatron.quantization.kernels.launch import launch
-from snip_megatron.quantization.kernels.programs import amax_kernel, block_kernel, tensor_kernel, tile_kernel
+from snip_megatron.quantization.kernels.programs import (
+    MAXIMA,
+    amax_kernel,
+    block_kernel,
+    tensor_kernel,
+    tile_kernel,
+)
 from snip_megatron.quantization.kernels.ranges import opened_weight as opened_weight
 from snip_megatron.quantization.packed import Held, Operand, Operands, stored_format
 from snip_megatron.quantization.rounding import Key
 
-_AMAX_PARTS = 4
-_SCALE = 4  # place of the scale behind the amax: 16 bytes away, the alignment that cuBLASLt wants
 LAUNCH: dict[str, dict[str, int]] = {
     "tiles": {"num_warps": 8, "maxnreg": 64},
     "fp8 rows": {"num_warps": 8, "maxnreg": 72},  # fp8 along rows and either format along columns
@@ -51,6 +54,9 @@ LAUNCH: dict[str, dict[str, int]] = {
 }
 """Launch options of each kind of kernel (``benchmarks/quantize.py --sweep`` tries others): tiles do not cross warps, so
 that many warps with few registers each hide each other's latency."""
+ORDER: dict[str, object] = {"DESCENDING": True, "LAST_READ": "", "WRITE": ""}
+"""The order in which a whole tensor is quantised, and the policies for the caches (``benchmarks/quantize.py --orders``
+compares others). No choice changes a bit."""
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -139,63 +145,58 @@ def quantize_tensor(
     x = _checked(x)
     M, K = x.shape
     current = None if held is None else held.current
-    bits = _amax_bits(x, amax, current)
-    row_side, col_side = _tensor_outputs(x, bits, row, col) if held is None else (held.operands.row, held.operands.col)
+    row_side, col_side = _tensor_outputs(x, row, col) if held is None else (held.operands.row, held.operands.col)
     written = row_side or col_side
-    if bits is not None and written is not None:
-        source, scale = _source(x), written.scale
-        flag = bits if current is None else current
+    if x.numel() and written is not None:
+        maxima = largest_magnitudes(x, current) if amax is None else _bits(amax)
+        source, scale, flag = _source(x), written.scale, maxima if current is None else current
         launch(
             tensor_kernel, (parts_of(K), parts_of(M)),
-            (x, bits, memory_of(row_side, x)[0], memory_of(col_side, x)[0], scale, flag),
+            (x, maxima, memory_of(row_side, x)[0], memory_of(col_side, x)[0], scale, flag),
             (
-                source.dtype, bits.dtype, types_of(row_side, ROW_TYPES, x)[0], types_of(col_side, COL_TYPES, x)[0],
+                source.dtype, maxima.dtype, types_of(row_side, ROW_TYPES, x)[0], types_of(col_side, COL_TYPES, x)[0],
                 scale.dtype, flag.dtype,
             ),
-            (M, K, source.width, stride_of(col_side)), (),
+            (M, K, source.width, stride_of(col_side)), (maxima.numel(),),
             {
                 "x_stride": source.stride, "row_stride": stride_of(row_side) // 2, "ROW": row, "COL": col,
-                "GUARDED": current is not None, **source.options,
+                "GUARDED": current is not None, **ORDER, **source.options,
             },
             LAUNCH["tensor"],
         )  # fmt: skip
     return Operands(row_side, col_side)
 
 
-def _tensor_outputs(x: Tensor, bits: Tensor | None, row: bool, col: bool) -> tuple[Operand | None, Operand | None]:
-    """Allocate both operands with one scale, which lies behind the bits of the amax, so that one fill serves both."""
+def _tensor_outputs(x: Tensor, row: bool, col: bool) -> tuple[Operand | None, Operand | None]:
+    """Allocate both operands with one scale, which is 1 if nothing will write it."""
     M, K = x.shape
-    scale = torch.ones(1, device=x.device) if bits is None else bits[_SCALE:].view(torch.float32)
+    scale = (torch.empty if x.numel() else torch.ones)(1, dtype=torch.float32, device=x.device)
     row_side = Operand(values_like(x, M, K), scale, "tensor", K) if row else None
     return row_side, Operand(values_like(x, K, M), scale, "tensor", M) if col else None
 
 
-def largest_magnitude(x: Tensor, current: Tensor | None = None) -> Tensor:
-    """Return the FP32 bits of max|x|, and room for a scale behind them, int32 [5]. The maximum is NaN if x holds a NaN.
+def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
+    """Return the FP32 bits of max|x| over disjoint pieces of x, int32 [number of pieces]. NaN is above all numbers.
+
+    Each program stores its maximum, so that no memory has to be zero before. The quantiser finds the largest of them.
 
     Args:
         x: [M, K], not empty.
-        current: int32 on the device. If it is not zero, the result is not needed and x is not read.
+        current: int32 on the device. If it is not zero, the result is not needed, and x is not read.
     """
     M, K = x.shape
-    bits = torch.zeros(_SCALE + 1, dtype=torch.int32, device=x.device)  # one fill for both
-    source, flag = _source(x), bits if current is None else current
+    maxima = torch.empty(min(parts_of(M) * parts_of(K), MAXIMA.value), dtype=torch.int32, device=x.device)
+    source, flag = _source(x), maxima if current is None else current
     launch(
-        amax_kernel, (-(-K // (TILE * _AMAX_PARTS)), parts_of(M)), (x, bits, flag),
-        (source.dtype, bits.dtype, flag.dtype), (M, source.width), (),
-        {"x_stride": source.stride, "PARTS": _AMAX_PARTS, "GUARDED": current is not None, **source.options},
+        amax_kernel, (maxima.numel(), 1), (x, maxima, flag), (source.dtype, maxima.dtype, flag.dtype),
+        (M, source.width), (), {"x_stride": source.stride, "GUARDED": current is not None, **source.options},
         LAUNCH["amax"],
     )  # fmt: skip
-    return bits
+    return maxima
 
 
-def _amax_bits(x: Tensor, amax: Tensor | None, current: Tensor | None = None) -> Tensor | None:
-    """Return the bits of ``amax`` if it is given, otherwise :func:`largest_magnitude`. None for an empty matrix."""
-    if not x.numel():
-        return None
-    if amax is None:
-        return largest_magnitude(x, current)
-    return amax.detach().to(torch.float32).reshape(1).expand(_SCALE + 1).contiguous().view(torch.int32)
+def _bits(amax: Tensor) -> Tensor:
+    return amax.detach().to(torch.float32).reshape(1).view(torch.int32)
 
 
 def _checked(x: Tensor) -> Tensor:

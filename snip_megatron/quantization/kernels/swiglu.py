@@ -1,4 +1,4 @@
-"""The functions of ``quantization/swiglu.py`` as Triton kernels, which spare the bf16 result its way through memory.
+"""The functions of ``quantization/swiglu.py`` as Triton kernels, which spare the bf16 result ways through memory.
 
 Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
 """
@@ -24,13 +24,20 @@ from snip_megatron.quantization.kernels.arguments import (
     types_of,
 )
 from snip_megatron.quantization.kernels.launch import launch
-from snip_megatron.quantization.kernels.swiglu_programs import swiglu_gradient_kernel, swiglu_kernel
+from snip_megatron.quantization.kernels.swiglu_programs import (
+    swiglu_amax_kernel,
+    swiglu_gradient_amax_kernel,
+    swiglu_gradient_kernel,
+    swiglu_kernel,
+)
 from snip_megatron.quantization.packed import Operands
 from snip_megatron.quantization.rounding import Key
 
 LAUNCH: dict[str, dict[str, int]] = {
     "swiglu": {"num_warps": 8, "maxnreg": 80},
     "gradient": {"num_warps": 8, "maxnreg": 128},  # holds parts of three matrices
+    "swiglu, amax": {"num_warps": 16, "maxnreg": 40},
+    "gradient, amax": {"num_warps": 16, "maxnreg": 64},
 }
 """Launch options: the fewest registers with which the assembler spills nothing, or (gradient) little."""
 _WORD = torch.int32
@@ -100,3 +107,29 @@ def quantize_swiglu_gradient(
             LAUNCH["gradient"],
         )  # fmt: skip
     return Operands(row, col)
+
+
+def swiglu_with_amax(y: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`snip_megatron.quantization.swiglu.swiglu_with_amax`. Requires :func:`fits`."""
+    M, K = y.shape[0], y.shape[1] // 2
+    x, amax = y.new_empty(M, K), torch.zeros((), dtype=torch.int32, device=y.device)
+    if y.numel():
+        launch(
+            swiglu_amax_kernel, (parts_of(K), parts_of(M)), (y, x, amax), (_WORD, _WORD, amax.dtype), (M, K), (),
+            {"y_stride": y.stride(0) // 2, "HARDWARE": has_hopper_instructions(y)}, LAUNCH["swiglu, amax"],
+        )  # fmt: skip
+    return x, amax.view(torch.float32)
+
+
+def swiglu_gradient_with_amax(d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`snip_megatron.quantization.swiglu.swiglu_gradient_with_amax`. Requires :func:`fits`."""
+    M, K = d.shape
+    g, amax = y.new_empty(M, 2 * K), torch.zeros((), dtype=torch.int32, device=y.device)
+    if y.numel():
+        launch(
+            swiglu_gradient_amax_kernel, (2 * parts_of(K), parts_of(M)), (d, y, g, amax),
+            (_WORD, _WORD, _WORD, amax.dtype), (M, K), (),
+            {"d_stride": d.stride(0) // 2, "y_stride": y.stride(0) // 2, "HARDWARE": has_hopper_instructions(y)},
+            LAUNCH["gradient, amax"],
+        )  # fmt: skip
+    return g, amax.view(torch.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from snip_megatron.quantization import packed, swiglu
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
 STOCK = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)
-BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
+BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"
 Formats = tuple[Format, Format, Format]
 MAPS: dict[str, tuple[Formats, Formats]] = {  # of fc1 and of fc2: (fprop, dgrad, wgrad)
@@ -47,7 +48,24 @@ MAPS: dict[str, tuple[Formats, Formats]] = {  # of fc1 and of fc2: (fprop, dgrad
     "fc2 alone": ((BF16,) * 3, (FP8, FP4, FP4)),
     "forward alone": ((FP8, BF16, FP8), (FP8, FP8, FP4)),
     "backward alone": ((BF16, FP4, FP4), (FP8, FP8, BF16)),
-    "neither": ((TENSOR,) * 3, (TENSOR,) * 3),
+    "tensor": ((TENSOR,) * 3, (TENSOR,) * 3),
+    "tensor and tiles": ((FP8, FP4, TENSOR), (TENSOR, FP8, FP8)),
+    "tensor and bf16": ((FP8, BF16, TENSOR), (TENSOR, TENSOR, BF16)),
+    "tensor forward, tiles backward": ((TENSOR, FP8, FP4), (TENSOR, FP8, TENSOR)),
+    "neither": ((TENSOR, TENSOR, NVFP4), (NVFP4, TENSOR, TENSOR)),
+}
+FORWARD = {
+    **dict.fromkeys(("fp8", "fp4", "mixed", "fc2 alone", "forward alone"), "quantize_swiglu"),
+    **dict.fromkeys(
+        ("tensor", "tensor and tiles", "tensor and bf16", "tensor forward, tiles backward"), "swiglu_with_amax"
+    ),
+}
+BACKWARD = {
+    **dict.fromkeys(
+        ("fp8", "fp4", "mixed", "fc1 alone", "backward alone", "tensor forward, tiles backward"),
+        "quantize_swiglu_gradient",
+    ),
+    **dict.fromkeys(("tensor", "tensor and tiles", "tensor and bf16"), "swiglu_gradient_with_amax"),
 }
 
 
@@ -195,11 +213,7 @@ def test_bits_are_those_of_the_unfused_sequence(chosen: str, device: bool) -> No
     expected = plain.step(unfused)
     assert not ACTIVATIONS.called
     assert_bits(run.step(), expected)
-    kinds = set(ACTIVATIONS.called)
-    forward, backward = chosen in ("fp8", "fp4", "mixed", "fc2 alone", "forward alone"), chosen in (
-        "fp8", "fp4", "mixed", "fc1 alone", "backward alone",
-    )  # fmt: skip
-    assert kinds == {*["quantize_swiglu"] * forward, *["quantize_swiglu_gradient"] * backward}
+    assert set(ACTIVATIONS.called) == {kinds[chosen] for kinds in (FORWARD, BACKWARD) if chosen in kinds}
 
 
 def test_every_layer_and_the_log(capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,6 +342,21 @@ def gradient_off_by_one(d: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     wrong = torch.nextafter(sigmoid, torch.full_like(sigmoid, torch.inf))
     of_gate = d * wrong * (1.0 + gate * (1.0 - wrong)) * up
     return torch.cat((of_gate, d * (gate / (1.0 + torch.exp(-gate)))), -1).to(y.dtype)
+
+
+@pytest.mark.parametrize("of", ["", "_gradient"])
+@pytest.mark.parametrize("wrong", ["result", "amax"])
+def test_functions_with_amax_are_compared(wrong: str, of: str) -> None:
+    name = f"swiglu{of}_with_amax"
+
+    def changed(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, amax = getattr(swiglu, name)(*arguments)
+        return (x, amax * 1.01) if wrong == "amax" else (x * 1.01, amax)
+
+    own = SimpleNamespace(**{**vars(swiglu), name: changed})
+    backend = HopperBackend(packed, Products(), activations=own)
+    what = "the gradient of SwiGLU" if of else "SwiGLU"
+    assert difference(backend, STOCK, torch.device("cpu"), repeats=1) == f"{what} with its amax"
 
 
 @pytest.mark.parametrize(

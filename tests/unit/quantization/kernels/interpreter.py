@@ -50,7 +50,7 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
         return arguments[-1]
     if name == "quantize_exact":
         return exact.quantize_exact(*arguments, **options)
-    if name.startswith("quantize_swiglu"):
+    if "swiglu" in name:
         return getattr(swiglu, name)(*arguments, **options)
     if name == "opened_weight":  # of FP32 elements, which are numbers of E4M3
         elements, scale, fmt, transposed = arguments

@@ -27,6 +27,7 @@ TILES = STRIDES | {
 }  # fmt: skip
 BF16 = {"DTYPE": "bf16", "WORDS": True, "HARDWARE": True}
 SIDES = STRIDES | {"ROW": 8, "COL": 4, "GUARDED": False} | BF16
+ORDER = {"ROW": True, "COL": True, "DESCENDING": True, "LAST_READ": "", "WRITE": ""}
 CAPTURED_TILES = TILES | {
     "ROW": 4, "COL": 4, "ROW_RANDOM": True, "LOADED": True, "SUMS": False, "SUM_8": 0, "SUM_4": 0, "GIVEN_ROWS": False,
     "GIVEN_COLS": True,
@@ -34,9 +35,10 @@ CAPTURED_TILES = TILES | {
 POINTERS = {
     "x_ptr": "*i32", "row_ptr": "*i16", "col_ptr": "*u8", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
     "sums_ptr": "*fp32", "rows_ptr": "*i64", "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
+    "maxima_ptr": "*i32",
     "row_key_ptr": "*i32", "col_key_ptr": "*i32", "current_ptr": "*i32",
     "y_ptr": "*i32", "d_ptr": "*i32", "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
-    "elements_ptr": "*u8", "scales_ptr": "*fp32", "own_ptr": "*bf16", "out_ptr": "*bf16",
+    "elements_ptr": "*u8", "scales_ptr": "*fp32", "own_ptr": "*bf16", "out_ptr": "*bf16", "g_ptr": "*i32",
     "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64", "words_ptr": "*i32",
 }  # fmt: skip
 
@@ -71,10 +73,10 @@ def assembled(
         ("tile_kernel", CAPTURED_TILES, "stochastic", "*i32"),
         ("block_kernel", SIDES, "blocks", "*i32"),
         ("block_kernel", SIDES | {"GUARDED": True}, "blocks", "*i32"),
-        ("amax_kernel", {"x_stride": 2048, "PARTS": 4, "GUARDED": False} | BF16, "amax", "*i32"),
-        ("amax_kernel", {"x_stride": 2048, "PARTS": 4, "GUARDED": True} | BF16, "amax", "*i32"),
-        ("tensor_kernel", SIDES | {"ROW": True, "COL": True}, "tensor", "*i32"),
-        ("tensor_kernel", SIDES | {"ROW": True, "COL": True, "GUARDED": True}, "tensor", "*i32"),
+        ("amax_kernel", {"x_stride": 2048, "GUARDED": False} | BF16, "amax", "*i32"),
+        ("amax_kernel", {"x_stride": 2048, "GUARDED": True} | BF16, "amax", "*i32"),
+        ("tensor_kernel", SIDES | ORDER, "tensor", "*i32"),
+        ("tensor_kernel", SIDES | ORDER | {"GUARDED": True}, "tensor", "*i32"),
     ],
 )
 def test_kernel_compiles_for_hopper(name: str, constants: dict[str, object], launch: str, x: str) -> None:
@@ -84,6 +86,12 @@ def test_kernel_compiles_for_hopper(name: str, constants: dict[str, object], lau
     if name != "amax_kernel" and 8 in (constants["ROW"], constants["COL"], 8 * (constants["ROW"] is True)):
         assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
     assert ".ftz.f32" not in compiled.asm["ptx"].replace("rcp.approx.ftz.f32", "")  # subnormal numbers must survive
+
+
+def test_policies_of_whole_tensors_reach_the_caches() -> None:
+    constants = SIDES | ORDER | {"LAST_READ": "evict_first"}
+    assert "L2::evict_first" in assembled("tensor_kernel", constants, "tensor").asm["ptx"]
+    assert "L2::evict_first" not in assembled("tensor_kernel", SIDES | ORDER, "tensor").asm["ptx"]
 
 
 def test_the_kernel_of_keys_compiles_for_hopper() -> None:
@@ -142,6 +150,19 @@ def test_the_kernel_of_its_gradient_compiles_for_hopper(fmt: int) -> None:
     assert "ex2.approx.f32" in compiled.asm["ptx"]  # of the sigmoid: not libdevice's
     assert "fma.rm.ftz.f32" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 8192
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gradient"])
+def test_the_kernels_of_swiglu_with_its_amax_compile_for_hopper(name: str) -> None:
+    """With the same instructions for numbers as the kernels above, and with the memory accesses of a copy."""
+    kernel = {"swiglu": "swiglu_amax_kernel", "gradient": "swiglu_gradient_amax_kernel"}[name]
+    constants = {"d_stride": 2048, "y_stride": 4096, "HARDWARE": True}
+    constants = {key: value for key, value in constants.items() if key in getattr(triton_swiglu, kernel).arg_names}
+    ptx = assembled(kernel, constants, f"{name}, amax", module=triton_swiglu).asm["ptx"]
+    for instruction in ("div.full.f32", "fma.rm.ftz.f32", "cvt.rn.bf16x2.f32", "ld.global.v4.b32", "st.global.v4.b32"):
+        assert instruction in ptx
+    assert name == "swiglu" or "ex2.approx.f32" in ptx  # of the sigmoid
+    assert "atom.global" in ptx
 
 
 @pytest.mark.parametrize("random", [False, True])

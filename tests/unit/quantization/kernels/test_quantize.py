@@ -117,10 +117,19 @@ def test_weight_blocks(quantizers: Quantizers, shape: tuple[int, int], formats: 
 @pytest.mark.parametrize("amax", [None, torch.tensor(3.0)])
 def test_tensor_scaling(quantizers: Quantizers, shape: tuple[int, int], amax: torch.Tensor | None) -> None:
     x = matrix(*shape)
+    x[-1, -1] = -1e6  # more than the maxima of all other parts
     found = quantizers.call("quantize_tensor", x, col=True, amax=amax)
     expected = packed.quantize_tensor(x, col=True, amax=amax)
     assert_same(found.row, expected.row)
     assert_same(found.col, expected.col)
+
+
+def test_maxima_of_more_parts_than_programs(quantizers: Quantizers) -> None:
+    x = torch.randn(1, 128 * 600, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    expected = x.float().abs().view(600, 128).amax(1)
+    expected[:88] = torch.maximum(expected[:88], expected[512:])
+    found = quantizers.call("largest_magnitudes", x)
+    assert torch.equal(found.view(torch.float32), expected[:512])
 
 
 @pytest.mark.parametrize("poison", [float("nan"), -float("inf")])

@@ -93,6 +93,42 @@ def packed_words(seed: int) -> list[int]:
     return [word - (word >> 31 << 32) for word in key_words(seed)]
 
 
+def assert_with_amax(found: tuple[torch.Tensor, torch.Tensor], expected: torch.Tensor) -> None:
+    x, amax = found
+    assert x.dtype is expected.dtype
+    assert amax.dtype is torch.float32
+    assert torch.equal(x.isnan(), expected.isnan())
+    assert torch.equal(x.nan_to_num().view(torch.int16), expected.nan_to_num().view(torch.int16))
+    torch.testing.assert_close(amax, expected.abs().amax().float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("gate", [89.0, float("nan"), float("inf")])
+def test_swiglu_with_amax(quantizers: Quantizers, gate: float) -> None:
+    d, y = tensors(200, 256)
+    d[2, 5], y[150, 130] = 0.0, gate
+    assert_with_amax(quantizers.call("swiglu_with_amax", y), activation(y))
+    assert_with_amax(quantizers.call("swiglu_gradient_with_amax", d, y), gradient(d, y))
+    assert activation(y).abs().amax().isfinite() == (gate == 89)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_amax_of_the_gradient_covers_both_halves(quantizers: Quantizers, half: int) -> None:
+    d, y = torch.ones(130, 128, dtype=torch.bfloat16), torch.ones(130, 256, dtype=torch.bfloat16)
+    y[129, 127 + 128 * (1 - half)] = 50.0  # a large number beside a gate, or a large gate
+    expected = gradient(d, y)
+    assert expected[:, 128 * half :][:, :128].abs().amax() == expected.abs().amax()
+    assert_with_amax(quantizers.call("swiglu_gradient_with_amax", d, y), expected)
+
+
+def test_no_tokens_have_no_amax(quantizers: Quantizers) -> None:
+    y = torch.zeros(0, 512, dtype=torch.bfloat16)
+    x, amax = quantizers.call("swiglu_with_amax", y)
+    g, other = quantizers.call("swiglu_gradient_with_amax", x, y)
+    assert (x.shape, g.shape) == ((0, 256), (0, 512))
+    assert amax == other == 0
+    assert swiglu.swiglu_with_amax(y)[1] == 0
+
+
 def test_no_tokens(quantizers: Quantizers) -> None:
     found = quantizers.call("quantize_swiglu", torch.zeros(0, 512, dtype=torch.bfloat16), "fp8", "fp4")
     assert_operands(found, packed.quantize_tiles(torch.zeros(0, 256, dtype=torch.bfloat16), "fp8", "fp4"))
