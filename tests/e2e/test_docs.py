@@ -121,7 +121,7 @@ def test_figures_are_those_of_the_tables():
         for name, value in re.findall(r"([a-z-]+) (0\.\d+)", figures):
             assert [row[4].split()[0] for row in cells(path, "75 %", name)][:1] == [value], name
     figures, path = rows["multi"]
-    steps = {"data": "dp2", "pipeline": "pp2", "tensor": "tp2", "context": "cp2"}
+    steps = {"data": "dp2", "pipeline": "pp2"}
     shown = dict(re.findall(r"(\w+) parallel (\d\.\d+)", figures))
     timed = json.loads(path.read_text())["time"]
     assert shown == {word: f"{timed[name]['75 % map over without']:.2f}" for word, name in steps.items()}
@@ -165,6 +165,15 @@ def test_figures_of_steps_with_graphs_on_two_gpus_are_those_of_the_files():
     for word, name in files.items():
         ms = json.loads(path.with_name(path.name.replace("tp2", name)).read_text())["ms"]
         assert shown[word] == f"{ms['snip_fp4_75_graphs'] / ms['bf16_graphs']:.2f}"
+
+
+def test_figures_of_steps_without_graphs_on_two_gpus_are_those_of_the_files():
+    ((_, figures, path),) = [row for row in figure_rows() if row[0].startswith("the same, neither with CUDA graphs")]
+    shown = dict(re.findall(r"(\w+) parallel (\d\.\d+)", figures))
+    assert shown.keys() == {"context", "tensor"}
+    for word, name in (("context", "cp2"), ("tensor", "tp2")):
+        ms = json.loads(path.with_name(path.name.replace("cp2", name)).read_text())["ms"]
+        assert shown[word] == f"{ms['snip_fp4_75'] / ms['bf16']:.2f}"
 
 
 def test_every_argument_and_command_that_is_named_exists():
