@@ -23,18 +23,24 @@ _BOTH = (Format.FP8, Format.FP8)
 
 @torch.enable_grad()
 def difference(
-    backend: GemmBackend, module: torch.nn.Module, stock: StockNorm, device: torch.device, rows: int = 4096
+    backend: GemmBackend,
+    module: torch.nn.Module,
+    stock: StockNorm,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int = 4096,
 ) -> str | None:
     """Return what differs in a bit between the fused norm and the norm itself; None if nothing does.
 
     Args:
         backend: the backend, which has kernels for fp8.
-        module: the norm, with a weight [K] in the training dtype. It is copied.
+        module: the norm, with a weight [K]. It is copied.
         stock: what is known of the norm.
         device: where to compare.
+        dtype: the training dtype, of all matrices and of the weight.
         rows: number of rows that are compared.
     """
-    probe: Any = copy.deepcopy(module).to(device)
+    probe: Any = copy.deepcopy(module).to(device, dtype)
     x, d, gamma = _numbers(probe.weight, rows, zero_centred=stock.norm.zero_centred)
     probe.weight.data.copy_(gamma)
     if not backend.quantizes_rmsnorm(x.detach(), gamma, stock.norm, _BOTH):

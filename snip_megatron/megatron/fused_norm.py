@@ -63,7 +63,8 @@ def fuse_norms(
     except LookupError as error:
         reason = str(error.args[0])
     if reason is None:
-        reason = _why_not(pairs[0][0], stocks, backend)
+        config: Any = layers[0].config
+        reason = _why_not(pairs[0][0], stocks, backend, config.params_dtype)
     if reason is not None:
         return Fused("RMSNorm", "linears", 0, reason)
     for (norm, linear), stock in zip(pairs, stocks, strict=True):
@@ -124,19 +125,18 @@ def _why_not_at_all(layers: Sequence[Any]) -> str | None:
     return None
 
 
-def _why_not(norm: Any, stocks: Sequence[StockNorm], backend: GemmBackend) -> str | None:
+def _why_not(norm: Any, stocks: Sequence[StockNorm], backend: GemmBackend, dtype: torch.dtype) -> str | None:
     """Return why norms like ``norm`` are not fused, or None."""
-    rule, weight = stocks[0].norm, norm.weight
+    rule, features = stocks[0].norm, len(norm.weight)
     if any(stock.norm != rule for stock in stocks):
         return "norms differ"
-    x, gamma = (
-        torch.empty(size, dtype=weight.dtype, device="meta") for size in ((rule.order.rows, len(weight)), len(weight))
-    )
+    # Weights may still be FP32 here: Megatron casts a model after it is built.
+    x, gamma = (torch.empty(size, dtype=dtype, device="meta") for size in ((rule.order.rows, features), (features,)))
     if not backend.quantizes_rmsnorm(x, gamma, rule, (Format.FP8, Format.FP8)):
-        return f"the {backend.name} GEMMs have no kernel for {weight.dtype} and {len(weight)} features"
+        return f"the {backend.name} GEMMs have no kernel for {dtype} and {features} features"
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        differs = difference(backend, norm, stocks[0], device)
+        differs = difference(backend, norm, stocks[0], device, dtype)
     except Exception as error:  # of a private function of another version: the training goes on without fusion
         return f"the comparison fails: {error}"[:200]
     return None if differs is None else f"{differs} would differ in a bit on this device"

@@ -72,12 +72,11 @@ def _of_transformer_engine(module: Any) -> StockNorm:
 
         forward_function, backward_function = library.rmsnorm_fwd, library.rmsnorm_bwd
         eps, zero_centred, margins = float(module.eps), bool(module.zero_centered_gamma), dict(module._sm_margins)
-        dtype = TE_DType[module.weight.dtype]
     except (ImportError, AttributeError, KeyError) as error:
         raise LookupError(f"this version of Transformer Engine has another norm: {error}") from None
 
     def forward(x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-        y, _, rs = forward_function(x, gamma, eps, None, None, dtype, margins["forward"], zero_centred)
+        y, _, rs = forward_function(x, gamma, eps, None, None, TE_DType[x.dtype], margins["forward"], zero_centred)
         return y, rs
 
     def backward(d: Tensor, x: Tensor, gamma: Tensor, rs: Tensor) -> tuple[Tensor, Tensor]:

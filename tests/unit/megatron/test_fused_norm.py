@@ -7,7 +7,6 @@ elsewhere. The norms of the model add up rows in one of its orders, which torch'
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from ordered_norm import ORDER, OrderedNorm, stock_of
 from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.config import SnipConfig
@@ -36,7 +36,8 @@ from snip_megatron.quantization.rmsnorm import Order, RMSNorm
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
-NORM = RMSNorm(Order(vector=8, warps=1, centred=True, rows=4), 1e-5)
+CPU = torch.device("cpu")
+NORM = RMSNorm(ORDER, 1e-5)
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 QKV, FC1 = "decoder.layers.0.self_attention.linear_qkv", "decoder.layers.0.mlp.linear_fc1"
 Formats = tuple[Format, Format, Format]
@@ -58,46 +59,7 @@ class Products(ScaledProducts):
         return (a.dequantize() @ b.dequantize().t()).to(dtype)
 
 
-def forward(norm: RMSNorm, x: torch.Tensor, gamma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rs = rmsnorm.reciprocal_rms(x, norm)
-    return rmsnorm.rmsnorm(x, gamma, rs, norm), rs
-
-
-def backward(
-    d: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, rs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients in FP32, rounded once."""
-    straight, scaled = d.float() * gamma.float(), x.float() * rs[:, None]
-    of_x = rs[:, None] * (straight - scaled * (straight * scaled).mean(1, keepdim=True))
-    return of_x.to(x.dtype), (d.float() * scaled).sum(0).to(gamma.dtype)
-
-
-STOCK = StockNorm(NORM, partial(forward, NORM), backward)
-
-
-class Ordered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
-        y, rs = STOCK.forward(x.reshape(-1, x.shape[-1]), gamma)
-        ctx.save_for_backward(x, gamma, rs)
-        return y.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        x, gamma, rs = ctx.saved_tensors
-        matrix = x.reshape(-1, x.shape[-1])
-        of_x, of_gamma = STOCK.backward(grad_outputs[0].reshape(matrix.shape), matrix, gamma, rs)
-        return of_x.view(x.shape), of_gamma
-
-
-class OrderedNorm(torch.nn.RMSNorm):
-    """RMSNorm whose additions have an order that can be followed."""
-
-    calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        OrderedNorm.calls += 1
-        return Ordered.apply(x, self.weight)  # type: ignore[no-any-return,no-untyped-call]
+STOCK = stock_of(SimpleNamespace(eps=NORM.eps))
 
 
 class Mixing(torch.nn.Module):
@@ -133,7 +95,7 @@ class Run:
         for module in model.modules():
             if type(module) is torch.nn.RMSNorm:
                 module.__class__ = OrderedNorm
-        self.fused = fuse_norms(self.layers, BACKEND, lambda _: STOCK) if fuse else None
+        self.fused = fuse_norms(self.layers, BACKEND, stock_of) if fuse else None
         names = dict(zip((QKV, FC1), chosen[:2], strict=True))
         choices = {
             f"{name}:{gemm.value}": fmt
@@ -225,7 +187,7 @@ def test_every_norm_and_the_log() -> None:
     assert str(run.fused) == "RMSNorm of 4 linears"
     assert isinstance(run.layer.input_layernorm, SnipNorm)
     assert set(run.layer.state_dict()) == set(gpt().decoder.layers[0].state_dict())
-    again = fuse_norms(run.layers, BACKEND, lambda _: STOCK)
+    again = fuse_norms(run.layers, BACKEND, stock_of)
     assert again.number == 4
     run.step()
     assert "quantize_rmsnorm" in CALLED
@@ -306,7 +268,7 @@ def test_a_recomputed_mlp_keeps_its_norm() -> None:
 def test_sequence_parallelism_stays_unfused() -> None:
     run = Run(MAPS["fp8"], fuse=False)
     run.layer.config.sequence_parallel, run.layer.config.tensor_model_parallel_size = True, 2
-    assert "--sequence-parallel" in str(fuse_norms(run.layers, BACKEND, lambda _: STOCK))
+    assert "--sequence-parallel" in str(fuse_norms(run.layers, BACKEND, stock_of))
 
 
 def test_a_backend_without_kernels_fuses_nothing(
@@ -326,7 +288,9 @@ def module() -> torch.nn.Module:
 
 
 def other_order(x: torch.Tensor, gamma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return forward(RMSNorm(Order(vector=4, warps=1, centred=True), 1e-5), x, gamma)
+    other = RMSNorm(Order(vector=8, warps=1, centred=True), 1e-5)
+    rs = rmsnorm.reciprocal_rms(x, other)
+    return rmsnorm.rmsnorm(x, gamma, rs, other), rs
 
 
 def rounded_twice(x: torch.Tensor, gamma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -335,20 +299,20 @@ def rounded_twice(x: torch.Tensor, gamma: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def one_unit_more(d: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, rs: torch.Tensor) -> Any:
-    return backward(d, x, gamma, torch.nextafter(rs, torch.full_like(rs, torch.inf)))
+    return STOCK.backward(d, x, gamma, torch.nextafter(rs, torch.full_like(rs, torch.inf)))
 
 
 @pytest.mark.parametrize(
     ("stock", "expected"),
     [
         (STOCK, None),
-        (StockNorm(NORM, other_order, backward), "the reciprocal RMS of"),
-        (StockNorm(NORM, rounded_twice, backward), "the norm itself"),
+        (StockNorm(NORM, other_order, STOCK.backward), "the reciprocal RMS of"),
+        (StockNorm(NORM, rounded_twice, STOCK.backward), "the norm itself"),
         (StockNorm(NORM, STOCK.forward, one_unit_more), "the gradient"),
     ],
 )
 def test_the_norm_is_compared(stock: StockNorm, expected: str | None) -> None:
-    found = difference(BACKEND, module(), stock, torch.device("cpu"), rows=1024)
+    found = difference(BACKEND, module(), stock, CPU, torch.bfloat16, rows=1024)
     assert found is None if expected is None else str(found).startswith(expected)
 
 
@@ -360,7 +324,7 @@ def test_another_result_is_noticed() -> None:
 
     norms = SimpleNamespace(fits=rmsnorm.fits, reciprocal_rms=rmsnorm.reciprocal_rms, quantize_rmsnorm=quantize)
     backend = HopperBackend(packed, Products(), norms=norms)
-    assert difference(backend, module(), STOCK, torch.device("cpu"), rows=256) == "the result"
+    assert difference(backend, module(), STOCK, CPU, torch.bfloat16, rows=256) == "the result"
 
 
 def test_a_failing_comparison_fuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,10 +343,10 @@ def test_torch_s_norm_is_known() -> None:
     y, rs = stock.forward(*(torch.ones(size, dtype=torch.bfloat16) for size in ((4, 512), 512)))
     assert y.shape == (4, 512)
     assert rs.shape == (4,)
-    found = difference(BACKEND, norm, stock, torch.device("cpu"), rows=512)
+    found = difference(BACKEND, norm, stock, CPU, torch.bfloat16, rows=512)
     assert found is not None
     assert "reciprocal RMS" in found
-    assert difference(REFERENCE, norm, stock, torch.device("cpu"), rows=4) is not None
+    assert difference(REFERENCE, norm, stock, CPU, torch.bfloat16, rows=4) is not None
 
 
 @pytest.mark.parametrize(
