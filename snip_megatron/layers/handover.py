@@ -37,7 +37,7 @@ def check_nothing(x: torch.Tensor, what: str) -> None:
     """
     if any(x.stride()):
         raise SnipError(
-            f"{what} has a part from outside of the MLP, which --snip-fusions auto does not support;"
+            f"{what} has a part from outside of the fused functions, which --snip-fusions auto does not support;"
             " use --snip-fusions none"
         )
 

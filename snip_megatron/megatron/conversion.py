@@ -22,6 +22,7 @@ from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, linear_kinds
 from snip_megatron.megatron.compat.graphs import graph_implementation
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
+from snip_megatron.megatron.fused_norm import fuse_norms
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.megatron.probing.drift_probe import SINKS
 from snip_megatron.precision import Format, LinearId, PrecisionMap
@@ -85,8 +86,15 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
         _announce(selection, registry)
         _announce_experts(experts)
     if config.fusions == "auto":
-        fuse_swiglu(layers, selection.backend)
+        _fuse(layers, selection.backend)
     return registry
+
+
+def _fuse(layers: Sequence[torch.nn.Module], backend: GemmBackend) -> None:
+    """Fuse what has kernels on this backend, and let rank 0 print in how many layers, or why in none."""
+    found = [fuse_swiglu(layers, backend), fuse_norms(layers, backend)]
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"snip: fused with quantisation: {', '.join(map(str, found))}", flush=True)
 
 
 def frozen_parameter(model_chunks: Sequence[torch.nn.Module], registry: LinearRegistry) -> str | None:

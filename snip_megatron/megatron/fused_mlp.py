@@ -5,8 +5,8 @@ Like linears, instances are made by assigning the class of a built module. Param
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,8 +41,31 @@ class SnipMLP(MLP):  # type: ignore[misc]
         return self.linear_fc2(fused_swiglu(y, fc1, fc2, self.snip_swiglu))  # type: ignore[no-any-return]
 
 
-def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: SwiGLU = STOCK) -> int:
-    """Fuse SwiGLU in the dense MLPs of ``layers``, and let rank 0 print in how many, or why in none.
+@dataclass(frozen=True)
+class Fused:
+    """What was fused with quantisation.
+
+    Attributes:
+        what: the function.
+        where: modules in whose number it is counted.
+        number: how many of them.
+        why_not: why in none; None if it is fused.
+    """
+
+    what: str
+    where: str
+    number: int
+    why_not: str | None
+
+    def __str__(self) -> str:
+        """Return a phrase for the log."""
+        return (
+            f"{self.what} of {self.number} {self.where}" if self.why_not is None else f"no {self.what} ({self.why_not})"
+        )
+
+
+def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: SwiGLU = STOCK) -> Fused:
+    """Fuse SwiGLU in the dense MLPs of ``layers``.
 
     The fused functions are compared with ``stock`` on this rank's device. If they differ in a bit, nothing is fused.
 
@@ -50,9 +73,6 @@ def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: 
         layers: decoder layers whose linears are converted.
         backend: the backend of their GEMMs.
         stock: the functions that the MLPs use where nothing is fused.
-
-    Returns:
-        The number of fused MLPs.
     """
     mlps: list[Any] = [layer.mlp for layer in layers if _is_converted(layer.mlp)]
     reason = _why_not(mlps, backend, stock)
@@ -60,10 +80,7 @@ def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: 
         for mlp in mlps:
             mlp.__class__, mlp.snip_swiglu = SnipMLP, stock
             mlp.linear_fc1.snip.beside_swiglu = mlp.linear_fc2.snip.beside_swiglu = True
-    if int(os.environ.get("RANK", "0")) == 0:
-        what = f"SwiGLU of {len(mlps)} layers" if reason is None else f"nothing ({reason})"
-        print(f"snip: fused with quantisation: {what}", flush=True)
-    return 0 if reason is not None else len(mlps)
+    return Fused("SwiGLU", "layers", 0 if reason is not None else len(mlps), reason)
 
 
 def _is_converted(mlp: Any) -> bool:

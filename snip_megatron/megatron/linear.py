@@ -69,7 +69,7 @@ def quantized_forward(
         scatters=scatters,
         packs_gradient=packs_gradient,
     )
-    given = handed_over(input_, handle.id) if handle.beside_swiglu else None
+    given, handle.given = handle.given, None
     return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call, given)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -77,6 +77,15 @@ class _QuantizedForward:
     """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Megatron's own code runs."""
 
     snip: LinearHandle
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Take the operands that came with the input, which Megatron may replace by an alias, and run the linear."""
+        if self.snip.beside_swiglu or self.snip.norm is not None:
+            self.snip.given = handed_over(input_, self.snip.id)
+        return self._linear(input_, *args, **kwargs)
+
+    def _linear(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().forward(input_, *args, **kwargs)  # type: ignore[misc,no-any-return]
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if self.snip.is_stock:
@@ -91,7 +100,7 @@ class SnipColumnParallelLinear(_QuantizedForward, ColumnParallelLinear):  # type
 class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: ignore[misc]
     """A row-parallel linear whose GEMMs follow the precision map."""
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _linear(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the linear, and reduce its output over tensor parallel ranks.
 
         Under sequence parallelism the reduction is part of the linear. One node of autograd then takes less host time
@@ -99,7 +108,7 @@ class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: igno
         gathered, which Megatron's own reduction does in the training dtype.
         """
         if not self._scatters():
-            return super().forward(input_)  # type: ignore[no-any-return]
+            return super()._linear(input_)
         packs = torch.is_grad_enabled() and packs_gradient(self.snip, input_)
         given = {"tp_group": self.tp_group}
         output = quantized_forward(self.snip, input_, self.weight, given, scatters=True, packs_gradient=packs)

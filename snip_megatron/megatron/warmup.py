@@ -149,7 +149,13 @@ class WarmUp:
         """Yield one linear of each shape, with the formats that all linears of this shape may get."""
         found: dict[tuple[object, ...], tuple[LinearHandle, dict[Formats, None]]] = {}
         for handle in self._registry:
-            key = (tuple(handle.weight.shape), handle.parallel, handle.expert is None, handle.beside_swiglu)
+            key = (
+                tuple(handle.weight.shape),
+                handle.parallel,
+                handle.expert is None,
+                handle.beside_swiglu,
+                handle.norm,
+            )
             _, formats = found.setdefault(key, (handle, {}))
             formats |= dict.fromkeys(self._formats(handle))
         for handle, formats in found.values():

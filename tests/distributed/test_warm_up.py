@@ -16,17 +16,15 @@ SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4
 
 GATHER = "--snip-communication gather --seq-length 256 --max-position-embeddings 256"  # shards of whole tiles
 
+FUSED = "--hidden-size 128 --ffn-hidden-size 256 --snip-fusions auto"
+
 
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
         (2, "--snip-budget fp4=0.5 --use-distributed-optimizer --eval-iters 1 --eval-interval 4"),
-        (1, "--snip-budget fp4=0.5 --eval-iters 1 --eval-interval 4 --ffn-hidden-size 256 --snip-fusions auto"),
-        (
-            1,
-            "--snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4,fp8 --snip-pin *linear_proj=bf16"
-            " --ffn-hidden-size 256 --snip-fusions auto",
-        ),
+        (1, f"--snip-budget fp4=0.5 --eval-iters 1 --eval-interval 4 {FUSED}"),
+        (1, f"--snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4,fp8 --snip-pin *linear_proj=bf16 {FUSED}"),
         (2, "--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel --snip-granularity layer"),
         (2, f"--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel {GATHER}"),
     ],
@@ -48,6 +46,7 @@ def test_nothing_is_launched_that_was_not_rehearsed(
         names = {text.partition("name='")[2].partition("'")[0] for text in seen["launched"]}
         assert {"tile_kernel", "block_kernel", "drift_kernel", "output_kernel", "squares_kernel"} <= names
         assert any(name.startswith("swiglu") for name in names) is ("--snip-fusions" in arguments)
+        assert ({"rmsnorm_kernel", "reciprocal_kernel"} <= names) is ("--snip-fusions" in arguments)
 
 
 def test_the_formats_of_a_replayed_run_are_rehearsed(warm: WarmRanks, tmp_path: Path) -> None:

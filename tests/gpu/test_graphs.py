@@ -236,10 +236,11 @@ def test_graphs_change_no_bit(on_one: Trainings, kind: str, graphs: str) -> None
 
 @pytest.mark.parametrize("graphs", [None, "local", "transformer_engine"])
 @pytest.mark.parametrize("kind", ["", "_tensor"])
-def test_fused_swiglu_changes_no_bit(trainings: Trainings, kind: str, graphs: str | None) -> None:
+def test_fused_kernels_change_no_bit(trainings: Trainings, kind: str, graphs: str | None) -> None:
     runs = trainings.begin(f"compiled{kind}", None), trainings.begin(f"fused{kind}", graphs)
     plain, fused = (run.result() for run in runs)
-    assert f"fused with quantisation: SwiGLU of {LAYERS} layers" in (Path(fused["folder"]) / "log0").read_text()
+    said = (Path(fused["folder"]) / "log0").read_text()
+    assert f"fused with quantisation: SwiGLU of {LAYERS} layers, RMSNorm of {2 * LAYERS} linears" in said
     assert any(fused["replays"].values()) is (graphs is not None)
     same_steps(plain, fused)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -33,26 +34,55 @@ def _launched(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return _RMSNorm.apply(x, norm.weight, norm)  # type: ignore[no-any-return,no-untyped-call]
 
 
+class Settings(NamedTuple):
+    """The settings of a norm that its kernels take. ``margins`` are numbers of multiprocessors that stay free."""
+
+    eps: float
+    zero_centred: bool
+    margins: Mapping[str, int]
+
+
+def settings_of(norm: Any) -> Settings:
+    """Return the settings of one of Transformer Engine's RMSNorms. Raises AttributeError if they have other names."""
+    return Settings(norm.eps, norm.zero_centered_gamma, norm._sm_margins)
+
+
+def launch_forward(
+    settings: Settings, x: torch.Tensor, gamma: torch.Tensor, purpose: str = "forward"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of x [T, K] with the weight ``gamma`` [K], and the reciprocal RMS of its rows, FP32 [T]."""
+    margin = settings.margins[purpose]
+    y, _, reciprocal = _kernels().rmsnorm_fwd(
+        x, gamma, settings.eps, None, None, _dtypes()[x.dtype], margin, settings.zero_centred
+    )
+    return y, reciprocal
+
+
+def launch_backward(
+    settings: Settings, d: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, reciprocal: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and of the weight. ``d`` [T, K] is contiguous."""
+    dx, dw = _kernels().rmsnorm_bwd(d, x, reciprocal, gamma, settings.margins["backward"], settings.zero_centred)
+    return dx, dw
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, norm: Any) -> torch.Tensor:
         """Call the kernel of the forward."""
-        matrix = x.reshape(-1, weight.numel()).contiguous()
-        margin = norm._sm_margins["forward" if any(ctx.needs_input_grad) else "inference"]
-        y, _, reciprocal = _kernels().rmsnorm_fwd(
-            matrix, weight, norm.eps, None, None, _dtypes()[x.dtype], margin, norm.zero_centered_gamma
-        )
+        matrix, settings = x.reshape(-1, weight.numel()).contiguous(), settings_of(norm)
+        purpose = "forward" if any(ctx.needs_input_grad) else "inference"
+        y, reciprocal = launch_forward(settings, matrix, weight, purpose)
         ctx.save_for_backward(matrix, reciprocal)
-        ctx.norm, ctx.weight = norm, weight
-        return y.view(x.shape)  # type: ignore[no-any-return]
+        ctx.settings, ctx.weight = settings, weight
+        return y.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Call the kernel of the backward."""
-        (x, reciprocal), norm, d = ctx.saved_tensors, ctx.norm, grad_outputs[0]
-        margin, centered = norm._sm_margins["backward"], norm.zero_centered_gamma
-        dx, dw = _kernels().rmsnorm_bwd(d.contiguous().view(x.shape), x, reciprocal, ctx.weight, margin, centered)
+        (x, reciprocal), d = ctx.saved_tensors, grad_outputs[0]
+        dx, dw = launch_backward(ctx.settings, d.contiguous().view(x.shape), x, ctx.weight, reciprocal)
         return dx.view(d.shape), dw.view(ctx.weight.shape), None
 
 
@@ -88,6 +118,12 @@ def _compare(norm: Any, like: torch.Tensor) -> bool:
             logging.getLogger(__name__).warning("RMSNorm is launched by Transformer Engine's fuser: %s", error)
             return False
     return all(map(torch.equal, *found))
+
+
+def check_kernels(dtype: torch.dtype) -> None:
+    """Raise ImportError, AttributeError or KeyError if Transformer Engine has no such kernels for ``dtype``."""
+    library = _kernels()
+    _ = library.rmsnorm_fwd, library.rmsnorm_bwd, _dtypes()[dtype]
 
 
 def _kernels() -> Any:

@@ -14,8 +14,10 @@ from snip_megatron.quantization.kernels import keys as triton_keys
 from snip_megatron.quantization.kernels import partials as triton_partials
 from snip_megatron.quantization.kernels import programs as triton_kernels
 from snip_megatron.quantization.kernels import ranges as triton_ranges
+from snip_megatron.quantization.kernels import rmsnorm_programs as triton_rmsnorm
 from snip_megatron.quantization.kernels import swiglu_programs as triton_swiglu
 from snip_megatron.quantization.kernels.quantize import LAUNCH
+from snip_megatron.quantization.kernels.rmsnorm import LAUNCH as RMSNORM_LAUNCH
 from snip_megatron.quantization.kernels.swiglu import LAUNCH as SWIGLU_LAUNCH
 from snip_megatron.quantization.rounding import splitmix64
 
@@ -39,8 +41,10 @@ POINTERS = {
     "row_key_ptr": "*i32", "col_key_ptr": "*i32", "current_ptr": "*i32",
     "y_ptr": "*i32", "d_ptr": "*i32", "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
     "elements_ptr": "*u8", "scales_ptr": "*fp32", "own_ptr": "*bf16", "out_ptr": "*bf16", "g_ptr": "*i32",
+    "gamma_ptr": "*i32", "rs_ptr": "*fp32",
     "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64", "words_ptr": "*i32",
 }  # fmt: skip
+RECIPROCALS = [(2048, 8, 1, True), (768, 8, 1, True), (4096, 8, 4, True), (8192, 8, 4, True), (4096, 4, 4, False)]
 
 
 def assembled(
@@ -53,8 +57,9 @@ def assembled(
     divisible = [n for n, a in enumerate(kernel.arg_names) if a not in constants and "word" not in a]
     attributes = {(n,): [["tt.divisibility", 16]] for n in divisible}
     source = ASTSource(kernel, signature, values, attributes)
-    options = {"partials": triton_partials.LAUNCH} | LAUNCH | SWIGLU_LAUNCH
-    return triton.compile(source, target=HOPPER, options=dict(options.get(launch, {"num_warps": 1})))
+    options = {"partials": triton_partials.LAUNCH} | LAUNCH | SWIGLU_LAUNCH | RMSNORM_LAUNCH
+    chosen = {"num_warps": constants.get("WARPS", 1)} | options.get(launch, {})
+    return triton.compile(source, target=HOPPER, options=chosen)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +168,34 @@ def test_the_kernels_of_swiglu_with_its_amax_compile_for_hopper(name: str) -> No
         assert instruction in ptx
     assert name == "swiglu" or "ex2.approx.f32" in ptx  # of the sigmoid
     assert "atom.global" in ptx
+
+
+@pytest.mark.parametrize(("features", "vector", "warps", "centred"), RECIPROCALS)
+def test_the_kernel_of_reciprocals_compiles_for_hopper(features: int, vector: int, warps: int, centred: bool) -> None:
+    """Loads are as wide as those whose order is followed, and no multiply-add is fused that is not written so."""
+    constants = {
+        "x_stride": features // 2, "FEATURES": features, "VECTOR": vector, "WARPS": warps,
+        "CENTRED": centred, "EPS": 1e-5, "OF_WARP": warps / features, "OF_ROW": 1 / features, "HARDWARE": True,
+    }  # fmt: skip
+    compiled = assembled("reciprocal_kernel", constants, "reciprocal", module=triton_rmsnorm)
+    ptx = compiled.asm["ptx"]
+    assert f"ld.global.v{vector // 2}.b32" in ptx
+    assert "rsqrt.approx.f32" in ptx
+    of_thread = features // (32 * warps)
+    merges = 3 if centred and warps == 4 else 0  # of four warps: two pairs, then one
+    assert ptx.count("fma.rn.f32") == of_thread + merges + centred
+    assert compiled.metadata.shared <= 64
+    assert ".ftz.f32" not in ptx
+
+
+@pytest.mark.parametrize("fmt", [4, 8])
+def test_the_kernel_of_rmsnorm_compiles_for_hopper(fmt: int) -> None:
+    constants = {
+        "x_stride": 2048, "row_stride": 2048, "ZERO_CENTRED": True, "ROW": fmt, "COL": fmt, "HARDWARE": True,
+    }  # fmt: skip
+    compiled = assembled("rmsnorm_kernel", constants, "rmsnorm", module=triton_rmsnorm)
+    assert "cvt.rn.bf16x2.f32" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 8192  # bytes of results change hands, no numbers
 
 
 @pytest.mark.parametrize("random", [False, True])
