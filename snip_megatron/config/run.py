@@ -246,8 +246,8 @@ class SnipConfig:
     )
     fusions: str = option(
         "none",
-        "quantisation in the kernel that computes a tensor. auto: SwiGLU and its gradient are computed with the"
-        " quantisation for the linears that read them, if no bit differs from Megatron's functions on this device",
+        "quantisation in the kernel that computes a tensor. auto: SwiGLU, its gradient and RMSNorm are computed with"
+        " the quantisation for the linears that read them, each if no bit differs from Megatron's on this device",
         choices=FUSIONS,
     )
     eval: str = option(

@@ -43,20 +43,21 @@ def difference(
     probe: Any = copy.deepcopy(module).to(device, dtype)
     x, d, gamma = _numbers(probe.weight, rows, zero_centred=stock.norm.zero_centred)
     probe.weight.data.copy_(gamma)
-    if not backend.quantizes_rmsnorm(x.detach(), gamma, stock.norm, _BOTH):
+    matrix = x.detach().clone()  # a backward may free what its forward has saved
+    if not backend.quantizes_rmsnorm(matrix, gamma, stock.norm, _BOTH):
         return f"the {backend.name} GEMMs have no kernel for it"
     y = probe(x)
     y.backward(d)
-    found, rs = stock.forward(x.detach(), gamma)
-    own = backend.reciprocal_rms(x.detach(), stock.norm)
+    found, rs = stock.forward(matrix, gamma)
+    own = backend.reciprocal_rms(matrix, stock.norm)
     if not torch.equal(rs.view_as(own), own):
         return f"the reciprocal RMS of {int((rs.view_as(own) != own).sum())} of {rows} rows"
     if not torch.equal(found, y):
         return "the norm itself called in another way"
-    fused = backend.quantize_rmsnorm(x.detach(), gamma, own, stock.norm, *_BOTH)
+    fused = backend.quantize_rmsnorm(matrix, gamma, own, stock.norm, *_BOTH)
     if not _same(fused, backend.quantize_input(y.detach(), *_BOTH)):
         return "the result"
-    gradients = stock.backward(d, x.detach(), gamma, own)
+    gradients = stock.backward(d, matrix, gamma, own)
     if not all(torch.equal(a, b) for a, b in zip(gradients, (x.grad, probe.weight.grad), strict=True)):
         return "the gradient"
     return None
