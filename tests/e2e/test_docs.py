@@ -67,11 +67,20 @@ def trainings(body: dict, suffix: str) -> dict[str, float]:
     return {shown: body["speedup"][name + suffix] for shown, name in names.items()}
 
 
+def host_times(body):
+    """Host times of replayed linears over Transformer Engine's bf16 linear."""
+    us = body["host_us"]
+    of_bf16 = us["bf16 Transformer Engine fused accumulation"]
+    return {name: us[f"snip {name} C++"] / of_bf16 for name in ("fp8", "fp8_tensor", "fp4")}
+
+
 RESULTS = {
     "graphs": lambda body: trainings(body, "_graphs"),
     "eager": lambda body: trainings(body, ""),
     "linear": lambda body: body["geomean"],
     "layer": lambda body: body["speedup"],
+    "fused": lambda body: body["speedup_fused"],
+    "host": host_times,
     "memory": lambda body: body["saved_inputs"],
     "update": lambda body: {"update": body["over_bf16_pass"]["update"]},
 }
@@ -84,6 +93,8 @@ RESULTS = {
         ("eager", "the same without CUDA"),
         ("linear", "one linear"),
         ("layer", "four Llama"),
+        ("fused", "the same with norms"),
+        ("host", "host time of"),
         ("memory", "memory"),
         ("update", "an update's"),
     ],
