@@ -22,10 +22,9 @@ import torch
 from common import cold_milliseconds, header, host_milliseconds, refuse_without_cuda, write
 
 from snip_megatron.gemm.backend import GemmBackend, Sides
-from snip_megatron.gemm.operands import disassemble
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.rmsnorm import StockNorm
-from snip_megatron.layers.rmsnorm_check import difference
+from snip_megatron.layers.rmsnorm_check import difference, same
 from snip_megatron.megatron.compat.norms import stock_norm
 from snip_megatron.precision import Format
 from snip_megatron.quantization.kernels.rmsnorm import LAUNCH
@@ -55,15 +54,6 @@ def norms(features: int) -> dict[str, Any]:
     return found
 
 
-def equal(one: Sides, other: Sides) -> bool:
-    """Return whether the values and scales of two pairs of operands are equal."""
-    return all(
-        torch.equal(a.float(), b.float())
-        for first, second in zip(one, other, strict=True)
-        for a, b in zip(disassemble(first)[0], disassemble(second)[0], strict=True)
-    )
-
-
 @torch.no_grad()
 def measure(backend: GemmBackend, module: Any, stock: StockNorm, tokens: int, *, sweep: bool) -> list[dict[str, Any]]:
     """Return the rows of a norm."""
@@ -77,7 +67,7 @@ def measure(backend: GemmBackend, module: Any, stock: StockNorm, tokens: int, *,
         def fused(fmt: Format = fmt) -> Sides:
             return backend.quantize_rmsnorm(x, gamma, backend.reciprocal_rms(x, rule), rule, fmt, fmt)
 
-        row: dict[str, Any] = {"format": fmt.value, "shape": [tokens, len(gamma)], "equal": equal(unfused(), fused())}
+        row: dict[str, Any] = {"format": fmt.value, "shape": [tokens, len(gamma)], "equal": same(fused(), unfused())}
         for which, call in (("unfused", unfused), ("fused", fused)):
             row[f"{which}_ms"] = cold_milliseconds(call)
             row[f"{which}_host_us"] = 1e3 * host_milliseconds(call)

@@ -55,7 +55,7 @@ def difference(
     if not torch.equal(found, y):
         return "the norm itself called in another way"
     fused = backend.quantize_rmsnorm(matrix, gamma, own, stock.norm, *_BOTH)
-    if not _same(fused, backend.quantize_input(y.detach(), *_BOTH)):
+    if not same(fused, backend.quantize_input(y.detach(), *_BOTH)):
         return "the result"
     gradients = stock.backward(d, matrix, gamma, own)
     if not all(torch.equal(a, b) for a, b in zip(gradients, (x.grad, probe.weight.grad), strict=True)):
@@ -63,7 +63,8 @@ def difference(
     return None
 
 
-def _same(fused: Sides, unfused: Sides) -> bool:
+def same(fused: Sides, unfused: Sides) -> bool:
+    """Return whether the values and scales of two pairs of operands are equal."""
     return all(
         torch.equal(a.float(), b.float())
         for found, expected in zip(fused, unfused, strict=True)
