@@ -11,6 +11,8 @@ and the medians are over both rounds. ``*_graphs`` is the fastest of the impleme
 ``snip_fp4_75*`` run two real updates. ``updates`` in the result has the time by which their steps took longer,
 and the times in the run's events. SNIP's other contenders keep one map, with the same format in every GEMM.
 
+``fused`` in the result has what a training with ``--snip-fusions auto`` says of its fusions.
+
 A training that fails is listed in ``failed`` with its last error line, one that this machine cannot run in ``skipped``.
 With ``--kernels``, torch's profiler records the step before the last on rank 0, and ``kernels`` in the result has its
 milliseconds by kind of kernel. That step is slower, which a median does not notice.
@@ -28,6 +30,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import shlex
 import statistics
 import sys
@@ -53,6 +56,7 @@ from snip_megatron.records.readers import read_events
 
 LAG = 2
 GRAPHS = tuple(name for name in CUDA_GRAPHS if name != "none")
+_FUSED = re.compile(r"snip: fused with quantisation: (.*)")
 STAND_INS = ROOT / "benchmarks/stand_ins"
 
 
@@ -206,7 +210,7 @@ class Table:
         """Remove what earlier commands recorded about a contender."""
         for key in ("ms", "speedup", "graphs", "skipped"):
             self.result[key].pop(contender, None)
-        for key in ("failed", "runs", "updates", "kernels"):
+        for key in ("failed", "runs", "updates", "kernels", "fused"):
             for name in [name for name in self.result.get(key, ()) if name.partition(":")[0] == contender]:
                 del self.result[key][name]
 
@@ -220,6 +224,9 @@ class Table:
             runs.append({"steps_ms": ms, "seconds": round(outcome.seconds, 2)})
             if CONTENDERS[turn.contender].updates:
                 self.result["updates"][turn.name] = accounts(read_events(run), ms)
+            fused = _FUSED.search(outcome.printed)
+            if fused is not None:
+                self.result.setdefault("fused", {})[turn.name] = fused[1]
             kernels = job_kernels.summary(run.parent)
             if kernels is not None:
                 self.result.setdefault("kernels", {})[turn.name] = kernels

@@ -99,7 +99,9 @@ def _norm_without_state(build: Callable[..., torch.nn.Module], *args: Any, **kwa
     use.
     """
     norm = build(*args, **kwargs)
-    stateless = {name: getattr(torch.nn.Module, name) for name in ("get_extra_state", "set_extra_state")}
+    stateless: dict[str, Any] = {
+        name: getattr(torch.nn.Module, name) for name in ("get_extra_state", "set_extra_state")
+    } | {"__module__": __name__}  # the norm is abstract: the module would be "abc", and no fusion would know the class
     # CPU offloading must see what the stock module marks for it.
     direct = type(norm).__name__ == "RMSNorm" and not getattr(kwargs.get("config"), "cpu_offloading", False)
     bases = (DirectRMSNorm, type(norm)) if direct else (type(norm),)

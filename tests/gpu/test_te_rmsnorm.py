@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from snip_megatron.megatron.compat import te_rmsnorm
+from snip_megatron.megatron.compat.norms import TRANSFORMER_ENGINE, stock_norm
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -38,3 +39,5 @@ def test_a_norm_has_the_bits_of_transformer_engines(features: int, centered: boo
     assert isinstance(direct, te_rmsnorm.DirectRMSNorm)
     assert all(map(torch.equal, results(direct), results(build())))
     assert list(te_rmsnorm._usable.values()) == [True]
+    if features in TRANSFORMER_ENGINE:
+        assert stock_norm(direct).norm.zero_centred is centered

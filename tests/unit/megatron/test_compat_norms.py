@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import sys
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,8 @@ from snip_megatron.megatron.layer_spec import _norm_without_state
 from snip_megatron.quantization.rmsnorm import Order
 
 
-class RMSNorm(torch.nn.Module):
-    """With the attributes of Transformer Engine's module that are read."""
+class RMSNorm(torch.nn.Module, metaclass=abc.ABCMeta):
+    """With the attributes of Transformer Engine's module that are read, and abstract as that one is."""
 
     __module__ = "transformer_engine.pytorch.module.rmsnorm"
 
