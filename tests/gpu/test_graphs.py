@@ -237,6 +237,8 @@ def test_graphs_change_no_bit(on_one: Trainings, kind: str, graphs: str) -> None
 @pytest.mark.parametrize("graphs", [None, "local", "transformer_engine"])
 @pytest.mark.parametrize("kind", ["", "_tensor"])
 def test_fused_kernels_change_no_bit(trainings: Trainings, kind: str, graphs: str | None) -> None:
+    for other in (None, "local", "transformer_engine"):  # side by side, also those of the next cases
+        trainings.begin(f"fused{kind}", other)
     runs = trainings.begin(f"compiled{kind}", None), trainings.begin(f"fused{kind}", graphs)
     plain, fused = (run.result() for run in runs)
     said = (Path(fused["folder"]) / "log0").read_text()
