@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+type Row = tuple[str, int, float]
+"""Name of a kernel, launches, milliseconds."""
 
 STEP = "SNIP_JOB_KERNELS_STEP"
 """Environment variable of a rank: the step, counted from 1, whose kernels it records."""
@@ -18,7 +21,7 @@ FILE = "kernels.json"
 LONGEST = 20
 _KINDS = (
     ("communication", r"nccl|c10d::"),
-    ("attention", r"fmha|flash|attention"),
+    ("attention", r"fmha|flash|attention|matmul_dq"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|scaled_mm|aten::(mm|bmm|addmm|linear|matmul)$"),
     ("optimizer", r"multi_tensor|adam|l2norm"),
     (
@@ -35,27 +38,33 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-def recorder(folder: Path, step: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of Megatron's ``train_step`` that records the kernels of one step in ``folder``.
+def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row]]:
+    """Return what a call returns and the kernels that it launches.
 
     On a machine without a GPU, torch's operators are recorded instead.
     """
+    gpu = torch.cuda.is_available()
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if gpu else kinds.CPU]) as profile:
+        result = call()
+        if gpu:
+            torch.cuda.synchronize()
+    rows = [
+        (event.key, event.count, (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3)
+        for event in profile.key_averages()
+    ]
+    return result, [row for row in rows if row[2] > 0]
+
+
+def recorder(folder: Path, step: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper of Megatron's ``train_step`` that records the kernels of one step in ``folder``."""
 
     def wrap(train_step: Callable[..., Any]) -> Callable[..., Any]:
         def step_with_record(*args: Any, **kwargs: Any) -> Any:
             if kwargs["iteration"] + 1 != step:
                 return train_step(*args, **kwargs)
-            gpu = torch.cuda.is_available()
-            kinds = torch.profiler.ProfilerActivity
-            with torch.profiler.profile(activities=[kinds.CUDA if gpu else kinds.CPU]) as profile:
-                result = train_step(*args, **kwargs)
-                if gpu:
-                    torch.cuda.synchronize()
-            rows = [
-                (event.key, event.count, (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3)
-                for event in profile.key_averages()
-            ]
-            (folder / FILE).write_text(json.dumps([row for row in rows if row[2] > 0]), encoding="utf-8")
+            result, rows = recorded(lambda: train_step(*args, **kwargs))
+            (folder / FILE).write_text(json.dumps(rows), encoding="utf-8")
             return result
 
         return step_with_record
@@ -75,9 +84,12 @@ def record(folder: Path) -> None:
 def summary(folder: Path) -> dict[str, Any] | None:
     """Return milliseconds by kind of kernel and the longest kernels; None if nothing was recorded in ``folder``."""
     path = folder / FILE
-    if not path.is_file():
-        return None
-    rows = sorted(json.loads(path.read_text(encoding="utf-8")), key=lambda row: -row[2])
+    return summarised(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def summarised(rows: Iterable[Row]) -> dict[str, Any]:
+    """Return milliseconds by kind of kernel and the longest kernels."""
+    rows = sorted(rows, key=lambda row: -row[2])
     kinds: dict[str, float] = {}
     for name, _, ms in rows:
         kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + ms

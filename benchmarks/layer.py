@@ -1,6 +1,6 @@
 """Four blocks shaped like Llama-8B through Megatron's forward and backward: tokens per second, memory of saved inputs.
 
-    python benchmarks/layer.py --out benchmarks/layer_<hardware>_<date>.json [--commit SHA]
+    python benchmarks/layer.py --out benchmarks/layer_<hardware>_<date>.json [--commit SHA] [--kernels]
 
 A sequence has 8192 tokens, a microbatch one sequence, a step four microbatches (weights are quantised once a step).
 Gradients go into Megatron's FP32 DDP buffer. Contenders take turns: Megatron's own Transformer Engine layers with fused
@@ -8,7 +8,8 @@ accumulation (bf16), SNIP's layer spec as built (bf16), and converted layers und
 fp8_tensor and fp4 maps. ``speedup`` is relative to the faster of the first two. ``fused`` layers quantise RMSNorm and
 SwiGLU where they are computed (``--snip-fusions auto``); ``speedup_fused`` is theirs, and ``fused_norms`` the number of
 norms that could be fused. The model has no embedding, output layer or optimizer. Without Transformer Engine the layers
-are Megatron's local ones, whose attention is not fused; the result says so.
+are Megatron's local ones, whose attention is not fused; the result says so. ``--kernels`` records where a step of each
+contender spends the GPU's time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import header, host_milliseconds, interleaved, refuse_without_cuda, write
+from job_kernels import recorded, summarised
 from llama_blocks import transformer_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -188,6 +190,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, ms in times.items():
         rows[name] |= {"ms_a_step": ms, "tokens_a_second": MICROBATCHES * arguments.seq / ms * 1e3}
         rows[name]["host_ms_a_step"] = host_milliseconds(calls[name], 3)
+        if arguments.kernels:
+            rows[name]["kernels"] = summarised(recorded(calls[name])[1])
     baseline = min(("megatron bf16", "our spec bf16, not converted"), key=times.__getitem__)
     formats = [fmt.value for fmt in FORMATS]
     saved = rows["our spec bf16, not converted"]["linears_saved_bytes"]
@@ -232,6 +236,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Speed and memory of blocks under SNIP")
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--kernels", action="store_true", help="record the kernels of a step of each contender")
     parser.add_argument("--gemm", default="auto", help="GEMM backend")
     for name, default in (("blocks", 4), ("seq", 8192), ("hidden", 4096), ("ffn", 14336), ("heads", 32), ("groups", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -12,7 +12,7 @@ would load every FP32 master weight and moment into another parameter, and no er
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,11 +99,17 @@ def _norm_without_state(build: Callable[..., torch.nn.Module], *args: Any, **kwa
     use.
     """
     norm = build(*args, **kwargs)
-    stateless: dict[str, Any] = {
+    stock: Any = type(norm)
+    # CPU offloading must see what the stock module marks for it.
+    direct = stock.__name__ == "RMSNorm" and not getattr(kwargs.get("config"), "cpu_offloading", False)
+    norm.__class__ = _stateless(stock, direct)
+    return norm
+
+
+@cache  # one class for all norms: what is compared before training is compared once a class
+def _stateless(stock: Any, direct: bool) -> Any:
+    """Return a class of norms without extra state, whose kernels are called directly if ``direct``."""
+    members: dict[str, Any] = {
         name: getattr(torch.nn.Module, name) for name in ("get_extra_state", "set_extra_state")
     } | {"__module__": __name__}  # the norm is abstract: the module would be "abc", and no fusion would know the class
-    # CPU offloading must see what the stock module marks for it.
-    direct = type(norm).__name__ == "RMSNorm" and not getattr(kwargs.get("config"), "cpu_offloading", False)
-    bases = (DirectRMSNorm, type(norm)) if direct else (type(norm),)
-    norm.__class__ = type(type(norm).__name__, bases, stateless)
-    return norm
+    return type(stock.__name__, (DirectRMSNorm, stock) if direct else (stock,), members)

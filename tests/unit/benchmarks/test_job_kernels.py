@@ -16,6 +16,7 @@ from benchmarks.job_kernels import FILE, kind_of, summary
         ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "gemm"),
         ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...>>", "gemm"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128", "attention"),
+        ("void cudnn::fusion::matmul_dq<true, 128>(void const*, void const*, void*)", "attention"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("tile_kernel", "quantisation"),
         ("exact_amax_kernel", "quantisation"),

@@ -71,7 +71,9 @@ def test_the_library_s_functions_are_called_as_its_module_calls_them(calls: list
 
 @pytest.mark.usefixtures("calls")
 def test_the_norm_of_snip_s_layer_spec_is_known() -> None:
-    assert stock_norm(_norm_without_state(RMSNorm, 2048, 1e-5, False)).norm.order.warps == 1
+    norm, other = (_norm_without_state(RMSNorm, 2048, 1e-5, False) for _ in range(2))
+    assert stock_norm(norm).norm.order.warps == 1
+    assert type(norm) is type(other)  # what is compared before training is compared once a class
 
 
 @pytest.mark.usefixtures("calls")
