@@ -17,12 +17,47 @@ from snip_megatron.quantization.kernels.results import load_numbers, rounded_wor
 
 
 @triton.jit
-def _silu(x, HARDWARE: tl.constexpr):
+def _over_one_plus(x, divisor, HARDWARE: tl.constexpr):
+    """Return x / ``divisor``, which is at least 1, with the bits of Triton's division of FP32 numbers.
+
+    That division multiplies by an approximate reciprocal. If the divisor is very small or large, it scales both numbers
+    first, because the reciprocal would be out of range. Here both are always divided by 4: that is exact, keeps the
+    reciprocal of every divisor in range, and takes half as many instructions as to look at the divisor.
+    """
     if HARDWARE:
-        exponential = libdevice.exp(-x)
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a, b; mul.f32 a, $1, 0f3E800000; mul.f32 b, $2, 0f3E800000;"
+            " rcp.approx.ftz.f32 b, b; mul.f32 $0, a, b; }",
+            "=f,f,f", [x, divisor], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return x / divisor
+
+
+@triton.jit
+def _silu(x, HARDWARE: tl.constexpr):
+    if HARDWARE:  # the compiler would otherwise subtract from 0, or change the bit of the sign
+        opposite = tl.inline_asm_elementwise("neg.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        exponential = libdevice.exp(opposite)
     else:  # the interpreter has no libdevice
         exponential = tl.exp(-x)
-    return x / (1.0 + exponential)
+    return _over_one_plus(x, 1.0 + exponential, HARDWARE)
+
+
+@triton.jit
+def _sigmoid(x, HARDWARE: tl.constexpr):
+    """Return 1 / (1 + exp(−x)) with the bits of ``tl.sigmoid``, in fewer instructions.
+
+    A subnormal exponential is 0 here, and is added to 1 in either case. For the division, see ``_over_one_plus``.
+    """
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;"
+            " fma.rn.f32 e, e, 0f3E800000, 0f3E800000; rcp.approx.ftz.f32 e, e; mul.f32 $0, e, 0f3E800000; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.sigmoid(x)
 
 
 @triton.jit
@@ -31,8 +66,9 @@ def _swiglu(gate, up, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _gate_gradient(d, gate, up):
-    return d * tl.sigmoid(gate) * (1.0 + gate * (1.0 - tl.sigmoid(gate))) * up
+def _gate_gradient(d, gate, up, HARDWARE: tl.constexpr):
+    sigmoid = _sigmoid(gate, HARDWARE)
+    return d * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
 
 
 @triton.jit
@@ -50,7 +86,8 @@ def _gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, half, HARDWARE: tl.c
     gate_lo, gate_hi = load_numbers(y_ptr, y_stride, M, K // 2, m, k)
     if half == 0:
         up_lo, up_hi = load_numbers(y_ptr + K // 2, y_stride, M, K // 2, m, k)
-        words = rounded_words(_gate_gradient(d_lo, gate_lo, up_lo), _gate_gradient(d_hi, gate_hi, up_hi), HARDWARE)
+        lo, hi = _gate_gradient(d_lo, gate_lo, up_lo, HARDWARE), _gate_gradient(d_hi, gate_hi, up_hi, HARDWARE)
+        words = rounded_words(lo, hi, HARDWARE)
     else:
         words = rounded_words(d_lo * _silu(gate_lo, HARDWARE), d_hi * _silu(gate_hi, HARDWARE), HARDWARE)
     return words
@@ -96,11 +133,14 @@ def swiglu_gradient_kernel(
 
 
 @triton.jit
-def _store_with_amax(words, out_ptr, amax_ptr, M, m, k, stride, HARDWARE: tl.constexpr):
-    """Store part (m, k) of bf16 pairs, and update ``amax_ptr`` (int32) with the FP32 bits of its amax."""
-    store_rows(out_ptr, words, m, k, stride, m * EDGE + tl.arange(0, EDGE) < M)
+def _largest(words, HARDWARE: tl.constexpr):
+    """Return the FP32 bits of the amax of bf16 pairs."""
     lo, hi = amax_pairs(words, words, False, "bf16", True, HARDWARE)
-    amax = tl.max(tl.maximum(lo, hi), axis=0)
+    return tl.max(tl.maximum(lo, hi), axis=0)
+
+
+@triton.jit
+def _raise_amax(amax_ptr, amax):
     # Few programs find a number that is larger than what is there, and atomics at one address wait for each other.
     tl.atomic_max(amax_ptr, amax, mask=amax > tl.load(amax_ptr, cache_modifier=".cg"))
 
@@ -113,7 +153,8 @@ def swiglu_amax_kernel(y_ptr, x_ptr, amax_ptr, M, K, y_stride: tl.constexpr, HAR
     """
     k, m = tl.program_id(0), tl.program_id(1)
     words = _result(y_ptr, y_stride, M, K, m, k, HARDWARE)
-    _store_with_amax(words, x_ptr, amax_ptr, M, m, k, K // 2, HARDWARE)
+    store_rows(x_ptr, words, m, k, K // 2, m * EDGE + tl.arange(0, EDGE) < M)
+    _raise_amax(amax_ptr, _largest(words, HARDWARE))
 
 
 @triton.jit
@@ -122,8 +163,12 @@ def swiglu_gradient_amax_kernel(
 ):  # fmt: skip
     """Store the gradient [M, 2K] of SwiGLU as bf16 pairs, and its amax to ``amax_ptr``, which holds zero before.
 
-    Neighbouring programs share what they read, as those of :func:`swiglu_gradient_kernel` do.
+    A program computes both halves from one read of d and the gates.
     """
-    k, m, half = tl.program_id(0) // 2, tl.program_id(1), tl.program_id(0) % 2
-    words = _gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, half, HARDWARE)
-    _store_with_amax(words, g_ptr, amax_ptr, M, m, half * (K // EDGE) + k, K, HARDWARE)
+    k, m = tl.program_id(0), tl.program_id(1)
+    gates = _gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, 0, HARDWARE)
+    ups = _gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, 1, HARDWARE)
+    row_mask = m * EDGE + tl.arange(0, EDGE) < M
+    store_rows(g_ptr, gates, m, k, K, row_mask)
+    store_rows(g_ptr, ups, m, K // EDGE + k, K, row_mask)
+    _raise_amax(amax_ptr, tl.maximum(_largest(gates, HARDWARE), _largest(ups, HARDWARE)))
