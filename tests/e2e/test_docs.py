@@ -64,7 +64,7 @@ def trainings(body: dict, suffix: str) -> dict[str, float]:
         "tensorwise": "te_fp8_tensor",
         "blockwise": "te_fp8_block",
     }
-    return {shown: body["speedup"][name + suffix] for shown, name in names.items()}
+    return {shown: body["speedup"][name + suffix] for shown, name in names.items() if name + suffix in body["speedup"]}
 
 
 def host_times(body):
@@ -77,6 +77,7 @@ def host_times(body):
 RESULTS = {
     "graphs": lambda body: trainings(body, "_graphs"),
     "eager": lambda body: trainings(body, ""),
+    "fusions": lambda body: trainings(body, "_graphs") | trainings(body, "_fused_graphs"),
     "linear": lambda body: body["geomean"],
     "layer": lambda body: body["speedup"],
     "fused": lambda body: body["speedup_fused"],
@@ -91,6 +92,7 @@ RESULTS = {
     [
         ("graphs", "a training of"),
         ("eager", "the same without CUDA"),
+        ("fusions", "with CUDA graphs and"),
         ("linear", "one linear"),
         ("layer", "four Llama"),
         ("fused", "the same with norms"),
