@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from signals import heeding
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NANO = REPOSITORY / "benchmarks" / "experiments" / "nano.json"
@@ -183,11 +184,8 @@ def test_a_warm_checkpoint_is_measured_and_its_estimators_compared(data: Path, w
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP])
 def test_a_measurement_that_is_stopped_leaves_no_process(number: signal.Signals, data: Path, tmp_path: Path) -> None:
     arguments = command("validate-proxy", NANO, "--data", data, "--out", tmp_path, "--gpus", "0")
-    heeded = (
-        f"import os, signal, sys; signal.signal({int(number)}, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    process = subprocess.Popen(  # the tests may run under nohup
-        [sys.executable, "-c", heeded, *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY
+    process = subprocess.Popen(
+        heeding(number, arguments), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY
     )
     while not [*tmp_path.glob("work/logs/*")]:
         assert process.poll() is None

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from signals import heeding
 
 SNIP = Path(sys.executable).with_name("snip")
 
@@ -65,11 +66,7 @@ def test_a_missing_input_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
     output = tmp_path / "made" / "data"
-    heeded = (  # the tests may run under nohup
-        f"import os, signal, sys; signal.signal({int(number)}, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    arguments = [SNIP, "prepare-data", "--output", output, "--tokenizer", "bytes"]
-    command = [sys.executable, "-c", heeded, *map(str, arguments)]
+    command = heeding(number, [str(SNIP), "prepare-data", "--output", str(output), "--tokenizer", "bytes"])
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         while not list(tmp_path.glob("made/.*")):
             assert process.poll() is None

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from signals import heeding
 
 from snip_megatron.errors import SnipError
 from snip_megatron.launch import agent
@@ -97,9 +98,8 @@ print(supervise([sys.executable, "-c", sys.argv[1]], {"ADDED": "1"}), flush=True
 def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, early: bool) -> None:
     """As schedulers send it: to the whole group. The launcher and the rank's helper are not to die of SIGUSR1."""
     launcher = textwrap.dedent(LAUNCHER).replace("ENTRY", agent.ENTRY)
-    heeded = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)"  # the tests may run under nohup
     process = subprocess.Popen(
-        [sys.executable, "-c", heeded + SUPERVISOR, launcher],
+        heeding(number, [sys.executable, "-c", SUPERVISOR, launcher]),
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
