@@ -81,12 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stored(
         "--pin", action="append", metavar="GLOB=FORMAT", help="fixed format, in place of all the run's pins; repeatable"
     )
-    add_stored(
-        "--group",
-        action="append",
-        metavar="GLOB",
-        help="options with one format, in place of all the run's groups; repeatable",
-    )
     add_stored("--schedule", choices=("static",), help="solve for one map, although the run planned phases")
     add_stored(
         "--cost",
@@ -196,8 +190,6 @@ def _change(args: argparse.Namespace) -> Change:
         fields["formats"] = tuple(args.formats.split(","))
     if args.pin is not None:
         fields["pins"] = parse_pins(args.pin, "--")
-    if args.group is not None:
-        fields["groups"] = tuple(args.group)
     if args.stage_tolerance is not None:
         fields["stage_tolerance"] = parse_tolerance(args.stage_tolerance, "--")
     return Change(fields, args.cost, static=args.schedule == "static")

@@ -83,6 +83,6 @@ def check_fixed_maps(values: Mapping[str, Any]) -> None:
     fixed = [name for name in ("map", "replay") if values[name] is not None]
     if len(fixed) == 2:
         raise SnipError("--snip-map and --snip-replay cannot be combined: both fix the maps; give one")
-    for name in ("pin", "group", "trigger"):
+    for name in ("pin", "trigger"):
         if fixed and values[name]:
             raise SnipError(f"--snip-{name} cannot be combined with --snip-{fixed[0]}: its maps are used as they are")

@@ -208,12 +208,6 @@ class SnipConfig:
     pin: tuple[str, ...] = option(
         (), "fixed format of all linears or GEMMs that match GLOB; the last match applies; repeatable"
     )
-    group: tuple[str, ...] = option(
-        (),
-        "all linears that match GLOB get the same format, separately for fprop, dgrad and wgrad; block:GLOB: within"
-        " each block; repeatable",
-        metavar="GLOB",
-    )
     map: str | None = option(None, "train under this snip.map/1 file, without updates", metavar="MAP.json")
     replay: str | None = option(
         None, "repeat the adoptions of another run, given by its run directory, at their steps", metavar="RUN"

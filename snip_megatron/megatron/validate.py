@@ -22,11 +22,11 @@ from snip_megatron.phases import Schedule
 from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.runtime.coordinator import replay_schedule
-from snip_megatron.sensitivity.groups import matching_options, no_match_hint
+from snip_megatron.sensitivity.globs import matching_options, no_match_hint
 from snip_megatron.sensitivity.late import late_shares
 from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
 from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
-from snip_megatron.sensitivity.problem import check_groups, check_reachable, reachable_share
+from snip_megatron.sensitivity.problem import check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
 
 
@@ -191,7 +191,7 @@ def _check_fixed_map(config: SnipConfig, args: argparse.Namespace) -> None:
         for _, path in replay_schedule(config.replay):
             load_map(str(path), names, argument="--snip-replay")
     else:
-        fixed_map(config.policy, names, pins(config, args), config.group, config.formats)
+        fixed_map(config.policy, names, pins(config, args), config.formats)
     if config.late:
         flops, unquantised = gemm_flops(model_linears(args)), sum(unquantised_flops(args).values())
         late_shares(solve_request(config, args), flops, unquantised)
@@ -250,7 +250,6 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0
         change_penalty=config.change_penalty,
         stage_tolerance=config.tolerance,
         pins=pins(config, args),
-        groups=config.group,
         protected_kinds=config.protected_kinds,
         seed=config.seed,
         version=version,
@@ -275,7 +274,6 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
     if config.timed:
         check_reachable(model_linears(args), request)
         return
-    check_groups(model_linears(args), request)
     tokens = 1 if request.unquantised_stage_flops is None else _tokens_per_step(args)
     share = reachable_share(model_linears(args), request, tokens_per_step=tokens)
     budgets = [(f"--snip-budget {config.budget}", request.target)]

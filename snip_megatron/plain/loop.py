@@ -241,7 +241,6 @@ def _request(config: SnipConfig) -> SolveRequest:
         stage_tolerance=config.tolerance,
         change_penalty=config.change_penalty,
         pins=config.pins,
-        groups=config.group,
         protected_kinds=config.protected_kinds,
         seed=config.seed,
         deterministic_time=config.solver_time,
@@ -271,4 +270,4 @@ def _static_map(config: SnipConfig, structure: Structure) -> PrecisionMap | None
         found = PrecisionMap.from_json(text, where=config.map)
         check_map_fits(found, names, config.map)
         return found
-    return fixed_map(config.policy, names, config.pins, config.group, config.formats)
+    return fixed_map(config.policy, names, config.pins, config.formats)

@@ -238,7 +238,7 @@ class RankZeroCoordinator:
         if past := [adopted for adopted in self._replay if adopted <= step]:
             return Decision(Verdict.MAP, self._replay[max(past)])
         names, request = [row.name for row in self._linears], self._request
-        fixed = fixed_map(self._config.policy, names, request.pins, request.groups, request.formats)
+        fixed = fixed_map(self._config.policy, names, request.pins, request.formats)
         if self._config.replay is None and fixed is not None:
             return Decision(Verdict.MAP, fixed)
         return Decision(Verdict.DROPPED)

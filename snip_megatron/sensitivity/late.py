@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction, option_id
-from snip_megatron.sensitivity.groups import option_groups, spread_pins
 from snip_megatron.sensitivity.policies import LATE, pinned_formats
 from snip_megatron.sensitivity.request import BITS, SolveRequest
 
@@ -21,10 +20,10 @@ _ROUNDING = 1e-9  # of a step: a number of steps that is whole but for rounding 
 
 
 def late_maps(request: SolveRequest, names: Sequence[str]) -> tuple[PrecisionMap, PrecisionMap]:
-    """Return the map of the first steps and the map of the last steps, with the request's pins and groups applied.
+    """Return the map of the first steps and the map of the last steps, with the request's pins applied.
 
     Raises:
-        SnipError: no candidate format has four bits, or a pin or group is invalid.
+        SnipError: no candidate format has four bits, or a pin is invalid.
     """
     low = {gemm: Format(request.formats[request.lowest(gemm)]) for gemm in Gemm}
     if any(fmt.bits > 4 for fmt in low.values()):
@@ -35,10 +34,9 @@ def late_maps(request: SolveRequest, names: Sequence[str]) -> tuple[PrecisionMap
     better = {gemm: Format(max(request.formats_of(gemm), key=BITS.__getitem__)) for gemm in Gemm}
     better = {gemm: Format.BF16 if fmt.bits == low[gemm].bits else fmt for gemm, fmt in better.items()}
     switched = (Gemm.FPROP,) if request.policy == "late-forward" else tuple(Gemm)
-    pinned = spread_pins(pinned_formats(names, request.pins), option_groups(names, request.groups))
     first = {option_id(name, gemm): low[gemm] for name in names for gemm in Gemm}
     last = first | {option_id(name, gemm): better[gemm] for name in names for gemm in switched}
-    fixed = {key: Format(fmt) for key, fmt in pinned.items()}
+    fixed = {key: Format(fmt) for key, fmt in pinned_formats(names, request.pins).items()}
     return PrecisionMap(choices=first | fixed), PrecisionMap(choices=last | fixed)
 
 

@@ -66,7 +66,7 @@ def _phased_item(
             for stands, carries in zip(phases.standing, phases.carried, strict=True)
         ]
         choices.append(PhasedChoice(choice.format, choice.saving, tuple(choice.loss * w for w in weights)))
-    return PhasedItem(item.id, item.stage, item.cost, tuple(choices), item.group, item.pin, keeps)
+    return PhasedItem(item.id, item.stage, item.cost, tuple(choices), pin=item.pin, keeps=keeps)
 
 
 def _keeps(ids: Sequence[str], phases: PhasedRequest) -> list[tuple[int, ...]]:

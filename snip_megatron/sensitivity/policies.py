@@ -15,7 +15,7 @@ import numpy as np
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm, PrecisionMap, misplaced, option_id, split_option_id
 from snip_megatron.sensitivity.fixed import FIXED, fixed_choices, tail_blocks
-from snip_megatron.sensitivity.groups import matching_options, no_match_hint, option_groups, spread_pins
+from snip_megatron.sensitivity.globs import matching_options, no_match_hint
 from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, FloatArray, format_column, second_order
 from snip_megatron.sensitivity.measured import measured_divergences, measured_variance
 from snip_megatron.sensitivity.quality import combine
@@ -242,23 +242,20 @@ def fixed_map(
     policy: str,
     linears: Iterable[str],
     pins: tuple[tuple[str, str], ...] = (),
-    groups: tuple[str, ...] = (),
     formats: tuple[str, ...] = (),
 ) -> PrecisionMap | None:
     """Return the map of a policy of :data:`FIXED` with pins applied, or None for other policies.
 
     Args:
         policy, linears, formats: see :func:`snip_megatron.sensitivity.fixed.fixed_choices`.
-        pins: formats of options. A pin applies to every option of its group.
-        groups: ``--snip-group``.
+        pins: formats of options.
 
     Raises:
-        SnipError: a pin or group matches nothing, or pins contradict each other in a group.
+        SnipError: a pin matches nothing.
     """
     if policy not in FIXED:
         return None
     names = list(linears)
     choices = fixed_choices(policy, names, formats)
-    pinned = spread_pins(pinned_formats(names, pins), option_groups(names, groups))
-    choices |= {key: Format(fmt) for key, fmt in pinned.items()}
+    choices |= {key: Format(fmt) for key, fmt in pinned_formats(names, pins).items()}
     return PrecisionMap(choices=choices)

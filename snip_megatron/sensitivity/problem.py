@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, option_id, split_option_id
-from snip_megatron.sensitivity.groups import option_groups, spread_pins
 from snip_megatron.sensitivity.loss_divergence import FPROP, FloatArray
 from snip_megatron.sensitivity.policies import divergences, pinned_formats, policy_scores
 from snip_megatron.sensitivity.quality import monotone, rounded
@@ -18,7 +17,6 @@ from snip_megatron.sensitivity.request import SolveRequest, is_four_bit
 from snip_megatron.solver.infeasible import why_infeasible
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.solver.problem import Problem
-from snip_megatron.solver.spanning import spanning_groups
 from snip_megatron.solver.table import ChoiceTable
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 
@@ -41,8 +39,7 @@ class Option:
         flops: FLOPs in a training step, which four bits save of the budget.
         cost: ``flops`` plus the option's part of those FLOPs of its stage that no choice covers. So Σ cost is all of
             the decoder's linears, overall and on every stage: the denominator of the fp4 share.
-        pinned: format that a pin fixes, on this option or on another one of its group, or None.
-        group: name of the group of options that share a format, or None.
+        pinned: format that a pin fixes, or None.
     """
 
     id: str
@@ -50,26 +47,23 @@ class Option:
     flops: float
     cost: float
     pinned: str | None
-    group: str | None = None
 
 
 def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> list[Option]:
     """Return the options of a model in the order of its linears and GEMMs.
 
-    Raises SnipError if a pin or group matches nothing, or if pins contradict each other in a group.
+    Raises SnipError if a pin matches nothing.
     """
     if not linears:
         raise SnipError("the model has no linear that SNIP can choose formats for")
     gemms = tuple(Gemm) if request.granularity == "gemm" else (None,)
     gemms_each = len(Gemm) // len(gemms)
     names = [row.name for row in linears]
-    groups = option_groups(names, request.groups, request.granularity, request.prefix)
     pinned = pinned_formats(names, request.pins, request.granularity, request.prefix)
-    pinned = spread_pins(pinned, groups, request.prefix)
     flops = [tokens_per_step * row.flops * gemms_each for row in linears]
     factors = _cost_factors([(row.stage, f * len(gemms)) for row, f in zip(linears, flops, strict=True)], request)
     return [
-        Option(key, row.stage, f, f * factors[row.stage], pinned.get(key), groups.get(key))
+        Option(key, row.stage, f, f * factors[row.stage], pinned.get(key))
         for row, f in zip(linears, flops, strict=True)
         for key in (option_id(row.name, gemm) for gemm in gemms)
     ]
@@ -126,10 +120,8 @@ def _reachable_limit(options: Sequence[Option], request: SolveRequest) -> tuple[
 def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> None:
     """Raise SnipError, naming the highest reachable budget, if the budget of ``request`` cannot be reached.
 
-    Also refuses groups with too many combinations of formats to try. A bound on the loss is never refused here, because
-    the reachable loss depends on scores.
+    A bound on the loss is never refused here, because the reachable loss depends on scores.
     """
-    check_groups(linears, request)
     if request.timed:
         _check_reachable_speedup(list_options(linears, request, tokens_per_step), request)
         return
@@ -141,17 +133,6 @@ def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, toke
             f"--snip-budget fp4={request.target:g} is unreachable: formats, pins and linears outside SNIP's choice"
             f" leave at most fp4={shown:.4f}{where}; lower the budget or remove a pin"
         )
-
-
-def check_groups(linears: Sequence[LinearRow], request: SolveRequest) -> None:
-    """Raise SnipError if no map can satisfy the pins and groups (``--snip-pin``, ``--snip-group``)."""
-    if not request.groups:
-        return
-    items = tuple(make_item(option, request, {}) for option in list_options(linears, request, 1))
-    try:
-        spanning_groups(Problem(items=items, budget=request.budget))
-    except SnipError as error:
-        raise SnipError(f"--snip-group {cut(' '.join(request.groups))}: {error}") from None
 
 
 def _check_reachable_speedup(options: Sequence[Option], request: SolveRequest) -> None:
@@ -266,7 +247,7 @@ def make_item(option: Option, request: SolveRequest, scores: dict[str, dict[str,
         Choice(format=Format(fmt), loss=scores[fmt]["q"] if fmt in scores else 0.0, saving=savings[fmt])
         for fmt in formats
     )
-    return Item(id=option.id, stage=option.stage, cost=cost, choices=choices, group=option.group)
+    return Item(id=option.id, stage=option.stage, cost=cost, choices=choices)
 
 
 def _times(option: str, formats: Sequence[str], request: SolveRequest) -> tuple[float, dict[str, float]]:

@@ -36,7 +36,8 @@ def is_four_bit(fmt: str) -> bool:
     return BITS[fmt] == 4
 
 
-_LISTS = ("formats", "groups", "protected_kinds")
+_LISTS = ("formats", "protected_kinds")
+_UNUSED: tuple[Any, ...] = (None, [])  # a field of an earlier version that says nothing
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,6 @@ class SolveRequest:
         change_penalty: loss added for every choice that differs from the hint, in units of the mean, over options, of
             the loss of an option's worst format. 0: none.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
-        groups: ``GLOB`` or ``block:GLOB``: options that share a format (``sensitivity.groups``).
         seed: seed of the policy ``random``, and of the order that breaks ties.
         version: version of the map that this update makes.
         deterministic_time: CP-SAT's deterministic limit in seconds.
@@ -84,7 +84,6 @@ class SolveRequest:
     times: OptionTimes | None = None
     change_penalty: float = 0.0
     pins: tuple[tuple[str, str], ...] = ()
-    groups: tuple[str, ...] = ()
     seed: int = 1234
     version: int = 0
     deterministic_time: float = 10.0
@@ -144,9 +143,11 @@ class SolveRequest:
     def from_dict(cls, body: Any, where: str) -> SolveRequest:
         """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
         known = {f.name for f in dataclasses.fields(cls)} - {"prefix"}
-        if not isinstance(body, dict) or not set(body) <= known:
+        if not isinstance(body, dict):
             raise SnipError(f"{where}: not a request that this version knows")
-        values = dict(body)
+        values = {name: value for name, value in body.items() if name in known or value not in _UNUSED}
+        if not set(values) <= known:
+            raise SnipError(f"{where}: not a request that this version knows")
         try:
             for name in _LISTS:
                 values[name] = tuple(str(x) for x in body.get(name, getattr(cls, name)))

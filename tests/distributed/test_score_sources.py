@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agreement import agree, worst_differences
-from launch import error_lines, tiny_llama_args
+from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.precision import Format, Gemm
-from snip_megatron.records.readers import read_events, read_maps
 from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
 
 pytest.importorskip("emerging_optimizers")
@@ -94,36 +92,3 @@ def test_hessian_traces_on_three_layouts(warm: WarmRanks, tmp_path: Path) -> Non
     for name, microbatches, layout in (("tensor", 2, f"{TENSOR} --sequence-parallel"), ("data", 1, "")):
         two = table_of(warm, tmp_path / name, 2, microbatches, f"{hawq} {layout}").linear["htrace"]
         np.testing.assert_allclose(two, one, rtol=2e-2, atol=1e-2 * one.max(), err_msg=name)
-
-
-def test_groups_hold_on_every_stage(warm: WarmRanks, tmp_path: Path) -> None:
-    """One group over both stages, one in each block."""
-    specs = ("*linear_fc2", "block:*.self_attention.*")
-    groups = [argument for spec in specs for argument in ("--snip-group", spec)]
-    snip = shlex.split("--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 2 --snip-wait 120")
-    stages = ("--pipeline-model-parallel-size", "2", "--snip-stage-tolerance", "0.1", "--snip-budget", "fp4=0.6")
-    run = tmp_path / "run"
-    args = tiny_llama_args(*snip, *groups, *stages, "--snip-dir", str(run), iters=12)
-    process = warm.run(2, args, tmp=tmp_path)
-    assert process.returncode == 0, process.stderr[-4000:]
-    maps = read_maps(run)
-    assert len(maps) >= 2
-    for found in maps.values():
-        assert found.status == "optimal"
-        assert min(found.achieved_per_stage.values()) >= 0.5
-        for gemm in Gemm:
-            assert len({found.format_of(f"decoder.layers.{i}.mlp.linear_fc2", gemm) for i in range(4)}) == 1
-            for i in range(4):
-                block = f"decoder.layers.{i}.self_attention.linear"
-                assert found.format_of(f"{block}_qkv", gemm) is found.format_of(f"{block}_proj", gemm)
-        formats = {found.format_of(str(linear), gemm) for linear in found.linears() for gemm in Gemm}
-        assert formats == {Format.FP8, Format.FP4}
-    assert [event["event"] for event in read_events(run)].count("solve_failed") == 0
-
-
-def test_pins_that_contradict_in_a_group_end_the_start(warm: WarmRanks, tmp_path: Path) -> None:
-    snip = shlex.split("--snip --snip-group *.0.mlp.* --snip-pin *.0.mlp.linear_fc1=bf16 --snip-pin *.0.*fc2=fp8")
-    process = warm.run(1, tiny_llama_args(*snip, iters=2), tmp=tmp_path)
-    assert process.returncode == 2
-    (line,) = error_lines(process)
-    assert "decoder.layers.0.mlp.linear_fc1:fprop to bf16 and decoder.layers.0.mlp.linear_fc2:fprop to fp8" in line

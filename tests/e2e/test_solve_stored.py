@@ -100,7 +100,6 @@ def test_mistakes(recorded: Path, tmp_path: Path) -> None:
         ([recorded, "--formats", "fp8,nvfp4"], "hold no nvfp4"),
         ([recorded, "--pin", "*.linear_fc9=fp8"], "solve: --pin *.linear_fc9=fp8: matches no option"),
         ([recorded, "--pin", "fc1"], "solve: --pin fc1: expected GLOB=FORMAT"),
-        ([recorded, "--group", "*.fc9"], "solve: --group *.fc9: matches no option"),
         ([recorded, "--q", "best"], "solve: --q best: unknown"),
         ([recorded, "--policy", "snip", "--estimator", "best"], "solve: --estimator best: unknown"),
         ([recorded, "--policy", "best"], "solve: --policy best: unknown"),

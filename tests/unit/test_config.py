@@ -90,7 +90,6 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "protect": (["qkv,fc1"], ("qkv", "fc1")),
     "stage_tolerance": (["none"], "none"),
     "pin": (["*.linear_fc2=fp8"], ("*.linear_fc2=fp8",)),
-    "group": (["block:*.mlp.*"], ("block:*.mlp.*",)),
     "map": (["m.json"], "m.json"),
     "replay": (["runs/a"], "runs/a"),
     "gemm": (["reference"], "reference"),
@@ -323,12 +322,6 @@ def test_kinds_to_protect() -> None:
     assert parse("--snip", "--snip-protect", "").protected_kinds == ()
     with pytest.raises(SnipError, match="--snip-protect fc3: unknown kind of linear; choose among qkv, proj, fc1, fc2"):
         parse("--snip", "--snip-protect", "fc2,fc3")
-
-
-def test_groups_repeat_and_need_a_map_to_choose() -> None:
-    assert parse("--snip", "--snip-group", "a*", "--snip-group", "block:b").group == ("a*", "block:b")
-    with pytest.raises(SnipError, match="--snip-group cannot be combined with --snip-map"):
-        parse("--snip", "--snip-group", "a*", "--snip-map", "m.json")
 
 
 def test_a_trigger_needs_no_interval() -> None:

@@ -103,9 +103,6 @@ def test_another_policy_and_rule(share: Path) -> None:
     for fields in ({"policy": "fisher"}, {"q": "paper"}, {"estimator": "fisher", "granularity": "layer"}):
         expected, _ = build_problem(table, dataclasses.replace(request, **fields))
         assert rebuild(stored(share), Change(fields), None) == expected
-    grouped = rebuild(stored(share), Change({"groups": ("block:*.mlp.*",), "pins": ()}), None)
-    assert grouped == build_problem(table, dataclasses.replace(request, groups=("block:*.mlp.*",), pins=()))[0]
-    assert any(item.group for item in grouped.items)
     pins = (("*.mlp.linear_fc2", "fp4"),)
     problem = rebuild(stored(share), Change({"pins": pins, "stage_tolerance": None}), Budget(0.9))
     assert (problem.budget.target, problem.budget.stage_tolerance) == (0.9, None)
