@@ -25,10 +25,9 @@ REQUIREMENTS = [
 TEXT = ["transformers>=5", "tokenizers>=0.22", "tqdm>=4.66"]  # snip prepare-data, --tokenizer-type HuggingFaceTokenizer
 REPORT = ["plotly>=6"]  # snip report, and the report at the end of a run
 EVALUATION = [*REPORT]  # snip compare, snip validate-proxy
-HF = ["transformers>=5", "safetensors>=0.5"]  # snip export --format hf
 WANDB = ["wandb>=0.22"]  # --wandb-project
 TENSORBOARD = ["tensorboard>=2.19"]  # --tensorboard-dir
-ALL = sorted({*TEXT, *REPORT, *EVALUATION, *HF, *WANDB, *TENSORBOARD})
+ALL = sorted({*TEXT, *REPORT, *EVALUATION, *WANDB, *TENSORBOARD})
 
 # Lion and Muon of Megatron's --optimizer.
 OPTIMIZERS = ["emerging-optimizers>=0.2"]
@@ -81,7 +80,6 @@ setup(
         "text": TEXT,
         "report": REPORT,
         "evaluation": EVALUATION,
-        "hf": HF,
         "wandb": WANDB,
         "tensorboard": TENSORBOARD,
         "all": ALL,

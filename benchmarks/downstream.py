@@ -3,7 +3,7 @@
     python -m benchmarks.downstream results/1b.json --data DATA --work WORK --out benchmarks/downstream_<model>_<…>.json
 
 The experiment needs ``"save": true``, and ``--data`` and ``--work`` are those of its ``snip compare``. Each run's final
-weights are exported with ``snip export --format hf`` and evaluated in bf16 on two tasks that are made from the hold-out
+weights become a Hugging Face Llama and are evaluated in bf16 on two tasks that are made from the hold-out
 of ``--data`` (see :mod:`benchmarks.downstream_tasks`). ``OUT.md`` gets the table. ``paired`` is the difference to the
 bf16 run of the same seed on the same questions, with its standard error.
 
@@ -29,9 +29,10 @@ import torch
 
 from benchmarks.common import header, write
 from benchmarks.downstream_tasks import LINES, TEXT, held_out_texts, make_items, write_tasks
-from snip_megatron import cli
+from benchmarks.hf_llama import write_llama
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.data import load_data
+from snip_megatron.evaluation.models import model as llama
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runs import CHECKPOINT
 
@@ -41,23 +42,25 @@ METRICS = {"acc": LINES, "acc_norm": LINES, "bits_per_byte": TEXT, "word_perplex
 
 @dataclass(frozen=True)
 class Model:
-    """A finished run: its entry in the result file, its checkpoint, and the folders for the export and the tasks."""
+    """A finished run: its entry in the result file, its checkpoint, and the folders of model and tasks."""
 
     run: Mapping[str, Any]
+    experiment: Mapping[str, Any]
     checkpoint: Path
+    tokenizer: Path
     exported: Path
     tasks: Path
     batch: int
 
 
-def models(results: Results, work: Path, batch: int) -> list[Model]:
+def models(results: Results, data: Path, work: Path, batch: int) -> list[Model]:
     """Return the finished runs whose weights were kept. Raises SnipError if there are none."""
     found = []
     for run in results.runs.values():
         checkpoint = work / "runs" / run["id"] / CHECKPOINT
         if run["status"] == "done" and checkpoint.is_dir():
-            folder = work / "downstream"
-            found.append(Model(run, checkpoint, folder / run["id"], folder / "tasks", batch))
+            folders = (checkpoint, data / "tokenizer", work / "downstream" / run["id"], work / "downstream" / "tasks")
+            found.append(Model(run, results.experiment, *folders, batch))
     if not found:
         raise SnipError(
             f'{work}: holds no weights of a run of {results.path}; give the --work of its snip compare, and "save":'
@@ -76,16 +79,15 @@ def _take_device(devices: Any) -> None:
 
 
 def evaluate(model: Model) -> dict[str, Any]:
-    """Export and evaluate a model on the device of this process.
+    """Convert and evaluate a model on the device of this process.
 
     Returns:
         The metrics with their standard errors, the numbers of questions and texts, and under ``right`` a 1 for each
         question that was answered right and a 0 for each other.
     """
-    arguments = ["export", "--format", "hf", str(model.checkpoint), "--out", str(model.exported)]
     shutil.rmtree(model.exported, ignore_errors=True)
-    if cli.main([*arguments, "--dtype", "bfloat16"]) != 0:
-        raise SnipError(f"{model.checkpoint}: cannot be exported")
+    sequence = model.experiment["training"]["sequence"]
+    write_llama(model.checkpoint, llama(model.experiment["model"]), sequence, model.tokenizer, model.exported)
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -196,7 +198,7 @@ def _run(arguments: argparse.Namespace) -> int:
     os.environ["HF_DATASETS_CACHE"] = str(arguments.work / "downstream" / "datasets")
     results = load_results(arguments.results)
     experiment = results.experiment
-    waiting = models(results, arguments.work.resolve(), arguments.batch)
+    waiting = models(results, arguments.data, arguments.work.resolve(), arguments.batch)
     load_data(arguments.data, experiment["tokenizer"])
     texts = held_out_texts(arguments.data)
     items = make_items(texts, arguments.questions, arguments.seed, experiment["training"]["sequence"])

@@ -15,7 +15,6 @@ TARGETS: dict[str, tuple[str, str]] = {
         "snip_megatron.export.te_factory",
         "a map as a Python module with a quantizer factory for Transformer Engine's CustomRecipe",
     ),
-    "hf": ("snip_megatron.export.hf_llama", "a Megatron checkpoint as a Hugging Face Llama"),
 }
 """Format → (module with ``add_arguments(group)`` and ``run(args) -> exit code``, description of what it writes)."""
 
@@ -24,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that all formats share, and those of each format."""
     formats = "; ".join(f"{name}: {text}" for name, (_, text) in TARGETS.items())
     parser.add_argument("--format", choices=tuple(TARGETS), required=True, help=formats)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="the map or the checkpoint to export")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the map to export")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", required=True, help="folder for the output; created if it does not exist"
     )

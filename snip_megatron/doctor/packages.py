@@ -47,11 +47,10 @@ REQUIRED = (
     Requirement("jinja2", (3,)),
 )
 EXTRAS = (
-    (Requirement("transformers", (5,)), "text", "--tokenizer-type HuggingFaceTokenizer or snip export --format hf"),
+    (Requirement("transformers", (5,)), "text", "--tokenizer-type HuggingFaceTokenizer"),
     (Requirement("tokenizers", (0, 22)), "text", "snip prepare-data"),
     (Requirement("tqdm", (4, 66)), "text", "snip prepare-data"),
     (Requirement("plotly", (6,)), "report", "a report, snip compare or snip validate-proxy"),
-    (Requirement("safetensors", (0, 5)), "hf", "snip export --format hf"),
     (Requirement("wandb", (0, 22)), "wandb", "--wandb-project"),
     (Requirement("tensorboard", (2, 19)), "tensorboard", "--tensorboard-dir"),
 )

@@ -130,10 +130,10 @@ def test_the_reference_is_the_bf16_run_without_a_label_of_its_own() -> None:
 def test_a_comparison_without_kept_weights_is_refused(tmp_path: Path) -> None:
     results = Results(Path("r.json"), {}, {}, runs={"a": {"id": "a", "status": "done"}, "b": {"id": "b", "status": ""}})
     with pytest.raises(SnipError, match=r'holds no weights of a run of r\.json; give the --work .* "save": true'):
-        models(results, tmp_path, batch=1)
+        models(results, tmp_path, tmp_path, batch=1)
     for identity in "ab":
         (tmp_path / "runs" / identity / "checkpoint").mkdir(parents=True)
-    assert [model.run["id"] for model in models(results, tmp_path, batch=1)] == ["a"]
+    assert [model.run["id"] for model in models(results, tmp_path, tmp_path, batch=1)] == ["a"]
 
 
 @pytest.mark.parametrize(
