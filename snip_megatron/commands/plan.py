@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snip_megatron.commands.numbers import positive
-from snip_megatron.config.run import COMMUNICATION, GRADIENT_REDUCTION, PARAMETER_GATHER, parse_tolerance
+from snip_megatron.config.run import COMMUNICATION, GRADIENT_REDUCTION, parse_tolerance
 from snip_megatron.config.schedule import DEPLOYED, load_schedule
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.planner.layout import CUDA_GRAPHS, RECOMPUTE, Layout
@@ -85,12 +85,6 @@ def _add_communication(add: Callable[..., Any]) -> None:
         choices=GRADIENT_REDUCTION,
         default="fp32",
         help="how gradients are reduced over data parallel ranks (--snip-gradient-reduction); default: fp32",
-    )
-    add(
-        "--parameter-gather",
-        choices=PARAMETER_GATHER,
-        default="bf16",
-        help="how updated parameters are gathered over data parallel ranks (--snip-parameter-gather); default: bf16",
     )
 
 
@@ -298,7 +292,6 @@ def _layout(args: argparse.Namespace) -> Layout:
         gradient_accumulation_fusion=not args.no_gradient_accumulation_fusion,
         communication=args.communication,
         gradient_reduction=args.gradient_reduction,
-        parameter_gather=args.parameter_gather,
     )
 
 

@@ -30,7 +30,6 @@ from snip_megatron.solver.validation import MAX_LOSS
 EVAL_MODES = ("map", "bf16", "both")
 COMMUNICATION = ("bf16", "gather", "all")
 GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")
-PARAMETER_GATHER = ("bf16", "quantized")
 FUSIONS = ("none", "auto")
 BUDGETS = ("fp4", "speedup", "loss")
 COSTS = ("auto", "time", "flops")
@@ -231,12 +230,6 @@ class SnipConfig:
         "how the distributed optimizer reduces gradients over data parallel ranks. fp8: partial sums are exchanged in"
         " FP8 and added in FP32, which adds an error; fp8-feedback: what is lost is added in the next step",
         choices=GRADIENT_REDUCTION,
-    )
-    parameter_gather: str = option(
-        "bf16",
-        "how the distributed optimizer gathers updated parameters over data parallel ranks. quantized: weights whose"
-        " fprop and dgrad run in fp8, fp4 or fp8_tensor are quantised before they are gathered, with the same numbers",
-        choices=PARAMETER_GATHER,
     )
     fusions: str = option(
         "none",

@@ -11,7 +11,7 @@ unsharded matrix, 0-dim FP32. It is required if the matrix is a shard and the fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from snip_megatron.gemm.operands import Apart, GradientKeys, HeldSides, Plain, S
 from snip_megatron.gemm.parcels import Parcel, plain_parcel
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
-from snip_megatron.quantization.ranges import QuantizedWeight
 from snip_megatron.quantization.rmsnorm import RMSNorm
 from snip_megatron.quantization.rounding import Key
 
@@ -43,8 +42,6 @@ class GemmBackend:
     """
 
     name = "reference"
-    opens_weights = True
-    """Whether :meth:`open_weight` is implemented."""
 
     def check_graphs(self) -> None:
         """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
@@ -101,17 +98,6 @@ class GemmBackend:
             return self._quantize(w, (fprop, dgrad), amax, weight=True, rotation=rotation)
         self._renew(w, (fprop, dgrad), amax, held, rotation)
         return held.sides
-
-    def open_weight(self, made: Mapping[Format, QuantizedWeight], fprop: Format, dgrad: Format) -> Sides:
-        """Return a weight that is quantised already as the operands that :meth:`quantize_weight` makes of it.
-
-        Args:
-            made: the weight in each of the two formats.
-            fprop, dgrad: formats of the two GEMMs, of :data:`snip_megatron.quantization.ranges.FORMATS`.
-        """
-        numbers = {fmt: made[fmt].dequantize() for fmt in {fprop, dgrad}}
-        row, col = (Plain(numbers[fmt], fmt, quantised=True) for fmt in (fprop, dgrad))
-        return row, col
 
     def quantize_gradient(
         self,

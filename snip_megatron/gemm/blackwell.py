@@ -45,7 +45,6 @@ class BlackwellBackend(GemmBackend):
     """
 
     name = "blackwell"
-    opens_weights = False
 
     def __init__(self, engine: TransformerEngine, products: ScaledProducts) -> None:
         self._engine = engine

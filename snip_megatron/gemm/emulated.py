@@ -30,7 +30,6 @@ class EmulatedBackend(GemmBackend):
     """
 
     name = "emulated"
-    opens_weights = False
 
     def __init__(self, quantize: Callable[..., ExactPair], products: ExactProducts) -> None:
         self._quantize_exact = quantize

@@ -8,7 +8,7 @@ formats. See README.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -21,7 +21,6 @@ from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.packed import STORED, Held, Operand, Operands
-from snip_megatron.quantization.ranges import QuantizedWeight
 from snip_megatron.quantization.rmsnorm import RMSNorm
 from snip_megatron.quantization.rounding import Key
 
@@ -36,7 +35,6 @@ class Quantizers(Fours, Protocol):
     quantize_tiles: Callable[..., Operands]
     quantize_blocks: Callable[..., Operands]
     quantize_tensor: Callable[..., Operands]
-    opened_weight: Callable[..., Operand]
 
 
 class Activations(Protocol):
@@ -113,13 +111,6 @@ class HopperBackend(GemmBackend):
             x, _of_others(formats), amax, weight=weight, keys=keys, cols=cols, first_row=first_row, rotation=rotation
         )
         return tiled.row or whole.row or rest[0], tiled.col or whole.col or rest[1]
-
-    def open_weight(self, made: Mapping[Format, QuantizedWeight], fprop: Format, dgrad: Format) -> Sides:
-        """See the base class."""
-        opens = self._quantizers.opened_weight
-        row, col = opens(made[fprop], fprop), opens(made[dgrad], dgrad, transposed=True)
-        opened = self._products.prepared(Operands(row, col))
-        return opened.row, opened.col
 
     def quantizes_swiglu(self, y: Tensor, formats: Formats) -> bool:
         """See the base class. Formats with tiles are made in the pass that computes SwiGLU."""

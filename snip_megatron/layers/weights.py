@@ -7,7 +7,7 @@ graphs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch import Tensor
@@ -16,7 +16,6 @@ from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.operands import HeldSides, Side
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import Rotation
-from snip_megatron.quantization.ranges import QuantizedWeight
 
 
 class WeightCache:
@@ -26,16 +25,9 @@ class WeightCache:
     version counter, which detects other changes such as the loading of a checkpoint. The counter alone is not enough:
     Megatron's distributed optimizer writes weights through a buffer, which does not increase it, and neither does a
     write to ``weight.data``.
-
-    Attributes:
-        gathered: the weight by format, if the ranks of the distributed optimizer gathered it quantised. The operands
-            are then made of it, and the weight itself is not read. None: of the weight.
     """
 
-    gathered: Mapping[Format, QuantizedWeight] | None
-
     def __init__(self) -> None:
-        self.gathered = None
         self._key: tuple[object, ...] | None = None
         self._weight: weakref.ref[Tensor] | None = None  # another tensor may get the address of one that was freed
         self._sides: tuple[Side, Side] | None = None
@@ -65,17 +57,14 @@ class WeightCache:
         if self._sides is not None and self._weight is not None and self._weight() is weight and key == self._key:
             return self._sides
         self.clear()
-        if self.gathered is not None:
-            row, col = backend.open_weight(self.gathered, fprop, dgrad)
-        else:
-            amax = None if shared_amax is None else shared_amax(weight, (fprop, dgrad))
-            turned = None if rotation is None else rotation()
-            row, col = backend.quantize_weight(weight, fprop, dgrad, amax=amax, rotation=turned)
+        amax = None if shared_amax is None else shared_amax(weight, (fprop, dgrad))
+        turned = None if rotation is None else rotation()
+        row, col = backend.quantize_weight(weight, fprop, dgrad, amax=amax, rotation=turned)
         self._key, self._weight, self._sides = key, weakref.ref(weight), (row, col)
         return row, col
 
     def clear(self) -> None:
-        """Discard the operands and free their memory. A gathered weight stays."""
+        """Discard the operands and free their memory."""
         self._key = self._weight = self._sides = None
 
 

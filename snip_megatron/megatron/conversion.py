@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from snip_megatron.megatron.fused_norm import fuse_norms
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.megatron.probing.drift_probe import SINKS
 from snip_megatron.precision import Format, LinearId, PrecisionMap
-from snip_megatron.quantization.ranges import FORMATS as GATHERED
 from snip_megatron.runtime.coordinator import replayed_maps
 from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
@@ -71,8 +70,6 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     packs, reduces = config.communication != "bf16", config.communication == "all"
     if packs:
         selection.backend.check_gathers(formats)
-    if config.parameter_gather == "quantized":
-        check_weights_gather(selection.backend, formats)
     context = StepContext(seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces)
     experts = ExpertLayers.of(model_config)
     names = decoder_linear_names(model_config.num_layers, experts)
@@ -120,22 +117,6 @@ def formats_in_use(config: SnipConfig) -> frozenset[Format]:
         text = Path(config.map).read_text(encoding="utf-8")
         return frozenset(PrecisionMap.from_json(text, where=config.map).choices.values())
     return formats_of(config.policy, config.formats, config.pins)
-
-
-def check_weights_gather(backend: GemmBackend, formats: Collection[Format]) -> None:
-    """Raise SnipError if no weight would be gathered quantised on this backend in any map with these formats."""
-    here = "--snip-parameter-gather quantized"
-    if not backend.opens_weights:
-        raise SnipError(
-            f"{here} cannot be combined with the {backend.name} GEMMs, whose weights are not gathered so far; leave it"
-            " out"
-        )
-    if not set(formats) & set(GATHERED):
-        known = ", ".join(fmt.value for fmt in GATHERED)
-        raise SnipError(
-            f"{here}: gathers weights in {known}, and this run uses {', '.join(sorted(fmt.value for fmt in formats))};"
-            " leave it out"
-        )
 
 
 def _announce(selection: Selection, registry: LinearRegistry) -> None:

@@ -58,7 +58,6 @@ class Evaluation:
         context: State that the converted linears share.
         record: Called on every rank with the losses under the keys "map" and "bf16", as far as they were computed.
         graphs: CUDA graphs of the training steps. Validation runs without them.
-        prepare: called on every rank before a validation.
     """
 
     def __init__(
@@ -68,14 +67,12 @@ class Evaluation:
         context: StepContext,
         record: Record,
         graphs: GraphedRun,
-        prepare: Callable[[], None],
     ) -> None:
         self._mode = mode
         self._args = args
         self._context = context
         self._record = record
         self._graphs = graphs
-        self._prepare = prepare
 
     def wrap(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``evaluate`` wrapped."""
@@ -83,7 +80,6 @@ class Evaluation:
 
         def evaluate_with_snip(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
             bf16_loss = None
-            self._prepare()
             if self._mode == "both":
                 consumed = self._args.consumed_valid_samples
                 batches = compat.peek(data_iterator, self._microbatches(named.get("eval_iters")))

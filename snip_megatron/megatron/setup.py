@@ -99,7 +99,6 @@ class SnipRun:
         self.undo = ExitStack()
         self._undo_evaluation = self.undo.enter_context(ExitStack())  # renewed with the model by an in-process restart
         self._traffic: compat.Traffic | None = None
-        self._gathers: compat.ParameterGathers | None = None
         self._graphs = GraphedRun(args)
         self.undo.callback(self._graphs.close)
 
@@ -151,7 +150,7 @@ class SnipRun:
             self.feedback.forget()
         if self._controller is not None:
             self._controller.close(together=False)
-        self._controller = self._coordinator = self._probes = self._gathers = None
+        self._controller = self._coordinator = self._probes = None
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """End SNIP's part of the run: write the last metrics and files, stop the sidecar and draw the report.
@@ -166,9 +165,7 @@ class SnipRun:
 
     # -- overridden where another training loop than Megatron's runs the step -----------------------------------
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
-        evaluation = Evaluation(
-            self._config.eval, self._args, registry.context, self._validated, self._graphs, self._complete_weights
-        )
+        evaluation = Evaluation(self._config.eval, self._args, registry.context, self._validated, self._graphs)
         self._undo_evaluation.callback(compat.wrap_evaluate(evaluation.wrap))
 
     def _current_arguments(self) -> argparse.Namespace:
@@ -181,16 +178,10 @@ class SnipRun:
         if self._controller is not None:
             self._controller.validated(losses)
 
-    def _complete_weights(self) -> None:
-        """Bring weights that were gathered quantised up to date in bf16. Every rank must call it."""
-        if self._gathers is not None:
-            self._gathers.complete()
-
     # -- checkpoint --------------------------------------------------------------------------------------------
     def _state_to_save(self) -> bytes | None:
         if self.feedback is not None:
             self.feedback.reset()
-        self._complete_weights()
         return None if self._controller is None else self._controller.state_to_save()
 
     def _checkpoint_has_state(self) -> bool:
@@ -293,15 +284,12 @@ class SnipRun:
 
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
-            self._complete_weights()
             asked = self._graphs.probed(replace(call, clip=clip, measured=controller.state.measured))
             refusal = self._probes.shortage(asked, self._graphs.idle_bytes)
             with self._graphs.beside(call.model):
                 return refusal or self._probes.run(asked)
 
         controller.before_step(call.step, probe)
-        if self._gathers is not None:
-            self._gathers.adopted()
         self._graphs.renew(call.step)
         if self._traffic is not None:
             self._traffic.take()  # leaves out what SNIP exchanged between the steps
@@ -332,8 +320,6 @@ class SnipRun:
         check_optimizer_state(model, optimizer)
         if config.gradient_reduction != "fp32":
             compat.check_reduced_models(model)
-        if config.parameter_gather == "quantized":
-            self._gathers = compat.ParameterGathers(model, registry)
         groups = probe_groups(compat.process_groups(model[0]))
         registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
         if groups.experts is not None:

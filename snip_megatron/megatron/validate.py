@@ -54,8 +54,6 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
         check_gathers(args, config.communication)
     if config.gradient_reduction != "fp32":
         compat.check_gradient_reduction(args, config.gradient_reduction)
-    if config.parameter_gather != "bf16":
-        compat.check_parameter_gather(args)
     _check_fixed_map(config, args)
     if config.phases is not None:
         _check_globs(config.phases, linear_names(args))

@@ -41,7 +41,6 @@ _WITH_MEGATRON = (
     "cost",
     "communication",
     "gradient_reduction",
-    "parameter_gather",
     "fusions",
     "wait",
     "deadline",

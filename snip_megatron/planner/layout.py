@@ -53,7 +53,6 @@ class Layout:
         cuda_graph_impl: ``--cuda-graph-impl``: ``none``, ``local``, ``transformer_engine`` or ``full_iteration``.
         communication: ``--snip-communication``: ``bf16``, ``gather`` or ``all``.
         gradient_reduction: ``--snip-gradient-reduction``: ``fp32``, ``fp8`` or ``fp8-feedback``.
-        parameter_gather: ``--snip-parameter-gather``: ``bf16`` or ``quantized``.
         gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP gives where Apex is
             missing.
 
@@ -79,7 +78,6 @@ class Layout:
     cuda_graph_impl: str = "none"
     communication: str = "bf16"
     gradient_reduction: str = "fp32"
-    parameter_gather: str = "bf16"
     gradient_accumulation_fusion: bool = True
 
     def __post_init__(self) -> None:
@@ -225,10 +223,6 @@ class Layout:
             raise SnipError(
                 f"--gradient-reduction {self.gradient_reduction}: needs --sequence-parallel with --tp {self.tp}"
             )
-        if self.parameter_gather != "bf16" and (self.dp == 1 or not self.distributed_optimizer):
-            raise SnipError(
-                f"--parameter-gather {self.parameter_gather}: needs --dp 2 or more, without --no-distributed-optimizer"
-            )
         here = f"--communication {self.communication}"
         if self.communication not in COMMUNICATION:
             raise SnipError(f"{here}: choose one of {', '.join(COMMUNICATION)}")
@@ -249,11 +243,6 @@ class Layout:
             raise SnipError(
                 f"--cuda-graph-impl {self.cuda_graph_impl} cannot be combined with --pp {self.pp}:"
                 f" {GRAPHS_WITHOUT_PIPELINE[self.cuda_graph_impl]}; use --cuda-graph-impl transformer_engine"
-            )
-        if self.parameter_gather != "bf16" and self.cuda_graph_impl != "none":
-            raise SnipError(
-                f"--parameter-gather {self.parameter_gather} cannot be combined with --cuda-graph-impl"
-                f" {self.cuda_graph_impl}: graphs read weights that are quantised in place; leave one out"
             )
 
     def _check_pipeline(self) -> None:

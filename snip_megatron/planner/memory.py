@@ -163,16 +163,6 @@ def packed_bytes(fmt: Format) -> float:
     return 2.0 if fmt is Format.BF16 else fmt.bits / 8 + scale_bytes(fmt)
 
 
-def gathered_bytes(fprop: Format, dgrad: Format) -> float:
-    """Return the bytes in which an element of a weight is gathered under ``--snip-parameter-gather quantized``.
-
-    The formats are those of ``quantization.ranges.formats_to_gather``, without importing torch.
-    """
-    formats = {fprop, dgrad}
-    quantised = sum(fmt.bits / 8 for fmt in formats)
-    return quantised if formats <= set(NATIVE) and quantised < 2.0 else 2.0
-
-
 def saved_input(layout: Layout, kind: str, formats: Formats, native: Collection[Format] = NATIVE) -> float:
     """Return the bytes of X that a linear keeps of one microbatch, without what other modules keep anyway.
 

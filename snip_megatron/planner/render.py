@@ -27,7 +27,6 @@ def _head(plan: Body) -> str:
     extras += [f"recompute {layout['recompute']}"] if layout["recompute"] != "none" else []
     extras += [f"communication {layout['communication']}"] if layout["communication"] != "bf16" else []
     extras += [f"gradients {layout['gradient_reduction']}"] if layout["gradient_reduction"] != "fp32" else []
-    extras += [f"parameters {layout['parameter_gather']}"] if layout["parameter_gather"] != "bf16" else []
     extras += [] if layout["gradient_accumulation_fusion"] else ["no gradient accumulation fusion"]
     extras += [f"CUDA graphs {layout['cuda_graph_impl']}"] if layout["cuda_graph_impl"] != "none" else []
     noted = f"; {', '.join(extras).replace('_', ' ')}" if extras else ""

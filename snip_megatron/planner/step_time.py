@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from snip_megatron.planner.host import Host, host_seconds
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import FormatsOf, gathered_bytes, packed_bytes
+from snip_megatron.planner.memory import FormatsOf, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.tensor_parallel import TensorParallel
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
@@ -171,15 +171,15 @@ class StepModel:
     def step(self, formats_of: FormatsOf) -> StepTime:
         """Predict the step in which the linears run in the formats of ``formats_of``."""
         stages = tuple(self._stage(stage, formats_of) for stage in range(self.layout.pp))
-        data_parallel, optimizer = self._after(max(stage.total for stage in stages), formats_of)
+        data_parallel, optimizer = self._after(max(stage.total for stage in stages))
         return StepTime(stages, self.layout.bubble, data_parallel, optimizer)
 
     def fixed_seconds(self) -> dict[int, float]:
         """Return stage → seconds of a step that no format changes, for the ``fixed_cost`` of a budget.
 
         Exchanges between tensor parallel ranks whose bytes formats decide are not among them (:meth:`charge`), all
-        other exchanges are. Parameters are gathered in bf16, whatever ``parameter_gather`` is. The time after the
-        pipeline is divided by the factor of the bubble, so that the sum of the slowest stage times this factor is the
+        other exchanges are. The time after the pipeline is
+        divided by the factor of the bubble, so that the sum of the slowest stage times this factor is the
         step time.
         """
         bf16 = self.step(lambda block, kind: ALL_BF16)
@@ -300,7 +300,7 @@ class StepModel:
         sent = 2.0 * layout.tokens * layout.model.hidden / (layout.tp if layout.sequence_parallel else 1)
         return neighbours * sent / self.links.of(2 * layout.tp * layout.dp)
 
-    def _after(self, slowest: float, formats_of: FormatsOf) -> tuple[float, float]:
+    def _after(self, slowest: float) -> tuple[float, float]:
         """Return the seconds of exposed data parallel communication and of the optimizer, on the largest stage."""
         layout = self.layout
         parameters = max(layout.stage_parameters(stage) for stage in range(layout.pp))
@@ -317,22 +317,10 @@ class StepModel:
             moved = 4.0 + 2 * each + 8.0 / layout.dp  # quantised, and added to a part
             moved += 0.0 if layout.gradient_reduction == "fp8" else 4.0 + each + 2 * 2.0  # what was lost, in bf16
             gradients = each * parameters * ring + self.rates.memory(moved * parameters)
-        weights = self._gathered(formats_of) * ring if layout.distributed_optimizer else 0.0
+        weights = 2.0 * parameters * ring if layout.distributed_optimizer else 0.0
         microbatch = slowest / layout.microbatches
         if layout.overlap_grad_reduce:
             gradients = max(0.0, gradients - 2 / 3 * microbatch)
         if layout.overlap_param_gather:
             weights = max(0.0, weights - 1 / 3 * microbatch)
         return gradients + weights, optimizer
-
-    def _gathered(self, formats_of: FormatsOf) -> float:
-        """Return the bytes of the parameters that the distributed optimizer gathers, of the stage with the most."""
-        layout, found = self.layout, []
-        for stage, blocks in enumerate(layout.stages):
-            gathered = 2.0 * layout.stage_parameters(stage)
-            if layout.parameter_gather != "bf16":
-                for block in blocks:
-                    for kind, shape in self.shapes.items():
-                        gathered -= (2.0 - gathered_bytes(*formats_of(block, kind)[:2])) * shape.n * shape.k
-            found.append(gathered)
-        return max(found)

@@ -19,7 +19,6 @@ from snip_megatron.precision import FOUR_BIT, Format
 from snip_megatron.quantization.formats import TILE, resolve
 from snip_megatron.quantization.fours import pack_fours as pack_fours
 from snip_megatron.quantization.fours import unpack_fours as unpack_fours
-from snip_megatron.quantization.ranges import QuantizedWeight
 from snip_megatron.quantization.reference import Quantized, fake_quantize, quantize
 from snip_megatron.quantization.rounding import Key
 
@@ -176,34 +175,6 @@ def quantize_tensor(
     return _kept(made, held)
 
 
-def opened_weight(weight: QuantizedWeight, format: Format, *, transposed: bool = False) -> Operand:
-    """Return a weight [N, K] that is quantised already as the operand that the functions above make of it.
-
-    Args:
-        weight: the weight in ``format``.
-        format: fp8, fp4 or fp8_tensor.
-        transposed: whether to return Wᵀ, the operand of dgrad.
-    """
-    elements = weight.elements
-    if format in FOUR_BIT:  # without negative zeros, as in _quantized
-        codes = elements.view(torch.uint8)
-        elements = torch.where(codes == 0x80, 0, codes).view(torch.float8_e4m3fn)
-    if transposed:
-        values = _stored_values(elements.t())
-    else:
-        values = elements if elements.shape[1] % TILE == 0 else _stored_values(elements)
-    return weight_operand(values, weight, format, transposed=transposed)
-
-
-def weight_operand(values: Tensor, weight: QuantizedWeight, format: Format, *, transposed: bool) -> Operand:
-    """Return the operand of :func:`opened_weight`, whose elements are ``values``, with the scales of the weight."""
-    scale, depth = (weight.scale.t(), 0) if transposed else (weight.scale, 1)
-    depth = weight.elements.shape[depth]
-    if format is Format.FP8_TENSOR:
-        return Operand(values, scale.reshape(1), "tensor", depth)
-    return Operand(values, _block_scales(scale), "block", depth)
-
-
 def _kept(made: Operands, held: Held | None) -> Operands:
     """Copy ``made`` into the operands of ``held``, unless they are up to date, and return these."""
     if held is None:
@@ -252,15 +223,10 @@ def _tile_operand(q: Quantized, depth: int) -> Operand:
 
 
 def _block_operand(q: Quantized, depth: int) -> Operand:
-    return Operand(_stored_values(q.values), _block_scales(q.scale), "block", depth)
-
-
-def _block_scales(scale: Tensor) -> Tensor:
-    """Return the scales of a block operand in the layout of :class:`Operand`."""
-    row_blocks, depth_blocks = scale.shape
-    padded = torch.ones(row_blocks, -(-depth_blocks // 4) * 4, dtype=torch.float32, device=scale.device)
-    padded[:, :depth_blocks] = scale
-    return padded.t()
+    row_blocks, depth_blocks = q.scale.shape
+    padded = torch.ones(row_blocks, -(-depth_blocks // 4) * 4, dtype=torch.float32, device=q.scale.device)
+    padded[:, :depth_blocks] = q.scale
+    return Operand(_stored_values(q.values), padded.t(), "block", depth)
 
 
 def _error_sums(

@@ -143,9 +143,8 @@ def test_a_budget_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_is_made_without_torch() -> None:
     """Importing torch takes about ten times as long as everything else that a plan imports."""
     code = "import sys; from snip_megatron.cli import main; main(); sys.exit('torch' in sys.modules)"
-    done = snip("--model", "1b", "--dp", 2, "--parameter-gather", "quantized", run=("-c", code))
+    done = snip("--model", "1b", "--dp", 2, run=("-c", code))
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "parameters quantized" in done.stdout
 
 
 @pytest.mark.parametrize(

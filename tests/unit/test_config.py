@@ -96,7 +96,6 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "gemm_library": (["cublas"], "cublas"),
     "communication": (["gather"], "gather"),
     "gradient_reduction": (["fp8"], "fp8"),
-    "parameter_gather": (["quantized"], "quantized"),
     "fusions": (["auto"], "auto"),
     "eval": (["bf16"], "bf16"),
     "solver_time": (["2.5"], 2.5),

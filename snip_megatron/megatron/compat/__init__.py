@@ -35,7 +35,6 @@ from snip_megatron.megatron.compat.optimizer_state import (
     inner_optimizers,
     misplaced_parameters,
 )
-from snip_megatron.megatron.compat.parameter_gather import ParameterGathers, check_parameter_gather
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
 from snip_megatron.megatron.compat.recapture import Graphs
@@ -52,7 +51,6 @@ __all__ = [
     "SUPPORTED",
     "SUPPORTED_OPTIMIZERS",
     "Graphs",
-    "ParameterGathers",
     "PeekedBatches",
     "ProcessGroups",
     "RandomState",
@@ -64,7 +62,6 @@ __all__ = [
     "batch_size_ramp",
     "check",
     "check_gradient_reduction",
-    "check_parameter_gather",
     "check_reduced_models",
     "check_signature",
     "check_version",

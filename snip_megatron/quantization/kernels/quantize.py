@@ -39,7 +39,6 @@ from snip_megatron.quantization.kernels.programs import (
     tensor_kernel,
     tile_kernel,
 )
-from snip_megatron.quantization.kernels.ranges import opened_weight as opened_weight
 from snip_megatron.quantization.packed import Held, Operand, Operands, stored_format
 from snip_megatron.quantization.rounding import Key
 

@@ -17,8 +17,6 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.weights import HeldWeight
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.quantization.hadamard import Rotation
-from snip_megatron.quantization.ranges import QuantizedWeight
-from snip_megatron.quantization.reference import quantize
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 NVFP4, EDEN = Format.NVFP4, Format.NVFP4_EDEN
@@ -105,29 +103,6 @@ def test_a_validation_after_a_step_sees_new_weights(linear: Any, registry: Linea
         evaluated = linear(x)[0]
         fresh = convert(stock_copy(linear), StepContext(), (FP8, FP8, FP8)).module(x)[0]
     assert torch.equal(evaluated, fresh)
-    assert backend.weights == 2
-
-
-def test_a_gathered_weight_replaces_the_weight_until_it_is_taken_away(
-    linear: Any, registry: LinearRegistry, backend: Counting
-) -> None:
-    """Also over the end of a step, which may be without an update of the weights."""
-    made = quantize(linear.weight.detach(), FP8, block=True)
-    expected = step(linear)
-    registry[registry.names[0]].weights.gathered = {
-        FP8: QuantizedWeight(made.values.to(torch.float8_e4m3fn), made.scale)
-    }
-    weight = linear.weight.data.clone()
-    linear.weight.data.fill_(torch.nan)
-    for index in (1, 2):
-        registry.end_step()
-        registry.start_step(index)
-        assert torch.equal(step(linear), expected)
-    assert backend.weights == 1
-    linear.weight.data.copy_(weight * 2)
-    registry[registry.names[0]].weights.gathered = None
-    registry.start_step(3)
-    torch.testing.assert_close(step(linear), expected * 2)
     assert backend.weights == 2
 
 

@@ -11,9 +11,8 @@ from llama_arguments import EXPERTS, arguments
 from refusals import refused
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.layers.registry import decoder_linear_names
-from snip_megatron.megatron import compat, validate
+from snip_megatron.megatron import validate
 from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.sensitivity import SolveRequest
@@ -123,41 +122,6 @@ def test_gradients_in_fp8_need_a_reduce_scatter_of_megatrons(way: str) -> None:
     bridge = arguments(**scatters)
     del bridge.ddp_reduce_scatter_with_fp32_accumulation
     assert refused(snip, bridge).startswith(f"{here}: needs Megatron's own training loop with its --ddp-reduce-scatter")
-
-
-def test_quantised_parameters_need_a_gather_of_megatrons() -> None:
-    snip = config(parameter_gather="quantized")
-    gathers = {"use_distributed_optimizer": True, "data_parallel_size": 2}
-    validate.check(snip, arguments(**gathers))
-    validate.check(snip, arguments(**gathers, overlap_param_gather=True, tensor_model_parallel_size=2))
-    validate.check(snip, arguments(**gathers | {"data_parallel_size": 1, "context_parallel_size": 2} | CONTEXT))
-    here = "--snip-parameter-gather quantized"
-    for given, message in (
-        ({"use_distributed_optimizer": False}, ": only the distributed optimizer gathers parameters; add"),
-        ({"use_layer_wise_distributed_optimizer": True}, ": only the distributed optimizer gathers parameters; add"),
-        ({"data_parallel_size": 1}, ": there is one data parallel rank"),
-        ({"bf16": False}, ": parameters are gathered in FP32 without --bf16"),
-        (
-            {"check_weight_hash_across_dp_replicas_interval": 10},
-            " cannot be combined with --check-weight-hash-across-dp-replicas-interval 10:",
-        ),
-        ({"qk_clip": True}, " cannot be combined with --qk-clip:"),
-        (EXPERTS, " cannot be combined with --num-experts 4:"),
-        (
-            {"overlap_param_gather_with_optimizer_step": True},
-            " cannot be combined with --overlap-param-gather-with-optimizer-step:",
-        ),
-    ):
-        assert refused(snip, arguments(**gathers | given)).startswith(here + message)
-    bridge = arguments(**gathers)
-    del bridge.check_weight_hash_across_dp_replicas_interval
-    assert refused(snip, bridge).startswith(f"{here}: needs Megatron's own training loop")
-
-
-def test_quantised_parameters_cannot_be_combined_with_graphs() -> None:
-    gathers = arguments(use_distributed_optimizer=True, data_parallel_size=2, cuda_graph_impl="local")
-    with pytest.raises(SnipError, match="quantized cannot be combined with --cuda-graph-impl local: graphs read"):
-        compat.check_parameter_gather(gathers)
 
 
 def test_bf16_gradients() -> None:

@@ -91,10 +91,6 @@ def test_microbatches_in_flight() -> None:
             "--cuda-graph-impl full_iteration cannot be combined with --pp 2",
         ),
         ({"pp": 2, "cuda_graph_impl": "local"}, "--cuda-graph-impl local cannot be combined with --pp 2"),
-        (
-            {"dp": 2, "parameter_gather": "quantized", "cuda_graph_impl": "local"},
-            "--parameter-gather quantized cannot be combined with --cuda-graph-impl local",
-        ),
         ({"seq_length": 100, "tp": 8, "sequence_parallel": True}, "--sequence-parallel: --seq-length 100 cannot be"),
         ({"recompute": "some"}, "--recompute some: choose one of none, selective, full"),
     ],

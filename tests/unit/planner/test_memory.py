@@ -18,7 +18,6 @@ from snip_megatron.planner.memory import (
     NATIVE,
     StageMemory,
     block_activations,
-    gathered_bytes,
     native_formats,
     one_weight,
     quantised_weight,
@@ -31,7 +30,6 @@ from snip_megatron.planner.question import Question
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
 from snip_megatron.quantization.exact import ExactOperand, quantize_exact, shared
-from snip_megatron.quantization.ranges import BF16_BYTES, formats_to_gather, range_bytes
 from snip_megatron.timing.cost_model import FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.models import ModelShape
@@ -101,15 +99,6 @@ def test_one_emulated_weight_serves_both_gemms_where_its_numbers_do() -> None:
     formats = [[fmt for fmt in quantised if gemm in fmt.gemms] for gemm in (Gemm.FPROP, Gemm.DGRAD)]
     assert sum(one_weight(*pair) for pair in itertools.product(*formats)) == 5
     assert all(one_weight(*pair) == shared(*pair, square=True) for pair in itertools.product(*formats))
-
-
-def test_a_gathered_weight_has_the_bytes_that_ranks_send() -> None:
-    found = set()
-    for fprop, dgrad in itertools.product(Format, repeat=2):
-        sent = sum(range_bytes(2, fmt) for fmt in formats_to_gather(fprop, dgrad)) / 2
-        assert gathered_bytes(fprop, dgrad) == (sent or BF16_BYTES)
-        found.add(gathered_bytes(fprop, dgrad))
-    assert found == {0.5, 1.0, 1.5, 2.0}
 
 
 @pytest.mark.parametrize(

@@ -160,26 +160,6 @@ def test_gradients_in_fp8_are_a_quarter_of_the_bytes_and_kernels() -> None:
         layout("8b", dp=2, tp=2, gradient_reduction="fp8")
 
 
-def test_gathers_of_parameters_have_the_bytes_of_their_formats() -> None:
-    """The linears of half of the blocks in fp4, one linear of the others in fp8 and fp4, the rest in bf16."""
-    mixed = (Format.FP8, Format.FP4, Format.BF16)
-
-    def formats_of(block: int, kind: str) -> Any:
-        return FP4 if block < 16 else mixed if kind == "mlp.linear_fc1" else ALL_BF16
-
-    plain, quantised = (layout("8b", dp=2, parameter_gather=way) for way in ("bf16", "quantized"))
-    expected = 2.0 * plain.stage_parameters(0)
-    found = [StepModel(each, FlopsModel(), LINKS).step(formats_of).data_parallel for each in (plain, quantised)]
-    gradients = 4.0 * plain.stage_parameters(0)
-    assert found[0] == pytest.approx((gradients + expected) / 2 / 1e11)
-    expected -= 16 * 1.5 * plain.model.block_weights + 16 * 0.5 * 2 * 14336 * 4096
-    assert found[1] == pytest.approx((gradients + expected) / 2 / 1e11)
-    fixed = [StepModel(each, FlopsModel(), LINKS).fixed_seconds() for each in (plain, quantised)]
-    assert fixed[0] == fixed[1]  # a budget counts gathers in bf16
-    with pytest.raises(SnipError, match="--parameter-gather quantized: needs --dp 2 or more"):
-        layout("8b", parameter_gather="quantized")
-
-
 @pytest.mark.parametrize("fmt", Format)
 def test_bytes_of_an_element_are_those_of_training(fmt: Format) -> None:
     assert packed_bytes(fmt) == bytes_per_element(fmt)

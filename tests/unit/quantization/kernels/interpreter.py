@@ -9,7 +9,6 @@ import torch
 
 from snip_megatron.quantization.exact import ExactOperand, HeldPair
 from snip_megatron.quantization.packed import Held, Operand, Operands
-from snip_megatron.quantization.ranges import QuantizedWeight
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -39,7 +38,7 @@ class Quantizers:
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.gemm import tiled_kernel
-    from snip_megatron.quantization.kernels import exact, keys, partials, ranges, rmsnorm, swiglu
+    from snip_megatron.quantization.kernels import exact, keys, partials, rmsnorm, swiglu
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     if name == "advance":  # of keys: writes to its arguments
@@ -54,12 +53,6 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
         return getattr(rmsnorm, name)(*arguments)
     if "swiglu" in name:
         return getattr(swiglu, name)(*arguments, **options)
-    if name == "opened_weight":  # of FP32 elements, which are numbers of E4M3
-        elements, scale, fmt, transposed = arguments
-        weight = QuantizedWeight(elements.to(torch.float8_e4m3fn), scale)
-        return triton_quantize.opened_weight(weight, fmt, transposed=transposed)
-    if name in ("range_amax", "encode_range"):
-        return getattr(ranges, name)(*arguments)
     if name in ("pack_partial", "add_partials"):
         return getattr(partials, name)(*arguments)
     return getattr(triton_quantize, name)(*arguments, **options)

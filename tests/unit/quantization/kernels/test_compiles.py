@@ -13,7 +13,6 @@ from snip_megatron.quantization.kernels import fours as triton_fours
 from snip_megatron.quantization.kernels import keys as triton_keys
 from snip_megatron.quantization.kernels import partials as triton_partials
 from snip_megatron.quantization.kernels import programs as triton_kernels
-from snip_megatron.quantization.kernels import ranges as triton_ranges
 from snip_megatron.quantization.kernels import rmsnorm_programs as triton_rmsnorm
 from snip_megatron.quantization.kernels import swiglu_programs as triton_swiglu
 from snip_megatron.quantization.kernels.quantize import LAUNCH
@@ -109,19 +108,6 @@ def test_the_kernel_of_keys_compiles_for_hopper() -> None:
 @pytest.mark.parametrize("name", ["pack_kernel", "unpack_kernel"])
 def test_the_kernels_of_fours_compile_for_hopper(name: str) -> None:
     compiled = assembled(name, {"BLOCK": 2048}, "fours", module=triton_fours)
-    assert ".target sm_90a" in compiled.asm["ptx"]
-
-
-@pytest.mark.parametrize("fmt", [4, 8])
-def test_the_kernels_of_ranges_divide_and_compile_for_hopper(fmt: int) -> None:
-    constants = {"FORMAT": fmt, "TILED": True, "HARDWARE": True, "BLOCK": 1024}
-    compiled = assembled("encode_range_kernel", constants, "partials", "*bf16", triton_ranges)
-    assert "div.rn.f32" in compiled.asm["ptx"]
-    assert ".ftz.f32" not in compiled.asm["ptx"]
-    constants = {"UNSIGNED": fmt == 4, "SIDE": 64}
-    compiled = assembled("transpose_kernel", constants, "partials", module=triton_ranges)
-    assert "st.global.v4.b32" in compiled.asm["ptx"]  # sixteen elements at once
-    compiled = assembled("range_amax_kernel", {}, "partials", "*bf16", triton_ranges)
     assert ".target sm_90a" in compiled.asm["ptx"]
 
 
