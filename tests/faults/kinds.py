@@ -133,7 +133,7 @@ class Garbage(Kind):
     name, reasons = "garbage on the pipe", ("died",)
 
     def draw(self, rng: random.Random, world: int) -> dict[str, Any]:
-        return {"mode": rng.choice(("noise", "length", "object", "torn")), "seed": rng.randrange(2**31)}
+        return {"mode": rng.choice(("noise", "object", "torn")), "seed": rng.randrange(2**31)}
 
 
 class CannotStart(Kind):

@@ -59,7 +59,7 @@ def _use_faulty_sidecar() -> None:
     from snip_megatron.runtime.sidecar import SidecarClient
 
     coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
-        SidecarClient, build="faults.builder:build", restart_backoff_s=BACKOFF_S
+        SidecarClient, solve="faults.builder:solve", restart_backoff_s=BACKOFF_S
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import encodings.cp437  # noqa: F401  zipfile imports it for the first archive, which the watch would take for the parser's
-import io
 import json
 import signal
 import sys
@@ -37,7 +36,6 @@ from snip_megatron.runtime.coordinator import replay_schedule
 from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, Guard
 from snip_megatron.runtime.ledger import Ledger
-from snip_megatron.runtime.sidecar.messages import BrokenFrameError, read_frame, write_frame
 from snip_megatron.runtime.state import ControllerState, Pending
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.problem import build_problem
@@ -392,23 +390,6 @@ def test_at_every_place_of_a_run_directory_a_hostile_value_is_read_or_refused(na
         for body in hostile(json.loads(line)):
             (run / name).write_text("\n".join([*lines[:place], json.dumps(body), *lines[place + 1 :]]))
             read_everything(run)
-
-
-# -- messages ----------------------------------------------------------------------------------------------------
-@EXAMPLES
-@given(data=st.data())
-def test_damaged_messages_of_the_sidecar(data: st.DataObject) -> None:
-    """A frame is read as it was written, or the stream is broken; nothing is unpickled on the way."""
-    stream = io.BytesIO()
-    payload = data.draw(st.binary(max_size=200))
-    write_frame(stream, 3, payload)
-    content = damage_bytes(data, stream.getvalue())
-    with watched():
-        try:
-            frame = read_frame(io.BytesIO(content))
-        except BrokenFrameError:
-            frame = None
-    assert frame is None or frame[1] == payload
 
 
 def test_paths_in_a_problem_are_names_and_nothing_more(tmp_path: Path) -> None:

@@ -1,169 +1,198 @@
-"""Rank 0's end of the sidecar. No method waits for the solver process."""
+"""Rank 0's end of the sidecar: a thread that starts the solver process and talks to it. Training waits for neither.
+
+Jobs and answers are pickles on the standard input and output of the process, which nobody else holds. The process pools
+of the standard library would import the main module of the training once more.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import queue
+import signal
+import subprocess
+import sys
+import threading
 import time
-from collections import deque
 from dataclasses import dataclass, replace
 
+from snip_megatron.runtime.child_signals import blocked_in_children
 from snip_megatron.runtime.sidecar.messages import SidecarFailure, SidecarResult, SolveJob
-from snip_megatron.runtime.sidecar.process import WorkerProcess
 
-BUILD = "snip_megatron.sensitivity.problem:build_problem"
-MAX_BACKOFF_S = 60.0
+SOLVE = "snip_megatron.runtime.sidecar.solving:solve_job"
+_MAX_BACKOFF_S = 60.0
+_LOOK_S = 0.2  # between two looks at an idle process
+_REAP_S = 1.0  # a killed process ends within a millisecond, unless it hangs in the kernel
+# Variables of torchrun, SLURM and NCCL, which would make libraries take the process for a rank.
+_RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "NCCL_", "GROUP_", "ROLE_", "PMI_", "PMIX_", "OMPI_")
+_RANK_NAMES = frozenset(
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "SLURM_PROCID")
+)
 
 
 @dataclass(frozen=True)
 class _Ticket:
-    """A submitted job. ``submitted`` is its time by the monotonic clock."""
-
-    number: int
     version: int
     payload: bytes
     submitted: float
-    returned: bool = False
-    """Whether a process died before it had read the job."""
 
 
 class SidecarClient:
-    """Starts the solver process, sends it one job at a time, and replaces it if it dies or hangs.
+    """Keeps a solver process running, and gives it one job after the other.
 
-    ``submit`` and ``poll`` take milliseconds in any state of the process. A job fails if its process dies after it has
-    read the job. A job that the process had not read is given to the next process, once. Waiting jobs are not affected.
-    The next process starts after a pause, which doubles up to a minute and is reset by an answer.
-
-    All methods must be called from one thread. If it is the main thread, the process ends with a parent that is killed
-    even while the process itself is stopped.
+    A job fails if its process dies or does not answer in time. Jobs behind it wait for the next process, which starts
+    after a pause. The pause doubles up to a minute and is reset by an answer.
 
     Args:
         restart_backoff_s: the first pause in seconds.
         deadline_s: seconds after ``submit`` until a job without an answer fails and its process is killed.
-        build: ``module:function``. The function takes (table, request) and returns a Problem, or (Problem, scores).
+        solve: ``module:function`` that the process calls for each job. It returns a :class:`SidecarResult`.
+
+    Attributes:
+        restarts: number of processes that were started to replace another.
+        last_error: why there was no process the last time that one was missing; None if one was never missing.
     """
 
-    def __init__(self, *, restart_backoff_s: float = 1.0, deadline_s: float = 600.0, build: str = BUILD) -> None:
+    def __init__(self, *, restart_backoff_s: float = 1.0, deadline_s: float = 600.0, solve: str = SOLVE) -> None:
         if not (restart_backoff_s >= 0 and deadline_s > 0):
             raise ValueError(f"restart_backoff_s {restart_backoff_s} or deadline_s {deadline_s} is out of range")
-        self._first_backoff, self._deadline, self._build = restart_backoff_s, deadline_s, build
-        self._backoff = restart_backoff_s
-        self._worker: WorkerProcess | None = None
-        self._started = False
-        self._not_before = 0.0
-        self._numbers = 0
-        self._waiting: deque[_Ticket] = deque()
-        self._running: _Ticket | None = None
-        self._results: deque[SidecarResult] = deque()
+        self._first_backoff = self._backoff = restart_backoff_s
+        self._deadline, self._solve = deadline_s, solve
+        self._jobs: queue.SimpleQueue[_Ticket] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[SidecarResult] = queue.SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._running: tuple[subprocess.Popen[bytes], _Ticket] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="snip-sidecar", daemon=True)
         self.restarts = 0
-        """Number of processes that were started to replace another."""
         self.last_error: str | None = None
-        """Why there was no process the last time that one was missing; None if one was never missing."""
 
     @property
     def pid(self) -> int | None:
         """The process id; None while there is no process."""
-        return None if self._worker is None else self._worker.pid
+        process = self._process
+        return None if process is None else process.pid
 
     def start(self) -> None:
         """Start the process, which loads its modules while training starts."""
-        if not self._started:
-            self._started = True
-            self._launch()
+        self._thread.start()
 
     def submit(self, job: SolveJob) -> None:
-        """Queue a job. :meth:`poll` returns its outcome."""
-        if not self._started:
-            raise RuntimeError("SidecarClient.submit before start, or after close")
-        self._numbers += 1
-        ticket = _Ticket(self._numbers, job.request.version, pickle.dumps(job, protocol=5), time.monotonic())
-        self._waiting.append(ticket)
-        self._advance()
+        """Queue a job. :meth:`poll` returns its outcome. Raises RuntimeError after :meth:`close`."""
+        if self._closed.is_set():
+            raise RuntimeError("SidecarClient.submit after close")
+        self._jobs.put(_Ticket(job.request.version, pickle.dumps(job, protocol=5), time.monotonic()))
 
     def poll(self) -> SidecarResult | None:
-        """Return the oldest outcome that has not been returned, or None. Also detects deaths and passed deadlines."""
-        if self._started:
-            self._receive()
-            self._check_deadlines()
-            self._advance()
-        return self._results.popleft() if self._results else None
+        """Return the oldest outcome that has not been returned, or None. Kills a process that missed its deadline."""
+        running = self._running
+        if running is not None and self._is_late(running[1]):
+            running[0].kill()  # the thread, which waits for its answer, notices
+        return None if self._results.empty() else self._results.get()
 
     def close(self) -> None:
         """End the process. Jobs without an answer are dropped."""
-        self._started = False
-        self._waiting.clear()
-        self._running = None
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
+        self._closed.set()
+        if (process := self._process) is not None:
+            process.kill()
+        if self._thread.ident is not None:
+            self._thread.join(2 * _REAP_S)
 
-    def _receive(self) -> None:
-        while self._worker is not None:
-            try:
-                number, arrived, answer = self._worker.answers.get_nowait()
-            except queue.Empty:
+    def _is_late(self, ticket: _Ticket) -> bool:
+        return time.monotonic() - ticket.submitted > self._deadline
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+    def _serve(self) -> None:
+        ticket: _Ticket | None = None
+        while not self._closed.is_set():
+            self._look_after_process()
+            if ticket is None:
+                with contextlib.suppress(queue.Empty):
+                    ticket = self._jobs.get(timeout=_LOOK_S)
+            elif self._process is not None or self._is_late(ticket):
+                result = self._ask(ticket)
+                latency = time.monotonic() - ticket.submitted
+                self._results.put(replace(result, version=ticket.version, latency_s=latency))
+                ticket = None
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+    def _look_after_process(self) -> None:
+        """Start a process if there is none, after a pause unless it is the first one."""
+        if self._process is not None:
+            if self._process.poll() is None:
                 return
-            if answer is None:
-                how = self._worker.how_it_ended()
-                self._settle_running(self._worker, how)
-                self._lose_worker(how)
-            elif self._running is not None and number == self._running.number:
-                latency = arrived - self._running.submitted
-                self._results.append(replace(answer, version=self._running.version, latency_s=latency))
-                self._running = None
-                self._backoff = self._first_backoff
-
-    def _check_deadlines(self) -> None:
-        now = time.monotonic()
-        message = f"no answer within {self._deadline:g} s"
-        if self._running is not None and now - self._running.submitted > self._deadline:
-            assert self._worker is not None
-            self._worker.kill()
-            self._fail(self._running, SidecarFailure("deadline", f"{message}; the solver process was killed"))
-            self._lose_worker(message)
-        while self._waiting and now - self._waiting[0].submitted > self._deadline:
-            self._fail(self._waiting.popleft(), SidecarFailure("deadline", f"{message}; it was still queued"))
-
-    def _advance(self) -> None:
-        """Start a process if one is due, and send the next job if the process is idle."""
-        if self._worker is None and time.monotonic() >= self._not_before and self._launch():
-            self.restarts += 1
-        if self._worker is not None and self._running is None and self._waiting:
-            self._running = self._waiting.popleft()
-            self._worker.send(self._running.number, self._running.payload)
-
-    def _launch(self) -> bool:
-        """Start a process. If that fails, jobs keep waiting and the start is tried again after the pause."""
-        try:
-            self._worker = WorkerProcess(self._build)
-        except OSError as error:
-            self.last_error = str(error)
-            self._pause()
-        return self._worker is not None
-
-    def _pause(self) -> None:
-        self._not_before = time.monotonic() + self._backoff
-        self._backoff = min(max(2 * self._backoff, 0.01), MAX_BACKOFF_S)
-
-    def _settle_running(self, worker: WorkerProcess, how: str) -> None:
-        """Fail the job of a process that ended, or return it to the queue if the process had not read it.
-
-        A check before sending a job would not be reliable: a killed process counts as alive until all of its threads
-        have left the kernel.
-        """
-        if self._running is None:
+            self.last_error = _end(self._process)
+            self._process = None
+        if self.last_error is not None:
+            self._closed.wait(self._backoff)
+            self._backoff = min(max(2 * self._backoff, 0.01), _MAX_BACKOFF_S)
+        if self._closed.is_set():
             return
-        if self._running.returned or worker.begun == self._running.number:
-            self._fail(self._running, SidecarFailure("died", how))
+        command = [sys.executable, "-m", "snip_megatron.runtime.sidecar.worker", str(os.getpid()), self._solve]
+        pipe, environment = subprocess.PIPE, _worker_environment()
+        try:
+            with blocked_in_children():  # SIGTERM is for the ranks, which save a checkpoint
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+        except OSError as error:  # the host is out of processes or memory
+            self.last_error = str(error)
         else:
-            self._waiting.appendleft(replace(self._running, returned=True))
+            self.restarts += self.last_error is not None
 
-    def _lose_worker(self, why: str) -> None:
-        self.last_error = why
-        self._worker = None
-        self._running = None
-        self._pause()
+    def _ask(self, ticket: _Ticket) -> SidecarResult:
+        """Return the outcome of a job. Unless it is the process's answer, the process has ended afterwards."""
+        why = None
+        if self._process is not None:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            self._running = self._process, ticket
+            try:
+                self._process.stdin.write(ticket.payload)
+                self._process.stdin.flush()
+                answer = pickle.load(self._process.stdout)
+                if isinstance(answer, SidecarResult):
+                    self._backoff = self._first_backoff
+                    return answer
+                why = "the solver process sent something that is no answer; it was killed"
+            except (EOFError, OSError):
+                pass
+            except Exception:  # unpickling may raise anything
+                why = "the solver process sent something that is no answer; it was killed"
+            finally:
+                self._running = None
+            how = _end(self._process)
+            self.last_error = why = why or how
+            self._process = None
+        if self._is_late(ticket):
+            self.last_error = why = f"no answer within {self._deadline:g} s; the solver process was killed"
+            return SidecarResult(failure=SidecarFailure("deadline", why))
+        assert why is not None
+        return SidecarResult(failure=SidecarFailure("died", why))
 
-    def _fail(self, ticket: _Ticket, failure: SidecarFailure) -> None:
-        latency = time.monotonic() - ticket.submitted
-        self._results.append(SidecarResult(ticket.version, failure, latency_s=latency))
+
+def _worker_environment() -> dict[str, str]:
+    """Return this process's environment without variables of a rank, without devices, and with its module path."""
+    kept = {k: v for k, v in os.environ.items() if k not in _RANK_NAMES and not k.startswith(_RANK_PREFIXES)}
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+
+
+def _end(process: subprocess.Popen[bytes]) -> str:
+    """Reap a process that has ended, or kill it. Returns one line about its end."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=0.05)
+    process.kill()  # SIGKILL also ends a stopped process; one that has ended does not get it
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(OSError):
+            stream.close()
+    try:
+        code = process.wait(timeout=_REAP_S)
+    except subprocess.TimeoutExpired:
+        return "the solver process hangs in the kernel"
+    if code >= 0:
+        return f"the solver process ended with exit code {code}"
+    hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
+    return f"the solver process was killed by {signal.Signals(-code).name}{hint}"

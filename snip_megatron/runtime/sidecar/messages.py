@@ -1,15 +1,10 @@
-"""The messages between rank 0 and the sidecar: pickles in frames with a checksum, over two private pipes.
-
-Only rank 0 and the process that it started hold the ends of these pipes. Nothing else is ever unpickled.
-"""
+"""The messages between rank 0 and the sidecar."""
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import Format, PrecisionMap
@@ -18,10 +13,6 @@ from snip_megatron.statistics.table import StatisticsTable
 if TYPE_CHECKING:
     from snip_megatron.sensitivity.request import SolveRequest
     from snip_megatron.solver.solution import Solution
-
-_MAX_FRAME_BYTES = 2**31  # jobs and answers are far smaller; a larger length is not one of a frame
-_MAGIC = b"SNIP"
-_HEADER = struct.Struct("<4sQQL")
 
 
 @dataclass(frozen=True)
@@ -46,12 +37,10 @@ class SidecarFailure:
     Attributes:
         kind: ``died`` (the process ended), ``exception``, ``infeasible``, ``deadline`` (no answer in time) or ``oom``.
         message: one line.
-        detail: a traceback, or empty.
     """
 
     kind: str
     message: str
-    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,34 +101,3 @@ class SidecarResult:
         if self.plan is not None:
             return self.plan.phases[0].precision_map
         return None if self.solution is None else self.solution.to_precision_map(self.version)
-
-
-class BrokenFrameError(ValueError):
-    """The stream holds something other than frames. Its further content is not usable."""
-
-
-def write_frame(stream: BinaryIO, number: int, payload: bytes) -> None:
-    """Write one message: its number, its length, a checksum and its bytes."""
-    stream.write(_HEADER.pack(_MAGIC, number, len(payload), zlib.crc32(payload)))
-    stream.write(payload)
-    stream.flush()
-
-
-def read_frame(stream: BinaryIO) -> tuple[int, bytes] | None:
-    """Read the next message. Returns None at the end of the stream, even within a message.
-
-    Raises:
-        BrokenFrameError: :func:`write_frame` did not write the content, or it was changed.
-    """
-    header = stream.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        return None
-    magic, number, size, checksum = _HEADER.unpack(header)
-    if magic != _MAGIC or size > _MAX_FRAME_BYTES:
-        raise BrokenFrameError("no frame begins here")
-    payload = stream.read(size)
-    if len(payload) < size:
-        return None
-    if zlib.crc32(payload) != checksum:
-        raise BrokenFrameError("a frame's checksum differs")
-    return number, payload

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import time
 from collections.abc import Mapping
@@ -16,24 +15,17 @@ if TYPE_CHECKING:
     from snip_megatron.solver.phased.solution import PhasedSolution
 
 
-def solve_job(job: SolveJob, build_path: str) -> SidecarResult:
-    """Solve an update.
-
-    Args:
-        job: the statistics and the request.
-        build_path: ``module:function`` that builds a Problem of a request without phases.
-    """
-    return _solve_map(job, build_path) if job.request.phases is None else _solve_plan(job)
+def solve_job(job: SolveJob) -> SidecarResult:
+    """Solve an update."""
+    return _solve_map(job) if job.request.phases is None else _solve_plan(job)
 
 
-def _solve_map(job: SolveJob, build_path: str) -> SidecarResult:
-    from snip_megatron.sensitivity.problem import change_penalty
+def _solve_map(job: SolveJob) -> SidecarResult:
+    from snip_megatron.sensitivity.problem import build_problem, change_penalty
     from snip_megatron.solver import solve
 
     started = time.perf_counter()
-    module, _, function = build_path.partition(":")
-    built: Any = getattr(importlib.import_module(module), function)(job.table, job.request)
-    problem, scores = built if isinstance(built, tuple) else (built, {})
+    problem, scores = build_problem(job.table, job.request)
     between = time.perf_counter()
     solution = solve(
         problem,

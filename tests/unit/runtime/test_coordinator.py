@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from scripted_controller import table
+from sidecar.jobs import wait_until
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import decoder_linear_names
@@ -15,7 +18,6 @@ from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.readers import read_events
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.sidecar import client
 from snip_megatron.sensitivity.request import SolveRequest
 
 
@@ -33,27 +35,20 @@ def test_a_replay_does_not_need_the_recorded_run_while_it_trains(tmp_path: Path)
     assert [coordinator.initial_map(step).precision_map for step in (3, 4, 9)] == [None, recorded, recorded]
 
 
-def test_a_restart_is_recorded_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first attempt to start a process fails as on a host without memory; the second succeeds."""
-    genuine, refused = client.WorkerProcess, []
-
-    def worker(build: str) -> client.WorkerProcess:
-        if not refused:
-            refused.append(build)
-            raise OSError(12, "Cannot allocate memory")
-        return genuine(build)
-
-    monkeypatch.setattr(client, "WorkerProcess", worker)
+def test_a_restart_is_recorded_with_its_reason(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path, {}, overwrite=False, resume_step=None)
     coordinator = RankZeroCoordinator(SnipConfig(enabled=True), SolveRequest(), (), None, run)
-    assert coordinator._sidecar is not None
-    coordinator._sidecar._not_before = 0.0  # the pause before the next attempt is over
+    sidecar = coordinator._sidecar
+    assert sidecar is not None
+    wait_until(lambda: sidecar.pid)
+    os.kill(sidecar.pid or 0, signal.SIGKILL)
+    wait_until(lambda: sidecar.restarts)
     coordinator.pump(3)
     coordinator.pump(4)
     coordinator.close()
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "sidecar_restart"]
     assert (event["step"], event["restarts"]) == (3, 1)
-    assert "Cannot allocate memory" in event["reason"]
+    assert "SIGKILL" in event["reason"]
 
 
 def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> None:

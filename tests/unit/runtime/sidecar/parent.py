@@ -15,8 +15,10 @@ from .jobs import make_job
 
 assert __name__ == "__main__"
 
-client = SidecarClient(build="sidecar.builders:by_policy")
+client = SidecarClient(solve="sidecar.builders:by_policy")
 client.start()
 client.submit(make_job(policy=sys.argv[1]))
+while client.pid is None:
+    time.sleep(0.01)
 print(client.pid, flush=True)
 time.sleep(600)

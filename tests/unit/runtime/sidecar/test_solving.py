@@ -10,7 +10,6 @@ from sensitivity.synthetic import make_table
 
 from snip_megatron.precision import fp4_fraction
 from snip_megatron.runtime.sidecar import SolveJob
-from snip_megatron.runtime.sidecar.client import BUILD
 from snip_megatron.runtime.sidecar.solving import solve_job
 from snip_megatron.sensitivity import SolveRequest
 from snip_megatron.sensitivity.phased import PhasedRequest
@@ -34,7 +33,7 @@ def job(target: float, spent_steps: int, spent: float, floor: float | None = Non
 
 
 def test_a_plan_meets_the_average_with_what_was_spent() -> None:
-    result = solve_job(job(0.7, 20, 0.5), BUILD)
+    result = solve_job(job(0.7, 20, 0.5))
     assert result.failure is None
     plan = result.plan
     assert plan is not None
@@ -49,7 +48,7 @@ def test_a_plan_meets_the_average_with_what_was_spent() -> None:
 
 
 def test_the_loss_of_a_plan_s_map_is_that_of_its_choices_in_any_phase() -> None:
-    result = solve_job(job(0.7, 20, 0.5), BUILD)
+    result = solve_job(job(0.7, 20, 0.5))
     assert result.plan is not None
     for phase in result.plan.phases:
         own = phase.precision_map
@@ -60,7 +59,7 @@ def test_the_loss_of_a_plan_s_map_is_that_of_its_choices_in_any_phase() -> None:
 
 def test_a_budget_that_is_out_of_reach_is_replaced_by_what_is_reachable() -> None:
     """Twenty of 100 steps at nothing, and a pin: 0.95 cannot be reached any more."""
-    result = solve_job(job(0.95, 20, 0.0), BUILD)
+    result = solve_job(job(0.95, 20, 0.0))
     plan, gone = result.plan, result.out_of_reach
     assert plan is not None
     assert gone is not None
@@ -74,7 +73,7 @@ def test_a_budget_that_is_out_of_reach_is_replaced_by_what_is_reachable() -> Non
 
 
 def test_a_phase_whose_own_budget_is_out_of_reach_is_named_with_its_step() -> None:
-    failure = solve_job(job(0.5, 20, 0.5, floor=0.99), BUILD).failure
+    failure = solve_job(job(0.5, 20, 0.5, floor=0.99)).failure
     assert failure is not None
     assert failure.kind == "infeasible"
     assert failure.message.startswith("infeasible: phase 1 reaches at most 0.")
