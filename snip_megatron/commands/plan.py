@@ -130,7 +130,6 @@ def _add_program(add: Callable[..., Any]) -> None:
         help="with --estimator measured: share of the fprops and dgrads that an update measures; default: 0.25",
     )
     add("--measured-twice", action="store_true", help="with --estimator measured: measure a second time")
-    add("--hessian-probes", type=_count, default=8, metavar="N", help="with --policy hawq: probe vectors; default: 8")
     add(
         "--statistics",
         type=Path,
@@ -307,7 +306,6 @@ def _probes(args: argparse.Namespace) -> Probes:
         policy=args.policy,
         measured_share=args.measured_share,
         measured_twice=args.measured_twice,
-        hessian_probes=args.hessian_probes,
     )
 
 

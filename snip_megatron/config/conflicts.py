@@ -61,7 +61,7 @@ def check_cost(values: Mapping[str, Any], wanted: tuple[str, float], *, updates:
 
 def in_nats(policy: str, q: str) -> bool:
     """Return whether a policy's scores are predicted losses in nats (see sensitivity/README.md)."""
-    return policy in ("fisher", "hawq") or (policy == "snip" and q in ("split", "noise"))
+    return policy == "fisher" or (policy == "snip" and q in ("split", "noise"))
 
 
 def check_updates(values: Mapping[str, Any], *, updates: bool) -> None:

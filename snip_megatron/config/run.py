@@ -132,7 +132,7 @@ class SnipConfig:
     )
     policy: str = option(
         "snip",
-        "rule that scores the options: snip, fisher, hawq, ... (snip_megatron/sensitivity/README.md)",
+        "rule that scores the options: snip, fisher, ... (snip_megatron/sensitivity/README.md)",
         metavar="NAME",
     )
     estimator: str = option(
@@ -177,13 +177,6 @@ class SnipConfig:
     measured_twice: bool = option(
         False,
         "with --snip-estimator measured: measure a second time on other microbatches, which shows the repeatability",
-    )
-    hessian_probes: int = option(
-        8,
-        "with --snip-policy hawq: number of probe vectors, which take two passes each",
-        type=int,
-        metavar="N",
-        least=1,
     )
     protect: tuple[str, ...] = option(
         ("fc2", "proj"),

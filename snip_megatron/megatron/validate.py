@@ -72,8 +72,6 @@ def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> Non
         )
     if config.updates and config.estimator == "measured":
         raise SnipError(f"{here} --snip-estimator measured: not supported yet; use noise or fisher")
-    if config.updates and config.policy == "hawq":
-        raise SnipError(f"{here} --snip-policy hawq: not supported yet; use another policy")
 
 
 def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:

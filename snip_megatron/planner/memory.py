@@ -48,7 +48,7 @@ class StageMemory:
         logits: logits and their gradients on the last stage.
         working: temporaries of the backward.
         probe: activations and copies of a probe, which has no quantised weights.
-        probe_copies: the part of ``probe`` that is a copy of gradients (estimator measured) or weights (policy hawq).
+        probe_copies: the part of ``probe`` that is a copy of gradients (estimator measured).
     """
 
     parameters: float
@@ -214,9 +214,6 @@ def _probe(layout: Layout, stage: int, probes: Probes | None, candidates: Sequen
     each = probe_microbatches(layout, probes)
     own = _probed_shapes(layout, stage)
     peak, copies = _bf16_activations(layout, stage, each) + own.recording, 0.0
-    if probes.hessian:
-        copies = own.weight_copy
-        peak = max(peak, copies + _bf16_activations(layout, stage, each) + own.moving)
     if probes.forces:
         copies = own.gradient_copy
         activations = _bf16_activations(layout, stage, forced_passes(layout, probes, candidates))

@@ -125,8 +125,6 @@ def _gathered(layout: Layout, probes: Probes, formats: Sequence[str], linears: i
     if not probes.updates:
         return 0
     count = (3 if probes.drift else 2) * table_entries(linears, len(formats))
-    if probes.hessian:
-        count += 2 * probes.hessian_probes * linears
     if probes.forces:
         forced = len(trials(layout, probes, formats))
         sizes = 1 if probe_microbatches(layout, probes) == layout.microbatches else 2  # batch sizes of the drift

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.precision import LINEAR_KINDS, LinearId
-from snip_megatron.sensitivity.policies import UNSOLVED, needs_forward_noise, needs_hessian
+from snip_megatron.sensitivity.policies import UNSOLVED, needs_forward_noise
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.measured_schedule import Schedule, Trial, all_units, choose_units, plan_trials
 
@@ -25,7 +25,6 @@ class Probes:
     policy: str = "snip"
     measured_share: float = 0.25
     measured_twice: bool = False
-    hessian_probes: int = 8
 
     @property
     def updates(self) -> bool:
@@ -36,11 +35,6 @@ class Probes:
     def drift(self) -> bool:
         """Whether weight divergence is measured, by a forward-noise pass whose gradients are reduced over DP ranks."""
         return needs_forward_noise(self._request)
-
-    @property
-    def hessian(self) -> bool:
-        """Whether Hessian traces are measured, by two passes for each probe vector."""
-        return needs_hessian(self._request)
 
     @property
     def forces(self) -> bool:
@@ -87,8 +81,6 @@ def calls(layout: Layout, probes: Probes, formats: Sequence[str]) -> tuple[Call,
         found.append(Call("forward_noise", each))
     if probes.drift and probes.backward_noise:
         found.append(Call("backward_noise", each))
-    if probes.hessian:
-        found += [Call("hessian", each)] * (2 * probes.hessian_probes)
     for _ in range(measurements(probes)):
         found += [Call("measured", each), Call("measured", forced_passes(layout, probes, formats))]
     return tuple(found)

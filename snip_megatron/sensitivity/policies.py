@@ -39,11 +39,6 @@ def needs_forward_noise(request: SolveRequest) -> bool:
     return request.policy == "snip" and request.estimator in ("noise", "measured")
 
 
-def needs_hessian(request: SolveRequest) -> bool:
-    """Whether the policy uses Hessian traces, which take two passes per probe vector."""
-    return request.policy == "hawq"
-
-
 def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArray, FloatArray]:
     """Return (ΔL in nats, ΔW) of every option, float64 [linears, 3, formats]. ΔW is 0 if the policy does not use it."""
     loss = second_order(table, request.formats)
@@ -70,19 +65,6 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
 def _fisher(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
     """The score of ModelOpt AutoQuantize, (G·E)². dgrad and wgrad cost nothing."""
     return loss
-
-
-def _hawq(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    """HAWQ-V2's average trace times squared error, ½·Tr(H)/NK·‖δW‖², in nats: the expected cost of a random δW of that
-    size.
-
-    It covers weights as operands of the forward only, so dgrad and wgrad cost nothing.
-    """
-    elements = np.array([row.elements for row in table.linears])
-    scores = np.zeros_like(loss)
-    average = table.linear["htrace"] / elements
-    scores[:, FPROP] = 0.5 * average[:, None] * format_column(table, "dw2", request.formats)
-    return scores
 
 
 def _errors(
@@ -171,7 +153,6 @@ _SCORES: Mapping[str, _Score] = {
     "min-rel-err": partial(_errors, relative=True),
     "backward-first": _backward_first,
     "fisher": _fisher,
-    "hawq": _hawq,
     "layer-id": _layer_id,
     "layer-type": _layer_type,
     "tail": _tail,

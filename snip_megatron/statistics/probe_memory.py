@@ -14,7 +14,6 @@ WIDE_COPIES = 6
 parameter's own elements while it evaluates drift (gradient, error, their sum, both updates, their moments). Kernels
 need less.
 """
-_MOVED_COPIES = 3  # FP32 copies of a weight that policy hawq moves: the weight, the signs, their sum
 _FLOAT32 = 4
 
 
@@ -91,13 +90,3 @@ class ProbedShapes:
         whole.
         """
         return _FLOAT32 * WIDE_COPIES * min(float(self.largest), self.parameters / self.shards)
-
-    @property
-    def weight_copy(self) -> float:
-        """Bytes of the policy ``hawq``: a copy of the linears' weights, to restore them."""
-        return float(self.element * sum(linear.elements for linear in self.linears))
-
-    @property
-    def moving(self) -> float:
-        """Bytes of temporaries while a weight is moved."""
-        return float(_FLOAT32 * _MOVED_COPIES * max((linear.elements for linear in self.linears), default=0))

@@ -43,7 +43,6 @@ LINEAR_COLUMNS = (
     "fx2",  # ‖X' − X‖² over the sampled tokens, X' of the forward-noise pass
     "fg2",  # ‖G' − G‖² over the sampled tokens, forward-noise pass
     "bg2",  # the same in the backward-noise pass; 0 if that pass was not run
-    "htrace",  # Tr(∂²L/∂W²), nats per unit of W²; 0 where it is negative or was not probed
 )
 # One value per linear and candidate format.
 FORMAT_COLUMNS = (
@@ -289,5 +288,5 @@ def _measured(data: Mapping[str, np.ndarray], group: str, header: Mapping[str, A
 
 def _column(data: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """Return a column. A column that older releases did not record is zero, which means not probed."""
-    later = name in ("linear.gv2", "linear.htrace") and name not in data
+    later = name == "linear.gv2" and name not in data
     return np.zeros_like(data["linear.x2"]) if later else data[name]

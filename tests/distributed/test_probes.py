@@ -56,7 +56,6 @@ MEASUREMENT = shlex.split(
     "--snip --snip-estimator measured --snip-measured-share 0.1 --snip-measured-twice --snip-first-update 3"
     " --snip-update-interval 100 --snip-lag 50 --snip-probe-tokens 48"
 )
-HAWQ = (*PROBES, "--snip-policy", "hawq", "--snip-hessian-probes", "2")
 STEPS = 9  # two updates, adopted
 
 
@@ -126,17 +125,6 @@ def test_probes_leave_no_trace(runs: Runs, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["tensor-and-sequence-bf16", pytest.param("distributed-optimizer", marks=pytest.mark.matrix)]
-)
-def test_moved_weights_leave_no_trace(runs: Runs, layout: str) -> None:
-    """Policy hawq: passes with weights that are not the model's."""
-    assert_same(runs, layout, HAWQ)
-    _, _, directory = runs.run(layout, *HAWQ)
-    kinds = [event["kind"] for event in read_events(directory) if event["event"] == "probe"]
-    assert kinds[:2] == ["statistics", "hessian"]
-
-
-@pytest.mark.parametrize(
     "layout",
     [pytest.param("tensor-and-sequence-bf16", marks=pytest.mark.matrix), "pipeline", "distributed-optimizer"],
 )
@@ -154,7 +142,6 @@ def test_options_forced_alone_leave_no_trace(runs: Runs, layout: str) -> None:
     ("layout", "snip", "probes"),
     [
         ("pipeline", PROBES, Probes(backward_noise=True)),
-        ("tensor-and-sequence-bf16", HAWQ, Probes(policy="hawq", hessian_probes=2)),
         ("pipeline", MEASUREMENT, Probes(estimator="measured", measured_share=0.1, measured_twice=True)),
     ],
 )

@@ -101,27 +101,24 @@ def test_what_an_update_measures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for name, given in {
         "noise": [],
         "measured": ["--estimator", "measured", "--measured-share", "0.5"],
-        "hawq": ["--policy", "hawq", "--hessian-probes", "3"],
         "fixed": ["--policy", "uniform-fp8"],
     }.items():
         assert exit_code([*args, *given]) == 0
         plan = json.loads(out.read_text())
         passes[name] = plan["overhead"]["microbatches"]
         copies = plan["stages"][0]["bytes"]["map"]["probe_copies"]
-        assert (copies > 0) == (name in ("measured", "hawq"))
+        assert (copies > 0) == (name == "measured")
         assert sum(plan["overhead"]["by_kind"].values()) == passes[name]
     assert passes["noise"] == 2
-    assert passes["hawq"] == 1 + 2 * 3
     assert passes["measured"] > 100
     assert passes["fixed"] == 0
     said = capsys.readouterr().out
-    assert "an update of SNIP (policy hawq): 7 microbatch passes a GPU (statistics 1, hessian 6) in 7 calls" in said
     assert "policy uniform-fp8: its map is fixed, nothing is measured" in said
 
 
 def test_the_defaults_are_those_of_training() -> None:
     ours, theirs = Probes(), SnipConfig()
-    for name in ("policy", "estimator", "backward_noise", "measured_share", "measured_twice", "hessian_probes"):
+    for name in ("policy", "estimator", "backward_noise", "measured_share", "measured_twice"):
         assert getattr(ours, name) == getattr(theirs, name)
     assert (ours.microbatches, ours.tokens) == (theirs.probe_microbatches, theirs.probe_tokens)
     assert ours.interval == theirs.update_interval

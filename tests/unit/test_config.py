@@ -86,7 +86,6 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "probe_noise": (["0.1"], 0.1),
     "measured_share": (["0.1"], 0.1),
     "measured_twice": ([], True),
-    "hessian_probes": (["12"], 12),
     "protect": (["qkv,fc1"], ("qkv", "fc1")),
     "stage_tolerance": (["none"], "none"),
     "pin": (["*.linear_fc2=fp8"], ("*.linear_fc2=fp8",)),

@@ -11,7 +11,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.probing.probes import LoopShape, ProbeRunner
-from snip_megatron.sensitivity.policies import needs_forward_noise, needs_hessian, pinned_gemms
+from snip_megatron.sensitivity.policies import needs_forward_noise, pinned_gemms
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups
 
@@ -41,7 +41,6 @@ def make_probes(
         groups,
         model,
         with_drift=forward_noise,
-        with_hessian=needs_hessian(request),
         measures=forward_noise and request.estimator == "measured",
         pinned=pinned_gemms(registry.names, request),
     )

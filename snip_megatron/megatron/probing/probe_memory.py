@@ -84,7 +84,6 @@ class ProbeMemory:
         pipeline: This rank's place in the pipeline.
         probe_tokens: Value of ``--snip-probe-tokens``.
         forces: Whether ``--snip-estimator measured`` quantises one GEMM at a time.
-        moves: Whether weights are changed and restored (policy ``hawq``).
         gathers: Whether sequence parallelism keeps inputs of column-parallel linears as shards: in bf16, or quantised
             under ``--snip-communication gather``.
         recomputes: Whether the backward recomputes whole layers, one at a time.
@@ -98,7 +97,6 @@ class ProbeMemory:
         probe_tokens: int,
         *,
         forces: bool = False,
-        moves: bool = False,
         gathers: bool = False,
         recomputes: bool = False,
     ) -> None:
@@ -107,7 +105,6 @@ class ProbeMemory:
         self._pipeline = pipeline
         self._probe_tokens = probe_tokens
         self._forces = forces
-        self._moves = moves
         self._gathers = gathers
         self._layers_at_once = 1.0 / max(1, len({h.id.layer for h in self._handles})) if recomputes else 1.0
 
@@ -122,9 +119,6 @@ class ProbeMemory:
         """
         shapes = self._shapes
         most = self._pass(peak, microbatches, step_microbatches) + shapes.recording
-        if self._moves:
-            again = self._pass(peak, microbatches, step_microbatches)
-            most = max(most, again + shapes.weight_copy + shapes.moving)
         if self._forces:
             full = self._pass(peak, _MANY, step_microbatches)
             most = max(most, full + shapes.gradient_copy + shapes.evaluating)

@@ -6,7 +6,6 @@ they are. Gradient buffers are zeroed before training continues.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -22,7 +21,6 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.probing import probe_memory
 from snip_megatron.megatron.probing.drift_probe import DriftProbe, sink_rows
-from snip_megatron.megatron.probing.hessian_probe import add_hessian_traces
 from snip_megatron.megatron.probing.measured_probe import MeasuredProbe
 from snip_megatron.megatron.probing.probe_call import LoopShape, StepCall, run_schedule, undisturbed
 from snip_megatron.megatron.probing.probe_memory import Pipeline, ProbeMemory, probed_shapes
@@ -79,7 +77,6 @@ class ProbeRunner:
         groups: Process groups.
         model: Model chunks of this rank, wrapped by DDP.
         with_drift: Whether the policy uses weight divergence. The noise passes run only if it does.
-        with_hessian: Whether the policy uses Hessian traces, which take two more passes per probe vector.
         measures: Whether ``--snip-estimator measured`` quantises one GEMM at a time.
         pinned: (linear, GEMM) pairs whose format is pinned and which are not measured.
 
@@ -97,12 +94,10 @@ class ProbeRunner:
         model: Sequence[torch.nn.Module],
         *,
         with_drift: bool,
-        with_hessian: bool = False,
         measures: bool = False,
         pinned: Collection[tuple[str, Gemm]] = (),
     ) -> None:
         self._with_drift = with_drift
-        self._with_hessian = with_hessian
         self._measures = measures
         self._pinned = frozenset(pinned)
         self._registry = registry
@@ -138,7 +133,6 @@ class ProbeRunner:
             Pipeline.of(registry, self._config, shape),
             snip.probe_tokens,
             forces=measures,
-            moves=with_hessian,
             gathers=bool(self._config.sequence_parallel),
             recomputes=self._config.recompute_granularity == "full",
         )
@@ -230,9 +224,6 @@ class ProbeRunner:
             table.merge(late)
             seconds["reduction"] += time.perf_counter() - started
         passes = {kind: microbatches for kind in seconds if kind != "reduction"}
-        if self._with_hessian:
-            seconds["hessian"] = self._run_hessian(call, table, microbatches, scale)
-            passes["hessian"] = 2 * self._snip.hessian_probes * microbatches
         finished = table.to_table(
             step=call.step, tokens=tokens, tokens_per_step=per_step, meta={"clip": call.clip, **seconds}
         )
@@ -241,31 +232,6 @@ class ProbeRunner:
             finished, passes["measured"] = self._measure(call, finished, microbatches, scale)
             seconds["measured"] = time.perf_counter() - started
         return ProbeResult(finished, seconds, tokens, passes)
-
-    def _run_hessian(self, call: StepCall, table: PartialTable, microbatches: int, scale: StepScale) -> float:
-        """Add the Hessian traces of the linears to ``table``. Returns the seconds of their passes."""
-        started = time.perf_counter()
-        context = self._registry.context
-        with undisturbed(call, context) as states, compat.routing_repeated(self._model) as routing:
-            context.probing = True
-            routes = itertools.chain([True], itertools.repeat(False))
-
-            def run_pass() -> None:
-                self._registry.start_step(call.step)
-                compat.set_rng_state(states)
-                routing.start(first=next(routes))
-                run_schedule(call, self._shape, range(microbatches))
-
-            add_hessian_traces(
-                table,
-                list(self._registry),
-                run_pass,
-                self._groups,
-                seed=self._snip.seed,
-                probes=self._snip.hessian_probes,
-                gradient_scale=scale.gradient,
-            )
-        return time.perf_counter() - started
 
     # -- --snip-estimator measured -----------------------------------------------------------------------------
     def _measure(

@@ -184,14 +184,6 @@ def test_options_forced_alone_fill_the_pipeline_and_keep_a_copy_of_the_gradients
     assert fp8(chosen, replace(measured, measured_twice=True)).probe == found.probe
 
 
-def test_hessian_traces_keep_a_copy_of_the_weights() -> None:
-    chosen = layout("8b", tp=2)
-    found = fp8(chosen, Probes(policy="hawq"))
-    assert found.probe_copies == 2 * 32 * chosen.model.block_weights / 2
-    assert found.probe >= fp8(chosen, Probes(estimator="fisher")).probe
-    assert found.probe > found.probe_copies
-
-
 def test_only_the_last_stage_has_logits() -> None:
     chosen = layout("8b", tp=2, pp=2)
     first, last = (stage_memory(chosen, stage, lambda block, kind: BF16) for stage in (0, 1))

@@ -56,7 +56,6 @@ def test_the_broadcast_is_the_channels() -> None:
         (Probes(estimator="fisher"), 1),
         (Probes(backward_noise=True), 3),
         (Probes(policy="random"), 1),
-        (Probes(policy="hawq", hessian_probes=3), 7),
     ],
 )
 def test_passes(probes: Probes, passes: int) -> None:

@@ -152,7 +152,6 @@ class _Linear:
             "d2": square(self.g @ self.w),
             "gw2": square(self.grad),
             "gv2": 0.0,  # of one microbatch: no variance to see
-            "htrace": 0.0,  # not run
             "s2": self.s2,
             "m2": square(self.moments[0]),
             "v2": square(self.moments[1]),

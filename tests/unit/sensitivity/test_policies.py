@@ -15,7 +15,6 @@ from snip_megatron.sensitivity.policies import (
     divergences,
     fixed_map,
     needs_forward_noise,
-    needs_hessian,
     pinned_formats,
     policy_scores,
 )
@@ -124,16 +123,6 @@ def test_fisher_is_the_loss_divergence_and_nothing_else() -> None:
     scores = scores_of(table, policy="fisher")
     np.testing.assert_array_equal(scores[:, 0], 0.5 * table.tokens * table.by_format["c2"])
     assert not scores[:, 1:].any()
-
-
-def test_hawq_is_the_average_trace_times_the_squared_error() -> None:
-    table = with_columns(make_table(), "linear", htrace=np.arange(8.0))
-    table = with_columns(table, "by_format", dw2=np.array([0.5, 2.0]))
-    scores = scores_of(table, policy="hawq")
-    elements = np.array([row.n * row.k for row in table.linears])
-    np.testing.assert_allclose(scores[:, 0], 0.5 * (np.arange(8.0) / elements)[:, None] * [0.5, 2.0])
-    assert not scores[:, 1:].any()
-    assert [p for p in POLICIES if needs_hessian(SolveRequest(policy=p))] == ["hawq"]
 
 
 def test_only_snip_by_noise_needs_the_noise_pass() -> None:
