@@ -1,6 +1,6 @@
 """Speed of whole trainings: SNIP's maps, Megatron's own FP8 and bf16, with and without CUDA graphs.
 
-    python -m benchmarks.job --model 1b --out benchmarks/job_1b_<hardware>_<date>.json [--commit SHA]
+    python -m benchmarks.job --model 1b --out results/jobs/F.json [--commit SHA]
 
 Every contender is a real training through the entry on mock data with the distributed optimizer. Contenders other than
 SNIP's run without ``--snip``, so they are Megatron's own. The time of a contender is the median of the step times that
@@ -43,13 +43,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import job_kernels
 from benchmarks.common import ROOT, header, step_times, write
-from benchmarks.job_contenders import CONTENDERS, EXTRA, MODELS
-from benchmarks.job_turns import Outcome, Training
-from benchmarks.job_updates import accounts
-from benchmarks.multi_gpu import has_transformer_engine
-from benchmarks.multi_gpu_runs import LLAMA
+from benchmarks.jobs import kernels as job_kernels
+from benchmarks.jobs.contenders import CONTENDERS, EXTRA, MODELS
+from benchmarks.jobs.multi_gpu import has_transformer_engine
+from benchmarks.jobs.multi_gpu_runs import LLAMA
+from benchmarks.jobs.turns import Outcome, Training
+from benchmarks.jobs.updates import accounts
 from snip_megatron.planner.layout import CUDA_GRAPHS
 from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
 from snip_megatron.records.readers import read_events
@@ -57,7 +57,7 @@ from snip_megatron.records.readers import read_events
 LAG = 2
 GRAPHS = tuple(name for name in CUDA_GRAPHS if name != "none")
 _FUSED = re.compile(r"snip: fused with quantisation: (.*)")
-STAND_INS = ROOT / "benchmarks/stand_ins"
+STAND_INS = ROOT / "benchmarks/jobs/stand_ins"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The GEMM shapes for which a proposal of cuBLASLt's heuristic other than the first was measured to be faster.
 
 The heuristic orders its proposals by a model of the device. For operands with one scale per tensor, the first proposal
-is up to 13 % slower than the fastest at some shapes. The choice comes from a file that ``benchmarks/proposals.py``
+is up to 13 % slower than the fastest at some shapes. The choice comes from a file that ``benchmarks.kernels.proposals``
 writes, not from a measurement at run time, which would make the bits of a run depend on it. The file is valid only for
 the library version and the device that it names.
 """

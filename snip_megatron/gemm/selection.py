@@ -227,7 +227,7 @@ def gains(n: int, k: int) -> bool:
 
 @functools.cache
 def _table() -> dict[tuple[int, int], float]:
-    """Return (smaller, larger dimension) → speedup of fp8 over bf16, as ``benchmarks/linear.py --small`` wrote it."""
+    """Return (smaller, larger dimension) → speedup of fp8 over bf16, from ``benchmarks.layers.linear --small``."""
     if not _MEASURED.exists():
         return {}
     rows = json.loads(_MEASURED.read_text())["rows"]

@@ -15,12 +15,12 @@ STATED_RECAPTURE = 0.03
 """Assumed seconds of capturing one layer and microbatch, if the table has no measurement.
 
 The two adoptions of a 1.1 B Llama of 22 layers, of which Transformer Engine captures one microbatch, took 0.50 and
-0.76 s (``benchmarks/job_1b-fp4_h200_2026-11-23.json``)."""
+0.76 s (``benchmarks/results/jobs/job_1b-fp4_h200_2026-11-23.json``)."""
 
 RESERVE = 1.5
 """Tensor parallel ranks, which wait for each other in every collective, need a host that launches faster than the GPU
 works, because at any time one of the hosts may be slow. Under a reserve below this factor, their steps are likely to
-wait. On two H200 (``benchmarks/job_8b-blocks-4k-tp2_2xh200_2026-11-25.json``) steps with 1.29 did, and steps with
+wait. On two H200 (``job_8b-blocks-4k-tp2_2xh200_2026-11-25.json``) steps with 1.29 did, and steps with
 1.64 did not."""
 
 REMEDY = (

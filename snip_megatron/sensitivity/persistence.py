@@ -28,7 +28,7 @@ STANDING_WEIGHTS: Mapping[str, float] = {"map": 1.0, "bf16": 0.15}
 
 Weights that were trained with a rounded forward lose in bf16 too, and recover within some tens of precise steps. In
 runs of a 26 M model, .09 to .16 of an fprop's loss is of this kind, .12 to .2 of its standing part
-(``benchmarks/compare_26m-time_2xh200_2026-11-22.md`` and the runs of ``STANDING_SHARE``).
+(``benchmarks/results/quality/compare_26m-time_2xh200_2026-11-22.md`` and the runs of ``STANDING_SHARE``).
 """
 
 FORGETTING = 0.0

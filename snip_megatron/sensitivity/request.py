@@ -22,7 +22,7 @@ BITS: Mapping[str, int] = {fmt.value: fmt.bits for fmt in Format}
 BACKWARD_SHARE = 0.08
 """Trained loss gap of all 4-bit dgrads and wgrads divided by that of all 4-bit fprops: (.0013 − .0005) / (.0110 −
 .0013), three seeds; backward-first at 67 %, uniform-fp8 and -fp4 of
-``benchmarks/compare_26m-gemm-145_h200_2026-11-21.md``.
+``benchmarks/results/quality/compare_26m-gemm-145_h200_2026-11-21.md``.
 """
 
 NOISE_NATS = 0.025

@@ -28,8 +28,8 @@ STATED_COPY = 4.0e12
 ACCUMULATION = 0.58
 """Bandwidth of the kernel that adds a bf16 gradient to ``main_grad``, as a share of a copy's.
 
-Three trainings on H200s had 0.55, 0.58 and 0.62 (``kernels`` of bf16 in ``benchmarks/job_1b_h200_2026-11-23.json``,
-``job_8b-blocks_h200_2026-11-23.json`` and ``job_8b-blocks-4k-tp2_2xh200_2026-11-23.json``)."""
+Three trainings on H200s had 0.55, 0.58 and 0.62 (``kernels`` of bf16 in ``job_1b_h200_2026-11-23.json``,
+``job_8b-blocks_h200_2026-11-23.json`` and ``job_8b-blocks-4k-tp2_2xh200_2026-11-22.json``)."""
 _ACCUMULATION_BYTES = 10  # per parameter: the gradient is read in bf16, main_grad is read and written in FP32
 _GEMMS = tuple(Gemm)
 _WHOLE = (Format.FP8_TENSOR,)  # one scale a tensor: its kernel shares no read with those of tile formats

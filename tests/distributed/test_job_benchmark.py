@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from launch import cpu_environment
 
-from benchmarks import job, job_turns
+from benchmarks import job
+from benchmarks.jobs import turns as job_turns
 from snip_megatron.records.readers import read_events
 
 

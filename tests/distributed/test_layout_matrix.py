@@ -128,7 +128,7 @@ def test_a_file_of_an_earlier_version_is_said(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({"rows": {"layout tp2": row, "resume world-1 7": {}}}))
     assert earlier(path)["rows"]["layout tp2"] == row
-    old = REPOSITORY / "benchmarks" / "layouts_cpu_2026-11-21.json"
+    old = REPOSITORY / "benchmarks/results/reliability/layouts_cpu_2026-11-21.json"
     with pytest.raises(
         SystemExit, match=r"layouts_cpu_2026-11-21.json: written by an earlier version \(layout tp2 has"
     ):

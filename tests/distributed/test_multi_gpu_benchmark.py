@@ -16,7 +16,7 @@ import pytest
 from launch import cpu_environment
 from warm_ranks import WarmRanks
 
-from benchmarks import multi_gpu, multi_gpu_runs
+from benchmarks.jobs import multi_gpu, multi_gpu_runs
 
 
 def ranks(

@@ -17,7 +17,7 @@ import pytest
 from signals import heeding
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NANO = REPOSITORY / "benchmarks" / "experiments" / "nano.json"
+NANO = REPOSITORY / "benchmarks/quality/experiments" / "nano.json"
 TEXT = REPOSITORY / "snip_megatron"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "SNIP_COMMIT": "c0ffee"}
 

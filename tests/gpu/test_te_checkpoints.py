@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common import header, write
-from benchmarks.te_round_trip import round_trip
+from benchmarks.jobs.te_round_trip import round_trip
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"

@@ -224,7 +224,9 @@ PARSERS = {
         file="timings.json",
     ),
     "experiment": Parser(
-        lambda: (REPOSITORY / "benchmarks/experiments/nano.json").read_bytes(), load_experiment, file="experiment.json"
+        lambda: (REPOSITORY / "benchmarks/quality/experiments/nano.json").read_bytes(),
+        load_experiment,
+        file="experiment.json",
     ),
     "model": Parser(
         lambda: json.dumps({"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}).encode(),

@@ -1,4 +1,4 @@
-"""Shapes of the launches of ``exact.py``: the one table to edit for another GPU (``benchmarks/emulated_sweep.py``)."""
+"""Shapes of the launches of ``exact.py``: the one table to edit for another GPU (``emulated_sweep``)."""
 
 from __future__ import annotations
 

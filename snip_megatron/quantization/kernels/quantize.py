@@ -51,10 +51,10 @@ LAUNCH: dict[str, dict[str, int]] = {
     "tensor": {"num_warps": 16, "maxnreg": 40},
     "amax": {"num_warps": 8, "maxnreg": 64},
 }
-"""Launch options of each kind of kernel (``benchmarks/quantize.py --sweep`` tries others): tiles do not cross warps, so
+"""Launch options of each kind of kernel (``quantize --sweep`` in benchmarks tries others): tiles do not cross warps, so
 that many warps with few registers each hide each other's latency."""
 ORDER: dict[str, object] = {"DESCENDING": True, "LAST_READ": "", "WRITE": ""}
-"""The order in which a whole tensor is quantised, and the policies for the caches (``benchmarks/quantize.py --orders``
+"""The order in which a whole tensor is quantised, and the policies for the caches (``quantize --orders`` in benchmarks
 compares others). No choice changes a bit."""
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

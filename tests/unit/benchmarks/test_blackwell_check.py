@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import blackwell_check
+from benchmarks.kernels import blackwell_check
 from snip_megatron.precision import Format
 
 

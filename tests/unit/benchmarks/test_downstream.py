@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import downstream
-from benchmarks.downstream import add_paired, main, models
-from benchmarks.downstream_tasks import (
+from benchmarks.quality import downstream
+from benchmarks.quality.downstream import add_paired, main, models
+from benchmarks.quality.downstream_tasks import (
     CHOICE_LINES,
     CHOICES,
     CONTEXT_LINES,

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import job, job_turns
-from benchmarks.job_turns import Outcome
-from benchmarks.job_updates import accounts
+from benchmarks import job
+from benchmarks.jobs import turns as job_turns
+from benchmarks.jobs.turns import Outcome
+from benchmarks.jobs.updates import accounts
 
 
 def printed(*ms: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.job_kernels import FILE, kind_of, summary
+from benchmarks.jobs.kernels import FILE, kind_of, summary
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import multi_gpu, multi_gpu_runs, one_gpu_hosts
+from benchmarks.jobs import multi_gpu, multi_gpu_runs, one_gpu_hosts
 
 Answer = Callable[[str], int]
 """Name of a run → its exit code."""
@@ -216,7 +216,7 @@ def test_ranks_that_share_gpus_are_hosts_of_their_own(tmp_path: Path, monkeypatc
     multi_gpu_runs.torchrun(4, ["--x"], tmp_path, "6,GPU-7")
     assert commands == [
         ["-m", "snip_megatron.pretrain_gpt", "--x"],
-        ["-m", "benchmarks.one_gpu_hosts", "6,GPU-7", "--x"],
+        ["-m", "benchmarks.jobs.one_gpu_hosts", "6,GPU-7", "--x"],
     ]
     hosts = [one_gpu_hosts.as_host(rank, "6,GPU-7") for rank in range(4)]
     assert [host["CUDA_VISIBLE_DEVICES"] for host in hosts] == ["6", "GPU-7", "6", "GPU-7"]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.job_contenders import CONTENDERS
-from benchmarks.plan_job import HERE, formats_of, layout_of, main, rows_of
+from benchmarks.jobs.contenders import CONTENDERS
+from benchmarks.jobs.plan_job import JOBS, formats_of, layout_of, main, rows_of
 from snip_megatron.precision import Format
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.table import Launching
 from snip_megatron.timing.table_model import TimingModel
 
-JOB = json.loads((HERE / "job_1b_h200_2026-11-22.json").read_text(encoding="utf-8"))
+JOB = json.loads((JOBS / "job_1b_h200_2026-11-22.json").read_text(encoding="utf-8"))
 
 
 def test_contenders_with_one_format_are_predicted() -> None:
@@ -34,11 +34,11 @@ def test_contenders_with_one_format_are_predicted() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["1b_h200_2026-11-22", "1b_h200_2026-11-23", "8b-blocks_h200_2026-11-23", "8b-blocks-4k-tp2_2xh200_2026-11-23",
+    ["1b_h200_2026-11-22", "1b_h200_2026-11-23", "8b-blocks_h200_2026-11-23", "8b-blocks-4k-tp2_2xh200_2026-11-25",
      "8b-blocks-4k-dp2_2xh200_2026-11-22", "8b-blocks-4k-pp2_2xh200_2026-11-22"],
 )  # fmt: skip
 def test_promised_speedups_of_steps_with_graphs_are_kept_within_5_percent(name: str) -> None:
-    job = json.loads((HERE / f"job_{name}.json").read_text(encoding="utf-8"))
+    job = json.loads((JOBS / f"job_{name}.json").read_text(encoding="utf-8"))
     rows = [row for row in rows_of(job, load_cost_model("h200")) if row["graphs"] != "none"]
     assert rows
     assert max(abs(row["speedup"]["error"]) for row in rows) < 0.05
@@ -51,7 +51,7 @@ def test_apex_is_taken_from_the_command_of_the_job() -> None:
 
 @pytest.mark.parametrize(("name", "tp", "pp", "dp"), [("tp2", 2, 1, 1), ("pp2", 1, 2, 1), ("dp2", 1, 1, 2)])
 def test_layouts_of_two_gpus_are_predicted(name: str, tp: int, pp: int, dp: int) -> None:
-    job = json.loads((HERE / f"job_8b-blocks-4k-{name}_2xh200_2026-11-22.json").read_text(encoding="utf-8"))
+    job = json.loads((JOBS / f"job_8b-blocks-4k-{name}_2xh200_2026-11-22.json").read_text(encoding="utf-8"))
     layout = layout_of(job, "transformer_engine")
     assert (layout.tp, layout.pp, layout.dp, layout.sequence_parallel) == (tp, pp, dp, tp > 1)
     rows = {row["contender"]: row for row in rows_of(job, load_cost_model("h200"))}
@@ -68,7 +68,7 @@ def test_maps_of_updates_are_taken_to_have_a_share_of_75_percent() -> None:
 
 
 def test_context_parallelism_is_refused() -> None:
-    job = json.loads((HERE / "job_8b-blocks-4k-cp2_2xh200_2026-11-22.json").read_text(encoding="utf-8"))
+    job = json.loads((JOBS / "job_8b-blocks-4k-cp2_2xh200_2026-11-22.json").read_text(encoding="utf-8"))
     with pytest.raises(SystemExit, match="context parallelism"):
         layout_of(job, "none")
 

@@ -19,7 +19,7 @@ def test_probe_benchmark_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "probe.json"
     shape = [part for name, value in SHAPE.items() for part in (f"--{name}", str(value))]
     done = subprocess.run(
-        [sys.executable, "benchmarks/probe.py", "--rounds", "1", "--out", str(out), "--commit", "abc", *shape],
+        [sys.executable, "benchmarks/layers/probe.py", "--rounds", "1", "--out", str(out), "--commit", "abc", *shape],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -30,7 +30,7 @@ def test_probe_benchmark_on_the_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(out.read_text())
     assert (result["shape"], result["commit"], result["device"]) == (SHAPE, "abc", "cpu")
-    assert "benchmarks/probe.py" in result["command"]
+    assert "benchmarks/layers/probe.py" in result["command"]
     assert set(PASSES) == set(result["ms"])
     ms, over = result["ms"], result["over_bf16_pass"]
     assert all(ms[name] > 0.0 for name in PASSES)

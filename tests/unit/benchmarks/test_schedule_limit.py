@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.interpolate import PchipInterpolator
 
-from benchmarks import schedule_limit
-from benchmarks.schedule_limit import Gaps, Model, best, fit, limits, mean_gaps, rate_weights
+from benchmarks.quality import schedule_limit
+from benchmarks.quality.schedule_limit import Gaps, Model, best, fit, limits, mean_gaps, rate_weights
 
 EXPERIMENT: dict[str, Any] = {
     "training": {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 100},

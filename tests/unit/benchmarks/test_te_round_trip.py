@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.te_round_trip import RoundTrip, compare_losses, compare_weights, round_trip, weights
+from benchmarks.jobs.te_round_trip import RoundTrip, compare_losses, compare_weights, round_trip, weights
 
 ORIGINAL = {"a": "1", "b": "2", "a._extra_state": ""}
 TRAINED = {"a": "3", "b": "4", "a._extra_state": ""}

@@ -13,7 +13,7 @@ from snip_megatron.commands import validate_proxy
 from snip_megatron.commands.compare import devices
 from snip_megatron.errors import SnipError
 
-NANO = Path(__file__).resolve().parents[3] / "benchmarks" / "experiments" / "nano.json"
+NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from snip_megatron.evaluation.results import Results, record
 from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs
 
-NANO = Path(__file__).resolve().parents[3] / "benchmarks" / "experiments" / "nano.json"
+NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 
 
 def test_runs_of_the_file_as_it_is_come_after_those_of_its_earlier_content(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_damaged_result_is_one_line(
     place: tuple[Any, ...], value: Any, prepared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``None`` stands for a field that is missing."""
-    body = json.loads((NANO.parents[1] / "compare_26m-cost_h200_2026-11-21.json").read_text())
+    body = json.loads((NANO.parents[2] / "results/quality/compare_26m-cost_h200_2026-11-21.json").read_text())
     owner = functools.reduce(operator.getitem, place[:-1], body)
     if value is None:
         del owner[place[-1]]

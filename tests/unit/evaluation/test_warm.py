@@ -11,7 +11,7 @@ from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.evaluation.warm import HASHES, warm_checkpoint
 
-NANO = Path(__file__).resolve().parents[3] / "benchmarks" / "experiments" / "nano.json"
+NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 
 
 def test_a_warm_checkpoint_whose_weights_were_removed_is_trained_again(tmp_path: Path) -> None:

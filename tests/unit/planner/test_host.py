@@ -32,7 +32,7 @@ FP8 = (Format.FP8,) * 3
 BF16, MIXED = ALL_BF16, (Format.FP8, Format.BF16, Format.FP4)
 LARGE = with_blocks(load_model("8b"), 2)
 LAYER = {Format.BF16: 1.0, Format.FP8: 2.2, Format.FP8_TENSOR: 2.5, Format.FP4: 3.4}  # of the unit of a table
-JOB = Path(__file__).parents[3] / "benchmarks/job_1b-fp4_h200_2026-11-23.json"
+JOB = Path(__file__).parents[3] / "benchmarks/results/jobs/job_1b-fp4_h200_2026-11-23.json"
 
 
 def model(unit: float = 1e-3, **more: Any) -> TimingModel:

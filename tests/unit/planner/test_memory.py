@@ -38,7 +38,9 @@ from snip_megatron.timing.table_model import TimingModel
 
 from .formula import SMALL, layout
 
-MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks" / "layer_llama-8b_h200_2026-11-21.json").read_text())
+MEASURED = json.loads(
+    (Path(__file__).parents[3] / "benchmarks/results/layers/layer_llama-8b_h200_2026-11-21.json").read_text()
+)
 BF16: Formats = (Format.BF16,) * 3
 FP8: Formats = (Format.FP8,) * 3
 TENSOR: Formats = (Format.FP8_TENSOR,) * 3

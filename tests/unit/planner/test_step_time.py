@@ -214,7 +214,9 @@ def test_fixed_seconds_and_linears_make_the_step(
     assert math.isclose(step.total, chosen.bubble * slowest, rel_tol=1e-9)
 
 
-MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/multi_gpu_2xh200_2026-11-21.json").read_text())["time"]
+MEASURED = json.loads(
+    (Path(__file__).parents[3] / "benchmarks/results/jobs/multi_gpu_2xh200_2026-11-21.json").read_text()
+)["time"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""The contenders of :mod:`benchmarks.job`: models, and ways to train them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.jobs.multi_gpu_runs import sizes
+from snip_megatron.precision import Format
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a model as Megatron's arguments, and its number of layers."""
+
+    layers: int
+    arguments: list[str]
+
+
+def _model(layers: int, *shape: int, vocab: int = 32000) -> Model:
+    return Model(layers, [*sizes(layers, *shape), "--vocab-size", str(vocab)])
+
+
+# Layers; hidden, ffn, heads, groups; sequence, sequences a microbatch and a step.
+MODELS = {
+    "1b": _model(22, 2048, 5632, 32, 4, 2048, 8, 16),
+    "8b-blocks": _model(4, 4096, 14336, 32, 8, 8192, 1, 4),
+    "8b-blocks-4k": _model(4, 4096, 14336, 32, 8, 4096, 1, 8),
+    "tiny": _model(2, 64, 192, 4, 2, 64, 2, 4, vocab=255),
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to train.
+
+    Attributes:
+        arguments: arguments in addition to the model's.
+        graphs: implementations of CUDA graphs to try, of which the fastest counts; empty for none.
+        transformer_engine: whether its formats are Transformer Engine's.
+        map: the format of all GEMMs of its map; None without a map.
+        updates: whether it solves for its own maps.
+    """
+
+    arguments: tuple[str, ...] = ()
+    graphs: tuple[str, ...] = ()
+    transformer_engine: bool = False
+    map: Format | None = None
+    updates: bool = False
+
+
+_BOTH = ("transformer_engine", "local")
+_TE_TENSOR = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
+_TE_BLOCK = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
+CONTENDERS = {
+    "bf16": Contender(),
+    "bf16_graphs": Contender(graphs=_BOTH),
+    "te_fp8_tensor": Contender(_TE_TENSOR, transformer_engine=True),
+    "te_fp8_tensor_graphs": Contender(_TE_TENSOR, ("transformer_engine",), transformer_engine=True),
+    "te_fp8_block": Contender(_TE_BLOCK, transformer_engine=True),
+    "te_fp8_block_graphs": Contender(_TE_BLOCK, ("transformer_engine",), transformer_engine=True),
+    "snip_fp8_tensor": Contender(map=Format.FP8_TENSOR),
+    "snip_fp8_tensor_graphs": Contender(graphs=_BOTH, map=Format.FP8_TENSOR),
+    "snip_fp8_tensor_fused_graphs": Contender(("--snip-fusions", "auto"), graphs=_BOTH, map=Format.FP8_TENSOR),
+    "snip_fp8": Contender(map=Format.FP8),
+    "snip_fp8_graphs": Contender(graphs=_BOTH, map=Format.FP8),
+    "snip_fp8_fused_graphs": Contender(("--snip-fusions", "auto"), graphs=_BOTH, map=Format.FP8),
+    "snip_fp4_75": Contender(updates=True),
+    "snip_fp4_75_graphs": Contender(graphs=_BOTH, updates=True),
+    "snip_bf16_graphs": Contender(graphs=_BOTH, map=Format.BF16),
+    "snip_fp4_75_fused_graphs": Contender(("--snip-fusions", "auto"), graphs=_BOTH, updates=True),
+    "snip_fp4_75_gather_graphs": Contender(("--snip-communication", "gather"), graphs=_BOTH, updates=True),
+    "snip_fp4_75_all_graphs": Contender(("--snip-communication", "all"), graphs=_BOTH, updates=True),
+}
+EXTRA = (
+    "snip_fp8_tensor_fused_graphs",
+    "snip_fp8_fused_graphs",
+    "snip_fp4_75",
+    "snip_fp4_75_fused_graphs",
+    "snip_fp4_75_gather_graphs",
+    "snip_fp4_75_all_graphs",
+)
+"""The contenders that are in a table only if they are asked for by name."""

@@ -1,0 +1,125 @@
+"""Compares predicted steps of ``snip plan`` with the trainings of :mod:`benchmarks.job`, with and without CUDA graphs.
+
+    python -m benchmarks.jobs.plan_job --job results/jobs/job_1b.json [--timings mine.json] [--out F.json]
+
+No GPU is needed. SNIP's contenders and bf16 are compared: their step times, and their speedups over bf16 with the same
+graph setting, or with the other one if the job lacks it. Contenders with updates found their own maps, of which the job
+keeps no copy. For them, dgrad and wgrad are taken to be in fp4, and fprop in fp4 in every fourth block and else in fp8,
+which is a share of 75 %. ``--timings`` is a table of ``snip calibrate``. A table from the machine of the job includes
+its host seconds. Context parallelism is not predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.job import read_job
+from benchmarks.jobs.contenders import CONTENDERS, Contender
+from snip_megatron.errors import SnipError
+from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.step_time import StepModel
+from snip_megatron.precision import Format
+from snip_megatron.timing.cost_model import CostModel
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.models import ModelShape
+
+JOBS = Path(__file__).resolve().parents[1] / "results" / "jobs"
+
+
+def layout_of(job: dict[str, Any], graphs: str, contender: Contender = CONTENDERS["bf16"]) -> Layout:
+    """Return the layout of a contender's training."""
+    sizes = _values(job["arguments"])
+    if int(sizes.get("--context-parallel-size", 1)) > 1:
+        sys.exit("plan_job.py: the job ran with context parallelism, which snip plan does not predict")
+    heads, hidden, seq = (int(sizes[f"--{name}"]) for name in ("num-attention-heads", "hidden-size", "seq-length"))
+    shape = ModelShape(
+        job["model"], int(sizes["--num-layers"]), hidden, int(sizes["--ffn-hidden-size"]), heads,
+        int(sizes["--num-query-groups"]), hidden // heads, int(sizes["--vocab-size"]), seq,
+    )  # fmt: skip
+    tp, pp = (int(sizes.get(f"--{name}-model-parallel-size", 1)) for name in ("tensor", "pipeline"))
+    return Layout(
+        shape, tp, pp, 1, job["gpus"] // (tp * pp), seq, int(sizes["--micro-batch-size"]),
+        int(sizes["--global-batch-size"]), sequence_parallel="--sequence-parallel" in sizes, cuda_graph_impl=graphs,
+        communication=_values(contender.arguments).get("--snip-communication", "bf16"),
+        gradient_accumulation_fusion="--fused-accumulation" in job["command"],  # no such machine has had Apex
+    )  # fmt: skip
+
+
+def _values(arguments: Sequence[str]) -> dict[str, str]:
+    """Return argument → value, "" for a flag."""
+    given = [*arguments, "--"]
+    return {
+        name: "" if value.startswith("--") else value
+        for name, value in itertools.pairwise(given)
+        if name.startswith("--")
+    }
+
+
+def formats_of(contender: Contender, block: int) -> tuple[Format, Format, Format]:
+    """Return the formats of fprop, dgrad and wgrad in a block."""
+    if contender.updates:
+        return (Format.FP8 if block % 4 else Format.FP4, Format.FP4, Format.FP4)
+    return ((contender.map or Format.BF16),) * 3
+
+
+def rows_of(job: dict[str, Any], model: CostModel) -> list[dict[str, Any]]:
+    """Return one row for each contender of SNIP and bf16: predicted, measured, and predicted / measured − 1."""
+    rows: list[dict[str, Any]] = []
+    for name, measured in job["ms"].items():
+        contender = CONTENDERS[name]
+        if contender.transformer_engine or not {*formats_of(contender, 0), Format.BF16} <= {
+            *model.formats,
+            Format.BF16,
+        }:
+            continue
+        tried = job["graphs"].get(name, {})
+        graphs = min(tried, key=tried.__getitem__) if tried else "none"
+        chosen = StepModel(layout_of(job, graphs, contender), model)
+        step = chosen.step(lambda block, kind, contender=contender: formats_of(contender, block))
+        rows.append({"contender": name, "graphs": graphs, "ms": _compare(1e3 * step.total, measured)})
+        rows[-1]["host_ms"] = 1e3 * step.stages[0].host if step.stages[0].host_known else None
+    bases = {row["graphs"]: row["ms"] for row in rows if row["contender"] in ("bf16", "bf16_graphs")}
+    for row in rows:
+        base = bases.get(row["graphs"], next(iter(bases.values())))
+        row["speedup"] = _compare(base["predicted"] / row["ms"]["predicted"], base["measured"] / row["ms"]["measured"])
+    return rows
+
+
+def _compare(predicted: float, measured: float) -> dict[str, float]:
+    return {"predicted": predicted, "measured": measured, "error": predicted / measured - 1.0}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Errors of predicted steps of whole trainings")
+    parser.add_argument("--job", type=Path, default=JOBS / "job_1b_h200_2026-11-25.json")
+    parser.add_argument("--timings", default="h200", help="as snip plan's")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    job = read_job(arguments.job, "plan_job.py: --job")
+    if not {"bf16", "bf16_graphs"} & job["ms"].keys():
+        sys.exit(f"plan_job.py: --job {arguments.job}: has no step of bf16 to compare speedups with")
+    try:
+        rows = rows_of(job, load_cost_model(arguments.timings))
+    except SnipError as error:
+        sys.exit(f"plan_job.py: {error}")
+    print("contender                ms predicted  measured   error   speedup predicted  measured   error")
+    for row in rows:
+        ms, speedup = row["ms"], row["speedup"]
+        print(
+            f"{row['contender']:24s} {ms['predicted']:12.1f} {ms['measured']:9.1f} {ms['error']:+7.1%}"
+            f" {speedup['predicted']:19.3f} {speedup['measured']:9.3f} {speedup['error']:+7.1%}"
+        )
+    if arguments.out is not None:
+        about = {"command": " ".join(["python -m benchmarks.jobs.plan_job", *sys.argv[1:]]), "job": arguments.job.name}
+        arguments.out.write_text(json.dumps(about | {"timings": arguments.timings, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

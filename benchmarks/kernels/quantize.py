@@ -1,0 +1,305 @@
+"""Quantisation kernels on a GPU: bitwise comparison with the torch reference, and bandwidth relative to a copy.
+
+    python -m benchmarks.kernels.quantize --out results/kernels/F.json [--sweep | --orders]
+
+Every row names a kernel and a shape. ``fraction`` is its bytes (read once, written once) over its time, divided by the
+same for a device-to-device copy of as many bytes in the same run. Both start with a cold L2 cache, and neither includes
+its launch; ``host_us`` is the host time of the launch. ``tensor`` reads its matrix twice unless the amax is known, and
+both reads are counted. The exit code is 1 if a kernel differs from the reference.
+
+``--orders`` measures only the quantisation of whole tensors: in ascending order, and in the descending order that finds
+the end of the matrix in the L2 cache, with policies for the caches. The orders take turns, and bits are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import cold_milliseconds, header, refuse_without_cuda, write
+from snip_megatron.quantization import packed
+from snip_megatron.quantization.kernels import programs as triton_kernels
+from snip_megatron.quantization.kernels import quantize as triton_quantize
+from snip_megatron.quantization.packed import Operand, Operands
+
+ACTIVATIONS = ((8192, 4096), (8192, 8192), (8192, 28672), (16384, 4096), (16384, 14336))
+WEIGHTS = ((4096, 4096), (8192, 8192), (28672, 4096))
+CORRECTNESS = ((1000, 4096), (4096, 1000), (333, 777), (2048, 2048))
+SWEEP = {  # kind of kernel → (num_warps, maxnreg)
+    "tiles": ((8, 56), (8, 64), (8, 72), (8, 80)),
+    "fp8 rows": ((8, 56), (8, 64), (8, 72), (8, 80)),
+    "stochastic": ((8, 56), (8, 64), (8, 72), (8, 80), (8, 96)),
+    "sums": ((8, 96), (8, 128), (8, 168), (8, 255)),
+    "blocks": ((8, 56), (8, 64), (8, 80), (16, 40)),
+    "tensor": ((8, 56), (8, 64), (16, 32), (16, 40), (16, 48)),
+}
+ORDERED = ((8192, 4096), (8192, 14336), (16384, 4096), (8192, 28672))
+ORDERS: dict[str, dict[str, object]] = {
+    "ascending": {"DESCENDING": False, "LAST_READ": "", "WRITE": ""},
+    "descending": {"DESCENDING": True, "LAST_READ": "", "WRITE": ""},
+    "descending, last reads evicted first": {"DESCENDING": True, "LAST_READ": "evict_first", "WRITE": ""},
+    "descending, all evicted first": {"DESCENDING": True, "LAST_READ": "evict_first", "WRITE": "evict_first"},
+}
+_ROUNDS = 5
+Call = Callable[[torch.Tensor], Operands]
+
+
+def cases(module: Any) -> dict[str, Call]:
+    """Return kernel name → call, for the Triton module or the reference, whose functions have the same names."""
+    tiles, blocks, tensor = module.quantize_tiles, module.quantize_blocks, module.quantize_tensor
+    seeds = {"row_seed": 2**63 + 11, "col_seed": 12}
+    return {
+        "tiles fp8 row": lambda x: tiles(x, "fp8", None),
+        "tiles fp8 row+col": lambda x: tiles(x, "fp8", "fp8"),
+        "tiles fp8 row, fp4 col": lambda x: tiles(x, "fp8", "fp4"),
+        "tiles fp4 row+col": lambda x: tiles(x, "fp4", "fp4"),
+        "tiles fp4 row+col stochastic": lambda x: tiles(x, "fp4", "fp4", **seeds),
+        "tiles fp4 row+col stochastic, given columns": lambda x: tiles(
+            x, "fp4", "fp4", **seeds, cols=columns(x.shape[1])
+        ),
+        "tiles fp4 col stochastic": lambda x: tiles(x, None, "fp4", **seeds),
+        "tiles fp8 row+col, errors of fp8 and fp4": lambda x: tiles(
+            x, "fp8", "fp8", candidates=("fp8", "fp4"), **seeds
+        ),
+        "tensor fp8 row+col": lambda x: tensor(x, row=True, col=True),
+        "tensor fp8 row+col, known amax": lambda x: tensor(x, row=True, col=True, amax=largest()),
+        "blocks fp8 row+col": lambda x: blocks(x, "fp8", "fp8"),
+        "blocks fp8 row, fp4 col": lambda x: blocks(x, "fp8", "fp4"),
+    }
+
+
+def kind(name: str) -> str:
+    """Return the entry of ``triton_quantize.LAUNCH`` that a case uses."""
+    for word, found in (("errors", "sums"), ("stochastic", "stochastic"), ("blocks", "blocks"), ("tensor", "tensor")):
+        if word in name:
+            return found
+    return "fp8 rows" if name.startswith("tiles fp8 row") and "col" in name else "tiles"
+
+
+@functools.cache
+def columns(count: int) -> torch.Tensor:
+    """Return the ids of one of two shards of a gated linear, which are not contiguous, as in training."""
+    halves = torch.arange(2 * count, device="cuda")[: count // 4 * 8].view(2, 2, -1)[:, 1].reshape(-1)
+    return torch.cat([halves, torch.arange(2 * count, 2 * count + count - halves.numel(), device="cuda")])
+
+
+@functools.cache
+def largest() -> torch.Tensor:
+    return torch.tensor(3.0, device="cuda")
+
+
+def sample(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return normal numbers with rows of different size, a zero tile, tiny numbers and signed zeros."""
+    x = torch.randn(rows, cols, device="cuda") * torch.randn(rows, 1, device="cuda").mul_(3).exp_()
+    x[0] = 0.0
+    x[rows // 2] *= 1e-36
+    x[-1, :7] = -0.0
+    return x.to(dtype)
+
+
+def all_quotients() -> torch.Tensor:
+    """Return bf16 [128, …]: every amax mantissa in tiles of all mantissas from its own size down to 2^-21 of it."""
+    mantissas = 128.0 + torch.arange(128)
+    smaller = torch.cat([mantissas * 2.0**-shift for shift in range(21)])
+    smaller = torch.cat([smaller, smaller[: -len(smaller) % 127]]).view(1, -1, 127).expand(128, -1, -1)
+    amax = (2 * mantissas).view(128, 1, 1).expand(-1, smaller.shape[1], -1)
+    return torch.cat([amax, smaller], dim=2).flatten(1).to("cuda", torch.bfloat16)
+
+
+def parts(operands: Operands) -> Iterable[tuple[str, Operand]]:
+    return ((name, side) for name, side in (("row", operands.row), ("col", operands.col)) if side is not None)
+
+
+def difference(found: Operands, expected: Operands) -> str | None:
+    """Return what differs, or None. Bytes of values and scales must be equal.
+
+    Sums of squares must agree within FP32 summation and the rounding of the product that the reference subtracts, δ ≤
+    2^-24 of x: it enters as Σδ² and, by Cauchy and Schwarz, as at most 2·sqrt(Σe²·Σδ²).
+    """
+    for (name, side), (_, wanted) in zip(parts(found), parts(expected), strict=True):
+        if not torch.equal(side.scale, wanted.scale):
+            return f"{name} scales: {int((side.scale != wanted.scale).sum())} of {side.scale.numel()}"
+        wrong = side.values.view(torch.uint8) != wanted.values.view(torch.uint8)
+        if wrong.any():
+            return f"{name} values: {int(wrong.sum())} of {wrong.numel()}"
+    if expected.sums is not None and found.sums is not None:
+        rounding = 2.0**-48 * expected.sums[0]
+        allowed = 1e-4 * expected.sums + 2 * (expected.sums * rounding).sqrt() + rounding
+        off = (found.sums - expected.sums).abs() - allowed
+        worst = [f"{(off[i] / expected.sums[i]).max():.1e}" for i in range(len(off)) if (off[i] > 0).any()]
+        return f"error sums, by {', '.join(worst)}" if worst else None
+    return None
+
+
+def bias(x: torch.Tensor, draws: int = 64) -> float:
+    """Return the mean error of stochastic fp4 over ``draws`` seeds, in standard errors."""
+    total, square = 0.0, 0.0
+    for seed in range(draws):
+        row = triton_quantize.quantize_tiles(x, "fp4", None, row_seed=seed).row
+        assert row is not None
+        error = (row.dequantize().double() - x.double()) / row.scale.repeat_interleave(128, 1)[:, : x.shape[1]]
+        total, square = total + error.sum().item(), square + error.square().sum().item()
+    return float(total / square**0.5)
+
+
+def moved_bytes(name: str, x: torch.Tensor, operands: Operands) -> int:
+    reads = [x, x] if name == "tensor fp8 row+col" else [x]
+    tensors = reads + [t for _, side in parts(operands) for t in (side.values, side.scale)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def compiled() -> dict[int, Any]:
+    """Return every kernel that was compiled so far."""
+    kernels = (getattr(triton_kernels, f"{name}_kernel") for name in ("tile", "block", "amax", "tensor"))
+    return {id(k): k for kernel in kernels for caches in kernel.device_caches.values() for k in caches[0].values()}
+
+
+RESOURCES: dict[tuple[str, str], dict[str, int]] = {}
+
+
+def resources(name: str, call: Callable[[], object]) -> dict[str, int]:
+    """Return the registers per thread, and the spilled ones, of the kernel that a case launches first."""
+    key = (name, str(triton_quantize.LAUNCH[kind(name)]))
+    if key not in RESOURCES:
+        before = compiled()
+        call()
+        new = [kernel for place, kernel in compiled().items() if place not in before]
+        RESOURCES[key] = {"registers": new[-1].n_regs, "spills": new[-1].n_spills} if new else {}
+    return RESOURCES[key]
+
+
+@functools.cache
+def copy_bandwidth(size: int) -> float:
+    """Return the bytes per second, read and written, of a device-to-device copy that moves ``size`` bytes in all."""
+    source = torch.empty(size // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / cold_milliseconds(lambda: target.copy_(source)) * 1e3
+
+
+def host_microseconds(call: Callable[[], object], count: int = 50) -> float:
+    """Return how long a call occupies the launching thread."""
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
+
+
+def check() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    ours, reference = cases(triton_quantize), cases(packed)
+    inputs = [(f"{m}x{k} bf16", sample(m, k)) for m, k in CORRECTNESS]
+    inputs += [("333x777 fp32", sample(333, 777, torch.float32)), ("333x777 fp16", sample(333, 777).half())]
+    inputs += [("all bf16 quotients", all_quotients()), ("all bf16 quotients, along rows", all_quotients().t())]
+    for shape, x in inputs:
+        for name, call in ours.items():
+            rows.append({"kernel": name, "input": shape, "difference": difference(call(x), reference[name](x))})
+    sigmas = bias(torch.randn(1024, 4096, device="cuda").bfloat16())
+    far = None if abs(sigmas) < 4 else f"{sigmas:.1f} standard errors"
+    return [*rows, {"kernel": "stochastic bias", "input": "64 seeds", "sigmas": sigmas, "difference": far}]
+
+
+def measure(shapes: Iterable[tuple[int, int]], names: Iterable[str]) -> list[dict[str, Any]]:
+    rows, ours = [], cases(triton_quantize)
+    for m, k in shapes:
+        x = sample(m, k)
+        for name in names:
+            call = functools.partial(ours[name], x)
+            used = resources(name, call)
+            size = moved_bytes(name, x, call())
+            duration, copy = cold_milliseconds(call), copy_bandwidth(size)
+            speed = size / duration * 1e3
+            row = {"kernel": name, "shape": [m, k], "bytes": size, "ms": duration, "copy_tb_s": copy / 1e12}
+            row |= {"tb_s": speed / 1e12, "fraction": speed / copy, "host_us": host_microseconds(call)}
+            rows.append(row | used | {"launch": dict(triton_quantize.LAUNCH[kind(name)])})
+            print(
+                f"{name:43s} {m:6d}×{k:<6d} {duration:8.4f} ms {speed / 1e12:6.2f} TB/s {speed / copy:6.1%} of copy "
+                f"{used.get('registers', -1):4d} registers {used.get('spills', -1):4d} spills"
+            )
+    return rows
+
+
+def sweep() -> list[dict[str, Any]]:
+    """Measure the same kernels with other launch options."""
+    rows: list[dict[str, Any]] = []
+    for group, candidates in SWEEP.items():
+        names = [name for name in cases(triton_quantize) if kind(name) == group and "given" not in name]
+        kept = triton_quantize.LAUNCH[group]
+        for warps, registers in candidates:
+            triton_quantize.LAUNCH[group] = {"num_warps": warps, "maxnreg": registers}
+            print(f"-- {group}: {warps} warps, at most {registers} registers")
+            rows += measure([(8192, 8192)], names)
+        triton_quantize.LAUNCH[group] = kept
+    return rows
+
+
+def orders(shapes: Iterable[tuple[int, int]] = ORDERED) -> list[dict[str, Any]]:
+    """Measure the quantisation of whole tensors in each of ``ORDERS``, in turns."""
+    name, rows, usual = "tensor fp8 row+col", [], dict(triton_quantize.ORDER)
+    for m, k in shapes:
+        x = sample(m, k)
+        call = functools.partial(cases(triton_quantize)[name], x)
+        first = call()
+        size = moved_bytes(name, x, first)
+        times: dict[str, list[float]] = {order: [] for order in ORDERS}
+        differences: dict[str, str | None] = {}
+        for _ in range(_ROUNDS):
+            for order, chosen in ORDERS.items():
+                triton_quantize.ORDER.update(chosen)
+                differences[order] = difference(call(), first)
+                times[order].append(cold_milliseconds(call, batches=1))
+        triton_quantize.ORDER.update(usual)
+        for order, found in times.items():
+            fraction = size / statistics.median(found) * 1e3 / copy_bandwidth(size)
+            row = {"kernel": name, "input": order, "shape": [m, k], "bytes": size, "ms": statistics.median(found)}
+            rows.append(row | {"fraction": fraction, "rounds_ms": found, "difference": differences[order]})
+            print(f"{order:43s} {m:6d}×{k:<6d} {row['ms']:8.4f} ms {fraction:6.1%} of copy")
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Quantisation kernels: correctness and bandwidth")
+    parser.add_argument("--out", type=Path, help="result file (JSON)")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--sweep", action="store_true", help="also try other launch options")
+    chosen.add_argument("--orders", action="store_true", help="compare only the orders of whole-tensor quantisation")
+    parser.add_argument("--commit", help="what is measured, where the tree has no .git")
+    arguments = parser.parse_args()
+    refuse_without_cuda()
+    torch.manual_seed(0)
+    checks = orders() if arguments.orders else check()
+    wrong = [row for row in checks if row["difference"] is not None]
+    for row in wrong:
+        print(f"DIFFERS {row['kernel']} on {row['input']}: {row['difference']}")
+    print(f"{len(checks) - len(wrong)} of {len(checks)} checks agree with the reference")
+    if arguments.orders:
+        write(arguments.out, header(arguments.commit) | {"orders": checks})
+        return 1 if wrong else 0
+    names = list(cases(triton_quantize))
+    result = header(arguments.commit) | {
+        "launch": {name: dict(options) for name, options in triton_quantize.LAUNCH.items()},
+        "checks": checks,
+        "rows": measure(ACTIVATIONS, [n for n in names if not n.startswith("blocks")])
+        + measure(WEIGHTS, [n for n in names if n.startswith("blocks")]),
+        "sweep": sweep() if arguments.sweep else [],
+    }
+    result["lowest"] = {name: min(row["fraction"] for row in result["rows"] if row["kernel"] == name) for name in names}
+    for name, fraction in result["lowest"].items():
+        print(f"lowest {fraction:6.1%} of copy: {name}")
+    write(arguments.out, result)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""SwiGLU and its gradient fused with quantisation, against Megatron's functions and a quantisation after them.
+
+    python -m benchmarks.kernels.swiglu --out results/kernels/F.json [--sweep] [--commit SHA]
+
+A row is a function, a format of both operands and a shape [tokens, features of the MLP]. ``unfused_ms`` and
+``fused_ms`` are GPU times with a cold L2 cache, without the time of launches; ``*_host_us`` is how long a call occupies
+the launching thread. ``difference`` names what differs in a bit from Megatron's functions, over all bf16 gates; each
+row says whether its operands are ``equal``. The exit code is 1 if something differs. ``--sweep`` also tries other
+launch options. In fp8_tensor the fused function returns bf16 and its amax, and the quantisation follows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import cold_milliseconds, header, host_milliseconds, refuse_without_cuda, write
+from snip_megatron.gemm.backend import GemmBackend, Sides
+from snip_megatron.gemm.operands import GradientKeys, disassemble
+from snip_megatron.gemm.selection import select_backend
+from snip_megatron.layers.swiglu_check import difference
+from snip_megatron.megatron.fused_mlp import STOCK
+from snip_megatron.precision import Format
+from snip_megatron.quantization.kernels.swiglu import LAUNCH
+
+SHAPES = ((16384, 5632), (8192, 14336), (8192, 28672))  # of Llamas of 1 B, 8 B and 70 B
+FORMATS = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
+SWEEP = [
+    {"num_warps": warps, "maxnreg": registers}
+    for warps in (4, 8, 16)
+    for registers in (40, 48, 64, 80, 96, 128, 168)
+    if 32 * warps * registers <= 65536  # of a multiprocessor
+]
+Call = Callable[[], Sides]
+
+
+def calls(backend: GemmBackend, shape: tuple[int, int], fmt: Format) -> dict[str, tuple[Call, Call]]:
+    """Return function → (unfused, fused) calls. fp4 gradients round stochastically, as in training."""
+    tokens, features = shape
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    y = torch.randn(tokens, 2 * features, device="cuda", generator=generator).bfloat16()
+    d = (torch.randn(tokens, features, device="cuda", generator=generator) * 1e-3).bfloat16()
+    seeds = (2**63 + 11, 12) if fmt is Format.FP4 else (None, None)
+    keys = GradientKeys(*seeds, torch.arange(2 * features, device="cuda"))
+
+    def with_amax() -> Sides:
+        x, amax = backend.swiglu_with_amax(y)
+        return backend.quantize_input(x, fmt, fmt, amax=amax)
+
+    def gradient_with_amax() -> Sides:
+        g, amax = backend.swiglu_gradient_with_amax(d, y)
+        return backend.quantize_gradient(g, fmt, fmt, keys, amax=amax)
+
+    unfused = (
+        lambda: backend.quantize_input(STOCK.forward(y), fmt, fmt),
+        lambda: backend.quantize_gradient(STOCK.backward(d, y), fmt, fmt, keys),
+    )
+    if fmt is Format.FP8_TENSOR:
+        return {"swiglu": (unfused[0], with_amax), "gradient": (unfused[1], gradient_with_amax)}
+    return {
+        "swiglu": (unfused[0], lambda: backend.quantize_swiglu(y, fmt, fmt)),
+        "gradient": (unfused[1], lambda: backend.quantize_swiglu_gradient(d, y, fmt, fmt, keys)),
+    }
+
+
+def equal(one: Sides, other: Sides) -> bool:
+    """Return whether the values and scales of two pairs of operands are equal."""
+    return all(
+        torch.equal(a.float(), b.float())
+        for first, second in zip(one, other, strict=True)
+        for a, b in zip(disassemble(first)[0], disassemble(second)[0], strict=True)
+    )
+
+
+def measure(backend: GemmBackend, *, sweep: bool) -> list[dict[str, Any]]:
+    """Return the rows."""
+    rows = []
+    for shape in SHAPES:
+        torch.compiler.reset()  # one shape for each compilation, as in a training
+        for fmt in FORMATS:
+            for name, (unfused, fused) in calls(backend, shape, fmt).items():
+                row = {"function": name, "format": fmt.value, "shape": list(shape), "equal": equal(unfused(), fused())}
+                for which, call in (("unfused", unfused), ("fused", fused)):
+                    row[f"{which}_ms"] = cold_milliseconds(call)
+                    row[f"{which}_host_us"] = 1e3 * host_milliseconds(call)
+                if sweep:
+                    unreplayed = calls(getattr(backend, "python", backend), shape, fmt)[name][1]
+                    row["sweep"] = swept(f"{name}, amax" if fmt is Format.FP8_TENSOR else name, unreplayed)
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def swept(name: str, call: Call) -> dict[str, float]:
+    """Return launch options → GPU milliseconds of the fused function, which is not replayed: a replay keeps its own."""
+    usual, found = LAUNCH[name], {}
+    for options in SWEEP:
+        LAUNCH[name] = options
+        found[f"{options['num_warps']} warps, {options['maxnreg']} registers"] = cold_milliseconds(call)
+    LAUNCH[name] = usual
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="SwiGLU fused with quantisation: bits and speed")
+    parser.add_argument("--out", type=Path, help="result file (JSON)")
+    parser.add_argument("--sweep", action="store_true", help="try other launch options")
+    parser.add_argument("--commit", help="what is measured, where the tree has no .git")
+    arguments = parser.parse_args()
+    refuse_without_cuda()
+    backend = select_backend("hopper").backend
+    differs = difference(backend, STOCK, torch.device("cuda", torch.cuda.current_device()))
+    print(f"difference from Megatron's functions: {differs}")
+    result = header(arguments.commit) | {"difference": differs, "rows": measure(backend, sweep=arguments.sweep)}
+    write(arguments.out, result)
+    return 1 if differs is not None or not all(row["equal"] for row in result["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
