@@ -3,13 +3,8 @@
     python -m benchmarks.quality.downstream results/1b.json --data DATA --work WORK --out results/quality/F.json
 
 The experiment needs ``"save": true``, and ``--data`` and ``--work`` are those of its ``snip compare``. Each run's final
-<<<<<<< HEAD:benchmarks/downstream.py
-weights become a Hugging Face Llama and are evaluated in bf16 on two tasks that are made from the hold-out
-of ``--data`` (see :mod:`benchmarks.downstream_tasks`). ``OUT.md`` gets the table. ``paired`` is the difference to the
-=======
-weights are exported with ``snip export --format hf`` and evaluated in bf16 on two tasks that are made from the hold-out
-of ``--data`` (see ``downstream_tasks.py``). ``OUT.md`` gets the table. ``paired`` is the difference to the
->>>>>>> 4e2aa3c (Benchmarks: kernels, layers, jobs and quality have folders, results a folder for each topic with the newest of each kind):benchmarks/quality/downstream.py
+weights become a Hugging Face Llama and are evaluated in bf16 on two tasks that are made from the hold-out of ``--data``
+(see ``downstream_tasks.py``). ``OUT.md`` gets the table. ``paired`` is the difference to the
 bf16 run of the same seed on the same questions, with its standard error.
 
 Needs lm_eval (made with 0.4.13) and transformers, but no network access.
@@ -33,13 +28,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import header, write
-<<<<<<< HEAD:benchmarks/downstream.py
-from benchmarks.downstream_tasks import LINES, TEXT, held_out_texts, make_items, write_tasks
-from benchmarks.hf_llama import write_llama
-=======
 from benchmarks.quality.downstream_tasks import LINES, TEXT, held_out_texts, make_items, write_tasks
-from snip_megatron import cli
->>>>>>> 4e2aa3c (Benchmarks: kernels, layers, jobs and quality have folders, results a folder for each topic with the newest of each kind):benchmarks/quality/downstream.py
+from benchmarks.quality.hf_llama import write_llama
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.data import load_data
 from snip_megatron.evaluation.models import model as llama

@@ -10,7 +10,7 @@ from logits_pretrain import TOKENS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_ranks import WarmRanks
 
-from benchmarks.hf_llama import write_llama
+from benchmarks.quality.hf_llama import write_llama
 from snip_megatron.evaluation.models import Model
 from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
 
