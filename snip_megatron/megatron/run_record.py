@@ -22,6 +22,7 @@ from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow
+from snip_megatron.timing.loading import NoTableError
 
 
 def open_run_directory(
@@ -84,13 +85,17 @@ def _predicted_times(
 ) -> Mapping[str, Any] | None:
     """Return the predicted times with which the report compares measured speedups.
 
-    Returns None if the run's request already has them, or if there is no table for this GPU.
+    Returns None if the run's request already has them, or if they are not known. The run says so, unless there is no
+    table for this GPU: its budget asks for no times, so that training goes on.
     """
     if config.timed or backend in EMULATIONS:
         return None
     try:
         return option_times(config, args, linears).as_dict()
-    except SnipError:  # there is no table for this GPU
+    except NoTableError:
+        return None
+    except SnipError as error:
+        print(f"snip: the report will have no predicted times: {error}", flush=True)
         return None
 
 

@@ -59,7 +59,7 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
             times = _with_exchanges(times, exchanges, shapes, {*formats, *model.formats})
     except SnipError as error:
         argument = f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-cost {config.cost}"
-        raise SnipError(f"{argument} with --snip-budget {config.budget}: {error}") from None
+        raise type(error)(f"{argument} with --snip-budget {config.budget}: {error}") from None
     step = step_model(args, model, config.gradient_reduction, config.communication)
     if step is None:
         return times

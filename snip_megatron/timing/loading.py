@@ -13,6 +13,10 @@ TIMINGS = Path(__file__).with_name("tables")
 """Folder of the package's tables of measured times, one file ``<name>.json`` for each device."""
 
 
+class NoTableError(SnipError):
+    """The package has no table of times of this device."""
+
+
 def load_cost_model(name_or_path: str | Path, device_name: str | None = None) -> CostModel:
     """Load a cost model.
 
@@ -23,6 +27,7 @@ def load_cost_model(name_or_path: str | Path, device_name: str | None = None) ->
             refused.
 
     Raises:
+        NoTableError: the package has none of this device.
         SnipError: the table does not exist, is invalid, or was measured on another device.
     """
     return FlopsModel() if str(name_or_path) == "flops" else TimingModel(load_table(name_or_path, device_name))
@@ -46,7 +51,7 @@ def _table_path(name: str, device_name: str | None) -> Path:
         for path in sorted(TIMINGS.glob("*.json")):
             if TimingTable.load(path).device == device_name:
                 return path
-        raise SnipError(
+        raise NoTableError(
             f"there is no table of timings of {device_name}: measure one with snip calibrate --out FILE.json"
             " and name that file, or use flops"
         )

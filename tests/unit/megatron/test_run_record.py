@@ -6,10 +6,13 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
+from run_arguments import arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.run_record import open_run_directory
+from snip_megatron.megatron.model_linears import model_linears
+from snip_megatron.megatron.run_record import _predicted_times, open_run_directory
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
 
@@ -23,3 +26,32 @@ def test_a_replay_is_not_written_over_what_it_replays(tmp_path: Path) -> None:
     with pytest.raises(SnipError, match="would write its record over the one it replays; choose another --snip-dir"):
         open_run_directory(config, Namespace(save=str(tmp_path)), 0, SolveRequest(), (), "reference")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("device", "formats", "said"),
+    [
+        ("NVIDIA H200", ("fp8", "fp4"), ""),
+        ("Some other GPU", ("fp8", "fp4"), ""),
+        (
+            "NVIDIA H200",
+            ("fp8", "nvfp4"),
+            "no predicted times: --snip-cost auto with --snip-budget fp4=0.75: the timings",
+        ),
+    ],
+)
+def test_predicted_times_that_are_not_known_are_named(
+    device: str,
+    formats: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A GPU without a table has none, and nothing is to be said. Any other reason is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    args = arguments()
+    times = _predicted_times(SnipConfig(enabled=True, formats=formats), args, model_linears(args), "hopper")
+    assert (times is not None) is (device == "NVIDIA H200" and not said)
+    out = capsys.readouterr().out
+    assert said in out if said else not out
