@@ -31,7 +31,7 @@ from scipy.optimize import least_squares, minimize
 
 from benchmarks.common import header, write
 from snip_megatron.evaluation.statistics import rows
-from snip_megatron.phases import AUTO
+from snip_megatron.precision.phases import AUTO
 
 STARTS = 30
 PHASES = {

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snip_megatron.commands.numbers import positive
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.records.output_file import check_folder, deliver
 
 if TYPE_CHECKING:
     from snip_megatron.records.replay import Change, Stored
-    from snip_megatron.solver import Budget, Problem
+    from snip_megatron.solver import Budget as SolverBudget
+    from snip_megatron.solver import Problem
     from snip_megatron.solver.phased import PhasedProblem
 
 INFEASIBLE_EXIT = 3
@@ -172,7 +172,7 @@ def _problem(args: argparse.Namespace) -> tuple[Problem | PhasedProblem, Stored 
     return replace(problem, budget=_asked(args, problem.budget)), stored
 
 
-def _asked(args: argparse.Namespace, old: Budget) -> Budget:
+def _asked(args: argparse.Namespace, old: SolverBudget) -> SolverBudget:
     return old if args.budget is None else _other_budget(args.budget, old)
 
 
@@ -195,27 +195,17 @@ def _change(args: argparse.Namespace) -> Change:
     return Change(fields, args.cost, static=args.schedule == "static")
 
 
-def _other_budget(text: str, old: Budget) -> Budget:
+def _other_budget(text: str, old: SolverBudget) -> SolverBudget:
     """Parse ``KIND=X``. Stage tolerance or fixed cost of the old budget are kept if they apply to the new kind."""
-    from snip_megatron.solver.items import Budget
-    from snip_megatron.solver.validation import budget_faults
+    from snip_megatron.precision.budget import Budget
+    from snip_megatron.solver.items import Budget as SolverBudget
 
-    kind, _, figure = text.partition("=")
-    try:
-        wanted = float(figure)
-    except ValueError:
-        wanted = math.nan
-    if kind in ("fp4", "target") and not math.isnan(wanted):
-        budget = Budget(target=wanted, stage_tolerance=old.stage_tolerance)
-    elif kind == "speedup" and not math.isnan(wanted):
-        budget = Budget(speedup=wanted, fixed_cost=old.fixed_cost)
-    elif kind == "loss" and not math.isnan(wanted):
-        budget = Budget(loss=wanted, fixed_cost=old.fixed_cost)
-    else:
-        raise SnipError(f"--budget {cut(text)}: must be fp4=SHARE, speedup=FACTOR or loss=BOUND")
-    for _, what in budget_faults(budget):
-        raise SnipError(f"--budget {cut(text)}: {what}")
-    return budget
+    asked = Budget.parse(text, "--budget")
+    if asked.kind == "fp4":
+        return SolverBudget(target=asked.value, stage_tolerance=old.stage_tolerance)
+    if asked.kind == "speedup":
+        return SolverBudget(speedup=asked.value, fixed_cost=old.fixed_cost)
+    return SolverBudget(loss=asked.value, fixed_cost=old.fixed_cost)
 
 
 def _previous(args: argparse.Namespace) -> dict[str, Format] | None:

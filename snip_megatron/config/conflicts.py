@@ -10,19 +10,20 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import FOUR_BIT, Format, candidates_fault
+from snip_megatron.precision.budget import Budget
 
 FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 
 
-def check_formats(values: Mapping[str, Any], wanted: tuple[str, float], *, updates: bool) -> None:
+def check_formats(values: Mapping[str, Any], wanted: Budget, *, updates: bool) -> None:
     """Check the candidate formats.
 
     Args:
         values: the fields of the configuration.
-        wanted: kind and value of the budget.
+        wanted: the budget.
         updates: whether the run solves maps itself.
     """
-    kind, figure = wanted
+    kind = wanted.kind
     formats, budget = values["formats"], f"--snip-budget {cut(values['budget'])}"
     here = f"--snip-formats {cut(','.join(formats))}"
     known = (*FORMATS, Format.BF16.value)
@@ -30,13 +31,13 @@ def check_formats(values: Mapping[str, Any], wanted: tuple[str, float], *, updat
         raise SnipError(f"{here}: expected distinct names of {', '.join(known)}")
     if (why := candidates_fault(formats, granularity=values["granularity"], share=kind == "fp4")) is not None:
         raise SnipError(f"{here}: {why}")
-    if updates and kind == "fp4" and figure > 0 and not FOUR_BIT.intersection(formats):
+    if updates and kind == "fp4" and wanted.value > 0 and not FOUR_BIT.intersection(formats):
         raise SnipError(f"{here}: none has four bits, so {budget} cannot be reached; add fp4")
 
 
-def check_cost(values: Mapping[str, Any], wanted: tuple[str, float], *, updates: bool) -> None:
+def check_cost(values: Mapping[str, Any], wanted: Budget, *, updates: bool) -> None:
     """Check what a choice saves, with the arguments of :func:`check_formats`."""
-    kind, _ = wanted
+    kind = wanted.kind
     cost, timings, penalty, policy, q = (values[name] for name in ("cost", "timings", "change_penalty", "policy", "q"))
     budget = f"--snip-budget {cut(values['budget'])}"
     if kind == "fp4" and (cost == "time" or timings is not None):

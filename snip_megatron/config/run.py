@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,15 +24,14 @@ from snip_megatron.config.options import (
 from snip_megatron.config.schedule import DEPLOYED, check_schedule, load_schedule
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.gemm import BACKENDS, LIBRARIES
-from snip_megatron.phases import MAX_SPEEDUP, Schedule
 from snip_megatron.precision import GRANULARITIES, LINEAR_KINDS, Format
-from snip_megatron.solver.validation import MAX_LOSS
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.phases import Schedule
 
 EVAL_MODES = ("map", "bf16", "both")
 COMMUNICATION = ("bf16", "gather", "all")
 GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")
 FUSIONS = ("none", "auto")
-BUDGETS = ("fp4", "speedup", "loss")
 COSTS = ("auto", "time", "flops")
 LATE = ("late-forward", "late-all")
 
@@ -295,32 +295,13 @@ class SnipConfig:
             self._validate()
 
     # -- derived -----------------------------------------------------------------------------------------------
-    @property
-    def wanted(self) -> tuple[str, float]:
-        """The budget: its kind, one of BUDGETS, and its value.
-
-        The value is an fp4 share in [0, 1], a speedup of 1 or more, or a loss of 0 or more nats. Raises SnipError if
-        the argument is invalid.
-        """
-        kind, _, text = self.budget.partition("=")
-        if kind not in BUDGETS:
-            raise SnipError(
-                f"--snip-budget {cut(self.budget)}: expected fp4=SHARE, speedup=FACTOR or loss=NATS, for example"
-                " fp4=0.75"
-            )
-        if kind == "fp4":
-            return kind, _share("--snip-budget", self.budget, text)
-        try:
-            figure = float(text)
-        except ValueError:
-            figure = math.nan
-        if kind == "speedup":
-            least, most, what = 1.0, MAX_SPEEDUP, f"a factor from 1 to {MAX_SPEEDUP:g}"
-        else:
-            least, most, what = 0.0, MAX_LOSS, "0 or more nats"
-        if not least <= figure <= most:
-            raise SnipError(f"--snip-budget {cut(self.budget)}: must be {what}")
-        return kind, figure
+    @functools.cached_property
+    def wanted(self) -> Budget:
+        """The budget. Raises SnipError if the argument is invalid."""
+        budget = Budget.parse(self.budget, "--snip-budget")
+        if budget.value < 0:
+            raise SnipError(f"--snip-budget {cut(self.budget)}: must be 0 or more nats")
+        return budget
 
     @property
     def measured_formats(self) -> tuple[str, ...]:
@@ -330,7 +311,7 @@ class SnipConfig:
     @property
     def timed(self) -> bool:
         """Whether the budget is one of predicted time or loss, rather than an fp4 share of FLOPs."""
-        return self.wanted[0] != "fp4"
+        return self.wanted.timed
 
     @property
     def tolerance(self) -> float | None:
@@ -360,7 +341,7 @@ class SnipConfig:
     @property
     def phases(self) -> Schedule | None:
         """The phases of ``schedule``; None for a static one. Raises SnipError if a file of phases is invalid."""
-        return load_schedule(self.schedule, self.wanted[0])
+        return load_schedule(self.schedule, self.wanted.kind)
 
     @property
     def deployed(self) -> str:

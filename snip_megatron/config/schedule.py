@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.phases import AUTO, Schedule
+from snip_megatron.precision.phases import AUTO, Schedule
 
 DEPLOYED = ("map", "bf16")
 
@@ -39,7 +39,7 @@ def load_schedule(schedule: str, budget: str, prefix: str = "--snip-") -> Schedu
         ) from None
     phases = Schedule.from_json(text, where=f"{prefix}schedule {schedule}")
     for i, phase in enumerate(phases.phases):
-        if phase.floor is not None and phase.floor[0] != budget:
+        if phase.budget is not None and phase.budget.kind != budget:
             raise SnipError(
                 f"{prefix}schedule {schedule}: phases[{i}].budget: {phase.budget} cannot be combined with"
                 f" {prefix}budget {budget}=: a phase's budget is of the same kind, fp4= or speedup="

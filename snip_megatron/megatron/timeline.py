@@ -11,7 +11,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import gemm_flops, unquantised_flops
 from snip_megatron.megatron.startup import is_rank_zero
-from snip_megatron.phases import PrecisionPlan
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity.late import late_plan
 from snip_megatron.sensitivity.persistence import STANDING_WEIGHTS, carried_weights
@@ -74,7 +74,12 @@ def timeline_of(
             return late_plan(request, flops, origin, last, unquantised, step=step, spent=spent)
 
     return Timeline(
-        last, schedule, fixed, carried, standing=STANDING_WEIGHTS[config.deployed], timed=config.wanted[0] == "speedup"
+        last,
+        schedule,
+        fixed,
+        carried,
+        standing=STANDING_WEIGHTS[config.deployed],
+        timed=config.wanted.kind == "speedup",
     )
 
 
@@ -83,7 +88,7 @@ def _say_what_the_start_takes(config: SnipConfig, step: int, last: int) -> None:
 
     These steps are in bf16, and they count towards the average over the run.
     """
-    kind, share = config.wanted
+    kind, share = config.wanted.kind, config.wanted.value
     adopted = config.first_update + config.lag
     if kind != "fp4" or not config.updates or not step < adopted < last or not is_rank_zero():
         return

@@ -18,9 +18,9 @@ from snip_megatron.megatron.conflicts import CONFLICTS
 from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
 from snip_megatron.megatron.shards import check_gathers
 from snip_megatron.megatron.step_costs import option_times
-from snip_megatron.phases import Schedule
 from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.phases import Schedule
 from snip_megatron.runtime.coordinator import replay_schedule
 from snip_megatron.sensitivity.globs import matching_options, no_match_hint
 from snip_megatron.sensitivity.late import late_shares
@@ -229,7 +229,7 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0
     Raises:
         SnipError: If the budget needs predicted times and there is no table of them.
     """
-    kind, wanted = config.wanted
+    kind, wanted = config.wanted.kind, config.wanted.value
     timed = config.timed and config.updates
     unquantised = unquantised_flops(args)
     return SolveRequest(
@@ -274,8 +274,8 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
     share = reachable_share(model_linears(args), request, tokens_per_step=tokens)
     budgets = [(f"--snip-budget {config.budget}", request.target)]
     for i, phase in enumerate(() if config.phases is None else config.phases.phases):
-        if phase.floor is not None:
-            budgets.append((f"--snip-schedule: phases[{i}].budget: {phase.budget}", phase.floor[1]))
+        if phase.budget is not None:
+            budgets.append((f"--snip-schedule: phases[{i}].budget: {phase.budget}", phase.budget.value))
     for asked, target in budgets:
         if share < target - 1e-9:
             limits, way = _limits(config, args, request, target)

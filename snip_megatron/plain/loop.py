@@ -235,7 +235,7 @@ def _request(config: SnipConfig) -> SolveRequest:
         backward_share=config.backward_share,
         formats=config.formats,
         granularity=config.granularity,
-        target=config.wanted[1],
+        target=config.wanted.value,
         stage_tolerance=config.tolerance,
         change_penalty=config.change_penalty,
         pins=config.pins,

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from snip_megatron.config.conflicts import in_nats
 from snip_megatron.config.run import SnipConfig, parse_tolerance
@@ -15,16 +14,17 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
 from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, LinearId, candidates_fault, split_option_id
+from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.policies import UNSOLVED
-from snip_megatron.solver.items import Budget, Choice, Item
+from snip_megatron.solver.items import Budget as SolverBudget
+from snip_megatron.solver.items import Choice, Item
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
-from snip_megatron.solver.validation import budget_faults
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import with_times
 
-_SOLVER_KINDS = {"fp4": "target", "speedup": "speedup", "step": "speedup", "loss": "loss"}
-"""Kind of budget → that of the solver."""
+BUDGETS = ("fp4", "speedup", "step", "loss")
+"""The kinds of budget of a plan. ``step`` is the speedup of the whole step."""
 _PAPER = (Format.FP8, Format.FP4)
 _TIMED = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
 _GRANULARITY, _TOLERANCE = SnipConfig.granularity, parse_tolerance(SnipConfig.stage_tolerance)
@@ -61,7 +61,7 @@ class Question:
     @property
     def text(self) -> str:
         """The budget as an argument, such as ``fp4=0.75``."""
-        return f"{self.kind}={_number(self.wanted)}"
+        return str(Budget(self.kind, self.wanted))
 
     def training_arguments(self, budget: str | None) -> str | None:
         """Return the arguments with which a training solves this question under ``budget``; None if it has none."""
@@ -108,19 +108,8 @@ def parse_question(
     Raises:
         SnipError: the budget or a format is invalid, or a training would refuse their combination.
     """
-    kind, _, figure = budget.partition("=")
-    try:
-        wanted = float(figure)
-    except ValueError:
-        wanted = math.nan
-    if kind not in _SOLVER_KINDS or not math.isfinite(wanted):
-        raise SnipError(
-            f"--budget {cut(budget)}: must be fp4=SHARE, speedup=FACTOR (of the linears), step=FACTOR (of the whole"
-            " step) or loss=BOUND"
-        )
-    figures: dict[str, Any] = {_SOLVER_KINDS[kind]: wanted}
-    for _, what in budget_faults(Budget(**figures)):
-        raise SnipError(f"--budget {cut(budget)}: {what}")
+    asked = Budget.parse(budget, "--budget", BUDGETS)
+    kind, wanted = asked.kind, asked.value
     if kind == "loss" and policy not in UNSOLVED and not in_nats(policy, SnipConfig.q):
         raise SnipError(
             f"--budget {cut(budget)} bounds a loss, and the scores of --policy {policy} are none; use another"
@@ -148,18 +137,18 @@ def parse_question(
 def pose(question: Question, step: StepModel) -> Problem:
     """Build the Problem of a question. Raises SnipError if the statistics are of another model or lack a format."""
     layout = step.layout
-    budget = Budget(target=question.wanted, stage_tolerance=question.tolerance)
+    budget = SolverBudget(target=question.wanted, stage_tolerance=question.tolerance)
     if question.kind != "fp4":
-        budget = Budget(target=0.0)
+        budget = SolverBudget(target=0.0)
     base = Problem(budget, tuple(_items(question, layout)))
     if question.kind == "fp4":
         return base
     if question.kind == "loss":
-        budget = Budget(loss=question.wanted)
+        budget = SolverBudget(loss=question.wanted)
     elif question.kind == "step":
-        budget = Budget(speedup=question.wanted, fixed_cost=tuple(step.fixed_seconds().items()))
+        budget = SolverBudget(speedup=question.wanted, fixed_cost=tuple(step.fixed_seconds().items()))
     else:
-        budget = Budget(speedup=question.wanted)
+        budget = SolverBudget(speedup=question.wanted)
     return with_times(base, step.shapes, step.model, budget, step.charge)
 
 

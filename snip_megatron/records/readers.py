@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError
-from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.storage import read_lines
 
 RUN_SCHEMA = "snip.run/1"

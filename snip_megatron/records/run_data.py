@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import is_finite
-from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics, read_plans, read_scores
 
 FAULT_EVENTS = (

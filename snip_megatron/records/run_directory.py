@@ -33,8 +33,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from snip_megatron.errors import SnipError
-from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.earlier_run import changed_fact_of, check_earlier_run
 from snip_megatron.records.readers import (
     CONFIG,

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from snip_megatron.errors import SnipError
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.budget import Budget
 from snip_megatron.records.run_data import RunData, number
 from snip_megatron.reporting.figures import FAULT, LINE, STAGE_COLOURS, new_figure, plain, thin
 from snip_megatron.reporting.phases_of_run import (
@@ -73,8 +75,11 @@ def phase_view(run: RunData) -> PhaseView | None:
     if not phases:
         return None
     budget = str(run.config.get("budget", ""))
-    kind, _, figure = budget.partition("=")
-    timed = kind in ("speedup", "loss")
+    try:
+        asked = Budget.parse(budget, "budget")
+    except SnipError:
+        asked = None
+    timed = asked is not None and asked.timed
     now = next_step(run)
     spent, ahead = _spent(run, timed), _ahead(remaining_phases(run), now, timed)
     average = _averages(spent, timed)
@@ -83,7 +88,7 @@ def phase_view(run: RunData) -> PhaseView | None:
         rows=_rows(run, phases, now)[-MAX_ROWS:],
         timed=timed,
         budget=budget,
-        target=None if kind == "loss" else _figure(figure),
+        target=None if asked is None or asked.kind == "loss" else asked.value,
         steps=len(spent),
         average=average[-1] if average else None,
         expected=whole[-1] if ahead else None,
@@ -184,10 +189,3 @@ def _time(speedup: float | None) -> float:
 
 def _speedup(time: float) -> float | None:
     return 1.0 / time if time > 0.0 else None
-
-
-def _figure(text: str) -> float | None:
-    try:
-        return number(float(text))
-    except ValueError:
-        return None

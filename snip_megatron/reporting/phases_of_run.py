@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.errors import SnipError
-from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import Gemm, PrecisionMap
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.run_data import RunData, number
 
 

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from snip_megatron.errors import SnipError
+from snip_megatron.precision.budget import Budget
 from snip_megatron.records.readers import REPORT
 from snip_megatron.records.run_data import RunData, fields_of, load_run, number
 from snip_megatron.reporting.figures import front_figure, loss_figure, share_figure, timing_figure
@@ -160,18 +162,12 @@ def policy_line(config: Mapping[str, Any]) -> str:
 
 
 def target_share(config: Mapping[str, Any]) -> float | None:
-    """Return the budget's fp4 share, or None for another kind of budget.
-
-    ``budget`` may be a text (``fp4=0.75``) or an object (``{"fp4": 0.75}``).
-    """
-    budget = config.get("budget")
-    if isinstance(budget, Mapping):
-        return number(budget.get("fp4"))
-    kind, _, value = str(budget).partition("=")
+    """Return the budget's fp4 share, or None for another kind of budget and for a configuration without a valid one."""
     try:
-        return number(float(value)) if kind == "fp4" else None
-    except ValueError:
+        budget = Budget.parse(config.get("budget"), "budget")
+    except SnipError:
         return None
+    return budget.value if budget.kind == "fp4" else None
 
 
 def _event_row(event: Mapping[str, Any]) -> dict[str, str]:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.errors import SnipError
-from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.phases import PrecisionPlan
 
 EXIT_MAP_MISMATCH = 18
 """Exit code if ranks received different maps (Megatron's rerun state machine uses 16 and 17)."""

@@ -14,8 +14,8 @@ import torch
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.goal import Goal

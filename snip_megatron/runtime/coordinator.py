@@ -11,8 +11,8 @@ from typing import Any
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction, option_id
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records.readers import read_events
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.adoption import Decision, Verdict

@@ -24,9 +24,8 @@ class Goal:
     @classmethod
     def of(cls, config: SnipConfig) -> Goal:
         """Return the goal of a configuration. It does not depend on how the arguments are spelled."""
-        kind, value = config.wanted
         phases = config.phases
-        return cls(f"{kind}={value}", "static" if phases is None else phases.to_json())
+        return cls(str(config.wanted), "static" if phases is None else phases.to_json())
 
     def as_dict(self) -> dict[str, str]:
         """Return the goal as JSON types."""

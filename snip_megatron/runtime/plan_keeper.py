@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from snip_megatron.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.ledger import Ledger, relative_time
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.timeline import Timeline

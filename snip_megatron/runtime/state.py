@@ -10,8 +10,8 @@ from typing import Any
 
 from snip_megatron.config import GuardSettings
 from snip_megatron.errors import SnipError, cut, is_finite
-from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.checks import count, squares
 from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, Guard

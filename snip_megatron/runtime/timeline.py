@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from snip_megatron.phases import PrecisionPlan, Schedule
+from snip_megatron.precision.phases import PrecisionPlan, Schedule
 
 
 def even_weights(origin: int, begins: Sequence[int], last: int) -> tuple[float, ...]:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction, option_id
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.sensitivity.policies import LATE, pinned_formats
 from snip_megatron.sensitivity.request import BITS, SolveRequest
 

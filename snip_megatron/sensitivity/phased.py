@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.phases import Schedule
+from snip_megatron.precision.phases import Schedule
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class PhasedRequest:
         return cls(
             begins=begins,
             steps=tuple(steps for _, _, steps in rest),
-            budgets=tuple(None if phase.floor is None else phase.floor[1] for phase in phases),
+            budgets=tuple(None if phase.budget is None else phase.budget.value for phase in phases),
             change=tuple(phase.change for phase in phases),
             standing=(*[0.0] * (len(rest) - 1), standing),
             carried=tuple(carried(begins)),

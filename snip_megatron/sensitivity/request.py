@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
-from snip_megatron.phases import MAX_SPEEDUP
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
+from snip_megatron.precision.budget import MAX_SPEEDUP
 from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes

@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from snip_megatron.errors import quoted
-from snip_megatron.phases import MAX_SPEEDUP
 from snip_megatron.precision import Format
+from snip_megatron.precision.budget import MAX_LOSS, MAX_SPEEDUP
 from snip_megatron.solver.items import KINDS, Budget, Item
 
 MAX_COST = 1e18
-MAX_LOSS = 1e100
 MAX_STAGE = 2**20
 _ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums rounded to float64
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.layers.registry import decoder_linear_names
-from snip_megatron.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.adoption import Decision, MapChannel, MapMismatchError, Verdict
 from snip_megatron.runtime.step_report import StepFigures, StepReport
 

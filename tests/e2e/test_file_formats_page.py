@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from snip_megatron.phases import PrecisionPlan, Schedule
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.phases import PrecisionPlan, Schedule
 from snip_megatron.solver import Problem, solve
 from snip_megatron.solver.phased.problem import PhasedProblem
 from snip_megatron.timing.table import TimingTable

@@ -153,7 +153,7 @@ def test_a_plan_is_made_without_torch() -> None:
         (("--model", "405b", "--pp", 16), "--pp 16 --vpp 1: llama-405b has 126 blocks, not divisible by 16"),
         (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number from 1 to 100000000000"),
         (("--model", "8b", "--dp", "0"), "argument --dp: '0' is not a whole number from 1 to 100000000000"),
-        (("--model", "8b", "--budget", "fast"), "--budget fast: must be fp4=SHARE"),
+        (("--model", "8b", "--budget", "fast"), "--budget fast: expected fp4=SHARE"),
         (
             ("--model", "8b", "--formats", "fp8,nvfp4"),
             "--formats fp8,nvfp4: the timings have no nvfp4 (they have bf16, fp8, fp8_tensor, fp4); give --timings",

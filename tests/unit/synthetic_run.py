@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.solver import Budget, Choice, Item, Problem
 from snip_megatron.statistics.table import (

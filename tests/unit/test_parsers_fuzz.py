@@ -26,8 +26,9 @@ from snip_megatron.config import GuardSettings
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.megatron.data.prepare_data import _existing
-from snip_megatron.phases import PlanPhase, PrecisionPlan, Schedule, SchedulePhase
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan, Schedule, SchedulePhase
 from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics, read_scores
 from snip_megatron.records.replay import find_stored
 from snip_megatron.records.run_data import load_run
@@ -188,7 +189,7 @@ REQUEST = SolveRequest(policy="snip", version=1, target=0.75, stage_tolerance=0.
 MAP = PrecisionMap.uniform([row.name for row in TABLE.linears], Format.FP4, version=2, status="optimal")
 
 
-SCHEDULE = Schedule((SchedulePhase(0.0), SchedulePhase(0.9, "fp4=0.7", ("*:fprop",))))
+SCHEDULE = Schedule((SchedulePhase(0.0), SchedulePhase(0.9, Budget("fp4", 0.7), ("*:fprop",))))
 PLAN = PrecisionPlan((PlanPhase(0, MAP), PlanPhase(9, MAP)), 10, 2, "optimal", 0.5, 0.25, 0.9, 0.9)
 
 

@@ -10,8 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
-from snip_megatron.phases import AUTO, PlanPhase, PrecisionPlan, Schedule, SchedulePhase
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.phases import AUTO, PlanPhase, PrecisionPlan, Schedule, SchedulePhase
 
 LINEAR = "decoder.layers.0.mlp.linear_fc1"
 FP4, FP8 = (PrecisionMap.uniform([LINEAR], fmt) for fmt in (Format.FP4, Format.FP8))
@@ -38,8 +39,8 @@ def test_auto_has_four_phases_of_a_half_a_quarter_and_less() -> None:
 
 def test_the_contract_of_a_schedule_file() -> None:
     read = Schedule.from_json(schedule({"from": 0.0}, {"from": 0.9, "budget": "fp4=0.7", "change": ["*:fprop"]}))
-    assert read.phases == (SchedulePhase(0.0), SchedulePhase(0.9, "fp4=0.7", ("*:fprop",)))
-    assert [phase.floor for phase in read.phases] == [None, ("fp4", 0.7)]
+    assert read.phases == (SchedulePhase(0.0), SchedulePhase(0.9, Budget("fp4", 0.7), ("*:fprop",)))
+    assert [phase.budget for phase in read.phases] == [None, Budget("fp4", 0.7)]
     assert Schedule.from_json(read.to_json()) == read
 
 
@@ -55,10 +56,16 @@ def test_the_contract_of_a_schedule_file() -> None:
         (schedule({"from": 0}, {"from": 0.5}, {"from": 0.5}), "phases[2].from: 0.5 must be above 0.5"),
         (schedule({"from": 0}, {"from": True}), "phases[1].from: must be a fraction"),
         (schedule({"from": 0}, {}), "phases[1].from: must be a fraction"),
-        (schedule({"from": 0, "budget": "fp4=2"}), "phases[0].budget: 'fp4=2' must be fp4=SHARE"),
-        (schedule({"from": 0, "budget": "speedup=0.9"}), "phases[0].budget: 'speedup=0.9' must be fp4=SHARE"),
-        (schedule({"from": 0, "budget": "loss=0.9"}), "phases[0].budget: 'loss=0.9' must be fp4=SHARE"),
-        (schedule({"from": 0, "budget": 0.7}), "phases[0].budget: 0.7 must be fp4=SHARE"),
+        (
+            schedule({"from": 0, "budget": "fp4=2"}),
+            "phases[0].budget: fp4=2: the share must be",
+        ),
+        (schedule({"from": 0, "budget": "speedup=0.9"}), "phases[0].budget: speedup=0.9: must be a factor from 1"),
+        (
+            schedule({"from": 0, "budget": "loss=0.9"}),
+            "phases[0].budget: loss=0.9: expected fp4=SHARE or",
+        ),
+        (schedule({"from": 0, "budget": 0.7}), "phases[0].budget: 0.7: expected fp4=SHARE or speedup=FACTOR"),
         (schedule({"from": 0, "change": "*:fprop"}), "phases[0].change: must be a list of globs"),
         (schedule({"from": 0, "change": [1]}), "phases[0].change: must be a list of globs"),
         (schedule({"from": 0, "until": 1}), "phases[0]: unknown key 'until'"),

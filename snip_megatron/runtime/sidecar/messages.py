@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from snip_megatron.phases import PrecisionPlan
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.statistics.table import StatisticsTable
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from snip_megatron.phases import PlanPhase, PrecisionPlan
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.sidecar.messages import OutOfReach, SidecarFailure, SidecarResult, SolveJob
 
 if TYPE_CHECKING:

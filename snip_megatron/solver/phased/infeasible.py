@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from snip_megatron.phases import MAX_SPEEDUP
+from snip_megatron.precision.budget import MAX_SPEEDUP
 from snip_megatron.solver.phased.build import Costs, build_table
 from snip_megatron.solver.phased.problem import PhasedProblem
 from snip_megatron.solver.phased.table import PhasedTable

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from snip_megatron.phases import PlanPhase, PrecisionPlan
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.solver.solution import Infeasibility, Solution, relative_gap
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from snip_megatron.phases import MAX_SPEEDUP, MOST_PHASES
+from snip_megatron.precision.budget import MAX_LOSS, MAX_SPEEDUP
+from snip_megatron.precision.phases import MOST_PHASES
 from snip_megatron.solver.items import Budget, Choice, Item
 from snip_megatron.solver.phased.parts import Phase, PhasedItem, Spent
-from snip_megatron.solver.validation import MAX_LOSS, faults
+from snip_megatron.solver.validation import faults
 
 MAX_STEPS = 10**12
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.phases import AUTO, Schedule
 from snip_megatron.planner.phases import PlannedRun
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.probes import Probes
@@ -21,6 +20,7 @@ from snip_megatron.planner.render import render
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
 from snip_megatron.precision import LINEAR_KINDS, Format, LinearId
+from snip_megatron.precision.phases import AUTO, Schedule
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver import Problem, solve
@@ -182,12 +182,12 @@ def test_rendering_says_everything() -> None:
 @pytest.mark.parametrize(
     ("budget", "formats", "message"),
     [
-        ("fp4", None, "--budget fp4: must be fp4=SHARE"),
-        ("fp4=1.5", None, "--budget fp4=1.5: must be a share from 0 to 1"),
+        ("fp4", None, "--budget fp4: the share must be"),
+        ("fp4=1.5", None, "--budget fp4=1.5: the share must be a number between 0 and 1"),
         ("speedup=0.5", None, "--budget speedup=0.5: must be a factor from 1 to 1e+06"),
         ("speedup=1e9", None, "--budget speedup=1e9: must be a factor from 1 to 1e+06"),
         ("step=1e9", None, "--budget step=1e9: must be a factor from 1 to 1e+06"),
-        ("loss=-1e200", None, "--budget loss=-1e200: must be a number from -1e+100 to 1e+100"),
+        ("loss=-1e200", None, "--budget loss=-1e200: must be a number of nats of at most 1e+100"),
         ("loss=nan", None, "--budget loss=nan: must be"),
         ("fp4=0.5", "fp8,fp8", "--formats fp8,fp8: give distinct names"),
         (

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timing.timing_tables import formula_table
 
-from snip_megatron.phases import AUTO
 from snip_megatron.planner.phases import PlannedRun
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.probes import Probes
@@ -22,6 +21,7 @@ from snip_megatron.planner.rates import Links
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.variants import formats_of_map
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, option_id
+from snip_megatron.precision.phases import AUTO
 from snip_megatron.solver import Budget, Problem, Solution, solve
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.timing.collectives import Exchange

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from small_runs import CONFIG, FC1, new_run, recorded_run, strict_json
 
 from snip_megatron.errors import SnipError
-from snip_megatron.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records import storage
 from snip_megatron.records.readers import (
     read_config,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import synthetic_run
 
-from snip_megatron.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records.run_data import RunData, load_run
 from snip_megatron.reporting.phase_view import phase_figure, phase_view
 from snip_megatron.reporting.phases_of_run import differences, phases_of, remaining_phases

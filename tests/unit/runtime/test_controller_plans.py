@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from scripted_controller import FLOPS, LATE, Run, Script, a_map, planned, ready
 
-from snip_megatron.phases import AUTO, PlanPhase, PrecisionPlan, Schedule, SchedulePhase
 from snip_megatron.precision import Format
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.phases import AUTO, PlanPhase, PrecisionPlan, Schedule, SchedulePhase
 from snip_megatron.runtime.ledger import Ledger
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.timeline import Timeline
@@ -21,7 +22,7 @@ from snip_megatron.sensitivity.late import late_plan
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
-HALVES = Schedule((SchedulePhase(0.0), SchedulePhase(0.5, "fp4=0.25", ("*:fprop",))))
+HALVES = Schedule((SchedulePhase(0.0), SchedulePhase(0.5, Budget("fp4", 0.25), ("*:fprop",))))
 
 
 def phased(last: int = 20, schedule: Schedule = HALVES, **fields: Any) -> Timeline:

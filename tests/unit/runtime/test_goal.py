@@ -9,8 +9,8 @@ import pytest
 from scripted_controller import Run, Script, planned, ready
 
 from snip_megatron.errors import SnipError
-from snip_megatron.phases import AUTO, Schedule, SchedulePhase
 from snip_megatron.precision import Format
+from snip_megatron.precision.phases import AUTO, Schedule, SchedulePhase
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.timeline import Timeline
 

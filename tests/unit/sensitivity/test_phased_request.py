@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.phases import Schedule, SchedulePhase
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.phases import Schedule, SchedulePhase
 from snip_megatron.sensitivity import PhasedRequest, SolveRequest
 
 REQUEST = PhasedRequest(
@@ -28,8 +29,8 @@ REQUEST = PhasedRequest(
 
 def test_what_remains_of_a_schedule() -> None:
     phases = (
-        SchedulePhase(0.0, "fp4=0.9"),
-        SchedulePhase(0.25, "speedup=1.2", ("*:fprop",)),
+        SchedulePhase(0.0, Budget("fp4", 0.9)),
+        SchedulePhase(0.25, Budget("speedup", 1.2), ("*:fprop",)),
         SchedulePhase(0.5, change=("*:wgrad",)),
         SchedulePhase(0.75),
     )

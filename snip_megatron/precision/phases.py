@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, is_finite, quoted
-from snip_megatron.precision import STATUSES, PrecisionMap, unique_keys
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.map import STATUSES, PrecisionMap, unique_keys
 
 SCHEDULE_SCHEMA = "snip.schedule/1"
 PLAN_SCHEMA = "snip.phases/1"
@@ -23,8 +24,8 @@ PLAN_SCHEMA = "snip.phases/1"
 _FIGURES = ("objective", "bound", "target", "achieved")
 MOST_PHASES = 64
 """Of a schedule, and of what the solver takes."""
-MAX_SPEEDUP = 1e6
-"""Of a budget."""
+FLOORS = ("fp4", "speedup")
+"""The kinds of budget that a phase of its own may have."""
 _MOST_STEPS = 2**53  # above, JSON readers of other languages lose digits
 
 
@@ -41,33 +42,16 @@ class SchedulePhase:
     """
 
     begin: float
-    budget: str | None = None
+    budget: Budget | None = None
     change: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not (is_finite(self.begin) and 0.0 <= self.begin < 1.0):
             raise SnipError(f"from: {quoted(self.begin)} must be a fraction of the run, 0 or more and below 1")
-        _ = self.floor
+        if self.budget is not None and self.budget.kind not in FLOORS:
+            raise SnipError(f"budget: {self.budget} must be fp4=SHARE or speedup=FACTOR")
         if self.change is not None and not all(isinstance(glob, str) and glob for glob in self.change):
             raise SnipError("change: must be a list of globs such as *:fprop")
-
-    @property
-    def floor(self) -> tuple[str, float] | None:
-        """The kind (``fp4`` or ``speedup``) and the value of ``budget``; None without one. Raises SnipError."""
-        if self.budget is None:
-            return None
-        kind, _, text = self.budget.partition("=") if isinstance(self.budget, str) else ("", "", "")
-        try:
-            figure = float(text)
-        except ValueError:
-            figure = math.nan
-        least, most = {"fp4": (0.0, 1.0), "speedup": (1.0, MAX_SPEEDUP)}.get(kind, (math.nan, math.nan))
-        if not least <= figure <= most:
-            raise SnipError(
-                f"budget: {quoted(self.budget)} must be fp4=SHARE with a share between 0 and 1, or speedup=FACTOR with"
-                f" a factor from 1 to {MAX_SPEEDUP:g}"
-            )
-        return kind, figure
 
 
 @dataclass(frozen=True)
@@ -112,7 +96,7 @@ class Schedule:
         for phase in self.phases:
             body: dict[str, Any] = {"from": phase.begin}
             if phase.budget is not None:
-                body["budget"] = phase.budget
+                body["budget"] = str(phase.budget)
             if phase.change is not None:
                 body["change"] = list(phase.change)
             phases.append(body)
@@ -285,8 +269,10 @@ def _schedule_phase(i: int, body: Mapping[str, Any]) -> SchedulePhase:
     begin = body.get("from")
     if not is_finite(begin):
         raise SnipError(f"phases[{i}].from: must be a fraction of the run, 0 or more and below 1")
+    asked = body.get("budget")
+    budget = None if asked is None else Budget.parse(asked, f"phases[{i}].budget:", FLOORS)
     try:
-        return SchedulePhase(float(begin), body.get("budget"), None if change is None else tuple(change))
+        return SchedulePhase(float(begin), budget, None if change is None else tuple(change))
     except SnipError as error:
         raise SnipError(f"phases[{i}].{error}") from None
 

@@ -1,0 +1,81 @@
+"""What a map, or a run's maps on average, must reach: a share of FP4, a speedup or a loss. Written ``KIND=VALUE``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from snip_megatron.errors import SnipError, cut, quoted
+
+MAX_SPEEDUP = 1e6
+MAX_LOSS = 1e100
+BUDGETS = ("fp4", "speedup", "loss")
+
+_WRITTEN = {"fp4": "fp4=SHARE", "speedup": "speedup=FACTOR", "step": "step=FACTOR", "loss": "loss=NATS"}
+_RANGES = {
+    "fp4": (0.0, 1.0, "the share must be a number between 0 and 1"),
+    "speedup": (1.0, MAX_SPEEDUP, f"must be a factor from 1 to {MAX_SPEEDUP:g}"),
+    "step": (1.0, MAX_SPEEDUP, f"must be a factor from 1 to {MAX_SPEEDUP:g}"),
+    "loss": (-MAX_LOSS, MAX_LOSS, f"must be a number of nats of at most {MAX_LOSS:g}"),
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget. Raises SnipError if the kind is unknown or the value out of its range.
+
+    Attributes:
+        kind: ``fp4``, ``speedup`` or ``loss``; in a plan before training also ``step``, the speedup of a whole step.
+        value: the share of FP4 in [0, 1]; the predicted speedup over bf16, 1 or more; or the rise of the loss in nats,
+            negative only where a problem's losses are.
+    """
+
+    kind: str
+    value: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in _RANGES:
+            raise SnipError(f"expected {_expected(BUDGETS)}")
+        least, most, fault = _RANGES[self.kind]
+        if not least <= self.value <= most:
+            raise SnipError(fault)
+
+    @classmethod
+    def parse(cls, text: object, where: str, kinds: Sequence[str] = BUDGETS) -> Budget:
+        """Parse ``KIND=VALUE``.
+
+        Args:
+            text: the text; anything but a str is refused.
+            where: the argument or the JSON path that gave it, for errors.
+            kinds: the kinds that are valid here.
+
+        Raises:
+            SnipError: the text is no budget of such a kind.
+        """
+        if not isinstance(text, str):
+            raise SnipError(f"{where} {quoted(text)}: expected {_expected(kinds)}")
+        kind, _, figure = text.partition("=")
+        if kind not in kinds:
+            raise SnipError(f"{where} {cut(text)}: expected {_expected(kinds)}")
+        try:
+            value = float(figure)
+        except ValueError:
+            value = math.nan
+        try:
+            return cls(kind, value)
+        except SnipError as error:
+            raise SnipError(f"{where} {cut(text)}: {error}") from None
+
+    @property
+    def timed(self) -> bool:
+        """Whether the budget is one of predicted time or loss, rather than a share of FLOPs."""
+        return self.kind != "fp4"
+
+    def __str__(self) -> str:
+        return f"{self.kind}={repr(float(self.value)).removesuffix('.0')}"
+
+
+def _expected(kinds: Sequence[str]) -> str:
+    *others, last = [_WRITTEN[kind] for kind in kinds]
+    return f"{', '.join(others)} or {last}, for example fp4=0.75"
