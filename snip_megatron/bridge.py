@@ -199,9 +199,6 @@ class _BridgeRun(SnipRun):
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
         return None  # SnipCallback.on_eval_end reports the loss
 
-    def _current_arguments(self) -> argparse.Namespace:
-        return self._args
-
     def _sinks(self) -> Sinks:
         return Sinks(WandbSink(self.state.wandb_logger), TensorBoardSink(self.state.tensorboard_logger))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-RELEASES = ("0.17.1", "0.18.2", "0.19.0")
+RELEASES = ("0.19.0", "0.19.2")
 
 
 @functools.cache

@@ -35,8 +35,7 @@ def run(startup: Startup) -> None:
         SnipError: If the configuration cannot work. It is checked before any collective is called.
     """
     shown: list[str] = []
-    provide_arguments = functools.partial(_provide_arguments, startup, shown)
-    args = pretraining.parse_arguments(provide_arguments)
+    args = pretraining.parse_arguments(functools.partial(_provide_arguments, startup, shown))
     check_data(args)
     prepare_megatron(args, startup, shown)
     model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)
@@ -44,7 +43,6 @@ def run(startup: Startup) -> None:
         pretraining.pretrain(
             args,
             model_config,
-            provide_arguments=provide_arguments,
             provide_datasets=provide_datasets,
             forward_step=forward_step,
         )

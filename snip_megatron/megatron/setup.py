@@ -22,7 +22,6 @@ from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.checkpoint_state import SnipState
-from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.conversion import frozen_parameter
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
@@ -167,9 +166,6 @@ class SnipRun:
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
         evaluation = Evaluation(self._config.eval, self._args, registry.context, self._validated, self._graphs)
         self._undo_evaluation.callback(compat.wrap_evaluate(evaluation.wrap))
-
-    def _current_arguments(self) -> argparse.Namespace:
-        return pretraining.current_arguments(self._args)
 
     def _sinks(self) -> Sinks:
         return Sinks(WandbSink(get_wandb_writer()), TensorBoardSink(get_tensorboard_writer()))
@@ -316,7 +312,7 @@ class SnipRun:
     # -- construction at the first step ------------------------------------------------------------------------
     def _build(self, model: Sequence[torch.nn.Module], optimizer: Any, step: int) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
-        args, config, registry = self._current_arguments(), self._config, self._registry
+        args, config, registry = self._args, self._config, self._registry
         check_optimizer_state(model, optimizer)
         if config.gradient_reduction != "fp32":
             compat.check_reduced_models(model)

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-OLDEST, BEYOND = (0, 17), (0, 20)
+OLDEST, BEYOND = (0, 19), (0, 20)
 """The first supported (major, minor) release, and the first one that is not supported any more."""

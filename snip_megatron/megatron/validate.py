@@ -97,10 +97,6 @@ def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
         )
     if config.estimator == "measured" and config.updates:
         raise SnipError(f"{here} --snip-estimator measured: not supported yet; use noise or fisher")
-    if config.updates and not compat.routing_repeats():
-        raise SnipError(
-            f"{here} --snip and this Megatron, whose routers cannot repeat a routing; use megatron-core 0.19"
-        )
 
 
 def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -109,11 +105,6 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
     if implementation is None:
         return
     here = f"--cuda-graph-impl {implementation} cannot be combined with"
-    if compat.MEGATRON_VERSION < compat.FIRST_WITH_GRAPHS:
-        raise SnipError(
-            f"{here} --snip under megatron-core {'.'.join(map(str, compat.MEGATRON_VERSION))}, which cannot capture"
-            " another map; use megatron-core 0.19, or --cuda-graph-impl none"
-        )
     if not torch.cuda.is_available():
         raise SnipError(f"--cuda-graph-impl {implementation} needs a CUDA device, and there is none; leave it out")
     if ExpertLayers.of(args) is not None:

@@ -37,7 +37,7 @@ def test_a_released_file(release: str, downloads: Path, tmp_path: Path) -> None:
     file = extract(release, downloads, tmp_path, only=FILE) / FILE
     file.chmod(0o640)
     original = file.read_bytes()
-    head = f"megatron-core {release}: {FILE}: "
+    head = f"megatron-core 0.19: {FILE}: "
     assert said(patches("--check", tmp_path), 3) == head + "as released"
     assert said(patches(tmp_path)) == head + "patched now"
     patched = file.read_bytes()
@@ -76,7 +76,7 @@ def test_anything_else_is_refused_untouched(tmp_path: Path) -> None:
     for mode in ((), ("--revert",), ("--check",)):
         refused = patches(*mode, tmp_path)
         assert refused.returncode == 2
-        assert refused.stderr.startswith(f"apply_patches: {file}: not the file of a released megatron-core (0.17.1 ")
+        assert refused.stderr.startswith(f"apply_patches: {file}: not the file of a released megatron-core (0.19)")
         assert "nothing was changed. By hand:" in refused.stderr
         assert refused.stderr.count("\n") == 1
     assert file.read_text() == "def train_step():\n    pass\n"

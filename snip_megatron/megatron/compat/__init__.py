@@ -12,7 +12,6 @@ from snip_megatron.megatron.compat.gradient_reduction import (
     reduce_gradients_in_fp8,
 )
 from snip_megatron.megatron.compat.graphs import (
-    FIRST_WITH_GRAPHS,
     graph_implementation,
     graphs_bypassed,
     schedule_without_graph,
@@ -38,13 +37,12 @@ from snip_megatron.megatron.compat.optimizer_state import (
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
 from snip_megatron.megatron.compat.recapture import Graphs
-from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated, routing_repeats
+from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated
 from snip_megatron.megatron.compat.traffic import Traffic
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, SUPPORTED, check_signature, check_version
 
 __all__ = [
-    "FIRST_WITH_GRAPHS",
     "MEGATRON_VERSION",
     "NEEDS_PACKAGE",
     "PACKAGE",
@@ -85,7 +83,6 @@ __all__ = [
     "rng_state",
     "routers_kept",
     "routing_repeated",
-    "routing_repeats",
     "schedule_without_graph",
     "set_defaults",
     "set_rng_state",

@@ -19,7 +19,7 @@ _RAMPS = ("--step-batch-size-schedule", "--rampup-batch-size")
 
 
 def batch_size_ramp(args: argparse.Namespace) -> str | None:
-    """Return the argument by which the batch size grows in training, which differs between versions; None without."""
+    """Return the argument by which the batch size grows in training; None without."""
     return next((name for name in _RAMPS if getattr(args, name[2:].replace("-", "_"), None) is not None), None)
 
 

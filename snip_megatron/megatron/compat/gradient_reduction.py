@@ -94,7 +94,7 @@ def reduce_gradients_in_fp8(args: argparse.Namespace, feedback: ErrorFeedback | 
 def check_reduced_models(models: Sequence[Any]) -> None:
     """Raise SnipError if a model that :class:`DistributedDataParallel` wraps does not reduce as was asked.
 
-    A script may wrap its model with a configuration of its own, and 0.17 parses its arguments again.
+    A script may wrap its model with a configuration of its own.
     """
     for model in models:
         if not getattr(getattr(model, "ddp_config", None), _FUNCTION, False):

@@ -10,58 +10,52 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import megatron.training.training as training
 import torch
+from megatron.core import full_cuda_graph as full
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.transformer import cuda_graphs as core
+from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat.versions import MEGATRON_VERSION
-
-FIRST_WITH_GRAPHS = (0, 19)
-"""The first supported release. Earlier ones cannot delete graphs, so that no other map could be captured."""
 
 IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
 """Values of ``--cuda-graph-impl`` that capture graphs."""
 
-if MEGATRON_VERSION >= FIRST_WITH_GRAPHS:
-    import megatron.training.training as training
-    from megatron.core import full_cuda_graph as full
-    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-    from megatron.core.transformer import cuda_graphs as core
-    from megatron.core.transformer.module import GraphableMegatronModule
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    _RECORD: Any = getattr(core, "_CudagraphGlobalRecord", None)
-    _CREATION = ("cudagraph_created", "_create_cudagraphs", "_enable_saved_tensors_observer")
-    _HOOKS = ("disable_forward_pre_hook", "enable_forward_pre_hook", "should_disable_forward_pre_hook")
-    _EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-        (core, "cuda_graphs", ("delete_cuda_graphs", "CudaGraphManager", "TECudaGraphHelper")),
-        (_RECORD, "_CudagraphGlobalRecord", _CREATION),
-        (core.CudaGraphManager, "CudaGraphManager", ("global_mempool",)),
-        (core.TECudaGraphHelper, "TECudaGraphHelper", ("create_cudagraphs", "delete_cuda_graphs", "graphs_created")),
-        (core.TECudaGraphHelper, "TECudaGraphHelper", ("cuda_graph_set_manual_hooks", "_get_cuda_graph_input_data")),
-        (core.TECudaGraphHelper, "TECudaGraphHelper", ("_start_capturing", "_finish_capturing")),
-        (TransformerLayer, "TransformerLayer", ("get_layer_static_inputs",)),
-        (core, "cuda_graphs", ("CudagraphBufferMetadata", "fwd_buffer_reuse_ref_count", "bwd_buffer_reuse_ref_count")),
-        (DistributedDataParallel, "DistributedDataParallel", ("reset_param_sync_dispatch_state",)),
-        (full, "full_cuda_graph", ("_shared_graph_pool",)),
-        (FullCudaGraphWrapper, "FullCudaGraphWrapper", ("cuda_graph", "curr_iteration", "reset_cuda_graph")),
-        (GraphableMegatronModule, "GraphableMegatronModule", ("_should_call_local_cudagraph",)),
-        (training, "training", _HOOKS),
-    )  # fmt: skip
-    _ATTRIBUTES = (
-        "pp_group", "config", "flattened_callables", "callables_per_chunk", "num_layers_per_chunk",
-        "flattened_callables_is_mtp", "callables_per_chunk_is_mtp", "_capture_finished",
-    )  # fmt: skip
-    _MADE = (core.TECudaGraphHelper.__init__, core.TECudaGraphHelper._discover_layers)
-    for _name in _ATTRIBUTES:  # of the object, so that the class does not have them
-        if not any(_name in function.__code__.co_names for function in _MADE):
-            raise SnipError(f"Megatron's TECudaGraphHelper no longer has {_name}: CUDA graphs cannot be captured anew")
-    for _owner, _where, _names in _EXPECTED:
-        for _name in _names:
-            if not hasattr(_owner, _name):
-                raise SnipError(f"Megatron's {_where} no longer has {_name}: CUDA graphs cannot be captured anew")
+_RECORD: Any = getattr(core, "_CudagraphGlobalRecord", None)
+_CREATION = ("cudagraph_created", "_create_cudagraphs", "_enable_saved_tensors_observer")
+_HOOKS = ("disable_forward_pre_hook", "enable_forward_pre_hook", "should_disable_forward_pre_hook")
+_EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (core, "cuda_graphs", ("delete_cuda_graphs", "CudaGraphManager", "TECudaGraphHelper")),
+    (_RECORD, "_CudagraphGlobalRecord", _CREATION),
+    (core.CudaGraphManager, "CudaGraphManager", ("global_mempool",)),
+    (core.TECudaGraphHelper, "TECudaGraphHelper", ("create_cudagraphs", "delete_cuda_graphs", "graphs_created")),
+    (core.TECudaGraphHelper, "TECudaGraphHelper", ("cuda_graph_set_manual_hooks", "_get_cuda_graph_input_data")),
+    (core.TECudaGraphHelper, "TECudaGraphHelper", ("_start_capturing", "_finish_capturing")),
+    (TransformerLayer, "TransformerLayer", ("get_layer_static_inputs",)),
+    (core, "cuda_graphs", ("CudagraphBufferMetadata", "fwd_buffer_reuse_ref_count", "bwd_buffer_reuse_ref_count")),
+    (DistributedDataParallel, "DistributedDataParallel", ("reset_param_sync_dispatch_state",)),
+    (full, "full_cuda_graph", ("_shared_graph_pool",)),
+    (FullCudaGraphWrapper, "FullCudaGraphWrapper", ("cuda_graph", "curr_iteration", "reset_cuda_graph")),
+    (GraphableMegatronModule, "GraphableMegatronModule", ("_should_call_local_cudagraph",)),
+    (training, "training", _HOOKS),
+)  # fmt: skip
+_ATTRIBUTES = (
+    "pp_group", "config", "flattened_callables", "callables_per_chunk", "num_layers_per_chunk",
+    "flattened_callables_is_mtp", "callables_per_chunk_is_mtp", "_capture_finished",
+)  # fmt: skip
+_MADE = (core.TECudaGraphHelper.__init__, core.TECudaGraphHelper._discover_layers)
+for _name in _ATTRIBUTES:  # of the object, so that the class does not have them
+    if not any(_name in function.__code__.co_names for function in _MADE):
+        raise SnipError(f"Megatron's TECudaGraphHelper no longer has {_name}: CUDA graphs cannot be captured anew")
+for _owner, _where, _names in _EXPECTED:
+    for _name in _names:
+        if not hasattr(_owner, _name):
+            raise SnipError(f"Megatron's {_where} no longer has {_name}: CUDA graphs cannot be captured anew")
 
 
 def graph_implementation(args: Any) -> str | None:

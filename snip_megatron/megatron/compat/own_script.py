@@ -1,14 +1,14 @@
-"""A script's call of ``pretrain``, whose parameters differ between versions of Megatron.
+"""A script's call of ``pretrain``.
 
-0.19 takes a configuration container that may hold the model's configuration, or a model provider beside it. 0.18 takes
-the container and a model provider. 0.17 takes a model provider and parses the command line itself.
+It takes a configuration container that may hold the model's configuration, or a model provider beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,6 @@ from megatron.core.utils import get_model_config
 from megatron.training import global_vars
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat import pretraining
-from snip_megatron.megatron.compat.model_chunks import HookedProvider
-from snip_megatron.megatron.compat.versions import MEGATRON_VERSION
 
 
 class PretrainCall:
@@ -49,11 +46,7 @@ class PretrainCall:
         return self._bound.kwargs
 
     def parsed_arguments(self) -> argparse.Namespace:
-        """Return Megatron's validated arguments: those that the script parsed, or that 0.17 is going to parse."""
-        given = self._bound.arguments
-        if MEGATRON_VERSION < (0, 18):
-            provide = given.get("extra_args_provider") or _nothing_added
-            return pretraining.parse_arguments(provide, given.get("args_defaults") or {})
+        """Return Megatron's validated arguments, which the script parsed."""
         if global_vars._GLOBAL_ARGS is None:
             raise SnipError("attach(): pretrain() was called before the script parsed Megatron's arguments")
         args: argparse.Namespace = global_vars._GLOBAL_ARGS
@@ -72,7 +65,7 @@ class PretrainCall:
             SnipError: If the call has neither a model configuration nor a model provider.
         """
         given = self._bound.arguments
-        model = getattr(given.get("cfg_container"), "model", None) if MEGATRON_VERSION >= (0, 19) else None
+        model = getattr(given.get("cfg_container"), "model", None)
         if model is None:
             provider = given.get("model_provider")
             if provider is None:
@@ -94,5 +87,32 @@ def _keep_outputs(model_chunks: list[Any]) -> list[Any]:
     return model_chunks
 
 
-def _nothing_added(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    return parser
+class HookedProvider:
+    """A script's own model provider, with the hooks of Megatron's model configuration.
+
+    Args:
+        provide: Builds one model chunk.
+
+    Attributes:
+        pre_wrap_hooks: Functions that are called once with all chunks of this rank, when the last one is built. They
+            may only change chunks in place.
+        transformer_layer_spec: None. The layer spec is the script's: one that is set here has no effect.
+    """
+
+    def __init__(self, provide: Callable[..., Any]) -> None:
+        self.transformer_layer_spec: Any = None
+        self.pre_wrap_hooks: list[Callable[[list[Any]], list[Any]]] = []
+        self._provide = provide
+        self._chunks: list[Any] = []
+        functools.update_wrapper(self, provide)  # Megatron may look at the signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Build one model chunk. Raises SnipError if a hook replaces chunks."""
+        chunk = self._provide(*args, **kwargs)
+        self._chunks.append(chunk)
+        if len(self._chunks) == (global_vars.get_args().virtual_pipeline_model_parallel_size or 1):
+            chunks, self._chunks = self._chunks, []
+            for hook in self.pre_wrap_hooks:
+                if any(a is not b for a, b in zip(hook(chunks), chunks, strict=True)):
+                    raise SnipError("a pre-wrap hook replaced a model chunk, which a model provider does not allow")
+        return chunk

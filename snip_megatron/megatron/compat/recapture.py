@@ -13,16 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import full_cuda_graph as full
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.transformer import cuda_graphs as core
 
-from snip_megatron.megatron.compat.graphs import FIRST_WITH_GRAPHS, parameters
-from snip_megatron.megatron.compat.versions import MEGATRON_VERSION
+from snip_megatron.megatron.compat.graphs import parameters
 
-if MEGATRON_VERSION >= FIRST_WITH_GRAPHS:
-    from megatron.core import full_cuda_graph as full
-    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-    from megatron.core.transformer import cuda_graphs as core
-
-    _RECORD: Any = core._CudagraphGlobalRecord
+_RECORD: Any = core._CudagraphGlobalRecord
 
 
 class Graphs:

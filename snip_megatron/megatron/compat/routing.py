@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router, TopKRouter
 
@@ -28,12 +29,10 @@ if not hasattr(MoEAuxLossAutoScaler, _SCALE):
 if _DROP not in TopKRouter.routing.__code__.co_names:
     raise SnipError(f"Megatron's router no longer looks {_DROP} up by its global name: probes cannot repeat a routing")
 
+if "router_replay" not in TopKRouter.routing.__code__.co_names:
+    raise SnipError("Megatron's router no longer replays a routing: probes cannot repeat one")
+
 TopK = tuple[torch.Tensor, torch.Tensor]
-
-
-def routing_repeats() -> bool:
-    """Whether this Megatron's router can replay a given routing."""
-    return "router_replay" in TopKRouter.routing.__code__.co_names
 
 
 def _routers(model: Sequence[torch.nn.Module]) -> list[Any]:
@@ -65,12 +64,6 @@ def routers_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def _tracked() -> dict[str, torch.Tensor]:
     """Return name → values per layer from Megatron's tracker of auxiliary losses."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:  # up to 0.18 the tracker is a dict of dicts
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
     return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
@@ -141,15 +134,9 @@ class _Route:
 
 @contextlib.contextmanager
 def routing_repeated(model: Sequence[torch.nn.Module]) -> Iterator[RepeatedRouting]:
-    """Let all passes inside this context route as :meth:`RepeatedRouting.start` says.
-
-    Raises:
-        SnipError: If this Megatron's routers cannot replay a routing.
-    """
+    """Let all passes inside this context route as :meth:`RepeatedRouting.start` says."""
     routing = RepeatedRouting()
     routers = _routers(model)
-    if routers and not routing_repeats():
-        raise SnipError("this Megatron's routers cannot repeat a routing; mixtures of experts need megatron-core 0.19")
     before = [(router, router.router_replay) for router in routers]
     drop = getattr(router_module, _DROP)
 

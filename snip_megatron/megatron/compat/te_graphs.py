@@ -15,18 +15,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import megatron.training.training as training
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import cuda_graphs as core
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from snip_megatron.megatron.compat.graphs import FIRST_WITH_GRAPHS, parameters
+from snip_megatron.megatron.compat.graphs import parameters
 from snip_megatron.megatron.compat.random_state import rng_state, set_rng_state
 from snip_megatron.megatron.compat.recapture import Graphs
-from snip_megatron.megatron.compat.versions import MEGATRON_VERSION
-
-if MEGATRON_VERSION >= FIRST_WITH_GRAPHS:
-    import megatron.training.training as training
-    from megatron.core.transformer import cuda_graphs as core
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 _PARTS = {
     "_start_capturing": "release",

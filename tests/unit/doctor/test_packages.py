@@ -54,6 +54,6 @@ def test_a_missing_and_an_old_package_say_what_to_install(monkeypatch):
     monkeypatch.setattr(packages.importlib.metadata, "version", version)
     found = {check.name: check for check in check_packages()}
     assert found["megatron-core"].status is Status.FAIL
-    assert "pip install 'megatron-core>=0.17,<0.20'" in found["megatron-core"].advice
+    assert "pip install 'megatron-core>=0.19,<0.20'" in found["megatron-core"].advice
     assert (found["torch"].status, found["torch"].found) == (Status.FAIL, "not installed")
     assert (found["wandb"].status, found["apex"].status) == (Status.NOTE, Status.NOTE)

@@ -11,7 +11,6 @@ from megatron.training import global_vars
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.attachment import run_attached
-from snip_megatron.megatron.compat import model_chunks
 from snip_megatron.megatron.compat.own_script import PretrainCall
 from snip_megatron.megatron.model_linears import check_shapes, linear_names
 from snip_megatron.megatron.startup import Startup
@@ -69,7 +68,7 @@ def test_wrong_arguments_of_pretrain_are_one_line() -> None:
 
 
 def test_hooks_get_every_chunk_of_a_model_provider_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_chunks, "get_args", lambda: argparse.Namespace(virtual_pipeline_model_parallel_size=2))
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", argparse.Namespace(virtual_pipeline_model_parallel_size=2))
     made = call(forward_step_func=3, model_provider=lambda pre_process, vp_stage: [pre_process, vp_stage])
     seen: list[list[Any]] = []
     with made.hooked_model(on_cpu=False) as model:

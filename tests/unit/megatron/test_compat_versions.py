@@ -10,19 +10,19 @@ from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import MEGATRON_VERSION, SUPPORTED, check_signature, check_version
 
 
-@pytest.mark.parametrize(("text", "version"), [("0.17.0", (0, 17)), ("0.18.2", (0, 18)), ("0.19.0rc3+ab12", (0, 19))])
+@pytest.mark.parametrize(("text", "version"), [("0.19.2", (0, 19)), ("0.19.0rc3+ab12", (0, 19))])
 def test_supported(text: str, version: tuple[int, int]) -> None:
     assert check_version(text) == version
 
 
-@pytest.mark.parametrize("text", ["0.16.9", "0.20.0", "1.0", "core", "0.20.0rc0"])
+@pytest.mark.parametrize("text", ["0.18.2", "0.20.0", "1.0", "core", "0.20.0rc0"])
 def test_unsupported(text: str) -> None:
     with pytest.raises(SnipError, match=SUPPORTED):
         check_version(text)
 
 
 def test_installed_version_is_supported() -> None:
-    assert (0, 17) <= MEGATRON_VERSION < (0, 20)
+    assert (0, 19) <= MEGATRON_VERSION < (0, 20)
 
 
 def test_signature() -> None:

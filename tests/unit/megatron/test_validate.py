@@ -64,15 +64,12 @@ def test_what_cuda_graphs_do_not_work_with(
     validate.check(config(), arguments(cuda_graph_impl=given.get("cuda_graph_impl", "local")))
 
 
-def test_cuda_graphs_need_a_gpu_and_a_megatron_that_can_delete_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graphs_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: False)
     graphs = arguments(cuda_graph_impl="transformer_engine")
     assert refused(config(), graphs).startswith("--cuda-graph-impl transformer_engine needs a CUDA device")
     monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
     validate.check(config(), graphs)
-    monkeypatch.setattr(validate.compat, "MEGATRON_VERSION", (0, 18))
-    assert "--snip under megatron-core 0.18" in refused(config(), graphs)
-    validate.check(config(), arguments())
 
 
 def test_context_parallelism_needs_attention_that_knows_it() -> None:
@@ -298,12 +295,6 @@ def test_experts_that_are_linears_are_candidates() -> None:
 def test_what_experts_do_not_work_with(given: dict[str, Any], fields: dict[str, Any], words: str) -> None:
     message = refused(config(**fields), arguments(**{**EXPERTS, **given}))
     assert message.startswith(f"--num-experts 4 cannot be combined with {words}")
-
-
-def test_routers_that_cannot_repeat_a_routing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate.compat, "routing_repeats", lambda: False)
-    assert "routers cannot repeat a routing" in refused(config(budget="fp4=0.5"), arguments(**EXPERTS))
-    validate.check(config(policy="uniform-fp4"), arguments(**EXPERTS))
 
 
 # -- the solver's request -------------------------------------------------------------------------------------
