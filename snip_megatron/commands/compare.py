@@ -12,19 +12,17 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from snip_megatron.config import parse_snip_arguments
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.evaluation import compare
+from snip_megatron.evaluation.compare import Comparison, make_part
 from snip_megatron.evaluation.data import Data, load_data
-from snip_megatron.evaluation.experiment import Experiment, load_experiment
-from snip_megatron.evaluation.machine import visible_gpus
-from snip_megatron.evaluation.mps import multi_process_service
+from snip_megatron.evaluation.experiment import VALIDATIONS, Experiment, load_experiment
+from snip_megatron.evaluation.machine import describe, visible_gpus
 from snip_megatron.evaluation.pages import write_page
-from snip_megatron.evaluation.planned import VALIDATIONS
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs, fill, training_command, warm_arguments
@@ -88,11 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         help="end within S seconds, and start no run that would take longer; default: no limit",
-    )
-    parser.add_argument(
-        "--mps",
-        action="store_true",
-        help="run several processes on a GPU by NVIDIA's Multi-Process Service, if it works here",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the results in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands; train nothing")
@@ -158,18 +151,14 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
         for experiment in experiments:
             locks.enter_context(_writing(_result_path(args.out, experiment)))
         parts = [
-            compare.make_part(experiment, data, _results(args, experiment, data), work)
+            make_part(experiment, data, _results(args, experiment, data), work)
             for experiment, data in zip(experiments, datas, strict=True)
         ]
         deadline = None if args.time_limit is None else started + args.time_limit
         pool = Pool(slots, dict(ENVIRONMENT), deadline)
-        comparison = compare.Comparison(parts, pool, work, compare.facts(gpus))
+        comparison = Comparison(parts, pool, work, describe(gpus))
         stopped = stop_on_signals(pool)
-        with multi_process_service(work / "mps") if args.mps else nullcontext() as service:
-            if service is not None:
-                pool.environment = {**ENVIRONMENT, **service[0]}
-                print(f"snip compare: {service[1]}", file=sys.stderr, flush=True)
-            left = comparison.run()
+        left = comparison.run()
         for part in parts:
             part.results.save()
             _report(part.results, args.out)
@@ -241,7 +230,7 @@ def devices(gpus: list[str], ranks: int, per_device: int | None) -> list[str | N
     return [group for _ in range(per_device) for group in groups]
 
 
-def _exit_code(comparison: compare.Comparison, left: int, stopped: list[int]) -> int:
+def _exit_code(comparison: Comparison, left: int, stopped: list[int]) -> int:
     if left:
         print(f"snip compare: {left} runs are left; the same command with --resume goes on", file=sys.stderr)
     if stopped:

@@ -1,9 +1,8 @@
-"""``snip validate-proxy``: compares estimators with measured divergences, and tells how fast scores become stale."""
+"""``snip validate-proxy``: compares the scores of estimators with measured divergences."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import signal
 import time
 from collections.abc import Sequence
@@ -12,20 +11,19 @@ from typing import Any
 
 from snip_megatron.commands.compare import ENVIRONMENT, alone, devices, select_gpus, stop_on_signals
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.evaluation import compare
 from snip_megatron.evaluation.data import load_data
 from snip_megatron.evaluation.experiment import load_experiment
+from snip_megatron.evaluation.machine import describe
 from snip_megatron.evaluation.pages import write_page
 from snip_megatron.evaluation.proxy import Validation, find_tables, validate
-from snip_megatron.evaluation.proxy_tables import proxy_markdown, stale_markdown
-from snip_megatron.evaluation.recording import Recording, record_truth
+from snip_megatron.evaluation.proxy_tables import proxy_markdown
+from snip_megatron.evaluation.recording import record_truth
 from snip_megatron.evaluation.runner import Pool
-from snip_megatron.evaluation.staleness import stale, summarise
 from snip_megatron.records.storage import dump_json, write_atomically
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import StatisticsTable
 
-PROXY_SCHEMA, STALE_SCHEMA = "snip.proxy/1", "snip.stale/1"
+PROXY_SCHEMA = "snip.proxy/1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,16 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for the results; default: runs/proxy",
     )
     parser.add_argument("--format", default="fp4", metavar="NAME", help="format to compare; default: fp4")
-    parser.add_argument(
-        "--stale", action="store_true", help="show how scores age: compare the updates of each run with each other"
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=0.75,
-        metavar="SHARE",
-        help="fp4 share of the maps that --stale compares, 0 to 1; default: 0.75",
-    )
     recording = parser.add_argument_group("measuring an experiment's checkpoints")
     recording.add_argument("--data", type=Path, metavar="DIR", help="folder that snip prepare-data wrote")
     recording.add_argument(
@@ -75,8 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison and write its results. Returns 0. Raises SnipError on bad input."""
-    if args.stale:
-        return _stale(args)
     SolveRequest(formats=(args.format,))  # raises SnipError for bf16, and for what is not a format of all GEMMs
     validations: list[Validation] = []
     for source in args.sources:
@@ -86,8 +72,18 @@ def run(args: argparse.Namespace) -> int:
         else:
             validations += _validate(source, args.format, source.name)
     text = proxy_markdown(validations)
-    body = {"schema": PROXY_SCHEMA, "machine": _facts(args), "validations": [v.as_dict() for v in validations]}
-    _write(args.out, "proxy", body, text, lambda: _proxy_figures(validations))
+    body = {
+        "schema": PROXY_SCHEMA,
+        "machine": describe(select_gpus(args.gpus)),
+        "validations": [v.as_dict() for v in validations],
+    }
+    try:
+        write_atomically(args.out / "proxy.json", dump_json(body).encode())
+        write_atomically(args.out / "proxy.md", text.encode())
+        write_page(args.out / "proxy.html", "proxy", text, _figures(validations))
+    except OSError as error:
+        raise SnipError(f"--out {args.out}: cannot be written ({error})") from None
+    print(text)
     return 0
 
 
@@ -108,12 +104,11 @@ def _record(args: argparse.Namespace, path: Path) -> list[tuple[int, Path]]:
     steps = (*experiment.warm.save, experiment.warm.steps) if args.steps is None else _steps(args.steps)
     deadline = None if args.time_limit is None else time.monotonic() + args.time_limit
     pool = Pool(devices(select_gpus(args.gpus), experiment.training.ranks, 1), ENVIRONMENT, deadline)
-    recording = Recording(args.probe_microbatches, args.format, steps)
     work, data = (args.work or args.out / "work").resolve(), load_data(args.data, experiment.tokenizer)
     stopped = stop_on_signals(pool)
     with alone(work):
         try:
-            return record_truth(experiment, data, work, recording, pool)
+            return record_truth(experiment, data, work, steps, args.format, args.probe_microbatches, pool)
         except SnipError as error:
             if not stopped:
                 raise
@@ -128,54 +123,13 @@ def _steps(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def _stale(args: argparse.Namespace) -> int:
-    if not 0.0 <= args.budget <= 1.0:
-        raise SnipError(f"--budget {args.budget:g}: must lie between 0 and 1")
-    bodies, texts, figures = [], [], []
-    for source in args.sources:
-        tables = [StatisticsTable.load(path) for path in find_tables(source)]
-        request = SolveRequest(formats=tables[0].formats, target=args.budget)
-        pairs = stale(tables, request)
-        summaries = summarise(pairs)
-        bodies.append({"source": source.name, "summary": _dicts(summaries), "pairs": _dicts(pairs)})
-        texts.append(stale_markdown(summaries, source.name))
-        figures.append((source.name, summaries))
-    body = {"schema": STALE_SCHEMA, "machine": _facts(args), "runs": bodies}
-
-    def draw() -> list[tuple[str, Any]]:
-        from snip_megatron.evaluation.plots import stale_figure
-
-        return [(f"Staleness: {name}", stale_figure(summaries)) for name, summaries in figures]
-
-    _write(args.out, "stale", body, "\n".join(texts), draw)
-    return 0
-
-
-def _proxy_figures(validations: Sequence[Validation]) -> list[tuple[str, Any]]:
+def _figures(validations: Sequence[Validation]) -> list[tuple[str, Any]]:
     from snip_megatron.evaluation.plots import proxy_figure
 
     return [
         (f"{v.source}, step {v.step}: {kind} by {estimator}", proxy_figure(v, kind, estimator))
         for v in validations
-        for kind, estimators in (("loss", ("measured again", "noise")), ("drift", ("measured again", "noise")))
-        for estimator in estimators
+        for kind in ("loss", "drift")
+        for estimator in ("measured again", "noise")
         if any(estimator in scores for scores in v.points[kind].values())
     ]
-
-
-def _write(out: Path, name: str, body: Any, text: str, draw: Any) -> None:
-    try:
-        write_atomically(out / f"{name}.json", dump_json(body).encode())
-        write_atomically(out / f"{name}.md", text.encode())
-        write_page(out / f"{name}.html", name, text, draw())
-    except OSError as error:
-        raise SnipError(f"--out {out}: cannot be written ({error})") from None
-    print(text)
-
-
-def _facts(args: argparse.Namespace) -> dict[str, Any]:
-    return compare.facts(select_gpus(args.gpus))
-
-
-def _dicts(records: Sequence[Any]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(record) for record in records]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -93,6 +94,26 @@ def given_options(args: argparse.Namespace, configuration: Any) -> dict[str, Any
         if value is not None and value is not False:
             values[f.name] = _tuple(f.name, value) if isinstance(f.default, tuple) else value
     return values
+
+
+def settings(text: str | None, configuration: Any) -> dict[str, Any]:
+    """Parse ``--snip-settings``: values of any fields of a dataclass, as a JSON object. Experiment files use it."""
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SnipError(f"--snip-settings {cut(text)}: not JSON ({error})") from None
+    fields = {f.name: f for f in dataclasses.fields(configuration)}
+    if not isinstance(values, dict) or not values.keys() <= fields.keys():
+        raise SnipError(f"--snip-settings {cut(text)}: expected an object of fields of the configuration")
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    for name, value in (values | lists).items():
+        default = fields[name].default
+        wanted = type(default) if isinstance(default, (bool, int, float, str, tuple)) else None
+        if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise SnipError(f"--snip-settings: {name}: expected {wanted.__name__}, not {cut(json.dumps(value))}")
+    return values | lists
 
 
 def _tuple(name: str, value: Any) -> tuple[str, ...]:

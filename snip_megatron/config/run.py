@@ -20,6 +20,7 @@ from snip_megatron.config.options import (
     given_options,
     option,
     options_of,
+    settings,
 )
 from snip_megatron.config.schedule import DEPLOYED, check_schedule, load_schedule
 from snip_megatron.errors import SnipError, cut
@@ -406,7 +407,7 @@ class SnipConfig:
             SnipError: an argument is invalid, conflicts with another, or is given without ``--snip``.
         """
         enabled = bool(getattr(args, "snip", False))
-        values = given_options(args, cls)
+        values = given_options(args, cls) | settings(getattr(args, "snip_settings", None), cls)
         # The entry applies compatibility patches with or without SNIP.
         useless = [] if enabled else [name for name in values if name != "no_compat"]
         if useless:
@@ -462,4 +463,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("SNIP", "choice of number formats during training")
     group.add_argument("--snip", action="store_true", help="choose the format of every GEMM while training")
     add_options(group, SnipConfig)
+    group.add_argument("--snip-settings", metavar="JSON", help=argparse.SUPPRESS)  # fields of snip compare
     return parser

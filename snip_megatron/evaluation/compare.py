@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.evaluation import machine
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import PHASES, Experiment
 from snip_megatron.evaluation.results import Results, measure, record
@@ -31,6 +30,19 @@ class Part:
     results: Results
     runs: list[Run]
     warm: WarmCheckpoint | None
+
+    def identity(self, run: Run) -> str | None:
+        """Return the identity of a run; None as long as the checkpoint that it starts from does not exist."""
+        if run.kind == "from_scratch":
+            return run.identity(self.data, None)
+        sha = self.warm.sha256 if self.warm is not None else None
+        return None if sha is None else run.identity(self.data, sha)
+
+    def missing(self, kind: str) -> int:
+        """Return the number of missing runs, of branches those of the warm checkpoint that has the most."""
+        runs = [run for run in self.runs if run.kind == kind]
+        shas = (None, *self.results.warm)
+        return min(sum(not self.results.done(run.identity(self.data, sha)) for run in runs) for sha in shas)
 
 
 def make_part(experiment: Experiment, data: Data, results: Results, work: Path) -> Part:
@@ -62,39 +74,26 @@ class Comparison:
     _shown_at: float = 0.0
 
     def run(self) -> int:
-        """Train the missing runs.
-
-        Returns:
-            The number of runs that are still missing.
-
-        Raises:
-            SnipError: results cannot be written.
-        """
-        self.pool.expected |= self._seen()
-        warms = self._missing_warms()
-        self.pool.add([warm.job(self.work / "logs") for warm in warms])
+        """Train the missing runs. Returns how many are still missing. Raises SnipError if results cannot be written."""
+        for part in self.parts:
+            for entry in part.results.runs.values():
+                if entry.get("status") == "done":
+                    family = _family(part, entry["kind"], entry["steps"])
+                    self.pool.expected[family] = max(self.pool.expected.get(family, 0.0), float(entry["seconds"]))
+        warms = {
+            part.warm.folder.name: part.warm
+            for part in self.parts
+            if part.warm is not None and part.warm.sha256 is None and part.missing("from_warm")
+        }
+        self.pool.add([warm.job(self.work / "logs") for warm in warms.values()])
         if any(device is not None for device in self.pool.devices):
-            self.pool.add([self._primer(warm) for warm in warms])
+            self.pool.add([self._primer(warm) for warm in warms.values()])
         for part in self.parts:
             self._queue(part)
         self.pool.run(self._take, self._progress)
-        return sum(self._missing(part, kind) for part in self.parts for kind in PHASES)
+        return sum(part.missing(kind) for part in self.parts for kind in PHASES)
 
     # -- queue -------------------------------------------------------------------------------------------------
-    def _missing_warms(self) -> list[WarmCheckpoint]:
-        """Return the warm checkpoints that do not exist and that missing runs need."""
-        missing = {}
-        for part in self.parts:
-            if part.warm is not None and part.warm.sha256 is None and self._missing(part, "from_warm"):
-                missing[part.warm.folder.name] = part.warm
-        return list(missing.values())
-
-    def _missing(self, part: Part, kind: str) -> int:
-        """Return the number of missing runs, of branches those of the warm checkpoint that has the most."""
-        runs = [run for run in part.runs if run.kind == kind]
-        shas = (None, *part.results.warm)
-        return min(sum(not part.results.done(run.identity(part.data, sha)) for run in runs) for sha in shas)
-
     def _queue(self, part: Part) -> None:
         """Queue the runs of ``part`` that can start. Branches can start once the warm checkpoint exists."""
         warm = part.warm
@@ -103,67 +102,43 @@ class Comparison:
             if part.results.warm:
                 self._say(f"{part.experiment.name}: the warm checkpoint has other weights than before: runs start anew")
             part.results.warm[sha] = {**self.facts, "steps": warm.warm.steps, "arguments": warm.arguments}
-        jobs = []
         for run in part.runs:
-            if run.kind == "from_warm" and sha is None:
+            identity = part.identity(run)
+            if identity is None or part.results.done(identity) or identity in self._queued:
                 continue
-            identity = run.identity(part.data, sha)
-            if part.results.done(identity) or self._elsewhere(part, run, identity) or identity in self._queued:
+            equal = next((other.results.runs[identity] for other in self.parts if other.results.done(identity)), None)
+            if equal is not None:  # another experiment has made it
+                part.results.runs[identity] = equal | record(run, identity)
+                part.results.save()
                 continue
             self._queued[identity] = run
-            jobs.append(self._job(part, run, identity))
-        self.pool.add(jobs)
-
-    def _seen(self) -> dict[str, float]:
-        """Return the duration of the longest run of each family in the result files."""
-        seen: dict[str, float] = {}
-        for part in self.parts:
-            for entry in part.results.runs.values():
-                if entry.get("status") == "done":
-                    for family in _families(part, entry["kind"], entry["steps"], entry["label"]):
-                        seen[family] = max(seen.get(family, 0.0), float(entry["seconds"]))
-        return seen
-
-    def _elsewhere(self, part: Part, run: Run, identity: str) -> bool:
-        """Copy the record of an equal run from another experiment of this comparison. Returns whether there is one."""
-        for other in self.parts:
-            if other.results.done(identity):
-                part.results.runs[identity] = other.results.runs[identity] | record(run, identity)
-                part.results.save()
-                return True
-        return False
+            self.pool.add([self._job(part, run, identity)])
 
     def _job(self, part: Part, run: Run, identity: str) -> Job:
         directory = self.work / "runs" / identity
         folders = {"data": str(part.data.folder), "run": str(directory)}
         if part.warm is not None:
             folders["warm"] = str(part.warm.folder)
-
-        def clear() -> None:
-            shutil.rmtree(directory, ignore_errors=True)
-
-        def check() -> None:
-            measure(run, directory)
-
         return Job(
             name=identity,
             command=training_command(fill(run.arguments, folders), run.ranks),
             log=self.work / "logs" / f"{identity}.txt",
-            families=_families(part, run.kind, run.steps, run.label),
-            before=clear,
-            check=check,
+            family=_family(part, run.kind, run.steps),
+            before=lambda: shutil.rmtree(directory, ignore_errors=True),
+            check=lambda: measure(run, directory),
         )
 
     def _primer(self, warm: WarmCheckpoint) -> Job:
         """Return the job that compiles kernels during the warm run, so that not every branch has to compile them."""
-        directory = self.work / "primer" / warm.folder.name
-        folders = {"data": str(warm.data.folder), "run": str(directory)}
+        name = warm.folder.name
+        directory = self.work / "primer" / name
+        arguments = fill(
+            primer_arguments(warm.experiment, warm.data), {"data": str(warm.data.folder), "run": str(directory)}
+        )
         return Job(
-            name=f"primer {warm.folder.name}",
-            command=training_command(
-                fill(primer_arguments(warm.experiment, warm.data), folders), warm.experiment.training.ranks
-            ),
-            log=self.work / "logs" / f"primer_{warm.folder.name}.txt",
+            name=f"primer {name}",
+            command=training_command(arguments, warm.experiment.training.ranks),
+            log=self.work / "logs" / f"primer_{name}.txt",
             before=lambda: shutil.rmtree(directory, ignore_errors=True),
         )
 
@@ -199,9 +174,9 @@ class Comparison:
             fields["error"] = outcome.error
             self._say(f"{run.title} failed twice: {outcome.error} (log: {outcome.job.log})")
         for part in self.parts:
-            sha = part.warm.sha256 if part.warm is not None and run.kind == "from_warm" else None
-            own = next((r for r in part.runs if r.identity(part.data, sha) == identity), None)
+            own = next((r for r in part.runs if part.identity(r) == identity), None)
             if own is not None:
+                sha = part.warm.sha256 if part.warm is not None and run.kind == "from_warm" else None
                 part.results.runs[identity] = record(own, identity, warm_sha256=sha, **fields)
                 part.results.save()
         shutil.rmtree(self.work / "runs" / identity / "cache", ignore_errors=True)
@@ -212,27 +187,18 @@ class Comparison:
         if now - self._shown_at < PROGRESS_S:
             return
         self._shown_at = now
-        done = f"{self._ended} of {len(self._queued)} runs ended, {self.pool.busy} at work"
-        failed = f", {self.failed} failed" if self.failed else ""
-        self._say(f"{done}{failed}, {now - self._started_at:.0f} s{self._left()}")
-
-    def _left(self) -> str:
         left = len(self._queued) - self._ended
-        if not left or not self.pool.expected:
-            return ""
-        rounds = -(-left // len(self.pool.devices))
-        return f", about {rounds * max(self.pool.expected.values()):.0f} s left"
+        failed = f", {self.failed} failed" if self.failed else ""
+        seconds = -(-left // len(self.pool.devices)) * max(self.pool.expected.values(), default=0.0)
+        self._say(
+            f"{self._ended} of {len(self._queued)} runs ended, {self.pool.busy} at work{failed},"
+            f" {now - self._started_at:.0f} s" + (f", about {seconds:.0f} s left" if seconds else "")
+        )
 
     def _say(self, text: str) -> None:
         print(f"snip compare: {text}", file=sys.stderr, flush=True)
 
 
-def _families(part: Part, kind: str, steps: int, label: str) -> tuple[str, str]:
-    """Return the families of a run: runs of the same policy, then all runs with as many steps."""
-    common = f"{part.experiment.model} {kind} {steps}"
-    return f"{common} {label}", common
-
-
-def facts(gpus: list[str]) -> dict[str, Any]:
-    """Return hardware, versions and commit, which every record contains."""
-    return machine.describe(gpus) | {"commit": machine.commit()}
+def _family(part: Part, kind: str, steps: int) -> str:
+    """Return the name that runs of similar duration share."""
+    return f"{part.experiment.model} {kind} {steps}"

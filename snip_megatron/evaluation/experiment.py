@@ -2,73 +2,78 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError, quoted
-from snip_megatron.evaluation.fields import Fields
+from snip_megatron.evaluation.fields import entry, flag, made_of, number, one_of, parse, printable, several, text, whole
 from snip_megatron.evaluation.models import model
-from snip_megatron.evaluation.planned import Planned, read_planned
 from snip_megatron.precision import GRANULARITIES, Format
 from snip_megatron.sensitivity.fixed import FIXED
 from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
 from snip_megatron.sensitivity.quality import Q_RULES
 
 SCHEMA = "snip.experiment/1"
-TOKENIZERS = ("bytes", "bpe")
 PHASES = ("from_warm", "from_scratch")
-FORMATS = tuple(fmt.value for fmt in Format)
-LONGEST = 200
-"""Bytes that the name of an experiment or of a policy may have."""
+VALIDATIONS = ("map", "bf16")
+"""Formats in which a run is validated."""
+SETTINGS = frozenset(field.name for field in dataclasses.fields(SnipConfig))
+
+_texts = several(text, "texts")
+_budgets = several(number(most=1.0), "numbers")
 
 
-@dataclass(frozen=True)
+def _settings(value: Any, where: str) -> dict[str, Any]:
+    """Read new values of SNIP's configuration, by the name of the field. The training checks the values."""
+    if not isinstance(value, Mapping):
+        raise SnipError(f"{where}: expected an object")
+    if unknown := sorted(set(value) - SETTINGS):
+        raise SnipError(f"{where}: {quoted(unknown[0])} is no field of the configuration (docs/arguments.md)")
+    return dict(value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """The training settings of all runs: AdamW with linear warm-up and cosine decay over all steps.
 
     Attributes:
         sequence: tokens of a sequence.
-        global_batch: sequences of a step.
-        micro_batch: sequences of a microbatch.
-        lr: maximum learning rate.
-        min_lr: learning rate at the end.
+        global_batch, micro_batch: sequences of a step and of a microbatch.
+        lr, min_lr: the largest learning rate, and that at the end.
         warmup_steps: steps of the learning rate's warm-up.
-        weight_decay: weight decay.
-        beta2: Adam's second beta.
-        clip_grad: maximum gradient norm.
         arguments: further arguments for Megatron.
         ranks: ranks of each run, on as many GPUs. ``arguments`` has their layout.
     """
 
-    sequence: int
-    global_batch: int
-    micro_batch: int
-    lr: float
-    min_lr: float
-    warmup_steps: int
-    weight_decay: float
-    beta2: float
-    clip_grad: float
-    arguments: tuple[str, ...]
-    ranks: int = 1
+    sequence: int = entry(whole(1))
+    global_batch: int = entry(whole(1))
+    micro_batch: int = entry(whole(1))
+    lr: float = entry(number())
+    min_lr: float = entry(number(), 0.0)
+    warmup_steps: int = entry(whole(), 0)
+    weight_decay: float = entry(number(), 0.1)
+    beta2: float = entry(number(most=1.0), 0.95)
+    clip_grad: float = entry(number(), 1.0)
+    arguments: tuple[str, ...] = entry(_texts, ())
+    ranks: int = entry(whole(1), 1)
 
 
 @dataclass(frozen=True)
 class Warm:
-    """The warm run, a bf16 training from whose checkpoint all branches start.
+    """The warm run: a bf16 training of ``steps`` steps, from whose checkpoint all branches start.
 
-    Attributes:
-        steps: number of training steps.
-        seed: seed of the data order.
-        save: earlier steps of which a checkpoint is kept.
+    ``save`` are earlier steps of which a checkpoint is kept, ``seed`` is that of the data order.
     """
 
-    steps: int
-    seed: int
-    save: tuple[int, ...]
+    steps: int = entry(whole(1))
+    seed: int = entry(whole(1), 1234)
+    save: tuple[int, ...] = entry(several(whole(), "whole numbers", distinct=True), ())
 
 
 @dataclass(frozen=True)
@@ -82,23 +87,27 @@ class Updates:
         wait: seconds for which training waits for the solver, so that schedules are repeatable.
     """
 
-    first: int
-    interval: int
-    lag: int
-    wait: float
+    first: int = entry(whole(), 1)
+    interval: int = entry(whole(2), 1_000_000)
+    lag: int = entry(whole(1), 1)
+    wait: float = entry(number(), 600.0)
 
 
-@dataclass(frozen=True)
+_UPDATES = Updates()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A policy and its settings. ``label`` names it in tables. A setting of None is the phase's or SNIP's default."""
 
-    label: str
-    policy: str
-    estimator: str | None
-    q: str | None
-    granularity: str | None
-    budgets: tuple[float, ...] | None
-    arguments: tuple[str, ...]
+    policy: str = entry(one_of(POLICIES))
+    label: str = entry(printable("|", "does not fit in a table"), "")
+    estimator: str | None = entry(one_of(ESTIMATORS), None)
+    q: str | None = entry(one_of(Q_RULES), None)
+    granularity: str | None = entry(one_of(GRANULARITIES), None)
+    budgets: tuple[float, ...] | None = entry(_budgets, None)
+    arguments: tuple[str, ...] = entry(_texts, ())
+    settings: Mapping[str, Any] | None = entry(_settings, None)
 
     @property
     def fixed(self) -> bool:
@@ -106,29 +115,54 @@ class Candidate:
         return self.policy in FIXED
 
 
-@dataclass(frozen=True)
+def _candidate(body: Any, where: str) -> Candidate:
+    found = parse(Candidate, {"policy": body} if isinstance(body, str) else body, where)
+    return dataclasses.replace(found, label=found.label or found.policy)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Phase:
     """Runs of one kind, ``from_warm`` or ``from_scratch``, of ``steps`` training steps each.
 
-    ``save`` keeps the final weights of every run, without optimizer state.
+    ``settings`` are SNIP's for all policies. ``save`` keeps the final weights of every run, without optimizer state.
     """
 
     kind: str
-    steps: int
-    seeds: tuple[int, ...]
-    granularity: str
-    budgets: tuple[float, ...]
-    formats: tuple[str, ...]
-    updates: Updates
-    candidates: tuple[Candidate, ...]
-    save: bool = False
+    steps: int = entry(whole(1))
+    seeds: tuple[int, ...] = entry(several(whole(), "whole numbers", distinct=True))
+    granularity: str = entry(one_of(GRANULARITIES), "gemm")
+    budgets: tuple[float, ...] = entry(_budgets, ())
+    formats: tuple[str, ...] = entry(several(one_of([fmt.value for fmt in Format]), "formats"), ("fp8", "fp4"))
+    updates: Updates = entry(made_of(Updates), _UPDATES)  # noqa: RUF009 - it makes a dataclass field
+    settings: Mapping[str, Any] | None = entry(_settings, None)
+    candidates: tuple[Candidate, ...] = entry(several(_candidate, "policies", indexed=True), name="policies")
+    save: bool = entry(flag, False)
 
     def budgets_of(self, candidate: Candidate) -> tuple[float, ...]:
         """Return the budgets at which ``candidate`` runs: its own, or else those of the phase."""
         return self.budgets if candidate.budgets is None else candidate.budgets
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A comparison that the experiment file announces before its runs are made.
+
+    Attributes:
+        kind: ``from_warm`` or ``from_scratch``; by default the first of the two that the experiment has.
+        ours: the label of the first policy.
+        theirs: the labels that it is compared with. A policy with a fixed map is compared at every budget.
+        budgets: the budgets at which it is compared.
+        validation: the formats of the validation, ``map`` or ``bf16``.
+    """
+
+    kind: str = entry(text, "")
+    ours: str = entry(text)
+    theirs: tuple[str, ...] = entry(_texts)
+    budgets: tuple[float, ...] = entry(_budgets)
+    validation: str = entry(one_of(VALIDATIONS), "map")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """An experiment file.
 
@@ -139,18 +173,18 @@ class Experiment:
         training: the training settings.
         validation_tokens: the minimum number of tokens of a final validation.
         warm: the run that makes the warm checkpoint; None without one.
-        phases: the runs.
         planned: the announced comparisons. Holm's correction covers these, and no others.
+        phases: the runs.
     """
 
-    name: str
-    model: str
-    tokenizer: str
-    training: Training
-    validation_tokens: int
-    warm: Warm | None
+    name: str = entry(printable("/", "is no file name"))
+    model: str = entry(text)
+    tokenizer: str = entry(one_of(("bytes", "bpe")), "bytes")
+    training: Training = entry(made_of(Training))  # noqa: RUF009
+    validation_tokens: int = entry(whole(1), 262_144)
+    warm: Warm | None = entry(made_of(Warm), None)  # noqa: RUF009
+    planned: tuple[Planned, ...] = entry(several(made_of(Planned), "comparisons", indexed=True), ())
     phases: tuple[Phase, ...]
-    planned: tuple[Planned, ...] = ()
 
     def schedule(self, kind: str) -> int:
         """Return the steps of a phase's learning rate schedule. The warm run and its branches share one schedule."""
@@ -161,8 +195,8 @@ class Experiment:
 def load_experiment(path: Path) -> Experiment:
     """Read a ``.json`` or ``.toml`` experiment. Raises SnipError naming the file, the field and the fault."""
     try:
-        text = path.read_text(encoding="utf-8")
-        body = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        content = path.read_text(encoding="utf-8")
+        body = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
     except (OSError, UnicodeDecodeError) as error:
         raise SnipError(f"{path}: cannot be read ({error})") from None
     except (ValueError, RecursionError) as error:
@@ -172,164 +206,73 @@ def load_experiment(path: Path) -> Experiment:
 
 def parse_experiment(body: Any, where: str, name: str) -> Experiment:
     """Parse an experiment. ``name`` is its default name. Raises SnipError naming ``where``, the field and the fault."""
-    fields = Fields(body, where)
-    if fields.text("schema") != SCHEMA:
+    if not isinstance(body, Mapping) or body.get("schema") != SCHEMA:
         raise SnipError(f'{where}: "schema" must be "{SCHEMA}"')
-    warm = _warm(fields.raw("warm"), fields.at("warm")) if fields.has("warm") else None
-    phases = tuple(_phase(fields.raw(kind), fields.at(kind), kind) for kind in PHASES if fields.has(kind))
+    phases = tuple(
+        parse(Phase, body[kind], f"{where}: {kind}", kind=kind) for kind in PHASES if body.get(kind) is not None
+    )
+    rest = {key: value for key, value in body.items() if key not in ("schema", "comment", *PHASES)}
     if not phases:
         raise SnipError(f"{where}: has neither from_warm nor from_scratch: nothing to train")
-    if warm is None and any(phase.kind == "from_warm" for phase in phases):
-        raise SnipError(f"{where}: from_warm needs warm: the checkpoint to start from")
-    experiment = Experiment(
-        name=_printable(fields, "name", name, "/", "is no file name"),
-        model=fields.text("model"),
-        tokenizer=_choice(fields, "tokenizer", "bytes", TOKENIZERS),
-        training=_training(fields.raw("training"), fields.at("training")),
-        validation_tokens=fields.integer("validation_tokens", 262_144, least=1),
-        warm=warm,
-        phases=phases,
-        planned=read_planned(fields, _budgets_by_label(phases)),
-    )
-    model(experiment.model)
-    _check_warmup(experiment, where)
-    fields.raw("comment")
-    fields.close()
+    found = parse(Experiment, {**rest, "name": rest.get("name") or name}, where, phases=phases)
+    planned = tuple(dataclasses.replace(each, kind=each.kind or phases[0].kind) for each in found.planned)
+    experiment = dataclasses.replace(found, planned=planned)
+    _check(experiment, where)
     return experiment
 
 
-def _check_warmup(experiment: Experiment, where: str) -> None:
-    """Refuse a warm-up as long as the learning rate schedule, which Megatron would refuse with an assertion."""
-    warmup = experiment.training.warmup_steps
-    for phase in experiment.phases:
-        steps = experiment.schedule(phase.kind)
-        if warmup >= steps:
-            raise SnipError(
-                f"{where}: training.warmup_steps: {warmup} must be less than the {steps} steps of {phase.kind}"
-            )
-
-
-def _training(body: Any, where: str) -> Training:
-    fields = Fields(body, where)
-    training = Training(
-        sequence=fields.integer("sequence", least=1),
-        global_batch=fields.integer("global_batch", least=1),
-        micro_batch=fields.integer("micro_batch", least=1),
-        lr=fields.number("lr"),
-        min_lr=fields.number("min_lr", 0.0, most=fields.number("lr")),
-        warmup_steps=fields.integer("warmup_steps", 0),
-        weight_decay=fields.number("weight_decay", 0.1),
-        beta2=fields.number("beta2", 0.95, most=1.0),
-        clip_grad=fields.number("clip_grad", 1.0),
-        arguments=fields.texts("arguments", ()),
-        ranks=fields.integer("ranks", 1, least=1),
-    )
-    fields.close()
+def _check(experiment: Experiment, where: str) -> None:
+    """Raise SnipError for fields that do not fit together."""
+    model(experiment.model)
+    training, warm = experiment.training, experiment.warm
+    number(most=training.lr)(training.min_lr, f"{where}: training: min_lr")
     if training.global_batch % training.micro_batch:
-        raise SnipError(f"{fields.at('global_batch')}: {training.global_batch} is no multiple of micro_batch")
-    return training
-
-
-def _warm(body: Any, where: str) -> Warm:
-    fields = Fields(body, where)
-    warm = Warm(fields.integer("steps", least=1), fields.integer("seed", 1234, least=1), fields.integers("save", ()))
-    fields.close()
-    if any(not 0 < step < warm.steps for step in warm.save):
-        raise SnipError(f"{fields.at('save')}: steps must lie between 0 and {warm.steps}")
-    return warm
-
-
-def _phase(body: Any, where: str, kind: str) -> Phase:
-    fields = Fields(body, where)
-    candidates = tuple(
-        _candidate(entry, f"{fields.at('policies')}[{i}]") for i, entry in enumerate(_entries(fields, "policies"))
-    )
-    labels = [candidate.label for candidate in candidates]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
         raise SnipError(
-            f"{fields.at('policies')}: {quoted(twice)} stands there twice; give one of them a label of its own"
+            f"{where}: training: global_batch: {training.global_batch} is no multiple of micro_batch"
+            f" {training.micro_batch}"
         )
-    phase = Phase(
-        kind=kind,
-        steps=fields.integer("steps", least=1),
-        seeds=fields.integers("seeds"),
-        granularity=_choice(fields, "granularity", "gemm", GRANULARITIES),
-        budgets=fields.numbers("budgets", ()),
-        formats=tuple(_known(name, fields.at("formats"), FORMATS) for name in fields.texts("formats", ("fp8", "fp4"))),
-        updates=_updates(fields.raw("updates") if fields.has("updates") else {}, fields.at("updates")),
-        candidates=candidates,
-        save=fields.flag("save", False),
-    )
-    fields.close()
+    if warm is None and any(phase.kind == "from_warm" for phase in experiment.phases):
+        raise SnipError(f"{where}: from_warm needs warm: the checkpoint to start from")
+    if warm is not None and any(not 0 < step < warm.steps for step in warm.save):
+        raise SnipError(f"{where}: warm: save: steps must lie between 0 and {warm.steps}")
+    for phase in experiment.phases:
+        _check_phase(phase, f"{where}: {phase.kind}")
+        if training.warmup_steps >= (steps := experiment.schedule(phase.kind)):  # Megatron asserts this
+            raise SnipError(
+                f"{where}: training.warmup_steps: {training.warmup_steps} must be less than the {steps} steps of"
+                f" {phase.kind}"
+            )
+    for i, planned in enumerate(experiment.planned):
+        _check_planned(planned, f"{where}: planned[{i}]", experiment.phases)
+
+
+def _check_phase(phase: Phase, where: str) -> None:
+    labels = [candidate.label for candidate in phase.candidates]
+    if not labels:
+        raise SnipError(f"{where}: policies: expected a list of policies")
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise SnipError(
+            f"{where}: policies: {quoted(twice[0])} stands there twice; give one of them a label of its own"
+        )
     if not phase.seeds or 0 in phase.seeds:
-        raise SnipError(f"{fields.at('seeds')}: give at least one, all positive (Megatron takes no 0)")
-    if phase.updates.first == 0 and kind == "from_scratch":
-        raise SnipError(f"{fields.at('updates')}: first must be at least 1 from scratch: AdamW has no moments before")
-    for candidate in candidates:
+        raise SnipError(f"{where}: seeds: give at least one, all positive (Megatron takes no 0)")
+    if phase.updates.first == 0 and phase.kind == "from_scratch":
+        raise SnipError(f"{where}: updates: first must be at least 1 from scratch: AdamW has no moments before")
+    for candidate in phase.candidates:
         if not candidate.fixed and not phase.budgets_of(candidate):
-            raise SnipError(f"{fields.at('budgets')}: {quoted(candidate.label)} needs at least one")
-    return phase
+            raise SnipError(f"{where}: budgets: {quoted(candidate.label)} needs at least one")
 
 
-def _budgets_by_label(phases: tuple[Phase, ...]) -> dict[str, dict[str, tuple[float, ...] | None]]:
-    """Return kind → label → budgets of the policies; None for a fixed map."""
-    return {
-        phase.kind: {c.label: None if c.fixed else phase.budgets_of(c) for c in phase.candidates} for phase in phases
-    }
-
-
-def _entries(fields: Fields, name: str) -> list[Any]:
-    entries = fields.raw(name)
-    if not isinstance(entries, list) or not entries:
-        raise SnipError(f"{fields.at(name)}: expected a list of policies")
-    return entries
-
-
-def _updates(body: Any, where: str) -> Updates:
-    fields = Fields(body, where)
-    updates = Updates(
-        first=fields.integer("first", 1),
-        interval=fields.integer("interval", 1_000_000, least=2),
-        lag=fields.integer("lag", 1, least=1),
-        wait=fields.number("wait", 600.0),
-    )
-    fields.close()
-    return updates
-
-
-def _candidate(body: Any, where: str) -> Candidate:
-    fields = Fields({"policy": body} if isinstance(body, str) else body, where)
-    policy = _choice(fields, "policy", None, POLICIES)
-    candidate = Candidate(
-        label=_printable(fields, "label", policy, "|", "does not fit in a table"),
-        policy=policy,
-        estimator=_choice(fields, "estimator", None, ESTIMATORS) if fields.has("estimator") else None,
-        q=_choice(fields, "q", None, Q_RULES) if fields.has("q") else None,
-        granularity=_choice(fields, "granularity", None, GRANULARITIES) if fields.has("granularity") else None,
-        budgets=fields.numbers("budgets") if fields.has("budgets") else None,
-        arguments=fields.texts("arguments", ()),
-    )
-    fields.close()
-    return candidate
-
-
-def _printable(fields: Fields, name: str, default: str, without: str, fault: str) -> str:
-    """Return a text of at most ``LONGEST`` bytes, all printable, that lacks the character ``without``."""
-    value = fields.text(name, default)
-    if not value.isprintable() or without in value or len(value.encode()) > LONGEST:
-        raise SnipError(
-            f"{fields.at(name)}: {quoted(value)} {fault}: give at most {LONGEST} printable characters, none of them"
-            f" {without}"
-        )
-    return value
-
-
-def _choice(fields: Fields, name: str, default: str | None, known: Any) -> str:
-    return _known(fields.text(name) if default is None else fields.text(name, default), fields.at(name), known)
-
-
-def _known(value: str, where: str, known: Any) -> str:
-    if value not in known:
-        raise SnipError(f"{where}: {quoted(value)} is unknown; choose one of {', '.join(known)}")
-    return value
+def _check_planned(planned: Planned, where: str, phases: tuple[Phase, ...]) -> None:
+    """Raise SnipError if a comparison names a policy or a budget that the experiment does not run."""
+    phase = next((phase for phase in phases if phase.kind == planned.kind), None)
+    if phase is None:
+        kinds = ", ".join(phase.kind for phase in phases)
+        raise SnipError(f"{where}: kind: {quoted(planned.kind)}: expected one of {kinds}")
+    made = {each.label: each for each in phase.candidates}
+    for label in (planned.ours, *planned.theirs):
+        if label not in made or (label == planned.ours and made[label].fixed):
+            raise SnipError(f"{where}: {quoted(label)} is no policy of {planned.kind} with a budget")
+        own = planned.budgets if made[label].fixed else phase.budgets_of(made[label])
+        if missing := [budget for budget in planned.budgets if budget not in own]:
+            raise SnipError(f"{where}: budgets: {quoted(label)} does not run at {missing[0]:g}")

@@ -8,6 +8,8 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+PACKAGES = ("torch", "megatron-core", "triton", "ortools")
+
 
 def visible_gpus() -> list[str]:
     """Return the CUDA devices by their names in ``CUDA_VISIBLE_DEVICES``. No CUDA context is created."""
@@ -19,41 +21,31 @@ def visible_gpus() -> list[str]:
 
 
 def describe(gpus: list[str]) -> dict[str, str]:
-    """Return hardware and versions of this machine for a result file."""
+    """Return hardware, versions and commit, which every result contains."""
     hardware = f"{len(os.sched_getaffinity(0))} CPU cores ({platform.machine()})"
-    if gpus:
-        hardware = f"{len(gpus)} × {_gpu_name()}, {hardware}"
-    packages = {name: _version(name) for name in ("torch", "megatron-core", "triton", "ortools")}
-    return {"hardware": hardware, "python": platform.python_version()} | packages
+    if gpus:  # asking CUDA for the name would create a context in this process
+        names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "GPU"
+        hardware = f"{len(gpus)} × {names.splitlines()[0].strip()}, {hardware}"
+    versions = {name: _version(name) for name in PACKAGES}
+    return {"hardware": hardware, "python": platform.python_version(), **versions, "commit": _commit()}
 
 
-def commit() -> str:
+def _commit() -> str:
     """Return the commit of this package: the variable ``SNIP_COMMIT`` if it is set, else git's answer."""
     if named := os.environ.get("SNIP_COMMIT"):
         return named
-    folder = Path(__file__).resolve().parent
-    try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no", "--", "."],
-            cwd=folder.parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+    git = ("git", "-C", str(Path(__file__).resolve().parents[1]))
+    head = _output(*git, "rev-parse", "HEAD")
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return head + ("+changes" if changed else "") if head else "unknown"
 
 
-def _gpu_name() -> str:
-    """Return the GPU's name from ``nvidia-smi``. Asking CUDA would create a context in this process."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+def _output(*command: str) -> str:
+    """Return what a command prints; an empty text if it fails."""
     try:
-        names = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return "GPU"
-    return names[0].strip() or "GPU"
+        return ""
 
 
 def _version(package: str) -> str:

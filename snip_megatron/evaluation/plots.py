@@ -1,4 +1,4 @@
-"""Figures of comparisons, proxy validations and staleness."""
+"""Figures of comparisons and of proxy validations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 
 from snip_megatron.evaluation.pages import COLOURS, figure
 from snip_megatron.evaluation.proxy import Validation
-from snip_megatron.evaluation.staleness import PHASES, Summary
 from snip_megatron.evaluation.statistics import Row, mean_std
 from snip_megatron.precision import split_option_id
 
-DASHES = {"early": "dot", "late": "solid"}
 SYMBOLS = {"fprop": "circle", "dgrad": "diamond", "wgrad": "square"}
 
 
@@ -57,21 +55,5 @@ def proxy_figure(validation: Validation, kind: str, estimator: str) -> Any:
                 mode="markers",
                 marker={"symbol": symbol, "size": 7, "color": colour},
                 hovertemplate="%{text}<br>%{x:.3g}, %{y:.3g}",
-            )
-    return plot
-
-
-def stale_figure(summaries: Sequence[Summary]) -> Any:
-    """Draw the median Spearman correlations over the lag, early and late in training."""
-    plot = figure("steps apart", "Spearman")
-    for phase in PHASES:
-        own = [s for s in summaries if s.phase == phase]
-        for name, colour in zip(("loss", "drift", "score"), COLOURS, strict=False):
-            plot.add_scatter(
-                x=[s.lag for s in own],
-                y=[getattr(s, name) for s in own],
-                name=f"{name}, {phase}",
-                mode="lines+markers",
-                line={"color": colour, "dash": DASHES[phase]},
             )
     return plot

@@ -5,8 +5,9 @@ The sensitivity of an option is measured by forcing only this option to the cand
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,12 @@ from snip_megatron.statistics.table import StatisticsTable
 QUANTITIES = ("loss", "drift: all", *(f"drift: {gemm.value}" for gemm in Gemm))
 """Compared quantities. ``loss`` covers fprop options only, since dgrad and wgrad do not change the loss of the same
 step. ``drift`` (weight divergence) covers all options, or those of one GEMM."""
-TARGETS = {"loss": 0.95, "drift: all": 0.95, "drift: fprop": 0.75, "drift: dgrad": 0.9, "drift: wgrad": 0.9}
-"""Target of the default estimator's Spearman correlation. A value within NEAR of the ceiling also meets the target."""
-NEAR = 0.03
 CEILING = "ceiling"
 DEFAULT = "noise"
 _FEWEST = 3
 
-Scores = Mapping[str, float]
+Scores = Mapping[str, OptionScore]
+"""Option → score."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,7 @@ class Comparison:
         estimator: the estimator's name.
         rho: Spearman correlation over all options; None if there are too few.
         options: number of options.
-        trusted_rho: Spearman correlation over the options whose value is above rounding noise; None if there are too
-            few.
-        trusted: number of options above rounding noise.
+        trusted_rho, trusted: the same over the options whose value is above rounding noise.
     """
 
     quantity: str
@@ -66,7 +63,7 @@ class Validation:
         source: name of the table's run or file.
         step: training step of the table.
         tokens: number of tokens of the measurement.
-        fmt: the candidate format.
+        format: the candidate format.
         comparisons: the correlations.
         points: ``loss`` or ``drift`` → option → estimator → score. ``measured`` and ``measured again`` are included as
             estimators.
@@ -75,7 +72,7 @@ class Validation:
     source: str
     step: int
     tokens: int
-    fmt: str
+    format: str
     comparisons: tuple[Comparison, ...]
     points: Mapping[str, Mapping[str, Mapping[str, float]]]
 
@@ -90,27 +87,9 @@ class Validation:
         names = dict.fromkeys(comparison.estimator for comparison in self.comparisons)
         return sorted(names, key=lambda name: (name != CEILING, name != DEFAULT))
 
-    def met(self, quantity: str) -> bool | None:
-        """Return whether the default estimator meets the target of a quantity, or None if it was not compared."""
-        ours, ceiling = self.of(quantity, DEFAULT), self.of(quantity, CEILING)
-        if ours is None or ours.rho is None:
-            return None
-        limit = TARGETS[quantity]
-        if ceiling is not None and ceiling.rho is not None:
-            limit = min(limit, ceiling.rho - NEAR)
-        return ours.rho >= limit
-
     def as_dict(self) -> dict[str, Any]:
         """Return the validation as JSON types."""
-        return {
-            "source": self.source,
-            "step": self.step,
-            "tokens": self.tokens,
-            "format": self.fmt,
-            "comparisons": [vars(comparison) for comparison in self.comparisons],
-            "met": {quantity: self.met(quantity) for quantity in QUANTITIES},
-            "points": self.points,
-        }
+        return dataclasses.asdict(self)
 
 
 def find_tables(source: Path) -> list[Path]:
@@ -140,7 +119,7 @@ def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
     """
     base = SolveRequest(formats=(fmt,))
     true = truth(table, fmt)
-    columns: dict[str, dict[str, OptionScore]] = {
+    columns: dict[str, Scores] = {
         name: option_scores(table, replace(base, estimator=name), fmt) for name in ESTIMATORS if name != "measured"
     }
     if float(table.linear["bg2"].sum()) > 0.0:
@@ -148,10 +127,8 @@ def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
     columns |= _rules(table, base)
     if table.measured_again is not None:
         columns[CEILING] = truth(table, fmt, again=True)
-    comparisons = [
-        _compare(quantity, name, scores, true) for quantity in QUANTITIES for name, scores in columns.items()
-    ]
-    points = {kind: _points(kind, true, columns) for kind in ("loss", "drift")}
+    comparisons = [_compare(quantity, name, own, true) for quantity in QUANTITIES for name, own in columns.items()]
+    points = {quantity: _points(quantity, true, columns) for quantity in ("loss", "drift")}
     return Validation(source, table.step, table.tokens, fmt, tuple(c for c in comparisons if c), points)
 
 
@@ -163,7 +140,7 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     return rho if math.isfinite(rho) else None
 
 
-def _rules(table: StatisticsTable, base: SolveRequest) -> dict[str, dict[str, OptionScore]]:
+def _rules(table: StatisticsTable, base: SolveRequest) -> dict[str, Scores]:
     """Return the scores of other methods' rules. Each rule serves as a proxy of both loss and drift."""
     loss, weight = divergences(table, replace(base, estimator="fisher"))
     arrays: dict[str, FloatArray] = {"first-order loss": first_order(table, base.formats)}
@@ -179,50 +156,40 @@ def _rules(table: StatisticsTable, base: SolveRequest) -> dict[str, dict[str, Op
     }
 
 
-def _value(kind: str) -> Callable[[OptionScore], float]:
-    return (lambda s: s.delta_loss) if kind == "loss" else (lambda s: s.delta_drift)
+def _value(quantity: str, score: OptionScore) -> float:
+    return score.delta_loss if quantity == "loss" else score.delta_drift
 
 
-def _selects(quantity: str) -> Callable[[str], bool]:
-    """Return the predicate that selects the options of a quantity."""
-    kind, _, gemm = quantity.partition(": ")
-    wanted = Gemm.FPROP.value if kind == "loss" else gemm
-    return lambda option: wanted == "all" or split_option_id(option)[1] == Gemm(wanted)
+def _trusted(quantity: str, score: OptionScore) -> bool:
+    return score.loss_trusted if quantity == "loss" else score.drift_trusted
 
 
-def _compare(
-    quantity: str, name: str, scores: Mapping[str, OptionScore], true: Mapping[str, OptionScore]
-) -> Comparison | None:
+def _covers(quantity: str, option: str) -> bool:
+    """Return whether a quantity covers an option."""
+    wanted = Gemm.FPROP.value if quantity == "loss" else quantity.partition(": ")[2]
+    return wanted in ("", "all") or split_option_id(option)[1] == Gemm(wanted)
+
+
+def _compare(quantity: str, name: str, scores: Scores, true: Scores) -> Comparison | None:
     """Compare one estimator in one quantity.
 
     Returns None if the estimator does not predict the quantity, such as weight divergence for ``fisher``.
     """
-    kind = quantity.partition(": ")[0]
-    value, selects = _value(kind), _selects(quantity)
-    options = [option for option in true if option in scores and selects(option)]
-    if not options or not any(value(scores[option]) for option in options):
+    options = [option for option in true if option in scores and _covers(quantity, option)]
+    if not any(_value(quantity, scores[option]) for option in options):
         return None
-    above = [option for option in options if _trusted(kind, true[option]) and _trusted(kind, scores[option])]
+    above = [o for o in options if _trusted(quantity, true[o]) and _trusted(quantity, scores[o])]
     rho, trusted_rho = (
-        spearman([value(scores[o]) for o in chosen], [value(true[o]) for o in chosen]) for chosen in (options, above)
+        spearman([_value(quantity, scores[o]) for o in chosen], [_value(quantity, true[o]) for o in chosen])
+        for chosen in (options, above)
     )
     return Comparison(quantity, name, rho, len(options), trusted_rho, len(above))
 
 
-def _trusted(kind: str, score: OptionScore) -> bool:
-    return score.loss_trusted if kind == "loss" else score.drift_trusted
-
-
-def _points(
-    kind: str, true: Mapping[str, OptionScore], columns: Mapping[str, Mapping[str, OptionScore]]
-) -> dict[str, dict[str, float]]:
-    value, wanted = _value(kind), _selects("loss" if kind == "loss" else "drift: all")
-    points: dict[str, dict[str, float]] = {}
-    for option in true:
-        if wanted(option):
-            others = {name: value(scores[option]) for name, scores in columns.items() if option in scores}
-            again = others.pop(CEILING, None)
-            points[option] = {"measured": value(true[option])} | others
-            if again is not None:
-                points[option]["measured again"] = again
-    return points
+def _points(quantity: str, true: Scores, columns: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
+    shown = {"measured": true} | {"measured again" if name == CEILING else name: own for name, own in columns.items()}
+    return {
+        option: {name: _value(quantity, scores[option]) for name, scores in shown.items() if option in scores}
+        for option in true
+        if _covers(quantity, option)
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from snip_megatron.errors import SnipError
@@ -16,25 +15,19 @@ from snip_megatron.evaluation.runs import fill, training_arguments, training_com
 from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What to measure.
-
-    Attributes:
-        microbatches: microbatches of each of the two disjoint batches.
-        format: the format to which each option is forced, one at a time.
-        steps: the steps of the warm run's checkpoints.
-    """
-
-    microbatches: int
-    format: str
-    steps: tuple[int, ...]
-
-
 def record_truth(
-    experiment: Experiment, data: Data, work: Path, recording: Recording, pool: Pool
+    experiment: Experiment, data: Data, work: Path, steps: Sequence[int], fmt: str, microbatches: int, pool: Pool
 ) -> list[tuple[int, Path]]:
-    """Measure at each checkpoint of ``recording.steps``. The warm run is trained if its checkpoints do not exist.
+    """Measure at checkpoints of the warm run, which is trained if its checkpoints do not exist.
+
+    Args:
+        experiment: the experiment.
+        data: its text.
+        work: the folder for checkpoints and run directories.
+        steps: the steps of the checkpoints.
+        fmt: the format to which each option is forced, one at a time.
+        microbatches: microbatches of each of the two disjoint batches.
+        pool: runs the trainings.
 
     Returns:
         (step, run directory) of each checkpoint.
@@ -44,13 +37,13 @@ def record_truth(
     """
     warm = warm_checkpoint(experiment, data, work)
     known = (*warm.warm.save, warm.warm.steps)
-    for step in recording.steps:
+    for step in steps:
         if step not in known:
             raise SnipError(f"--steps {step}: the warm run keeps checkpoints of {', '.join(map(str, known))} steps")
     if warm.sha256 is None:
         _run(pool, [warm.job(work / "logs")])
-    folders = [(step, work / "proxy" / f"{warm.folder.name}_{step}") for step in recording.steps]
-    _run(pool, [_job(warm, step, folder, recording, work / "logs") for step, folder in folders])
+    folders = [(step, work / "proxy" / f"{warm.folder.name}_{step}") for step in steps]
+    _run(pool, [_job(warm, step, folder, fmt, microbatches, work / "logs") for step, folder in folders])
     return folders
 
 
@@ -70,7 +63,7 @@ def _run(pool: Pool, jobs: Sequence[Job]) -> None:
         raise SnipError(f"{left} recordings did not end in time; raise --time-limit", exit_code=1)
 
 
-def _job(warm: WarmCheckpoint, step: int, folder: Path, recording: Recording, logs: Path) -> Job:
+def _job(warm: WarmCheckpoint, step: int, folder: Path, fmt: str, microbatches: int, logs: Path) -> Job:
     """Return the job of two steps after a checkpoint.
 
     The first step provides the gradient norm for the factor of gradient clipping. The second step measures.
@@ -80,9 +73,9 @@ def _job(warm: WarmCheckpoint, step: int, folder: Path, recording: Recording, lo
         *("--eval-interval", "1000000000", "--eval-iters", "0", "--exit-interval", str(step + 2)),
         *("--load", "{warm}", "--ckpt-step", str(step), "--ckpt-format", "torch_dist"),
         *("--snip", "--snip-estimator", "measured", "--snip-measured-share", "1", "--snip-measured-twice"),
-        *("--snip-backward-noise", "--snip-probe-microbatches", str(recording.microbatches)),
+        *("--snip-backward-noise", "--snip-probe-microbatches", str(microbatches)),
         # Any format, with four bits or not, meets this budget.
-        *("--snip-formats", recording.format, "--snip-budget", "fp4=0", "--snip-first-update", str(step + 1)),
+        *("--snip-formats", fmt, "--snip-budget", "fp4=0", "--snip-first-update", str(step + 1)),
         *("--snip-update-interval", "1000000", "--snip-lag", "1", "--snip-dir", "{run}"),
         *("--data-cache-path", "{run}/cache"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,9 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-ATTEMPTS = 2
 POLL_S = 0.2
 GRACE_S = 20.0
 MARGIN = 1.1
@@ -26,7 +25,7 @@ class Job:
         name: name of the job.
         command: the command line.
         log: the file for its output.
-        families: names shared with jobs of similar duration, the most similar first.
+        family: name shared with jobs of similar duration.
         before: called before each start.
         check: called after exit code 0; raises ValueError if the job is not a success.
     """
@@ -34,21 +33,14 @@ class Job:
     name: str
     command: Sequence[str]
     log: Path
-    families: tuple[str, ...] = ()
-    before: Callable[[], None] | None = None
-    check: Callable[[], None] | None = None
+    family: str = ""
+    before: Callable[[], object] = lambda: None
+    check: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job.
-
-    Attributes:
-        job: the job.
-        error: None after a success, else one line about the failure.
-        seconds: duration of the last attempt.
-        device: its CUDA device; None for the CPU.
-    """
+    """The end of a job: None or one line about its failure, the seconds of the last attempt, its CUDA device."""
 
     job: Job
     error: str | None
@@ -60,7 +52,6 @@ class Outcome:
 class _Running:
     job: Job
     slot: int
-    attempt: int
     started: float
     process: subprocess.Popen[bytes]
 
@@ -85,7 +76,7 @@ class Pool:
     stopped: bool = False
     _waiting: list[Job] = field(default_factory=list)
     _running: list[_Running] = field(default_factory=list)
-    _attempts: dict[str, int] = field(default_factory=dict)
+    _failed_once: set[str] = field(default_factory=set)
 
     def add(self, jobs: Sequence[Job]) -> None:
         """Queue jobs. The callbacks of :meth:`run` may also call it."""
@@ -102,7 +93,7 @@ class Pool:
             The number of jobs that were not run, or that were ended at the deadline or by :meth:`stop`.
         """
         try:
-            while (self._waiting or self._running) and not self.stopped and not self._late():
+            while (self._waiting or self._running) and not self.stopped and self._left() > 0:
                 self._start()
                 if not self._running:
                     break
@@ -125,35 +116,22 @@ class Pool:
         """Number of running processes."""
         return len(self._running)
 
-    # -- start -------------------------------------------------------------------------------------------------
+    def _left(self) -> float:
+        """Seconds until the deadline."""
+        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
+
     def _start(self) -> None:
         taken = {running.slot for running in self._running}
         free = [slot for slot in range(len(self.devices)) if slot not in taken]
-        for job in [job for job in self._waiting if self._fits(job)][: len(free)]:
+        fitting = [job for job in self._waiting if MARGIN * self.expected.get(job.family, 0.0) <= self._left()]
+        for job, slot in zip(fitting, free, strict=False):
             self._waiting.remove(job)
-            self._running.append(self._launch(job, self._emptiest(free)))
-            free.remove(self._running[-1].slot)
-
-    def _emptiest(self, free: list[int]) -> int:
-        """Return a free slot of the device with the fewest processes."""
-        load = [self.devices[running.slot] for running in self._running]
-        return min(free, key=lambda slot: (load.count(self.devices[slot]), slot))
-
-    def _fits(self, job: Job) -> bool:
-        known = next((family for family in job.families if family in self.expected), None)
-        if self.deadline is None or known is None:
-            return True
-        return time.monotonic() + MARGIN * self.expected[known] <= self.deadline
-
-    def _late(self) -> bool:
-        return self.deadline is not None and time.monotonic() >= self.deadline
+            self._running.append(self._launch(job, slot))
 
     def _launch(self, job: Job, slot: int) -> _Running:
-        if job.before is not None:
-            job.before()
+        job.before()
         job.log.parent.mkdir(parents=True, exist_ok=True)
-        device = self.devices[slot]
-        environment = {**os.environ, **self.environment, "CUDA_VISIBLE_DEVICES": "" if device is None else device}
+        environment = {**os.environ, **self.environment, "CUDA_VISIBLE_DEVICES": self.devices[slot] or ""}
         with job.log.open("wb") as log:
             # The process leads a new process group, so that the whole group can be ended.
             process = subprocess.Popen(
@@ -165,20 +143,19 @@ class Pool:
                 process_group=0,
                 close_fds=False,  # the lock of the working folder is inherited
             )
-        self._attempts[job.name] = self._attempts.get(job.name, 0) + 1
-        return _Running(job, slot, self._attempts[job.name], time.monotonic(), process)
+        return _Running(job, slot, time.monotonic(), process)
 
-    # -- end ---------------------------------------------------------------------------------------------------
     def _ended(self, running: _Running, ended: Callable[[Outcome], None]) -> None:
-        seconds = time.monotonic() - running.started
-        error = _error(running.job, running.process.returncode)
-        for family in running.job.families if error is None else ():
-            self.expected[family] = max(self.expected.get(family, 0.0), seconds)
-        if error is not None and running.attempt < ATTEMPTS:
-            running.job.log.replace(running.job.log.with_name(running.job.log.name + ".1"))
-            self._waiting.insert(0, running.job)
+        job, seconds = running.job, time.monotonic() - running.started
+        error = _error(job, running.process.returncode)
+        if error is None:
+            self.expected[job.family] = max(self.expected.get(job.family, 0.0), seconds)
+        elif job.name not in self._failed_once:
+            self._failed_once.add(job.name)
+            job.log.replace(job.log.with_name(job.log.name + ".1"))
+            self._waiting.insert(0, job)
             return
-        ended(Outcome(running.job, error, seconds, self.devices[running.slot]))
+        ended(Outcome(job, error, seconds, self.devices[running.slot]))
 
     def _end_all(self) -> None:
         for running in self._running:
@@ -194,21 +171,18 @@ class Pool:
 
 
 def _error(job: Job, code: int) -> str | None:
-    if code == 0:
-        try:
-            if job.check is not None:
-                job.check()
-        except (ValueError, OSError, LookupError) as error:
-            return str(error)
-        return None
-    return f"exit code {code}: {last_line(job.log)}"
+    if code != 0:
+        return f"exit code {code}: {last_line(job.log)}"
+    try:
+        job.check()
+    except (ValueError, OSError, LookupError) as error:
+        return str(error)
+    return None
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        process.poll()
 
 
 def last_line(log: Path, size: int = 8192) -> str:
@@ -216,8 +190,8 @@ def last_line(log: Path, size: int = 8192) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - size))
-            lines: list[Any] = file.read().decode("utf-8", "replace").splitlines()
+            told = file.read().decode("utf-8", "replace").split("\n")
     except OSError:
         return "no log"
-    told = [line.strip() for line in lines if line.strip()]
-    return str(told[-1])[:500] if told else "the log is empty"
+    lines = [line.strip() for line in told if line.strip()]
+    return lines[-1][:500] if lines else "the log is empty"

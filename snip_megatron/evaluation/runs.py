@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.evaluation.data import Data
-from snip_megatron.evaluation.experiment import Candidate, Experiment, Phase, Training, Warm
+from snip_megatron.evaluation.experiment import Candidate, Experiment, Phase, Warm
 from snip_megatron.evaluation.models import model
 from snip_megatron.sensitivity.fixed import fixed_formats
 
@@ -57,7 +57,7 @@ class Run:
         Equal runs have the same on any machine.
         """
         body = [list(self.arguments), data.sha256, warm_sha256 if self.kind == "from_warm" else None]
-        return _sha256(_with_ranks(body, self.ranks))[:20]
+        return _sha256(body, self.ranks)
 
     @property
     def title(self) -> str:
@@ -71,12 +71,13 @@ def experiment_runs(experiment: Experiment, data: Data) -> list[Run]:
 
     A comparison that is interrupted has therefore complete seeds, which can be compared.
     """
-    runs = []
-    for phase in experiment.phases:
-        for seed in phase.seeds:
-            candidates = sorted(phase.candidates, key=lambda c: not c.fixed)
-            runs += [run for candidate in candidates for run in _runs(experiment, data, phase, candidate, seed)]
-    return runs
+    return [
+        _run(experiment, data, phase, candidate, seed, budget)
+        for phase in experiment.phases
+        for seed in phase.seeds
+        for candidate in sorted(phase.candidates, key=lambda c: not c.fixed)
+        for budget in ((None,) if candidate.fixed else phase.budgets_of(candidate))
+    ]
 
 
 def warm_arguments(experiment: Experiment, data: Data, warm: Warm) -> list[str]:
@@ -94,12 +95,7 @@ def warm_arguments(experiment: Experiment, data: Data, warm: Warm) -> list[str]:
 
 def warm_identity(experiment: Experiment, data: Data, warm: Warm) -> str:
     """Return the hash of the arguments and the text that make the warm checkpoint."""
-    return _sha256(_with_ranks([warm_arguments(experiment, data, warm), data.sha256], experiment.training.ranks))[:20]
-
-
-def training_arguments(experiment: Experiment, data: Data, seed: int) -> list[str]:
-    """Return the common arguments of the warm run and its branches: model, text and training, without SNIP's."""
-    return _common(experiment, data, experiment.schedule("from_warm"), seed)
+    return _sha256([warm_arguments(experiment, data, warm), data.sha256], experiment.training.ranks)
 
 
 def primer_arguments(experiment: Experiment, data: Data) -> list[str]:
@@ -112,79 +108,9 @@ def primer_arguments(experiment: Experiment, data: Data) -> list[str]:
     ]
 
 
-def training_command(arguments: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
-    """Return the command line of a training of ``ranks`` ranks on this machine."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
-    return [python, *torchrun, "-m", MODULE, *arguments]
-
-
-def fill(arguments: tuple[str, ...] | list[str], folders: Mapping[str, str]) -> list[str]:
-    """Replace the placeholders ``{data}``, ``{warm}`` and ``{run}`` by folders."""
-    filled = []
-    for argument in arguments:
-        for name, folder in folders.items():
-            argument = argument.replace(f"{{{name}}}", folder)
-        filled.append(argument)
-    return filled
-
-
-def _runs(experiment: Experiment, data: Data, phase: Phase, candidate: Candidate, seed: int) -> list[Run]:
-    budgets = phase.budgets_of(candidate)
-    start = experiment.warm.steps if experiment.warm is not None and phase.kind == "from_warm" else 0
-    common = _common(experiment, data, experiment.schedule(phase.kind), seed)
-    batch = experiment.training.sequence * experiment.training.global_batch
-    common += ["--eval-interval", NEVER, "--eval-iters", str(-(-experiment.validation_tokens // batch))]
-    if phase.kind == "from_warm":
-        common += ["--load", "{warm}", "--ckpt-step", str(start), "--ckpt-format", "torch_dist"]
-    if phase.save:  # Megatron saves after the last step, before it validates
-        common += ["--save", f"{{run}}/{CHECKPOINT}", "--save-interval", NEVER, "--ckpt-format", "torch_dist"]
-        common += ["--no-save-optim", "--no-save-rng"]
-    common += ["--snip", "--snip-eval", "both", "--snip-seed", str(seed), "--snip-dir", "{run}"]
-    common += ["--data-cache-path", "{run}/cache"]
-    runs: list[Run] = []
-    for budget in (None,) if candidate.fixed else budgets:
-        granularity = None if budget is None else candidate.granularity or phase.granularity
-        own = _policy(phase, candidate, granularity, budget, start)
-        arguments = (*common, *own, *candidate.arguments)
-        label, policy = candidate.label, candidate.policy
-        ranks = experiment.training.ranks
-        runs.append(Run(phase.kind, label, policy, granularity, budget, seed, phase.steps, arguments, ranks))
-    return runs
-
-
-def _policy(phase: Phase, candidate: Candidate, granularity: str | None, budget: float | None, start: int) -> list[str]:
-    """Return the arguments of the policy.
-
-    A fixed policy has no further arguments than the formats, if its map depends on them, so that experiments with
-    different settings share its runs.
-    """
-    arguments = ["--snip-policy", candidate.policy]
-    if budget is None or granularity is None:
-        own = fixed_formats(candidate.policy, phase.formats) != fixed_formats(candidate.policy)
-        return [*arguments, "--snip-formats", ",".join(phase.formats)] if own else arguments
-    arguments += ["--snip-budget", f"fp4={_exact(budget)}", "--snip-granularity", granularity]
-    arguments += ["--snip-formats", ",".join(phase.formats)]
-    updates = phase.updates
-    for name, value in (("first-update", start + updates.first), ("update-interval", updates.interval)):
-        arguments += [f"--snip-{name}", str(value)]
-    arguments += ["--snip-lag", str(updates.lag), "--snip-wait", _exact(updates.wait)]
-    for name, text in (("estimator", candidate.estimator), ("q", candidate.q)):
-        arguments += [] if text is None else [f"--snip-{name}", text]
-    return arguments
-
-
-def _common(experiment: Experiment, data: Data, total_steps: int, seed: int) -> list[str]:
+def training_arguments(experiment: Experiment, data: Data, seed: int, kind: str = "from_warm") -> list[str]:
+    """Return the arguments of model, text and training, without SNIP's, for the learning rate schedule of ``kind``."""
     training = experiment.training
-    return [
-        *model(experiment.model).arguments(training.sequence),
-        *data.arguments,
-        *_training(training),
-        *("--train-iters", str(total_steps), "--seed", str(seed), "--log-interval", "100"),
-        *training.arguments,
-    ]
-
-
-def _training(training: Training) -> list[str]:
     values = {
         "--global-batch-size": str(training.global_batch),
         "--micro-batch-size": str(training.micro_batch),
@@ -195,8 +121,91 @@ def _training(training: Training) -> list[str]:
         "--weight-decay": _exact(training.weight_decay),
         "--adam-beta2": _exact(training.beta2),
         "--clip-grad": _exact(training.clip_grad),
+        "--train-iters": str(experiment.schedule(kind)),
+        "--seed": str(seed),
+        "--log-interval": "100",
     }
-    return [text for pair in values.items() for text in pair]
+    return [
+        *model(experiment.model).arguments(training.sequence),
+        *data.arguments,
+        *(text for pair in values.items() for text in pair),
+        *training.arguments,
+    ]
+
+
+def training_command(arguments: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
+    """Return the command line of a training of ``ranks`` ranks on this machine."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    return [python, *torchrun, "-m", MODULE, *arguments]
+
+
+def fill(arguments: Sequence[str], folders: Mapping[str, str]) -> list[str]:
+    """Replace the placeholders ``{data}``, ``{warm}`` and ``{run}`` by folders."""
+    filled = []
+    for argument in arguments:
+        for name, folder in folders.items():
+            argument = argument.replace(f"{{{name}}}", folder)
+        filled.append(argument)
+    return filled
+
+
+def _run(
+    experiment: Experiment, data: Data, phase: Phase, candidate: Candidate, seed: int, budget: float | None
+) -> Run:
+    start = experiment.warm.steps if experiment.warm is not None and phase.kind == "from_warm" else 0
+    granularity = None if budget is None else candidate.granularity or phase.granularity
+    arguments = training_arguments(experiment, data, seed, phase.kind)
+    batch = experiment.training.sequence * experiment.training.global_batch
+    arguments += ["--eval-interval", NEVER, "--eval-iters", str(-(-experiment.validation_tokens // batch))]
+    if phase.kind == "from_warm":
+        arguments += ["--load", "{warm}", "--ckpt-step", str(start), "--ckpt-format", "torch_dist"]
+    if phase.save:  # Megatron saves after the last step, before it validates
+        arguments += ["--save", f"{{run}}/{CHECKPOINT}", "--save-interval", NEVER, "--ckpt-format", "torch_dist"]
+        arguments += ["--no-save-optim", "--no-save-rng"]
+    arguments += ["--snip", "--snip-eval", "both", "--snip-seed", str(seed), "--snip-dir", "{run}"]
+    arguments += ["--data-cache-path", "{run}/cache", "--snip-policy", candidate.policy]
+    if budget is None or granularity is None:
+        arguments += _fixed(phase, candidate)
+    else:
+        arguments += _solved(phase, candidate, granularity, budget, start)
+    if settings := {**(phase.settings or {}), **(candidate.settings or {})}:
+        arguments += ["--snip-settings", json.dumps(settings, sort_keys=True)]
+    return Run(
+        kind=phase.kind,
+        label=candidate.label,
+        policy=candidate.policy,
+        granularity=granularity,
+        budget=budget,
+        seed=seed,
+        steps=phase.steps,
+        arguments=(*arguments, *candidate.arguments),
+        ranks=experiment.training.ranks,
+    )
+
+
+def _fixed(phase: Phase, candidate: Candidate) -> list[str]:
+    """Return the arguments of a fixed map: the formats, if it depends on them.
+
+    Experiments with different settings share its runs.
+    """
+    own = fixed_formats(candidate.policy, phase.formats) != fixed_formats(candidate.policy)
+    return ["--snip-formats", ",".join(phase.formats)] if own else []
+
+
+def _solved(phase: Phase, candidate: Candidate, granularity: str, budget: float, start: int) -> list[str]:
+    """Return the arguments of a policy whose maps are solved for a budget."""
+    values = {
+        "budget": f"fp4={_exact(budget)}",
+        "granularity": granularity,
+        "formats": ",".join(phase.formats),
+        "first-update": str(start + phase.updates.first),
+        "update-interval": str(phase.updates.interval),
+        "lag": str(phase.updates.lag),
+        "wait": _exact(phase.updates.wait),
+        "estimator": candidate.estimator,
+        "q": candidate.q,
+    }
+    return [text for name, value in values.items() if value is not None for text in (f"--snip-{name}", value)]
 
 
 def _exact(value: float) -> str:
@@ -204,9 +213,5 @@ def _exact(value: float) -> str:
     return short if float(short := f"{value:g}") == value else repr(value)
 
 
-def _with_ranks(body: list[Any], ranks: int) -> list[Any]:
-    return [*body, ranks] if ranks > 1 else body
-
-
-def _sha256(body: object) -> str:
-    return hashlib.sha256(json.dumps(body).encode()).hexdigest()
+def _sha256(body: list[Any], ranks: int) -> str:
+    return hashlib.sha256(json.dumps([*body, ranks] if ranks > 1 else body).encode()).hexdigest()[:20]

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from snip_megatron.evaluation.planned import VALIDATIONS
+from snip_megatron.evaluation.experiment import VALIDATIONS
 
 CONFIDENCE = 0.95
 ALPHA = 0.05
 REFERENCE = "snip"
-STRONGEST_RULE = "backward-first"
-OTHERS = f"mean of the other policies but {STRONGEST_RULE}"
 
 Block = tuple[str | None, int]
 """The runs of a pair have the same block: hash of the warm weights (None for runs from scratch) and seed."""
@@ -31,7 +29,6 @@ class Row:
         kind: ``from_warm`` or ``from_scratch``.
         label: the policy's name in tables.
         budget: the wanted fp4 share; None if the policy ignores it.
-        policy: the policy.
         share: fp4 share of FLOPs, the mean over the runs of each run's mean over its steps. Records of earlier
             releases have only the last step's, which is the same under a map that does not change.
         gap: formats of validation → block → loss minus that of bf16.
@@ -42,7 +39,6 @@ class Row:
     kind: str
     label: str
     budget: float | None
-    policy: str
     share: float
     gap: Mapping[str, Mapping[Block, float]]
     recovered: Mapping[str, Mapping[Block, float]]
@@ -56,26 +52,25 @@ class Difference:
     Attributes:
         ours: the label of the first policy.
         theirs: the label of the policy that is subtracted.
-        budget: the wanted fp4 share; None for the mean over all budgets.
+        budget: the wanted fp4 share.
+        validation: formats of the validation.
         blocks: the number of blocks.
         mean: the mean difference.
-        low: lower end of the 95 % confidence interval of the mean (Student's t); None with fewer than two blocks.
-        high: upper end of the interval.
+        low, high: its 95 % confidence interval (Student's t); None with fewer than two blocks.
         p: two-sided p-value; None with fewer than two blocks.
         adjusted: the p-value adjusted by Holm's procedure over all differences of the table.
-        validation: formats of the validation.
     """
 
     ours: str
     theirs: str
-    budget: float | None
+    budget: float
+    validation: str
     blocks: int
     mean: float
-    low: float | None
-    high: float | None
-    p: float | None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
     adjusted: float | None = None
-    validation: str = "map"
 
     @property
     def verdict(self) -> str:
@@ -124,46 +119,16 @@ def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [_row(key, members, losses) for key, members in groups.items()]
 
 
-def differences(table: Sequence[Row], kind: str, formats: str) -> list[Difference]:
-    """Compare ``snip`` with every other policy at the same budget, and with the mean of most of them.
-
-    The p-values of all differences are adjusted together.
-    """
-    found = []
-    for ours in table:
-        if ours.kind != kind or ours.label != REFERENCE or ours.budget is None:
-            continue
-        others = [r for r in table if r.kind == kind and r.budget == ours.budget and r.label != ours.label]
-        mine = ours.recovered[formats]
-        found += [_paired(other.label, ours.budget, mine, other.recovered[formats]) for other in others]
-        rules = [r.recovered[formats] for r in others if r.policy not in (REFERENCE, STRONGEST_RULE)]
-        if len(rules) > 1:
-            blocks = [block for block in mine if all(block in rule for rule in rules)]
-            mean = {block: float(np.mean([rule[block] for rule in rules])) for block in blocks}
-            found.append(_paired(OTHERS, ours.budget, mine, mean))
-    return _adjust([difference for difference in found if difference.blocks])
-
-
-def overall(table: Sequence[Row], kind: str, formats: str) -> list[Difference]:
-    """Compare ``snip`` with every other policy by each block's mean over the budgets.
-
-    The mean reduces the noise, so that smaller differences become significant than at a single budget. Policies that
-    lack one of ``snip``'s budgets are left out, and so are blocks that lack one. The p-values are adjusted together.
-    Returns an empty list if there is only one budget.
-    """
+def differences(table: Sequence[Row], kind: str, validation: str) -> list[Difference]:
+    """Compare ``snip`` with every other policy at the same budget. The p-values are adjusted together."""
     own = [row for row in table if row.kind == kind and row.budget is not None]
-    budgets = {row.budget for row in own if row.label == REFERENCE}
-    if len(budgets) < 2:
-        return []
-    means: dict[str, dict[Block, float]] = {}
-    for label in dict.fromkeys(row.label for row in own):
-        by_budget = {row.budget: row.recovered[formats] for row in own if row.label == label and row.budget in budgets}
-        if set(by_budget) == budgets:
-            blocks = [b for b in next(iter(by_budget.values())) if all(b in values for values in by_budget.values())]
-            means[label] = {b: float(np.mean([values[b] for values in by_budget.values()])) for b in blocks}
-    mine = means.pop(REFERENCE)
-    found = [_paired(label, None, mine, theirs) for label, theirs in means.items()]
-    return _adjust([difference for difference in found if difference.blocks])
+    pairs = [
+        _paired(ours, theirs, ours.budget, validation)
+        for ours in own
+        for theirs in own
+        if ours.label == REFERENCE and theirs.label != REFERENCE and ours.budget == theirs.budget
+    ]
+    return _adjusted(pairs)
 
 
 def planned_differences(table: Sequence[Row], planned: Sequence[Mapping[str, Any]]) -> list[Difference]:
@@ -173,20 +138,18 @@ def planned_differences(table: Sequence[Row], planned: Sequence[Mapping[str, Any
     make the others significant.
 
     Args:
-        table: the rows of all policies.
-        planned: the announced comparisons; see :class:`~snip_megatron.evaluation.planned.Planned`.
+        table: all policies.
+        planned: the announced comparisons; see :class:`~snip_megatron.evaluation.experiment.Planned`.
     """
-    known = {(row.kind, row.label, row.budget): row.recovered for row in table}
-    found = []
+    known = {(row.kind, row.label, row.budget): row for row in table}
+    pairs = []
     for plan in planned:
         for budget, theirs in itertools.product(plan["budgets"], plan["theirs"]):
             a = known.get((plan["kind"], plan["ours"], budget))
             b = known.get((plan["kind"], theirs, budget), known.get((plan["kind"], theirs, None)))  # None: a fixed map
             if a is not None and b is not None:
-                validation = plan["validation"]
-                difference = _paired(theirs, budget, a[validation], b[validation])
-                found.append(replace(difference, ours=plan["ours"], validation=validation))
-    return _adjust([difference for difference in found if difference.blocks], planned_count(planned))
+                pairs.append(_paired(a, b, budget, plan["validation"]))
+    return _adjusted(pairs, planned_count(planned))
 
 
 def planned_count(planned: Sequence[Mapping[str, Any]]) -> int:
@@ -196,13 +159,11 @@ def planned_count(planned: Sequence[Mapping[str, Any]]) -> int:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values adjusted by Holm's step-down procedure (Holm 1979), in the order given."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted = [0.0] * len(p_values)
-    largest = 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
+    order = np.argsort(p_values)
+    steps = np.arange(len(p_values), 0, -1) * np.asarray(p_values)[order]
+    adjusted = np.empty(len(p_values))
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(steps))
+    return [float(p) for p in adjusted]
 
 
 def paired(values: Sequence[float]) -> tuple[float, float, float, float]:
@@ -228,12 +189,11 @@ def _row(
     members: Sequence[Mapping[str, Any]],
     losses: Mapping[tuple[str, Block, str], Mapping[str, float]],
 ) -> Row:
-    kind, label, budget = key
     gap: dict[str, dict[Block, float]] = {formats: {} for formats in VALIDATIONS}
     share: dict[str, dict[Block, float]] = {formats: {} for formats in VALIDATIONS}
     for entry in members:
         block = _block(entry)
-        bf16, fp4 = losses.get((kind, block, "bf16")), losses.get((kind, block, "uniform-fp4"))
+        bf16, fp4 = losses.get((key[0], block, "bf16")), losses.get((key[0], block, "uniform-fp4"))
         if bf16 is None:
             continue
         for formats in VALIDATIONS:
@@ -244,21 +204,25 @@ def _row(
                 share[formats][block] = value
     mean_share = float(np.mean([entry.get("average_share", entry["fp4_share"]) for entry in members]))
     costs = [s / e["step_seconds"] for e in members if e.get("step_seconds") for s in e.get("update_seconds", ())]
-    update_steps = float(np.median(costs)) if costs else None
-    return Row(kind, label, budget, str(members[0]["policy"]), mean_share, gap, share, update_steps)
+    return Row(*key, mean_share, gap, share, float(np.median(costs)) if costs else None)
 
 
-def _paired(theirs: str, budget: float | None, a: Mapping[Block, float], b: Mapping[Block, float]) -> Difference:
+def _paired(ours: Row, theirs: Row, budget: float | None, validation: str) -> Difference:
+    a, b = ours.recovered[validation], theirs.recovered[validation]
     values = [a[block] - b[block] for block in a if block in b]
-    if len(values) < 2:
-        mean = values[0] if values else math.nan
-        return Difference(REFERENCE, theirs, budget, len(values), mean, None, None, None)
-    mean, low, high, p = paired(values)
-    return Difference(REFERENCE, theirs, budget, len(values), mean, low, high, p)
+    if len(values) > 1:
+        found: tuple[float, ...] = paired(values)
+    else:
+        found = (values[0] if values else math.nan,)
+    return Difference(ours.label, theirs.label, budget or 0.0, validation, len(values), *found)
 
 
-def _adjust(found: Sequence[Difference], family: int = 0) -> list[Difference]:
-    """Adjust by Holm's procedure. Of a larger ``family``, the p-values that are not known count as 1."""
-    known = [d.p for d in found if d.p is not None]
+def _adjusted(pairs: Sequence[Difference], family: int = 0) -> list[Difference]:
+    """Drop pairs without a common block, and adjust the others by Holm's procedure.
+
+    Of a larger ``family``, the p-values that are not known count as 1.
+    """
+    found = [each for each in pairs if each.blocks]
+    known = [each.p for each in found if each.p is not None]
     adjusted = iter(holm([*known, *[1.0] * (family - len(known))]))
-    return [d if d.p is None else replace(d, adjusted=next(adjusted)) for d in found]
+    return [each if each.p is None else replace(each, adjusted=next(adjusted)) for each in found]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from snip_megatron.evaluation.planned import VALIDATIONS
+from snip_megatron.evaluation.experiment import VALIDATIONS
 from snip_megatron.evaluation.results import Results
 from snip_megatron.evaluation.statistics import (
     Difference,
@@ -14,7 +14,6 @@ from snip_megatron.evaluation.statistics import (
     differences,
     latest,
     mean_std,
-    overall,
     planned_count,
     planned_differences,
     rows,
@@ -33,16 +32,13 @@ def markdown(results: Results) -> str:
         if own:
             parts += [f"## {title}", _policies(own)]
             for formats in VALIDATIONS:
-                found = differences(table, kind, formats)
-                if found:
-                    parts += [f"### `snip` − policy, gap recovered, {FORMATS[formats]}", _differences(found)]
-                if found := overall(table, kind, formats):
-                    parts += ["Means over the budgets, adjusted among themselves:", _differences(found)]
+                if found := differences(table, kind, formats):
+                    parts += [f"### Gap recovered, {FORMATS[formats]}", _differences(found)]
     planned = results.experiment.get("planned", [])
     if announced := planned_differences(table, planned):
         count = planned_count(planned)
         over = f"these {count}" if count == len(announced) else f"all {count}, of which {len(announced)} were made"
-        parts += [f"## Planned comparisons (p by Holm over {over})", _planned(announced)]
+        parts += [f"## Planned comparisons (p by Holm over {over})", _differences(announced)]
     failed = [entry for entry in latest(list(results.runs.values())) if entry["status"] != "done"]
     if failed:
         parts += ["## Failed", "\n".join(f"- {e['label']}, seed {e['seed']}: {e.get('error')}" for e in failed)]
@@ -84,23 +80,14 @@ def _policies(table: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _planned(found: Sequence[Difference]) -> str:
+def _differences(found: Sequence[Difference]) -> str:
     lines = [
         "| validated in | budget | difference, gap recovered | mean | 95 % interval | p (Holm) | the first is |",
         "|---|---|---|---|---|---|---|",
     ]
     for d in found:
-        names = f"{d.ours} − {d.theirs}"
         formats = "the map's formats" if d.validation == "map" else d.validation
-        lines.append(f"| {formats} | {100 * (d.budget or 0.0):g} % | {names} | {_figures(d)} |")
-    return "\n".join(lines)
-
-
-def _differences(found: Sequence[Difference]) -> str:
-    lines = ["| budget | policy | difference | 95 % interval | p (Holm) | `snip` is |", "|---|---|---|---|---|---|"]
-    for d in found:
-        budget = "all" if d.budget is None else f"{100 * d.budget:g} %"
-        lines.append(f"| {budget} | {d.theirs} | {_figures(d)} |")
+        lines.append(f"| {formats} | {100 * d.budget:g} % | {d.ours} − {d.theirs} | {_figures(d)} |")
     return "\n".join(lines)
 
 

@@ -19,7 +19,6 @@ from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.phase_view import phase_events, phase_figure, phase_view
 from snip_megatron.reporting.sent import sent_sentence
 from snip_megatron.reporting.stage_view import saved_figure, stage_view
-from snip_megatron.reporting.truth_view import latest_truth
 from snip_megatron.reporting.worth import judge
 from snip_megatron.reporting.worth_text import headline, sentences
 
@@ -50,7 +49,7 @@ def write_report(run: Path | str, out: Path | str | None = None, cost: str | Non
 def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     """Return the page as text. For ``cost`` see :func:`write_report`.
 
-    With ``live`` the page leaves out what takes seconds to compute: other budgets, and estimators against truth.
+    With ``live`` the page leaves out what takes seconds to compute: other budgets.
     """
     worth = judge(run)
     sent = sent_sentence(run, [each.stretch for each in worth.maps])
@@ -66,11 +65,8 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         "front": front_figure(front),
         "timing": timing_figure(run.updates),
     }
-    truth = None if live else latest_truth(run.path, unreadable)
     if phases is not None:
         figures["phases"] = phase_figure(phases)
-    if truth is not None:
-        figures["truth"] = dict(truth.figure)
     return render_page(
         "report.html",
         title=run.path.resolve().name,
@@ -88,7 +84,6 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         phases=phases,
         phase_events=[_event_row(event) for event in phase_events(run)[-MAX_EVENT_ROWS:]],
         front=front,
-        truth=truth,
         updates=run.updates,
         timed=any(update.speedup is not None for update in run.updates),
         faults=[_event_row(event) for event in run.faults],

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from snip_megatron.evaluation.mps import multi_process_service
 from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 
@@ -173,10 +172,9 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     kept = os.environ.get("GRAPH_RUNS")  # where to look at them afterwards
     folder = Path(kept) if kept else tmp_path_factory.mktemp("graphs")
     folder.mkdir(parents=True, exist_ok=True)
-    with multi_process_service(tmp_path_factory.mktemp("mps")) as (service, _):
-        trainings = Trainings(folder, service)
-        yield trainings
-        trainings.end()
+    trainings = Trainings(folder, {})
+    yield trainings
+    trainings.end()
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def flag(name: str) -> str:
 def test_every_field_is_an_argument_with_help_and_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     actions = {action.dest: action for action in parser._actions}
-    assert set(actions) - {"help", "snip"} == {f"snip_{name}" for name in FIELDS}
+    assert set(actions) - {"help", "snip", "snip_settings"} == {f"snip_{name}" for name in FIELDS}
     for name, f in FIELDS.items():
         action = actions[f"snip_{name}"]
         assert action.option_strings == [flag(name)]

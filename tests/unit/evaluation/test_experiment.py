@@ -60,6 +60,16 @@ def test_committed_experiments_give_runs_that_the_entry_accepts(path: Path) -> N
             assert config.is_update_step(config.first_update)
 
 
+def test_settings_set_any_field_of_the_configuration() -> None:
+    body = changed("from_warm.settings", {"backward_share": 0.145, "lag": 2})
+    body["from_warm"]["policies"] = ["bf16", {"policy": "snip", "settings": {"lag": 3, "backward_noise": True}}]
+    fixed, solved = (snip_config(run.arguments) for run in experiment_runs(parse(body), data()))
+    assert (fixed.backward_share, fixed.lag, fixed.backward_noise) == (0.145, 2, False)
+    assert (solved.backward_share, solved.lag, solved.backward_noise) == (0.145, 3, True)
+    with pytest.raises(SnipError, match=r"e.json: from_warm: settings: 'lags' is no field of the configuration"):
+        parse(changed("from_warm.settings", {"lags": 2}))
+
+
 def test_experiments_of_26m_share_checkpoint_and_references() -> None:
     experiments = [load_experiment(path) for path in FILES if path.stem in ("26m_gemm", "26m_layer", "26m_q")]
     assert len(experiments) == 3
@@ -160,7 +170,7 @@ def test_weights_are_kept_only_if_asked_for() -> None:
         (
             "planned",
             [{"ours": "snip", "theirs": [], "budgets": [], "validation": "fp4"}],
-            "e.json: planned[0]: validation: 'fp4': expected map or bf16",
+            "e.json: planned[0]: validation: 'fp4' is unknown; choose one of map, bf16",
         ),
         ("planned", [{"kind": "x", "ours": "snip", "theirs": [], "budgets": []}], "e.json: planned[0]: kind: 'x': exp"),
         ("from_warm.save", 1, "e.json: from_warm: save: expected true or false, not 1"),
@@ -203,6 +213,7 @@ def test_a_warm_up_ends_before_its_schedule() -> None:
         ("from_warm.updates", {"first": 5}, "snip 75 % seed 1: its first map would come at step 14, after the last"),
         ("from_warm.policies", [{"policy": "bf16", "arguments": ["--snip-lag"]}], "bf16 seed 1: argument --snip-lag"),
         ("from_warm.policies", [{"policy": "bf16", "arguments": ["--snip-pin", "x"]}], "bf16 seed 1: --snip-pin x"),
+        ("from_warm.settings", {"lag": "x"}, 'bf16 seed 1: --snip-settings: lag: expected int, not "x"'),
     ],
 )
 def test_what_a_run_would_refuse_is_refused_before_the_warm_run(

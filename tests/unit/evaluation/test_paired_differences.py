@@ -15,11 +15,9 @@ from scipy import stats
 
 from snip_megatron.evaluation.results import Results
 from snip_megatron.evaluation.statistics import (
-    OTHERS,
     differences,
     holm,
     mean_std,
-    overall,
     paired,
     planned_differences,
     recovered,
@@ -116,42 +114,12 @@ def test_differences_are_paired_by_seed_and_adjusted_together() -> None:
             entry("backward-first", ours + 0.01 + noise, seed, 0.75),
         ]
     found = {d.theirs: d for d in differences(rows(entries), "from_warm", "map")}
-    assert set(found) == {"random", "fisher", "backward-first", OTHERS}
+    assert set(found) == {"random", "fisher", "backward-first"}
     assert found["random"].mean == pytest.approx(0.3)
     assert found["random"].verdict == "better"
     assert found["fisher"].verdict == "no difference shown"
-    assert found[OTHERS].mean == pytest.approx((0.3 + found["fisher"].mean) / 2)
     raw = [d.p for d in found.values() if d.p is not None]
     assert [d.adjusted for d in found.values()] == pytest.approx(holm(raw))
-
-
-def test_means_over_budgets_show_what_one_budget_does_not() -> None:
-    """Noise that budgets do not share hides a difference at each of them."""
-    entries = []
-    for seed in (1, 2, 3, 4):
-        entries += references(seed)
-        for place, budget in enumerate((0.5, 0.75)):
-            noise = 0.03 * (-1) ** (seed + place)
-            entries += [entry("snip", 2.02 + 1e-4 * seed, seed, budget), entry("fisher", 2.03 + noise, seed, budget)]
-            if budget == 0.5 or seed < 3:
-                entries.append(entry("random", 2.06, seed, budget))
-        entries.append(entry("tail", 2.05, seed, 0.5))
-    table = rows(entries)
-    assert {d.verdict for d in differences(table, "from_warm", "map") if d.theirs == "fisher"} == {
-        "no difference shown"
-    }
-    found = {d.theirs: d for d in overall(table, "from_warm", "map")}
-    assert {name: (d.budget, d.blocks) for name, d in found.items()} == {"fisher": (None, 4), "random": (None, 2)}
-    assert found["fisher"].mean == pytest.approx(0.1 - 1e-3 * 2.5)
-    assert found["fisher"].verdict == "better"
-    assert [d.adjusted for d in found.values()] == pytest.approx(holm([d.p for d in found.values() if d.p is not None]))
-
-
-def test_one_budget_has_no_mean_over_budgets() -> None:
-    entries = [
-        e for s in (1, 2) for e in [*references(s), entry("snip", 2.01, s, 0.75), entry("random", 2.05, s, 0.75)]
-    ]
-    assert overall(rows(entries), "from_warm", "map") == []
 
 
 def test_one_seed_has_no_interval() -> None:

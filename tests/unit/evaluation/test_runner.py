@@ -16,7 +16,7 @@ def job(tmp: Path, name: str, code: str, *, family: str = "", **fields: object) 
         name,
         [sys.executable, "-S", "-c", code],
         tmp / "logs" / f"{name}.txt",
-        families=(family,) if family else (),
+        family=family,
         **fields,
     )  # type: ignore[arg-type]
 
