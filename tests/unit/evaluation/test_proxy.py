@@ -17,7 +17,6 @@ from snip_megatron.evaluation.proxy import CEILING, QUANTITIES, find_tables, spe
 from snip_megatron.sensitivity import scores
 from snip_megatron.sensitivity.loss_divergence import FPROP, second_order
 from snip_megatron.sensitivity.policies import ESTIMATORS
-from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.weight_divergence import weight_divergence
 from snip_megatron.statistics.measured import Measured
 from snip_megatron.statistics.table import StatisticsTable
