@@ -27,8 +27,6 @@ QUANTIZERS = (
     Format.FP8_TENSOR,
     Format.MXFP8,
     Format.NVFP4,
-    Format.NVFP4_1D,
-    Format.NVFP4_NEAREST,
 )
 """Formats that a quantizer of Transformer Engine has."""
 
@@ -128,11 +126,11 @@ def _quantizer(name, tensor):
             te.DType.kFloat8E4M3, rowwise=True, columnwise=True, force_pow_2_scales=blackwell,
             block_scaling_dim=2 if weight else 1,
         )
-    if name in ("nvfp4", "nvfp4_1d", "nvfp4_nearest"):  # without a Hadamard transform, whose signs are not the map's
+    if name == "nvfp4":  # without a Hadamard transform, whose signs are not the map's
         return te.NVFP4Quantizer(
             te.DType.kFloat4E2M1, with_rht=False, with_post_rht_amax=False,
-            with_2d_quantization=weight and name != "nvfp4_1d",
-            stochastic_rounding=tensor == "grad_output" and name != "nvfp4_nearest",
+            with_2d_quantization=weight,
+            stochastic_rounding=tensor == "grad_output",
         )
     raise ValueError(f"@MODULE@ has no quantizer for {name}")
 '''

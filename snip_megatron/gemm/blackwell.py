@@ -17,7 +17,7 @@ from snip_megatron.gemm.backend import Formats, GemmBackend, Sides, refuse_gathe
 from snip_megatron.gemm.blackwell_engine import (
     COLUMN,
     ROW,
-    RUNNABLE,
+    NATIVE,
     NativeOperand,
     QuantizerKey,
     TransformerEngine,
@@ -59,7 +59,7 @@ class BlackwellBackend(GemmBackend):
 
     def check_gathers(self, formats: Collection[Format]) -> None:
         """See the base class. Gathers of quantised operands are not implemented for this backend."""
-        refuse_gathers(self.name, set(formats).intersection(RUNNABLE))
+        refuse_gathers(self.name, set(formats).intersection(NATIVE))
 
     # -- quantisation --------------------------------------------------------------------------------------------
     def _quantize(
@@ -77,13 +77,13 @@ class BlackwellBackend(GemmBackend):
         """See the base class. If both formats are equal, one call serves both GEMMs and rounds with the first key."""
         row, col = formats
         seeds = (self._number(keys[0]), self._number(keys[1]))
-        if row is not None and row is col and row in RUNNABLE:
+        if row is not None and row is col and row in NATIVE:
             both = self._native(x, row, (ROW, COLUMN), amax, weight, seeds[0])
             return both[0], both[1]
         sides = list(super()._quantize(x, formats, amax, keys=seeds, cols=cols, first_row=first_row, rotation=rotation))
         for place, usage in enumerate((ROW, COLUMN)):
             fmt = formats[place]
-            if fmt is not None and fmt in RUNNABLE:
+            if fmt is not None and fmt in NATIVE:
                 (sides[place],) = self._native(x, fmt, (usage,), amax, weight, seeds[place])
         return sides[0], sides[1]
 

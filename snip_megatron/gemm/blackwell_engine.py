@@ -21,11 +21,6 @@ from snip_megatron.precision import Format
 NATIVE = (Format.NVFP4, Format.MXFP8)
 """Formats of Transformer Engine's quantizers."""
 
-RUNNABLE = (*NATIVE, Format.NVFP4_1D, Format.NVFP4_NEAREST)
-"""Formats that this backend quantises and multiplies with Transformer Engine: ``NATIVE``, and variants that are options
-of a quantizer.
-"""
-
 ROW, COLUMN = "rowwise", "columnwise"
 
 
@@ -62,7 +57,7 @@ class NativeOperand:
     """A matrix [rows, cols] in one usage, as a GEMM of Transformer Engine reads it.
 
     Attributes:
-        format: one of ``RUNNABLE``.
+        format: one of ``NATIVE``.
         shape: shape without padding.
         usage: "rowwise" or "columnwise".
         storage: Transformer Engine's storage class for such a matrix. It is None for an empty matrix, whose only entry

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.blackwell_engine import NATIVE, RUNNABLE, transformer_engine
+from snip_megatron.gemm.blackwell_engine import NATIVE, NATIVE, transformer_engine
 from snip_megatron.gemm.operands import GradientKeys
 from snip_megatron.precision import Format
 
@@ -70,9 +70,9 @@ def _no_transformer_engine() -> str | None:
 
 
 def _no_format(formats: Collection[Format] | None, sharded: bool) -> str | None:
-    others = sorted(fmt.value for fmt in formats or () if fmt not in (*RUNNABLE, Format.BF16))
+    others = sorted(fmt.value for fmt in formats or () if fmt not in (*NATIVE, Format.BF16))
     if others:
-        own = ", ".join(fmt.value for fmt in RUNNABLE)
+        own = ", ".join(fmt.value for fmt in NATIVE)
         return f"runs {own} and bf16, not {', '.join(others)} (see --snip-formats, --snip-pin, --snip-map)"
     wants_nvfp4 = formats is None or any(fmt.base is Format.NVFP4 for fmt in formats)
     if sharded and wants_nvfp4 and not transformer_engine().takes_amax:

@@ -31,7 +31,7 @@ NATIVE = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
 _TILED = (Format.FP8, Format.FP4)
 """Formats with an FP32 scale for each tile or block. Emulated operands keep these scales beside their elements; in the
 other formats they are multiplied into the elements."""
-_ONE_WEIGHT = (Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4, Format.NVFP4_NEAREST)
+_ONE_WEIGHT = (Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4)
 """Formats in which fprop and dgrad read one emulated weight: its scales are those of square blocks, or one scale."""
 
 

@@ -24,9 +24,9 @@ FORMAT_LOSS: Mapping[Format, float] = {
 }
 """The loss of a format relative to fp4."""
 
-_VARIANT_LOSS: Mapping[Format, float] = {Format.NVFP4_46: 0.75, Format.NVFP4_1D: 0.86}
+_VARIANT_LOSS: Mapping[Format, float] = {Format.NVFP4_46: 0.75}
 """The loss of a variant relative to its base: trained gaps of forward GEMMs that Quartet II
-published (51.6 and 58.8 over 68.4 mnat). Variants without a figure lose what their base does."""
+published (51.6 over 68.4 mnat). Variants without a figure lose what their base does."""
 
 _DRAWN = tuple(fmt for fmt in Format if fmt.base is fmt)  # a variant has the draws of its base
 

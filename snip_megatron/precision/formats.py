@@ -21,15 +21,10 @@ class Format(str, Enum):
     MXFP4 = "mxfp4"
     MXFP8 = "mxfp8"
     NVFP4_46 = "nvfp4_46"
-    NVFP4_1D = "nvfp4_1d"
-    NVFP4_NEAREST = "nvfp4_nearest"
-    MXFP4_NEAREST = "mxfp4_nearest"
     NVFP4_HADAMARD = "nvfp4_hadamard"
     NVFP4_HADAMARD_FIXED = "nvfp4_hadamard_fixed"
     MXFP4_HADAMARD = "mxfp4_hadamard"
     MXFP4_HADAMARD_FIXED = "mxfp4_hadamard_fixed"
-    MXFP4_HADAMARD_NEAREST = "mxfp4_hadamard_nearest"
-    NVFP4_EDEN = "nvfp4_eden"
 
     @property
     def code(self) -> int:
@@ -83,15 +78,10 @@ class Variant:
 
 VARIANTS: Mapping[Format, Variant] = {
     Format.NVFP4_46: Variant(Format.NVFP4, (Gemm.FPROP,), own_weight=True),
-    Format.NVFP4_1D: Variant(Format.NVFP4, (Gemm.FPROP, Gemm.DGRAD), own_weight=True),
-    Format.NVFP4_NEAREST: Variant(Format.NVFP4, (Gemm.DGRAD, Gemm.WGRAD)),
-    Format.MXFP4_NEAREST: Variant(Format.MXFP4, (Gemm.DGRAD, Gemm.WGRAD)),
     Format.NVFP4_HADAMARD: Variant(Format.NVFP4, (Gemm.WGRAD,)),
     Format.NVFP4_HADAMARD_FIXED: Variant(Format.NVFP4, (Gemm.WGRAD,)),
     Format.MXFP4_HADAMARD: Variant(Format.MXFP4, (Gemm.WGRAD,)),
     Format.MXFP4_HADAMARD_FIXED: Variant(Format.MXFP4, (Gemm.WGRAD,)),
-    Format.MXFP4_HADAMARD_NEAREST: Variant(Format.MXFP4, (Gemm.WGRAD,)),
-    Format.NVFP4_EDEN: Variant(Format.NVFP4, (Gemm.DGRAD, Gemm.WGRAD), own_weight=True),
 }
 """The formats that are variants of another one."""
 

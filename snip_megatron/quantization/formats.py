@@ -14,9 +14,6 @@ from snip_megatron.precision import Format
 TILE = 128
 """Edge of the paper's tiles (1×128) and blocks (128×128)."""
 
-EDEN_CLIPPING = 17 / 16 * 0.93
-"""Scales of EDEN are amax / 6 times this factor (``eden.py``), which clips the largest numbers a little."""
-
 
 @dataclass(frozen=True)
 class Element:
@@ -60,11 +57,8 @@ class FormatSpec:
         stochastic: whether the elements of gradients are rounded stochastically.
         four_over_six: whether the amax of each tile becomes 6 or 4, whichever gives the smaller squared error (arXiv
             2512.02010).
-        hadamard: points of the Hadamard transform that is applied first (``hadamard.py``): 16 to the operands of wgrad
-            along the tokens, 128 to every operand along the reduction. 0: no transform.
+        hadamard: whether the operands of wgrad are transformed first (``hadamard.py``).
         random_signs: whether that transform has signs drawn anew in every step.
-        eden: whether tiles are rescaled so that the quantised matrix is unbiased, with scales that are rounded
-            stochastically (``eden.py``).
     """
 
     element: Element
@@ -73,9 +67,8 @@ class FormatSpec:
     square_blocks: bool
     stochastic: bool = False
     four_over_six: bool = False
-    hadamard: int = 0
+    hadamard: bool = False
     random_signs: bool = False
-    eden: bool = False
 
     def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
         """Return the (rows, columns) that share a scale.
@@ -92,19 +85,13 @@ class FormatSpec:
         """The E4M3 scale of the tile that holds the tensor's amax.
 
         It is the largest E4M3 number. Under four-over-six it is the largest x for which 1.5·x is an E4M3 number too.
-        EDEN has the same number, so that scales can still grow.
         """
-        return 256.0 if self.four_over_six or self.eden else E4M3.maximum
-
-    @property
-    def largest_value(self) -> float:
-        """What the amax of a tile becomes if its scale is not rounded. In EDEN it is beyond E2M1 and is clipped."""
-        return self.element.maximum / EDEN_CLIPPING if self.eden else self.element.maximum
+        return 256.0 if self.four_over_six else E4M3.maximum
 
     @property
     def of_weight(self) -> FormatSpec:
         """This row without the properties that W does not depend on. Formats with equal rows quantise W alike."""
-        return self if self.eden else replace(self, stochastic=False, hadamard=0, random_signs=False)
+        return replace(self, stochastic=False, hadamard=False, random_signs=False)
 
 
 _NVFP4 = FormatSpec(E2M1, Scaling.E4M3_FP32, 16, True, stochastic=True)
@@ -118,17 +105,10 @@ SPECS: dict[Format, FormatSpec] = {
     Format.MXFP4: _MXFP4,
     Format.MXFP8: FormatSpec(E4M3, Scaling.E8M0, 32, False),
     Format.NVFP4_46: replace(_NVFP4, square_blocks=False, stochastic=False, four_over_six=True),
-    Format.NVFP4_1D: replace(_NVFP4, square_blocks=False),
-    Format.NVFP4_NEAREST: replace(_NVFP4, stochastic=False),
-    Format.MXFP4_NEAREST: replace(_MXFP4, stochastic=False),
-    Format.NVFP4_HADAMARD: replace(_NVFP4, hadamard=16, random_signs=True),
-    Format.NVFP4_HADAMARD_FIXED: replace(_NVFP4, hadamard=16),
-    Format.MXFP4_HADAMARD: replace(_MXFP4, hadamard=16, random_signs=True),
-    Format.MXFP4_HADAMARD_FIXED: replace(_MXFP4, hadamard=16),
-    Format.MXFP4_HADAMARD_NEAREST: replace(_MXFP4, hadamard=16, stochastic=False),
-    Format.NVFP4_EDEN: replace(
-        _NVFP4, square_blocks=False, stochastic=False, hadamard=128, random_signs=True, eden=True
-    ),
+    Format.NVFP4_HADAMARD: replace(_NVFP4, hadamard=True, random_signs=True),
+    Format.NVFP4_HADAMARD_FIXED: replace(_NVFP4, hadamard=True),
+    Format.MXFP4_HADAMARD: replace(_MXFP4, hadamard=True, random_signs=True),
+    Format.MXFP4_HADAMARD_FIXED: replace(_MXFP4, hadamard=True),
 }
 
 STOCHASTIC = frozenset(fmt for fmt, spec in SPECS.items() if spec.stochastic)

@@ -26,15 +26,10 @@ _COLOURS = {
     Format.NVFP4: "#c2571a",
     Format.MXFP4: "#f4b477",
     Format.NVFP4_46: "#8f3b0c",
-    Format.NVFP4_1D: "#d98a5f",
-    Format.NVFP4_NEAREST: "#a8653f",
-    Format.MXFP4_NEAREST: "#d9a441",
     Format.NVFP4_HADAMARD: "#b5443c",
     Format.NVFP4_HADAMARD_FIXED: "#d6756e",
     Format.MXFP4_HADAMARD: "#c9a227",
     Format.MXFP4_HADAMARD_FIXED: "#e3c766",
-    Format.MXFP4_HADAMARD_NEAREST: "#8c7324",
-    Format.NVFP4_EDEN: "#7a2f4b",
 }
 FORMAT_COLOURS = {fmt: _COLOURS.get(fmt, _COLOURS[fmt.base]) for fmt in Format}
 """8-bit formats are blue and 4-bit formats orange or brown. Colour-blind readers can distinguish them in light and dark
