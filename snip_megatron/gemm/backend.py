@@ -82,7 +82,6 @@ class GemmBackend:
         dgrad: Format | None,
         *,
         amax: Tensor | None = None,
-        rotation: Rotation | None = None,
         held: HeldSides | None = None,
     ) -> Sides:
         """Return W [N, K] as the operands of fprop (reduction along K) and of dgrad (reduction along N).
@@ -91,12 +90,11 @@ class GemmBackend:
             w: W [N, K] in the training dtype.
             fprop, dgrad: formats of the two GEMMs; None if a GEMM does not run.
             amax: see the module.
-            rotation: how the operand of dgrad is transformed if ``dgrad`` transforms weights.
             held: operands of an earlier call. They are overwritten and returned, and no new memory is allocated.
         """
         if held is None:
-            return self._quantize(w, (fprop, dgrad), amax, weight=True, rotation=rotation)
-        self._renew(w, (fprop, dgrad), amax, held, rotation)
+            return self._quantize(w, (fprop, dgrad), amax, weight=True)
+        self._renew(w, (fprop, dgrad), amax, held)
         return held.sides
 
     def quantize_gradient(
@@ -116,7 +114,7 @@ class GemmBackend:
             dgrad, wgrad: formats of the two GEMMs; None if a GEMM does not run.
             keys: keys of stochastic rounding, for the formats that use it.
             amax: see the module.
-            rotation: as in :meth:`quantize_input`, with the same signs; its ``row`` is that of the operand of dgrad.
+            rotation: as in :meth:`quantize_input`, with the same signs.
         """
         both = (keys.dgrad, keys.wgrad)
         return self._quantize(
@@ -211,20 +209,17 @@ class GemmBackend:
             keys: keys of stochastic rounding of the two GEMMs.
             cols: global indices of x's columns, which stochastic rounding reads.
             first_row: global index of x's first row, likewise.
-            rotation: how the second operand is transformed if its format has a Hadamard transform, and its ``row`` how
-                the first is.
+            rotation: how the second operand is transformed if its format has a Hadamard transform.
         """
 
         def plain(fmt: Format | None, key: Key | None, axis: int) -> Plain | None:
             if fmt is None or fmt is Format.BF16:  # bf16 is not rounded
                 return None if fmt is None else Plain(x, fmt)
-            return Plain(x, fmt, key, cols, amax, first_row, rotation=None if rotation is None else rotation.of(axis))
+            return Plain(x, fmt, key, cols, amax, first_row, rotation=None if axis else rotation)
 
         return plain(formats[0], keys[0], 1), plain(formats[1], keys[1], 0)
 
-    def _renew(
-        self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides, rotation: Rotation | None
-    ) -> None:
+    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
         """Quantise W into the operands of ``held``. Plain operands are the weight itself and need no update."""
 
     # -- products ------------------------------------------------------------------------------------------------
@@ -251,7 +246,6 @@ class GemmBackend:
             offset=(g.first_row, 0),
             cols=g.cols,
             amax=(g.amax, w.amax),
-            rotation=(g.rotation, w.rotation),
             quantised=(g.quantised, w.quantised),
             out_dtype=dtype,
         )

@@ -16,8 +16,8 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import Formats, GemmBackend, Sides, refuse_gathers
 from snip_megatron.gemm.blackwell_engine import (
     COLUMN,
-    ROW,
     NATIVE,
+    ROW,
     NativeOperand,
     QuantizerKey,
     TransformerEngine,
@@ -87,9 +87,7 @@ class BlackwellBackend(GemmBackend):
                 (sides[place],) = self._native(x, fmt, (usage,), amax, weight, seeds[place])
         return sides[0], sides[1]
 
-    def _renew(
-        self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides, rotation: Rotation | None
-    ) -> None:
+    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
         """See the base class. Weights are held only for CUDA graphs."""
         self.check_graphs()
 

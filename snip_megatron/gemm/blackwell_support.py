@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.blackwell_engine import NATIVE, NATIVE, transformer_engine
+from snip_megatron.gemm.blackwell_engine import NATIVE, transformer_engine
 from snip_megatron.gemm.operands import GradientKeys
 from snip_megatron.precision import Format
 

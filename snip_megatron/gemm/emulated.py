@@ -70,16 +70,14 @@ class EmulatedBackend(GemmBackend):
         )
         return made[0] or plain[0], made[1] or plain[1]
 
-    def _renew(
-        self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides, rotation: Rotation | None
-    ) -> None:
+    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
         """See the base class."""
         row, col = _quantised(formats)
         if row is None and col is None:
             return
         first, second = (side if isinstance(side, ExactOperand) else None for side in held.sides)
         kept = HeldPair((first, second), held.current)
-        self._quantize_exact(w, row, col, square=True, amax=amax, rotation=rotation, held=kept)
+        self._quantize_exact(w, row, col, square=True, amax=amax, held=kept)
 
     # -- products ------------------------------------------------------------------------------------------------
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:

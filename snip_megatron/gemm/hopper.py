@@ -175,9 +175,7 @@ class HopperBackend(GemmBackend):
             return operand_parcel(side, format, axis, self._quantizers)
         return self._others.pack(side, format, axis)
 
-    def _renew(
-        self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides, rotation: Rotation | None
-    ) -> None:
+    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
         """See the base class."""
         blocks, whole = _held_by_scaling(held, "block"), _held_by_scaling(held, "tensor")
         if blocks is not None:
@@ -186,7 +184,7 @@ class HopperBackend(GemmBackend):
         if whole is not None:
             row, col = whole.operands.row is not None, whole.operands.col is not None
             self._quantizers.quantize_tensor(w, row=row, col=col, amax=amax, held=whole)
-        self._others._renew(w, _of_others(formats), amax, held, rotation)
+        self._others._renew(w, _of_others(formats), amax, held)
 
     # -- products ------------------------------------------------------------------------------------------------
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,8 @@
 """The three GEMMs of a linear with quantised operands, in plain torch. All other backends are compared with these.
 
 X and G are quantised in tiles along the GEMM's reduction dimension (1×128 in fp8 and fp4), W in blocks (128×128). Only
-G is rounded stochastically, in the formats of ``STOCHASTIC`` (docs/method.md, Formats). nvfp4_eden rounds the scales of
-all operands stochastically. Operands are dequantised to FP32 and multiplied in FP32, so that the only error beside
-quantisation is that of FP32 summation.
+G is rounded stochastically, in the formats of ``STOCHASTIC`` (docs/method.md, Formats). Operands are dequantised to
+FP32 and multiplied in FP32, so that the only error beside quantisation is that of FP32 summation.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from snip_megatron.quantization.rounding import Key
 Amaxes = tuple[Tensor | None, Tensor | None]
 """The amaxes of the two unsharded operands, 0-dim, for fp8_tensor and nvfp4. None: the amax of the given operand."""
 Rotations = tuple[Rotation | None, Rotation | None]
-"""How the two operands are transformed in formats with a Hadamard transform. None: with the key 0."""
+"""How the two operands of wgrad are transformed, in formats that do so. None: without sign changes."""
 
 
 def fprop(
@@ -64,7 +63,6 @@ def dgrad(
     rows: Tensor | None = None,
     cols: Tensor | None = None,
     amax: Amaxes = (None, None),
-    rotation: Rotations = (None, None),
     quantised: tuple[bool, bool] = (False, False),
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -77,7 +75,6 @@ def dgrad(
         seed: key of stochastic rounding. The formats that use it require it.
         offset, rows, cols: global positions of G's elements. See :func:`snip_megatron.quantization.fake_quantize`.
         amax: see :data:`Amaxes`, for (g, w).
-        rotation: see :data:`Rotations`, for (g, w).
         quantised: whether ``g`` and ``w`` are Q(G) and Q(W) in FP32 already.
         out_dtype: dtype of the result; default that of ``g``.
     """
@@ -85,10 +82,10 @@ def dgrad(
         return (g @ w).to(out_dtype or g.dtype)
     left, right = g, w
     if not quantised[0]:
-        left = _operand(g, fmt, 1, rotation[0], amax[0], **gradient_rounding(fmt, seed, offset, rows, cols))
+        left = _operand(g, fmt, 1, None, amax[0], **gradient_rounding(fmt, seed, offset, rows, cols))
     if not quantised[1]:
         # Axis 0 (along N, the reduction) applies to formats whose weights have no square blocks.
-        right = _operand(w, fmt, 0, rotation[1], amax[1], weight=True)
+        right = _operand(w, fmt, 0, None, amax[1], weight=True)
     return (left @ right).to(out_dtype or g.dtype)
 
 
@@ -141,8 +138,8 @@ def _operand(
     **rounding: Any,
 ) -> Tensor:
     """Return Q(x), or Q of its transform, for a GEMM that reduces over ``axis``."""
-    x, options = turned(x, fmt, axis, rotation, amax, weight=weight)
-    return fake_quantize(x, fmt, axis=axis, block=weight, **(rounding | options))
+    x, amax = turned(x, fmt, axis, rotation, amax, weight=weight)
+    return fake_quantize(x, fmt, axis=axis, block=weight, tensor_amax=amax, **rounding)
 
 
 def gradient_rounding(

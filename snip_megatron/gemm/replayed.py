@@ -129,12 +129,11 @@ class ReplayedHopperBackend(HopperBackend):
         dgrad: Format | None,
         *,
         amax: Tensor | None = None,
-        rotation: Rotation | None = None,
         held: HeldSides | None = None,
     ) -> Sides:
         """See the base class."""
-        if rotation is not None or held is not None:
-            return self.python.quantize_weight(w, fprop, dgrad, amax=amax, rotation=rotation, held=held)
+        if held is not None:
+            return self.python.quantize_weight(w, fprop, dgrad, amax=amax, held=held)
         return self._weight((), w, fprop, dgrad, amax)  # type: ignore[no-any-return]
 
     def quantize_gradient(

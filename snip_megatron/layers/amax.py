@@ -11,14 +11,13 @@ because the microbatch of a rank is a tensor of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import SPECS, Scaling
-from snip_megatron.quantization.hadamard import ROTATED, Rotation, Signs, points, rotate
+from snip_megatron.quantization.hadamard import ROTATED, Rotation, Signs, rotate
 from snip_megatron.quantization.reference import tile_amax
 
 _SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
@@ -97,34 +96,22 @@ def gathered_amaxes(
     return row, col
 
 
-def shared_rotation(
-    x: torch.Tensor, row: Format | None, col: Format | None, signs: Signs, group: dist.ProcessGroup | None
-) -> Rotation | None:
-    """Return how a matrix is transformed, of which each rank of ``group`` holds a shard. None: it is not.
+def shared_rotation(x: torch.Tensor, wgrad: Format, signs: Signs, group: dist.ProcessGroup | None) -> Rotation:
+    """Return how an operand of wgrad is transformed, of which each rank of ``group`` holds a shard.
 
-    For each format that transforms it and has a scale for the whole tensor, this is a collective of ``group``.
+    If ``wgrad`` has a scale for the whole tensor, this is a collective of ``group``.
 
     Args:
-        x: [rows, cols]: tokens by features with all tokens of the GEMM, or a weight.
-        row, col: formats of the GEMMs that reduce over the columns and over the rows of x; None for no GEMM.
+        x: [tokens, features], with all tokens of the GEMM.
+        wgrad: a format that transforms it.
         signs: see :class:`snip_megatron.quantization.hadamard.Rotation`. Formats without random signs ignore them.
         group: None if this rank holds the whole matrix.
     """
-    of_row, of_col = _rotation(x, row, 1, signs, group), _rotation(x, col, 0, signs, group)
-    return of_col if of_row is None else replace(of_col or Rotation(), row=of_row)
-
-
-def _rotation(
-    x: torch.Tensor, fmt: Format | None, axis: int, signs: Signs, group: dist.ProcessGroup | None
-) -> Rotation | None:
-    size = points(fmt, axis)
-    if fmt is None or not size:
-        return None
-    if not SPECS[fmt].random_signs:
+    if not SPECS[wgrad].random_signs:
         signs = 0
-    if group is None or fmt not in ROTATED_TENSOR:
+    if group is None or wgrad not in ROTATED_TENSOR:
         return Rotation(signs)
-    return Rotation(signs, largest_of_shards(_amax(rotate(x, signs, size, axis)), group))
+    return Rotation(signs, largest_of_shards(_amax(rotate(x, signs)), group))
 
 
 def _amax(x: torch.Tensor) -> torch.Tensor:

@@ -132,10 +132,10 @@ class QuantizedLinear(torch.autograd.Function):
             side, kept = _exchanged_input(call, matrix(x).contiguous())
         elif call.sequence_parallel:
             total, kept_format = gather_tokens(x, call.tp_group), None
-            kept = plain_shard(x, backend, wgrad, _rotation(call, "x", x, None, wgrad))
+            kept = plain_shard(x, backend, wgrad, _rotation(call, "x", x, wgrad))
         else:
             amax = handle.shared_amax("x", x, (fprop, kept_format))
-            rotation = _rotation(call, "x", x, None, kept_format)
+            rotation = _rotation(call, "x", x, kept_format)
         w_side, _ = _weight(call, weight, fprop, dgrad, refresh=True)
         saved = None if kept is None else _disassembled(kept)
         if side is not None:
@@ -177,7 +177,7 @@ class QuantizedLinear(torch.autograd.Function):
             # These collectives come before the gather of X: those of one group run in order, so that quantising G would
             # otherwise wait for the whole gather.
             amax = handle.shared_amax("g", g, (dgrad, wgrad))
-            rotation = _rotation(call, "g", g, dgrad, wgrad)
+            rotation = _rotation(call, "g", g, wgrad)
         _, w_side = _weight(call, weight, fprop, dgrad, refresh=False)
         main_grad = getattr(weight, "main_grad", None)
         if given is None and ctx.recorder is None and call.is_alone:
@@ -305,14 +305,11 @@ def _weight(
     def shared_amax(w: torch.Tensor, formats: Iterable[Format]) -> torch.Tensor | None:
         return handle.shared_amax("w", w, formats)
 
-    def rotation() -> Rotation | None:
-        return _rotation(call, "w", weight, None, dgrad)
-
     if handle.held is not None and call.trains:
         if not refresh:
             return handle.held.sides
-        return handle.held.refresh(call.backend, weight, fprop, dgrad, shared_amax, rotation)
-    return handle.weights.get(call.backend, weight, fprop, dgrad, shared_amax, rotation)
+        return handle.held.refresh(call.backend, weight, fprop, dgrad, shared_amax)
+    return handle.weights.get(call.backend, weight, fprop, dgrad, shared_amax)
 
 
 def gradient_keys(call: LinearCall, *formats: Format) -> GradientKeys:
@@ -331,10 +328,8 @@ def gradient_keys(call: LinearCall, *formats: Format) -> GradientKeys:
     return GradientKeys(dgrad, wgrad, handle.out_features)
 
 
-def _rotation(
-    call: LinearCall, operand: str, x: torch.Tensor, row: Format | None, col: Format | None
-) -> Rotation | None:
-    return call.handle.rotation(operand, x, row, col, on_device=call.trains)
+def _rotation(call: LinearCall, operand: str, x: torch.Tensor, wgrad: Format | None) -> Rotation | None:
+    return call.handle.rotation(operand, x, wgrad, on_device=call.trains)
 
 
 def _expert_gradient(handle: LinearHandle, d: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from snip_megatron.layers.amax import is_shared, largest_of_shards, shared_amax,
 from snip_megatron.layers.weights import HeldWeight, WeightCache
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
-from snip_megatron.quantization.hadamard import ROTATED, SIGN_BITS, Rotation
+from snip_megatron.quantization.hadamard import ROTATED, Rotation
 from snip_megatron.quantization.rmsnorm import RMSNorm
 from snip_megatron.quantization.rounding import derive_seeds
 
@@ -185,25 +185,24 @@ class LinearHandle:
         return self.tp_group if self.tp_group is not None and is_shared(self.parallel, operand) else None
 
     def rotation(
-        self, operand: str, x: torch.Tensor, row: Format | None, col: Format | None, *, on_device: bool = False
+        self, operand: str, x: torch.Tensor, wgrad: Format | None, *, on_device: bool = False
     ) -> Rotation | None:
-        """Return how an operand is transformed; None if none of its formats has a Hadamard transform.
+        """Return how an operand of wgrad is transformed; None if its format has no Hadamard transform.
 
         See :func:`snip_megatron.layers.amax.shared_rotation`. It may be a collective of the tensor parallel group.
 
         Args:
-            operand: "x", "w" or "g".
+            operand: "x" or "g".
             x: this rank's shard of the operand [..., features], with all tokens.
-            row, col: formats of the GEMMs that reduce over its columns and over its rows; None for one that does not
-                run or takes the operand untransformed.
+            wgrad: its format; None if wgrad does not run.
             on_device: take the signs from ``device_signs`` if the linear has them.
         """
-        if row not in ROTATED and col not in ROTATED:
+        if wgrad is None or wgrad not in ROTATED:
             return None
         context = self.context
         captured = self.device_signs if on_device else None
         signs = signs_of([self], context.seed, context.step)[0] if captured is None else captured
-        return shared_rotation(x.reshape(-1, x.shape[-1]), row, col, signs, self._sharing(operand))
+        return shared_rotation(x.reshape(-1, x.shape[-1]), wgrad, signs, self._sharing(operand))
 
     @property
     def name(self) -> str:
@@ -254,5 +253,4 @@ def signs_of(linears: Sequence[LinearHandle], seed: int, step: int) -> list[int]
     microbatches of a step have the same, because X is transformed in a forward and G in a later backward.
     """
     words = derive_seeds((seed, step, _SIGNS), [handle.index for handle in linears])
-    # The lowest 16 bits are the signs of the transform of 16 points, the upper bits of a word.
-    return [(word >> 48 | (word & 0xFFFFFFFF) << 16) & ((1 << SIGN_BITS) - 1) for word in words]
+    return [word >> 48 for word in words]

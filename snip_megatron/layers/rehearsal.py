@@ -90,7 +90,7 @@ def rehearse_gemms(linear: StandIn, formats: Iterable[Formats]) -> None:
             alone = call._replace(has_backward=False)
             QuantizedLinear.apply(linear.x, handle.weight, None, alone)  # type: ignore[no-untyped-call]
         if linear.whole_x:
-            rotation = handle.rotation("x", linear.x, None, chosen[2], on_device=True)
+            rotation = handle.rotation("x", linear.x, chosen[2], on_device=True)
             backend.quantize_input(linear.x, None, chosen[2], rotation=rotation)
         _rehearse_gathers(linear)
         if handle.beside_swiglu:

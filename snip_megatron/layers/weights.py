@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.operands import HeldSides, Side
 from snip_megatron.precision import Format
-from snip_megatron.quantization.hadamard import Rotation
 
 
 class WeightCache:
@@ -39,7 +37,6 @@ class WeightCache:
         fprop: Format,
         dgrad: Format,
         shared_amax: Callable[[Tensor, Iterable[Format]], Tensor | None] | None = None,
-        rotation: Callable[[], Rotation | None] | None = None,
     ) -> tuple[Side, Side]:
         """Return the weight [N, K] as the operands of fprop and of dgrad.
 
@@ -50,16 +47,13 @@ class WeightCache:
             shared_amax: returns the amax of the unsharded weight. It is called whenever the weight is quantised and may
                 be a collective, so that all tensor parallel ranks must quantise their shards in the same calls. None:
                 the amax of ``weight`` is used.
-            rotation: returns how dgrad transforms the weight, likewise; None: with the key 0. It changes from step to
-                step, at whose end the cache is cleared.
         """
         key = (backend, fprop, dgrad, weight.data_ptr(), weight._version)
         if self._sides is not None and self._weight is not None and self._weight() is weight and key == self._key:
             return self._sides
         self.clear()
         amax = None if shared_amax is None else shared_amax(weight, (fprop, dgrad))
-        turned = None if rotation is None else rotation()
-        row, col = backend.quantize_weight(weight, fprop, dgrad, amax=amax, rotation=turned)
+        row, col = backend.quantize_weight(weight, fprop, dgrad, amax=amax)
         self._key, self._weight, self._sides = key, weakref.ref(weight), (row, col)
         return row, col
 
@@ -83,7 +77,6 @@ class HeldWeight:
         self._key: tuple[object, ...] | None = None
         self._held: HeldSides | None = None
         self._amax: Tensor | None = None
-        self._turned_amax: Tensor | None = None
 
     def refresh(
         self,
@@ -92,12 +85,10 @@ class HeldWeight:
         fprop: Format,
         dgrad: Format,
         shared_amax: Callable[[Tensor, Iterable[Format]], Tensor | None],
-        rotation: Callable[[], Rotation | None],
     ) -> tuple[Side, Side]:
         """Return the weight [N, K] as the operands of fprop and of dgrad, and quantise it unless ``current`` is set.
 
-        The arguments are those of :meth:`WeightCache.get`. ``shared_amax`` and ``rotation`` are called in every
-        forward.
+        The arguments are those of :meth:`WeightCache.get`. ``shared_amax`` is called in every forward.
         """
         key = (backend, fprop, dgrad, weight.data_ptr())
         if key != self._key:
@@ -105,15 +96,11 @@ class HeldWeight:
         amax = shared_amax(weight, (fprop, dgrad))
         if amax is not None:
             self._amax = _in_place(self._amax, amax)
-        turned = rotation()
-        if turned is not None and turned.amax is not None:
-            self._turned_amax = _in_place(self._turned_amax, turned.amax)
-            turned = replace(turned, amax=self._turned_amax)
         if self._held is None:
-            row, col = backend.quantize_weight(weight, fprop, dgrad, amax=self._amax, rotation=turned)
+            row, col = backend.quantize_weight(weight, fprop, dgrad, amax=self._amax)
             self._key, self._held = key, HeldSides((row, col), self._current)
         # This also runs when the operands are new, so that the kernel is compiled before a graph captures it.
-        backend.quantize_weight(weight, fprop, dgrad, amax=self._amax, rotation=turned, held=self._held)
+        backend.quantize_weight(weight, fprop, dgrad, amax=self._amax, held=self._held)
         return self._held.sides
 
     @property
@@ -124,7 +111,7 @@ class HeldWeight:
 
     def clear(self) -> None:
         """Free the memory. Graphs that were captured with it must not run afterwards."""
-        self._key = self._held = self._amax = self._turned_amax = None
+        self._key = self._held = self._amax = None
 
 
 def _in_place(kept: Tensor | None, amax: Tensor) -> Tensor:

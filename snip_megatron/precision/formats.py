@@ -10,7 +10,7 @@ from enum import Enum
 class Format(str, Enum):
     """Number format of the operands of a GEMM.
 
-    The order of declaration is the int8 code that a broadcast carries. New formats are only ever appended.
+    The order of declaration is the int8 code that a broadcast carries. It is stored nowhere.
     """
 
     BF16 = "bf16"

@@ -86,9 +86,8 @@ def quantize_exact(
             nearest.
         cols: integer [K], global ids of the columns for stochastic rounding; default: 0, 1, …
         amax: max|x| of the unsharded tensor (0-dim), for formats with a scale for the whole tensor.
-        rotation: how the second operand is transformed if ``col_format`` has a Hadamard transform for it, and its
-            ``row`` how the first is. None: with the key 0. A transformed operand has whole groups of 16 or 128 rows, or
-            of 128 columns as the first operand.
+        rotation: how the second operand is transformed if ``col_format`` has a Hadamard transform; None: without sign
+            changes. A transformed operand has whole groups of 16 rows.
         held: operands to write the result to, which are returned. Default: new ones.
 
     Returns:
@@ -99,7 +98,7 @@ def quantize_exact(
     """
     formats = tuple(None if f is None else resolve(f) for f in (row_format, col_format))
     sides = [
-        None if f is None else _operand(x, f, axis, square, seed, cols, amax, rotation and rotation.of(axis))
+        None if f is None else _operand(x, f, axis, square, seed, cols, amax, rotation)
         for f, axis, seed in zip(formats, (1, 0), (row_seed, col_seed), strict=True)
     ]
     made = (sides[0], sides[0] if shared(*formats, square=square) else sides[1])
@@ -116,14 +115,11 @@ def quantize_exact(
 def shared(row: Format | None, col: Format | None, *, square: bool) -> bool:
     """Return whether both operands of a matrix are always the same numbers.
 
-    They are if both formats have the same scales and these scales belong to square blocks or to the whole matrix. With
-    ``square`` (for weights), two formats may also differ in how they round gradients.
+    They are if both have one format, whose scales belong to square blocks or to the whole matrix.
     """
-    if row is None or col is None:
+    if row is None or row is not col:
         return False
     spec = SPECS[row]
-    if row is not col and not (square and spec.of_weight == SPECS[col].of_weight):
-        return False
     return spec.scaling is Scaling.FP32_TENSOR or (square and spec.square_blocks)
 
 
@@ -140,8 +136,8 @@ def _operand(
     rounding: dict[str, Any] = {}
     if seed is not None and fmt in STOCHASTIC:
         rounding = {"rounding": "stochastic", "seed": seed, "cols": cols}
-    x, options = turned(x, fmt, axis, rotation, amax, weight=square)
-    q = quantize(x, fmt, axis=axis, block=square, **(rounding | options))
+    x, amax = turned(x, fmt, axis, rotation, amax, weight=square)
+    q = quantize(x, fmt, axis=axis, block=square, tensor_amax=amax, **rounding)
     spec = SPECS[fmt]
     if spec.scaling is Scaling.FP32:
         return ExactOperand(q.values.bfloat16(), q.scale, q.tile)

@@ -88,11 +88,6 @@ class FormatSpec:
         """
         return 256.0 if self.four_over_six else E4M3.maximum
 
-    @property
-    def of_weight(self) -> FormatSpec:
-        """This row without the properties that W does not depend on. Formats with equal rows quantise W alike."""
-        return replace(self, stochastic=False, hadamard=False, random_signs=False)
-
 
 _NVFP4 = FormatSpec(E2M1, Scaling.E4M3_FP32, 16, True, stochastic=True)
 _MXFP4 = FormatSpec(E2M1, Scaling.E8M0, 32, False, stochastic=True)

@@ -11,15 +11,12 @@ from torch.nn import functional
 
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Format
-from snip_megatron.quantization import eden
 from snip_megatron.quantization.formats import E4M3, SPECS, FormatSpec, Scaling, resolve
 from snip_megatron.quantization.rounding import Key, random_bits, round_to_element
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRANULARITIES = ("tile", "block")
 ROUNDINGS = ("nearest", "stochastic")
-_EDEN_ROUNDINGS = (*ROUNDINGS, "mean")
-_Rounding = tuple[str, Key | None, int]  # of the scales of EDEN: rounding, key, axis
 _SMALLEST_NORMAL = 2.0**-126
 
 Factors = tuple[Tensor, Tensor]
@@ -89,10 +86,8 @@ class QuantizeOptions(TypedDict, total=False):
         axis: dimension along which tiles run: -1 or 1 (the last dimension, the default), or 0 (tiles along tokens, for
             the operands of wgrad). The random draw of an element does not depend on it.
         block: use square blocks instead of tiles, where the format has them.
-        rounding: "nearest" (ties to even, the default) or "stochastic". In nvfp4_eden it is the rounding of scales, and
-            "mean" leaves them as they are in the mean over the draws.
-        seed: 64-bit seed, or key words on the device. Required by stochastic rounding. For nvfp4_eden it is the key of
-            the transform (:data:`snip_megatron.quantization.hadamard.Signs`).
+        rounding: "nearest" (ties to even, the default) or "stochastic".
+        seed: 64-bit seed, or key words on the device. Required by stochastic rounding.
         offset: global (row, column) of ``x[0, 0]``. Default: (0, 0).
         rows, cols: 1-D integer tensors of global row and column ids that replace ``offset``, for shards that are not
             contiguous.
@@ -156,8 +151,8 @@ def _quantized_tiles(
         against them, the tile's shape, and the factors of the scales (:func:`_nvfp4_factors`).
     """
     spec = _validated(x, format, axis)
-    if rounding not in (known := _EDEN_ROUNDINGS if spec.eden else ROUNDINGS):
-        raise SnipError(f"rounding {quoted(rounding)} is not one of {', '.join(known)}")
+    if rounding not in ROUNDINGS:
+        raise SnipError(f"rounding {quoted(rounding)} is not one of {', '.join(ROUNDINGS)}")
     tile = _tile(spec, x, axis, block)
     tiled = _tiled(_padded(x.detach().to(torch.float32), tile), tile)
     if x.numel() == 0:
@@ -166,12 +161,11 @@ def _quantized_tiles(
         whole = torch.zeros((), device=x.device) if tensor_amax is None else tensor_amax
         factors = (scale, _tensor_scale(whole, spec)) if spec.scaling is Scaling.E4M3_FP32 else None
         return torch.empty_like(tiled), scale, tile, factors
-    bits = None if spec.eden else _draws(x, rounding, seed, offset, rows, cols)
+    bits = _draws(x, rounding, seed, offset, rows, cols)
     amax = _amax(tiled)
     if spec.scaling is Scaling.FP32_TENSOR and tensor_amax is not None:
         amax = tensor_amax.to(torch.float32).view(1, 1, 1, 1)
-    of_scales = (rounding, seed, axis % 2)
-    divisor, scale, factors = _scales(amax, spec, tensor_amax, tiled, of_scales)
+    divisor, scale, factors = _scales(amax, spec, tensor_amax, tiled)
     if bits is None:
         return round_to_element(tiled / divisor, spec.element), scale, tile, factors
     bits = _tiled(_padded(bits, tile), tile)
@@ -251,22 +245,19 @@ def _amax(tiled: Tensor) -> Tensor:
 
 
 def _scales(
-    amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor, rounding: _Rounding
+    amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor
 ) -> tuple[Tensor, Tensor, Factors | None]:
     """Return (divisor of x, factor of the value, its own factors if the format has them).
 
-    The divisor and the factor differ only where a stored scale is zero, and in EDEN.
+    The divisor and the factor differ only where a stored scale is zero.
     """
     if spec.scaling is Scaling.E8M0:
         scale = _e8m0_scale(amax, spec.element.max_exponent)
         return scale, scale, None
     if spec.scaling is Scaling.E4M3_FP32:
-        tile_scale, tensor_scale = factors = _nvfp4_factors(amax, spec, tensor_amax, tiled)
-        divisor = _divisor(tile_scale * tensor_scale)
-        if spec.eden:
-            tile_scale = _eden_scales(tiled / divisor, tile_scale, *rounding)
-            factors = tile_scale, tensor_scale
-        return divisor, tile_scale * tensor_scale, factors
+        factors = _nvfp4_factors(amax, spec, tensor_amax, tiled)
+        scale = factors[0] * factors[1]
+        return _divisor(scale), scale, factors
     scale = fp32_scales(amax, spec)
     return scale, scale, None
 
@@ -318,7 +309,7 @@ def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, t
     if tensor_amax is None:
         tensor_amax = torch.where(torch.isfinite(amax), amax, 0.0).amax()
     tensor_scale = _tensor_scale(tensor_amax, spec)
-    tile_scale = round_to_element(_divided(amax, spec.largest_value) / tensor_scale, E4M3)
+    tile_scale = round_to_element(_divided(amax, spec.element.maximum) / tensor_scale, E4M3)
     if spec.four_over_six:
         other = round_to_element(_divided(amax, 4.0) / tensor_scale, E4M3)
         error, of_other = (_squared_error(tiled, scale, tensor_scale, spec) for scale in (tile_scale, other))
@@ -327,20 +318,8 @@ def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, t
 
 
 def _tensor_scale(tensor_amax: Tensor, spec: FormatSpec) -> Tensor:
-    """Return nvfp4's scale of a tensor, amax / (6 · largest scale); in EDEN with a number above 6."""
-    return _nonzero(_divided(tensor_amax.to(torch.float32), spec.largest_value * spec.largest_scale))
-
-
-def _eden_scales(y: Tensor, tile_scale: Tensor, rounding: str, signs: Key | None, axis: int) -> Tensor:
-    """Return the E4M3 scales of EDEN in FP32, in the shape of ``tile_scale`` (``eden.py``)."""
-    scale, content = eden.corrected_scales(y, tile_scale, axis)
-    if rounding == "mean":
-        return scale
-    if rounding == "nearest":
-        return round_to_element(scale, E4M3)
-    if signs is None:
-        raise SnipError("stochastic rounding needs a seed")
-    return round_to_element(scale, E4M3, eden.draws(signs, content, axis))
+    """Return nvfp4's scale of a tensor, amax / (6 · largest scale)."""
+    return _nonzero(_divided(tensor_amax.to(torch.float32), spec.element.maximum * spec.largest_scale))
 
 
 _ERROR_STEP = 2.0**-20

@@ -191,9 +191,7 @@ class LinearRecorder:
         if self._weighed:
             return
         self._weighed = True
-        w2, *dw2 = _implementation(w).weight_sums(
-            w, self.formats, amax=self._amax("w", w), rotations=self._rotations("w", w)
-        )
+        w2, *dw2 = _implementation(w).weight_sums(w, self.formats, amax=self._amax("w", w))
         self._add("w2", w2)
         self._add_formats("dw2", torch.stack(dw2))
 
@@ -285,12 +283,8 @@ class LinearRecorder:
         return amax
 
     def _rotations(self, name: str, tensor: torch.Tensor) -> dict[str, Rotation]:
-        """Return format → how GEMMs transform an operand, for the formats that do."""
-        readers = {"x": (Gemm.FPROP, Gemm.WGRAD), "w": (Gemm.FPROP, Gemm.DGRAD), "g": (Gemm.DGRAD, Gemm.WGRAD)}[name]
-        found = {}
-        for fmt in map(resolve, self.formats):
-            row, col = (fmt if gemm in fmt.gemms else None for gemm in readers)
-            found[fmt.value] = self.handle.rotation(name, tensor, row, col)
+        """Return format → how wgrad transforms an operand, for the formats that do."""
+        found = {fmt.value: self.handle.rotation(name, tensor, fmt) for fmt in map(resolve, self.formats)}
         return {fmt: rotation for fmt, rotation in found.items() if rotation is not None}
 
     # -- noise passes ------------------------------------------------------------------------------------------

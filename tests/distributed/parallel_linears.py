@@ -27,7 +27,6 @@ from snip_megatron.precision import Format, LinearId
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 TENSOR, NVFP4, HADAMARD = Format.FP8_TENSOR, Format.NVFP4, Format.NVFP4_HADAMARD
-EDEN = Format.NVFP4_EDEN
 SEQUENCE, BATCH = 128, 2
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -76,7 +75,7 @@ CASES += [
     Case(kind, *_SHAPES[kind], formats, sequence_parallel)
     for kind, formats, sequence_parallel in product(
         ("mlp.linear_fc1", "mlp.linear_fc2"),
-        ((TENSOR,) * 3, (TENSOR, NVFP4, TENSOR), (TENSOR, NVFP4, HADAMARD), (TENSOR, EDEN, EDEN)),
+        ((TENSOR,) * 3, (TENSOR, NVFP4, TENSOR), (TENSOR, NVFP4, HADAMARD)),
         (False, True),
     )
 ]
@@ -116,7 +115,7 @@ def local_tensors(case: Case, rank: int, size: int) -> Tensors:
 
 
 WHOLE_TENSOR_CASES = [case for case in CASES if TENSOR in case.formats]
-CANDIDATES = ("fp8_tensor", "nvfp4", "fp8", "nvfp4_46", "nvfp4_hadamard", "mxfp4_hadamard_fixed", "nvfp4_eden")
+CANDIDATES = ("fp8_tensor", "nvfp4", "fp8", "nvfp4_46", "nvfp4_hadamard", "mxfp4_hadamard_fixed")
 
 
 def run(

@@ -9,10 +9,8 @@ from snip_megatron.quantization.kernels.exact_memory import halves_of, lifted, s
 from snip_megatron.quantization.kernels.exact_numbers import (
     _quotient,
     _reciprocal,
-    bits_of_floors,
     nearest,
 )
-from snip_megatron.quantization.kernels.exact_transform import flipped
 
 
 @triton.jit
@@ -31,8 +29,6 @@ def function_kernel(a_ptr, b_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.
         found = nearest(a, 4, 1.0)
     elif NAME == "nearest e4m3":
         found = nearest(a, 8, 1.0)
-    elif NAME == "floors":
-        found = bits_of_floors(a, True)
     elif NAME == "halves":
         found = halves_of(b, a, True)
     elif NAME == "scaled":
@@ -41,10 +37,3 @@ def function_kernel(a_ptr, b_ptr, out_ptr, count, NAME: tl.constexpr, BLOCK: tl.
         tl.static_assert(NAME == "lifted")
         found = lifted(a, b, True)
     tl.store(out_ptr + i, found, mask=inside)
-
-
-@triton.jit
-def flipped_kernel(x_ptr, out_ptr, signs, COLS: tl.constexpr):
-    """Store x [128, COLS] with the signs of a group."""
-    i = tl.arange(0, 128)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    tl.store(out_ptr + i, flipped(tl.load(x_ptr + i), signs, True))

@@ -14,7 +14,7 @@ from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
 from snip_megatron.quantization import exact
 from snip_megatron.quantization.formats import E2M1, E4M3, Element
-from snip_megatron.quantization.hadamard import Rotation, rotate
+from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.rounding import round_to_element
 
 FORMATS = [fmt for fmt in Format if fmt is not Format.BF16]
@@ -115,14 +115,6 @@ def test_rounding_of_all_mantissas(name: str, element: Element) -> None:
     assert_equal_bits(applied(name, y, y, torch.float32), round_to_element(y.clone(), element))
 
 
-def test_floors() -> None:
-    for first in range(0x3F000000, 0x4B000000, 1 << 24):
-        x = torch.arange(first, first + (1 << 24), 3, device="cuda").to(torch.int32).view(torch.float32)
-        assert_equal_bits(applied("floors", x, x, torch.int32), x.int() + 0x4B000000)
-    x = torch.tensor([0.0, 1e-45, 2.0**23 - 0.5], device="cuda")
-    assert_equal_bits(applied("floors", x, x, torch.int32), x.int() + 0x4B000000)
-
-
 def test_lifted_magnitudes() -> None:
     x = bf16_numbers()
     for exponent in (-126, -60, -1, 0, 1, 60, 127):
@@ -157,16 +149,6 @@ def test_products_with_scales() -> None:
         assert_equal_bits(applied("scaled", a, b, torch.int16), expected)
 
 
-def test_flipped_signs() -> None:
-    from emulated_functions import flipped_kernel
-
-    signs = rotate(torch.eye(128, device="cuda"), 123456789, 128)[0].sign()  # a transform adds with these signs
-    for x in bf16_numbers().view(-1, 128, 64):
-        out = torch.empty_like(x)
-        flipped_kernel[(1,)](x, out, 123456789, COLS=64)
-        assert_equal_bits(out.flatten(), x * signs.to(x.dtype)[:, None])
-
-
 # -- whole matrices ----------------------------------------------------------------------------------------------------
 def hard_matrix(seed: int, rows: int = 256, cols: int = 512) -> Tensor:
     """Bf16 numbers of all bit patterns in some rows; in the others, tiles of all sizes with few mantissas, which make
@@ -196,7 +178,7 @@ def test_bits_of_hard_matrices(fmt: Format) -> None:
         amax = x[64:].abs().amax().float() if seed % 8 else None
         if amax is not None:
             x[:64] = x[64:128]
-        options = {"amax": amax, "rotation": Rotation(seed, amax, Rotation(seed + 1, amax))}
+        options = {"amax": amax, "rotation": Rotation(seed, amax)}
         found, expected = (f(x, fmt, fmt, **options) for f in (quantize_exact, exact.quantize_exact))
         for side, one, other in zip(("row", "col"), found, expected, strict=True):
             known = ~other.dequantize().isnan()

@@ -16,7 +16,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair, shared
 from snip_megatron.quantization.formats import E2M1, SPECS, STOCHASTIC, Scaling, resolve
-from snip_megatron.quantization.hadamard import Rotation, points
+from snip_megatron.quantization.hadamard import POINTS, Rotation, is_turned
 from snip_megatron.quantization.kernels.arguments import key_arguments
 from snip_megatron.quantization.kernels.exact_programs import exact_amax_kernel, exact_kernel
 from snip_megatron.quantization.kernels.exact_shapes import SHAPES, kind_of
@@ -38,16 +38,14 @@ class _Side:
         operand: where its numbers go.
         seed: key of stochastic rounding.
         square: whether its tiles are square blocks.
-        points: points of the transform of the matrix, or 0.
-        rotation: how the matrix is transformed first.
+        rotation: how the matrix is transformed first; None: not at all.
     """
 
     format: Format
     operand: ExactOperand
     seed: Key | None
     square: bool
-    points: int
-    rotation: Rotation
+    rotation: Rotation | None
 
 
 def quantize_exact(
@@ -68,9 +66,8 @@ def quantize_exact(
     row, col = (None if f is None else resolve(f) for f in (row_format, col_format))
     both = shared(row, col, square=square)
     kept = (None, None) if held is None else held.operands
-    rotation = rotation or Rotation()
-    first = _side(x, row, 1, square, row_seed, kept[0], rotation.of(1))
-    second = None if both else _side(x, col, 0, square, col_seed, kept[1], rotation.of(0))
+    first = _side(x, row, 1, square, row_seed, kept[0], None)
+    second = None if both else _side(x, col, 0, square, col_seed, kept[1], rotation or Rotation())
     if x.numel():
         _quantize(x, first, second, cols, amax, None if held is None else held.current)
     of_row = None if first is None else first.operand
@@ -89,10 +86,13 @@ def _side(
     if fmt is None:
         return None
     spec = SPECS[fmt]
-    blocks, size = square and spec.square_blocks, points(fmt, axis, weight=square)
+    blocks = square and spec.square_blocks
+    if not is_turned(fmt, axis, weight=square):
+        rotation = None
     if kept is None:
         shape = list(x.shape)
-        shape[axis] += -shape[axis] % (size or 1)
+        if rotation is not None:
+            shape[0] += -shape[0] % POINTS
         values = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
         scale, tile = None, None
         if spec.scaling is Scaling.FP32:
@@ -102,7 +102,7 @@ def _side(
         elif spec.scaling in _WHOLE:
             scale = torch.ones(1, device=x.device) if x.numel() == 0 else torch.empty(1, device=x.device)
         kept = ExactOperand(values, scale, tile)
-    return _Side(fmt, kept, seed if fmt in STOCHASTIC else None, blocks, size, rotation or Rotation())
+    return _Side(fmt, kept, seed if fmt in STOCHASTIC else None, blocks, rotation)
 
 
 def _quantize(
@@ -118,8 +118,8 @@ def _quantize(
     ids = cols if cols is not None and any(side.seed is not None for side in sides) else None
     memory = [tensor for side, bits in zip((row, col), amaxes, strict=True) for tensor in _memory(side, bits, x)]
     keys = [side.seed if side is not None and isinstance(side.seed, Tensor) else x for side in (row, col)]
-    pointers, signs, turning = _turning((row, col), x)
-    tensors = (x, *memory, x if ids is None else ids, *keys, x if current is None else current, *pointers)
+    pointer, signs, turning = _turning((row, col), x)
+    tensors = (x, *memory, x if ids is None else ids, *keys, x if current is None else current, pointer)
     # bf16 numbers are written as 16-bit words.
     dtypes = tuple(torch.int16 if i in _VALUES and t is not x else t.dtype for i, t in enumerate(tensors))
     of_row = shape.col if row is not None and row.square else shape.row
@@ -127,7 +127,7 @@ def _quantize(
     programs = -(-K // max(widths)) * sum(max(widths) // width for width in widths)
     launch(
         exact_kernel, (programs, -(-M // (rows * shape.steps))), tensors, dtypes,
-        (M,), (*_words(row), *_words(col), *signs),
+        (M,), (*_words(row), *_words(col), signs),
         {
             **_constants("ROW", row), **_constants("COL", col),
             "SQUARE_ROW": row is not None and row.square, "SQUARE_COL": col is not None and col.square,
@@ -144,29 +144,29 @@ def _kind(sides: list[_Side], rows: int) -> str:
     return kind_of(
         rows,
         stochastic=any(side.seed is not None for side in sides),
-        transformed=any(side.points for side in sides),
+        transformed=any(side.rotation is not None for side in sides),
         four=any(SPECS[side.format].four_over_six for side in sides),
     )
 
 
 def _constants(name: str, side: _Side | None) -> dict[str, object]:
-    """The kernel's constants of a side: bits of an element, scaling, tile, rounding, whether keys are loaded, whether
-    the amax of a tile may become 4, and whether tiles are rescaled by EDEN.
+    """The kernel's constants of a side: bits of an element, scaling, tile, rounding, whether keys are loaded, and
+    whether the amax of a tile may become 4.
     """
     if side is None:
-        values: tuple[object, ...] = (0, "", 1, False, False, False, False)
+        values: tuple[object, ...] = (0, "", 1, False, False, False)
     else:
         spec = SPECS[side.format]
         bits, tile, loaded = 4 if spec.element is E2M1 else 8, spec.tile or 1, isinstance(side.seed, Tensor)
-        values = (bits, spec.scaling.value, tile, side.seed is not None, loaded, spec.four_over_six, spec.eden)
-    names = ("", "_SCALING", "_TILE", "_RANDOM", "_LOADED", "_FOUR", "_EDEN")
+        values = (bits, spec.scaling.value, tile, side.seed is not None, loaded, spec.four_over_six)
+    names = ("", "_SCALING", "_TILE", "_RANDOM", "_LOADED", "_FOUR")
     return dict(zip((name + end for end in names), values, strict=True))
 
 
 def _rows(side: _Side, row: _Side | None) -> int:
     """Return how many rows a part needs so that it has whole tiles of ``side``."""
     spec = SPECS[side.format]
-    if spec.scaling is Scaling.FP32 or side.points == 128:
+    if spec.scaling is Scaling.FP32:
         return 128
     return 16 if (side is row and not side.square) or not spec.tile else spec.tile
 
@@ -188,7 +188,7 @@ def _amaxes(
     for place, side in enumerate(sides):
         if side is None or SPECS[side.format].scaling not in _WHOLE:
             found.append(None)
-        elif (given := side.rotation.amax if side.points else amax) is not None:
+        elif (given := amax if side.rotation is None else side.rotation.amax) is not None:
             found.append(_bits(given))
         else:
             kind = (SPECS[side.format].tile, side.square)
@@ -210,13 +210,12 @@ def _searched(
     """
     bits = torch.zeros(2 * _APART, dtype=torch.int32, device=x.device)
     M, K = x.shape
-    rows = 128 if any(side is not None and side.points == 128 for side in sides) else 16
-    shape = SHAPES["amax" if rows == 16 else "amax of groups of 128"]
-    pointers, signs, turning = _turning(sides, x)
-    tensors = (x, bits, bits if current is None else current, *pointers)
+    rows, shape = 16, SHAPES["amax"]
+    pointer, signs, turning = _turning(sides, x)
+    tensors = (x, bits, bits if current is None else current, pointer)
     launch(
         exact_amax_kernel, (-(-K // shape.col[0]), -(-M // rows)), tensors, tuple(t.dtype for t in tensors),
-        (M,), signs,
+        (M,), (signs,),
         {
             "TILE": tile, "SQUARE": square, **turning, "GUARDED": current is not None,
             "GPU": _on_gpu(x), "K": K, "x_stride": x.stride(0), "R": rows, "C": shape.col[0], "WIDE": shape.col[1],
@@ -226,22 +225,14 @@ def _searched(
     return bits
 
 
-def _turning(
-    sides: tuple[_Side | None, _Side | None], unused: Tensor
-) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, object]]:
-    """Return what the kernels need of the sides' transforms: signs as tensors, any memory if they are not on the
-    device, and as numbers; and the constants, the points and whether signs are loaded.
+def _turning(sides: tuple[_Side | None, _Side | None], unused: Tensor) -> tuple[Tensor, int, dict[str, object]]:
+    """Return what the kernels need of the transform of the second side: signs as a tensor, any memory if they are not
+    on the device, and as a number; and the constants.
     """
-    pointers: list[Tensor] = []
-    numbers: list[int] = []
-    constants: dict[str, object] = {}
-    for name, side in zip(("ROW", "COL"), sides, strict=True):
-        signs = side.rotation.signs if side is not None and side.points else 0
-        loaded = isinstance(signs, Tensor)
-        pointers.append(signs if isinstance(signs, Tensor) else unused)
-        numbers.append(0 if isinstance(signs, Tensor) else signs)
-        constants |= {f"{name}_TURNED": 0 if side is None else side.points, f"{name}_SIGNS_LOADED": loaded}
-    return tuple(pointers), tuple(numbers), constants
+    rotation = None if sides[1] is None else sides[1].rotation
+    signs = 0 if rotation is None else rotation.signs
+    constants: dict[str, object] = {"TURNED": rotation is not None, "SIGNS_LOADED": isinstance(signs, Tensor)}
+    return (signs, 0, constants) if isinstance(signs, Tensor) else (unused, signs, constants)
 
 
 def _words(side: _Side | None) -> list[int]:

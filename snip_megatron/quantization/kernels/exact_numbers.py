@@ -10,8 +10,6 @@ instruction that an Ampere GPU does not have.
 import triton
 import triton.language as tl
 
-from snip_megatron.quantization.eden import DRAW_STREAM
-from snip_megatron.quantization.formats import EDEN_CLIPPING
 from snip_megatron.quantization.kernels.elements import (
     INFINITY_BITS,
     constant,
@@ -22,10 +20,7 @@ from snip_megatron.quantization.kernels.elements import (
 )
 from snip_megatron.quantization.kernels.stochastic import less_if_subnormal, mix32, once, truncated_product
 
-_DRAW_STREAM = tl.constexpr(DRAW_STREAM)
-_EDEN_VALUE = tl.constexpr(6.0 / EDEN_CLIPPING)
 _FINE = tl.constexpr(1024.0)  # a squared error in units of 2^-20 is the square of an error in units of 2^-10
-_STEPS = tl.constexpr(64.0)  # a product in units of 2^-12 is that of two numbers in units of 2^-6
 _FOUR_STEPS = tl.constexpr(4 * 2.0**-9)  # of E4M3's smallest numbers
 _SMALLEST_DIVISOR = tl.constexpr(2.0**-40)  # below every divisor of a tile that does not become zero
 
@@ -71,12 +66,11 @@ def nearest(y, ELEMENT: tl.constexpr, UNIT: tl.constexpr, BOUNDED: tl.constexpr 
 
 
 @triton.jit
-def tensor_scale(amax, SCALING: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr):
+def tensor_scale(amax, SCALING: tl.constexpr, FOUR: tl.constexpr):
     """Return the FP32 scale of a tensor, amax / 448, amax / (6·448) or, with ``FOUR``, amax / (6·256), as IEEE
-    division; 1 if that is zero. With ``EDEN`` the 6 is a little larger.
+    division; 1 if that is zero.
     """
-    value: tl.constexpr = _EDEN_VALUE if EDEN else 6.0
-    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else value * (256.0 if FOUR or EDEN else 448.0)
+    maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else 6.0 * (256.0 if FOUR else 448.0)
     scale = tl.div_rn(amax, constant(maximum, amax))
     scale = tl.where(scale == 0.0, 1.0, scale)
     if SCALING == "fp32_tensor":
@@ -251,70 +245,6 @@ def any_bits(tiles):
 @triton.jit
 def _union(a, b):
     return a | b
-
-
-@triton.jit
-def _folded(number):
-    return (number ^ (number >> 32)).to(tl.uint32)
-
-
-@triton.jit
-def bits_of_floors(numbers, GPU: tl.constexpr):
-    """Return the bits, int32, of 2^23 + ⌊x⌋ in FP32 for x in [0, 2^23). They are those of 2^23 plus ⌊x⌋."""
-    if GPU:  # an addition that rounds towards zero, where a conversion has a quarter of the speed
-        sums = tl.inline_asm_elementwise(
-            "add.rz.f32 $0, $1, 0f4B000000;", "=f,f", [numbers], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return sums.to(tl.int32, bitcast=True)
-    else:
-        return numbers.to(tl.int32) + 0x4B000000
-
-
-@triton.jit
-def _sum_of_floors(numbers, GPU: tl.constexpr):
-    """Return the int32 sums over tiles of numbers in [0, 2^23), each rounded down to an integer."""
-    total = tl.sum(tl.sum(bits_of_floors(numbers, GPU), axis=3, keep_dims=True), axis=1, keep_dims=True)
-    start: tl.constexpr = numbers.shape[1] * numbers.shape[3] * 0x4B000000 % 2**32
-    return (total.to(tl.uint32, bitcast=True) - start).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def eden_sums(x, amax_bits, whole, GPU: tl.constexpr):
-    """Return E2M1 values times 2^6 and E4M3 scales of tiles along the rows of lifted magnitudes, and what the tiles
-    contribute to the integers ⟨z, z⟩ and ⟨z, Q(z)⟩ of their columns, int64.
-    """
-    divisor, factor = _e4m3_scale(amax_bits, whole, _EDEN_VALUE, _STEPS, False, GPU)
-    y = _quotient(x, divisor, False, GPU)
-    values = nearest(y, 4, _STEPS)
-    y = tl.minimum(y, 10.0 * _STEPS)
-    weight = (tl.where(amax_bits < INFINITY_BITS, factor, 0.0) * 512.0).to(tl.int32).to(tl.int64)
-    weight = weight * weight  # zero where the sums may be any numbers
-    square = _sum_of_floors(y * y, GPU) * weight
-    product = _sum_of_floors(y * values, GPU) * weight
-    return values, factor, tl.sum(square, axis=0, keep_dims=True), tl.sum(product, axis=0, keep_dims=True)
-
-
-@triton.jit
-def eden_scales(factor, amax_bits, square, product, first, signs):
-    """Return the corrected scales of tiles over 2^6, rounded stochastically: the functions of ``eden.py``.
-
-    ``square`` and ``product`` are the integers of a whole group, and ``first`` the place of the first tile in it.
-    """
-    known = amax_bits < INFINITY_BITS
-    ratio = tl.div_rn(square.to(tl.float32), tl.where(product == 0, 1, product).to(tl.float32))
-    scale = tl.minimum(factor * tl.where(product == 0, 1.0, ratio), 448.0)
-    h = mix32(_folded(square) + (signs.to(tl.uint32) ^ _DRAW_STREAM))
-    h = mix32(_folded(product) + h)
-    place = (first + tl.arange(0, factor.shape[0]))[:, None, None, None]
-    draw = mix32(place.to(tl.uint32) * 0x9E3779B1 + h)
-    # The spacing of E4M3 at the scale, 2^(e − 3) with e ≥ −6, and its reciprocal. The scale has less than 2^24 of their
-    # 2^-20th parts, to which the draw is added.
-    power = tl.maximum(scale.to(tl.int32, bitcast=True) & INFINITY_BITS, 121 << 23) - (3 << 23)
-    reciprocal = ((254 << 23) - power).to(tl.float32, bitcast=True)
-    parts = (tl.where(known, scale, 0.0) * tl.where(known, reciprocal, 1.0) * 1048576.0).to(tl.int32)
-    steps = (parts + (draw >> 12).to(tl.int32)) >> 20
-    spacing = power.to(tl.float32, bitcast=True) * (1.0 / _STEPS)
-    return steps.to(tl.float32) * tl.where(known, spacing, float("nan"))
 
 
 @triton.jit

@@ -20,8 +20,8 @@ class Shape:
         steps: parts of a program, one below the other. What belongs to columns or to the tensor is computed once.
         registers: most registers of a thread; None lets the compiler choose.
 
-    The numbers of columns are powers of two, at least 128 if the side is transformed in groups of 128. They differ,
-    because the compiler orders the numbers of both sides alike if their sizes are equal.
+    The numbers of columns are powers of two. They differ, because the compiler orders the numbers of both sides alike
+    if their sizes are equal.
     """
 
     row: tuple[int, int]
@@ -47,9 +47,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "tiles of 32, stochastic": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 32, transformed": Shape((128, 8), (256, 2), 4, 4),
         "tiles of 128": Shape((128, 8), (128, 8), 8),
-        "groups of 128": Shape((128, 8), (128, 8), 4),
         "amax": Shape((512, 4), (512, 4), 4),
-        "amax of groups of 128": Shape((128, 8), (128, 8), 4),
     }
 )
 """Kind of a launch → its shape. :func:`kind_of` says which kind a launch is."""
@@ -58,6 +56,6 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 def kind_of(rows: int, *, stochastic: bool, transformed: bool, four: bool) -> str:
     """Return the key of :data:`SHAPES` for a launch whose parts have ``rows`` rows."""
     if rows == 128:
-        return "groups of 128" if transformed else "tiles of 128"
+        return "tiles of 128"
     end = ", four over six" if four and rows == 16 else ", stochastic" if stochastic else ""
     return f"tiles of {rows}" + (", transformed" if transformed else end)

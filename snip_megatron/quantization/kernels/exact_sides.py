@@ -13,8 +13,6 @@ from snip_megatron.quantization.kernels.exact_memory import halves_of, lifted_ti
 from snip_megatron.quantization.kernels.exact_numbers import (
     any_bits,
     draws,
-    eden_scales,
-    eden_sums,
     four_over_six,
     largest,
     rounded_stochastically,
@@ -22,60 +20,6 @@ from snip_megatron.quantization.kernels.exact_numbers import (
     tensor_scale,
 )
 from snip_megatron.quantization.kernels.exact_transform import signs_of, transformed
-
-
-@triton.jit
-def _eden_part(x, whole, signs, GPU: tl.constexpr):
-    """Return the bf16 bits of x [128, …] that is transformed and quantised in groups of 128 rows.
-
-    A thread holds a whole group, so that nothing but the part itself changes threads.
-    """
-    x = transformed(x, signs, 128, GPU)
-    # One half after the other needs fewer registers.
-    x0, x1 = tl.split(tl.permute(tl.reshape(x, (2, 64, x.shape[1])), (1, 2, 0)))
-    halves0, factor0, amax0, square0, product0 = _eden_half(x0, whole, GPU)
-    halves1, factor1, amax1, square1, product1 = _eden_half(x1, whole, GPU)
-    square, product = square0 + square1, product0 + product1
-    halves0 = _eden_scaled(halves0, factor0, amax0, square, product, 0, signs, GPU)
-    halves1 = _eden_scaled(halves1, factor1, amax1, square, product, 4, signs, GPU)
-    return tl.reshape(tl.permute(tl.join(halves0, halves1), (2, 0, 1)), x.shape)
-
-
-@triton.jit
-def _eden_half(x, whole, GPU: tl.constexpr):
-    tiles, amax = lifted_tiles(x, whole, 16, 1, GPU)
-    values, factor, square, product = eden_sums(tiles, amax, whole, GPU)
-    return halves_of(tl.reshape(values, x.shape), x, GPU), factor, amax, square, product
-
-
-@triton.jit
-def _eden_scaled(halves, factor, amax, square, product, first, signs, GPU: tl.constexpr):
-    scale = eden_scales(factor, amax, square, product, first, signs)
-    tiles: tl.constexpr = (scale.shape[0], 16, scale.shape[2], 1)
-    return scaled(halves, tl.reshape(tl.broadcast_to(scale, tiles), halves.shape), GPU)
-
-
-@triton.jit
-def eden_side(
-    x_ptr, M, K: tl.constexpr, x_stride: tl.constexpr, first, k, out_ptr, scale_ptr, amax_ptr, signs_ptr, signs, along,
-    WIDTH: tl.constexpr, SIGNS_LOADED: tl.constexpr, GPU: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Quantise the parts of a program in groups along the columns, if ``along``, or along the rows."""
-    whole = _whole(amax_ptr, scale_ptr, k + first, "e4m3_fp32", False, True)
-    signs = signs_of(signs_ptr, signs, SIGNS_LOADED)
-    height = tl.where(along, M, (M + 127) // 128 * 128)
-    m = first * STEPS
-    end = tl.minimum(m + STEPS, tl.cdiv(M, R))
-    while m < end:
-        x = load_part(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
-        if along:
-            x = tl.trans(x)
-        halves = _eden_part(x, whole, signs, GPU)
-        if along:
-            halves = tl.trans(halves)
-        store_part(out_ptr, halves, height, WIDTH, m, k, R, C, WIDE)
-        m += 1
 
 
 @triton.jit
@@ -136,7 +80,7 @@ def side(
     R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Quantise the parts of a program in tiles along the columns, with ``ALONG``, or along the rows."""
-    whole = _whole(amax_ptr, scale_ptr, k + first, SCALING, FOUR, False)
+    whole = _whole(amax_ptr, scale_ptr, k + first, SCALING, FOUR)
     signs = signs_of(signs_ptr, signs, SIGNS_LOADED)
     if RANDOM:
         word_0, word_1 = _words(key_ptr, word_0, word_1, LOADED)
@@ -182,11 +126,11 @@ def _stored_part(
     """Load part (m, k), transform it and quantise it. See :func:`_part`."""
     # Sixteen points divide a sum by four and keep the numbers even.
     SHORT: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
-    NARROW: tl.constexpr = SHORT and (TURNED == 0)
+    NARROW: tl.constexpr = SHORT and not TURNED
     height = (M + 15) // 16 * 16 if TURNED else M
     signed = load_part(x_ptr, x_stride, M, K, m, k, R, C, WIDE)
     if TURNED:
-        signed = transformed(signed, signs, 16, GPU)
+        signed = transformed(signed, signs)
     x = to_float32(signed)
     draw = x
     if RANDOM:
@@ -216,11 +160,11 @@ def _words(key_ptr, word_0, word_1, LOADED: tl.constexpr):
 
 
 @triton.jit
-def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr, FOUR: tl.constexpr, EDEN: tl.constexpr):
+def _whole(amax_ptr, scale_ptr, first, SCALING: tl.constexpr, FOUR: tl.constexpr):
     """Return the scale of the tensor, which the first program stores."""
     if (SCALING == "e4m3_fp32") or (SCALING == "fp32_tensor"):
         one = tl.zeros((1, 1, 1, 1), tl.int32)
-        whole = tensor_scale(tl.load(amax_ptr + one).to(tl.float32, bitcast=True), SCALING, FOUR, EDEN)
+        whole = tensor_scale(tl.load(amax_ptr + one).to(tl.float32, bitcast=True), SCALING, FOUR)
         tl.store(scale_ptr + one, whole, mask=one + first == 0)
         return whole
     else:

@@ -86,7 +86,6 @@ def weight_sums(
     formats: Sequence[str],
     *,
     amax: Tensor | None = None,
-    rotations: Mapping[str, Rotation] | None = None,
 ) -> Tensor:
     """See :func:`snip_megatron.statistics.errors.weight_sums`."""
     own, places = _own(formats)
@@ -100,7 +99,7 @@ def weight_sums(
     if len(own) == len(formats):
         return totals
     rest = [fmt for fmt in formats if fmt not in own]
-    other = errors.weight_sums(w, rest, amax=amax, rotations=rotations)
+    other = errors.weight_sums(w, rest, amax=amax)
     return torch.cat([totals[:1], _ordered(formats, own, totals[1:], rest, other[1:])])
 
 

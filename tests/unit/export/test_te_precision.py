@@ -150,7 +150,7 @@ def test_collapse_takes_the_widest(three: tuple[Format, ...]) -> None:
 
 def test_collapse_takes_a_variant_for_its_base() -> None:
     name = "decoder.layers.0.mlp.linear_fc1"
-    three = (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_NEAREST)
+    three = (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)
     result = collapse(PrecisionMap({option_id(name, g): f for g, f in zip(Gemm, three, strict=True)}))
     assert result.formats == {LinearId.parse(name): Format.NVFP4}
     assert result.changed == {LinearId.parse(name): three}

@@ -106,16 +106,15 @@ def test_formats_without_a_gemm(machine: Machine) -> None:
     machine()
     with pytest.raises(
         SnipError,
-        match=r"blackwell: runs nvfp4, mxfp8, nvfp4_1d, nvfp4_nearest and bf16, not fp4, fp8 \(see --snip-formats",
+        match=r"blackwell: runs nvfp4, mxfp8 and bf16, not fp4, fp8 \(see --snip-formats",
     ):
         select_backend("blackwell", {Format.FP8, Format.FP4, NVFP4})
     with pytest.raises(SnipError, match=r"not nvfp4_46 \(see --snip-formats"):
         select_backend("blackwell", {NVFP4, Format.NVFP4_46})
-    assert availability({Format.NVFP4_1D, Format.NVFP4_NEAREST}) is None
     found = select_backend("auto", {Format.FP8})
     assert found.backend.name == "emulated"
     assert found.reason == (
-        "blackwell: runs nvfp4, mxfp8, nvfp4_1d, nvfp4_nearest and bf16, not fp8"
+        "blackwell: runs nvfp4, mxfp8 and bf16, not fp8"
         " (see --snip-formats, --snip-pin, --snip-map): exact numerics on the bf16 tensor cores of Some GPU, sm_100"
     )
 
@@ -127,7 +126,7 @@ def test_shards_need_an_amax_from_outside(machine: Machine) -> None:
     missing = availability({NVFP4}, sharded=True)
     assert missing is not None
     assert "nvfp4 under tensor parallelism needs Transformer Engine 2.17 or later" in missing
-    assert availability(sharded=True) == availability({Format.NVFP4_1D}, sharded=True) == missing
+    assert availability(sharded=True) == missing
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (9, 0)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -27,16 +25,11 @@ SQNR = {
     Format.MXFP8: (27.6, 27.6, 27.6),
     # Variants, for the GEMMs that they are for.
     Format.NVFP4_46: (18.0,),
-    Format.NVFP4_1D: (17.3, 15.5),
-    Format.NVFP4_NEAREST: (16.6, 17.3),
-    Format.MXFP4_NEAREST: (15.8, 15.8),
     # Normal operands have no outliers that a transform could spread.
     Format.NVFP4_HADAMARD: (15.5,),
     Format.NVFP4_HADAMARD_FIXED: (15.5,),
     Format.MXFP4_HADAMARD: (14.2,),
     Format.MXFP4_HADAMARD_FIXED: (14.2,),
-    Format.MXFP4_HADAMARD_NEAREST: (15.8,),
-    Format.NVFP4_EDEN: (17.0, 17.0),
 }
 
 
@@ -63,22 +56,11 @@ def test_output_and_every_gradient_keep_their_signal_to_noise(fmt: Format) -> No
     assert measured == pytest.approx(SQNR[fmt], abs=0.4)
 
 
-def _eden(t: torch.Tensor, axis: int) -> torch.Tensor:
-    """Q of the transform with the key 0, float64."""
-    return fake_quantize(rotate(t, 0, 128, axis), "nvfp4_eden", axis=axis, rounding="stochastic", seed=0).double()
-
-
 @every_format
 @pytest.mark.parametrize("tokens", [256, 130, 1])
 def test_products_are_those_of_the_quantised_operands(fmt: Format, tokens: int) -> None:
     x, w, g = operands(tokens=tokens)
     options = {"rounding": "stochastic" if fmt in STOCHASTIC else "nearest", "seed": 5}
-    if fmt is Format.NVFP4_EDEN:
-        along, down = (partial(_eden, axis=axis) for axis in (1, 0))
-        assert decibel(along(x) @ along(w).t(), fprop(x, w, fmt)) > 120
-        assert decibel(along(g) @ down(w), dgrad(g, w, fmt)) > 120
-        assert decibel(down(g).t() @ down(x), wgrad(g, x, fmt)) > 110  # more terms that cancel
-        return
     exact = fake_quantize(x, fmt).double() @ fake_quantize(w, fmt, block=True).double().t()
     assert decibel(exact, fprop(x, w, fmt)) > 120
     found = wgrad(g, x, fmt, seed=5)
@@ -125,7 +107,7 @@ def test_wgrad_accumulates_into_main_grad(fmt: Format) -> None:
     torch.testing.assert_close(main_grad, 3 + wgrad(g, x, fmt, seed=1), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("fmt", [Format.FP4, Format.NVFP4, Format.MXFP4, Format.NVFP4_1D], ids=lambda f: f.value)
+@pytest.mark.parametrize("fmt", [Format.FP4, Format.NVFP4, Format.MXFP4], ids=lambda f: f.value)
 def test_four_bit_gradients_round_stochastically_from_their_key(fmt: Format) -> None:
     x, w, g = operands()
     assert torch.equal(dgrad(g, w, fmt, seed=1), dgrad(g, w, fmt, seed=1))

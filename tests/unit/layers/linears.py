@@ -20,7 +20,6 @@ from snip_megatron.quantization.formats import SPECS, STOCHASTIC
 from snip_megatron.quantization.hadamard import ROTATED, rotate
 
 FC1 = LinearId(2, "mlp.linear_fc1")
-EDEN = Format.NVFP4_EDEN
 FC1_INDEX = 2 * 4 + 2  # layer 2, the third of a layer's four linears
 Formats = tuple[Format, Format, Format]
 
@@ -108,23 +107,10 @@ def reference(
         return t.double() if fmt is Format.BF16 else fake_quantize(t, fmt, **options).double()
 
     word = derive_seed(context.seed, context.step, 0x486164616D617264, FC1_INDEX)
-    drawn, key = word >> 48, (word >> 48) + ((word & 0x7FFF) << 16)
-
-    def eden(t: torch.Tensor, axis: int, key: int) -> torch.Tensor:
-        return quantised(rotate(t, key, 128, axis), EDEN, axis=axis, rounding="stochastic", seed=key)
-
-    if fprop is EDEN:  # the product has no key of its own
-        y = eden(x, 1, 0) @ eden(w, 1, 0).t()
-    else:
-        y = quantised(x, fprop) @ quantised(w, fprop, block=True).t()
-    if dgrad is EDEN:
-        d = eden(g, 1, key) @ eden(w, 0, key)
-    else:
-        d = quantised(g, dgrad, **rounding(dgrad, context, microbatch, 1)) @ quantised(w, dgrad, block=True, axis=0)
-    if wgrad is EDEN:
-        return y, d, eden(g, 0, key).t() @ eden(x, 0, key)
+    y = quantised(x, fprop) @ quantised(w, fprop, block=True).t()
+    d = quantised(g, dgrad, **rounding(dgrad, context, microbatch, 1)) @ quantised(w, dgrad, block=True, axis=0)
     if wgrad in ROTATED:
-        x, g = (rotate(t, drawn if SPECS[wgrad].random_signs else 0) for t in (x, g))
+        x, g = (rotate(t, word >> 48 if SPECS[wgrad].random_signs else 0) for t in (x, g))
     gw = quantised(g, wgrad, axis=0, **rounding(wgrad, context, microbatch, 2)).t() @ quantised(x, wgrad, axis=0)
     return y, d, gw
 

@@ -25,8 +25,7 @@ from snip_megatron.quantization.exact import quantize_exact
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 FORMATS: list[Formats] = [(FP8, FP8, FP8), (FP4, FP4, FP4), (FP8, FP4, FP8), (TENSOR, TENSOR, FP4), (BF16, FP4, BF16),
                           (Format.NVFP4, Format.MXFP8, Format.NVFP4),
-                          (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD),
-                          (Format.NVFP4, Format.NVFP4_EDEN, Format.NVFP4_EDEN)]  # fmt: skip
+                          (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)]  # fmt: skip
 
 
 class Quantisers:

@@ -10,16 +10,12 @@ import torch
 import torch.distributed as dist
 from linears import convert, one_rank, operands, stock_linear
 
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend, Sides
-from snip_megatron.gemm.operands import Plain
+from snip_megatron.gemm.backend import GemmBackend, Sides
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.layers.weights import HeldWeight
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.quantization.hadamard import Rotation
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
-NVFP4, EDEN = Format.NVFP4, Format.NVFP4_EDEN
 
 
 class Counting(GemmBackend):
@@ -35,10 +31,9 @@ class Counting(GemmBackend):
         dgrad: Format | None,
         *,
         amax: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
     ) -> Sides:
         self.weights += 1
-        return super().quantize_weight(w.detach().clone(), fprop, dgrad, amax=amax, rotation=rotation)
+        return super().quantize_weight(w.detach().clone(), fprop, dgrad, amax=amax)
 
 
 @pytest.fixture(scope="module")
@@ -141,18 +136,3 @@ def test_freed_at_the_step_s_end(linear: Any, registry: LinearRegistry) -> None:
     assert handle.weights._sides is not None
     registry.end_step()
     assert handle.weights._sides is None
-
-
-def test_a_held_weight_has_the_latest_amax_of_its_transform() -> None:
-    """The reference keeps the weight itself: captured kernels read the amax where the first call put it."""
-    held, weight = HeldWeight(torch.zeros(1, dtype=torch.int32)), torch.randn(128, 16)
-    signs, found = torch.tensor([5], dtype=torch.int32), []
-    for largest in (3.0, 7.0):
-        rotation = Rotation(signs, torch.tensor(largest))
-        _, side = held.refresh(REFERENCE, weight, NVFP4, EDEN, lambda *_: None, lambda r=rotation: r)  # type: ignore[misc]
-        assert isinstance(side, Plain)
-        assert side.rotation is not None
-        assert side.rotation.amax is not None
-        found.append(side.rotation.amax)
-        assert float(found[0]) == largest
-    assert found[0] is found[1]

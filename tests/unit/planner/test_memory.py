@@ -44,7 +44,7 @@ MEASURED = json.loads(
 BF16: Formats = (Format.BF16,) * 3
 FP8: Formats = (Format.FP8,) * 3
 TENSOR: Formats = (Format.FP8_TENSOR,) * 3
-NVFP4: Formats = (Format.NVFP4, Format.NVFP4_NEAREST, Format.NVFP4_HADAMARD)
+NVFP4: Formats = (Format.NVFP4, Format.NVFP4, Format.NVFP4_HADAMARD)
 
 
 def measured_layout() -> Layout:

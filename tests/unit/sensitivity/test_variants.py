@@ -16,7 +16,7 @@ from snip_megatron.statistics.table import StatisticsTable
 
 from .synthetic import linear_rows, make_table
 
-FORMATS = ("mxfp8", "nvfp4_46", "nvfp4_nearest", "nvfp4")
+FORMATS = ("mxfp8", "nvfp4_46", "nvfp4_hadamard", "nvfp4")
 
 
 def table_of(formats: tuple[str, ...] = FORMATS, **relative: float) -> StatisticsTable:
@@ -31,18 +31,21 @@ def table_of(formats: tuple[str, ...] = FORMATS, **relative: float) -> Statistic
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p not in UNSOLVED])
 def test_an_option_may_take_the_formats_of_its_gemm(policy: str) -> None:
     problem, scores = build_problem(table_of(), SolveRequest(formats=FORMATS, policy=policy))
-    backward = ["mxfp8", "nvfp4_nearest", "nvfp4"]
-    own = {Gemm.FPROP: ["mxfp8", "nvfp4_46", "nvfp4"], Gemm.DGRAD: backward, Gemm.WGRAD: backward}
+    own = {
+        Gemm.FPROP: ["mxfp8", "nvfp4_46", "nvfp4"],
+        Gemm.DGRAD: ["mxfp8", "nvfp4"],
+        Gemm.WGRAD: ["mxfp8", "nvfp4_hadamard", "nvfp4"],
+    }
     for item in problem.items:
         gemm = split_option_id(item.id)[1]
         assert gemm is not None
         assert [c.format.value for c in item.choices] == own[gemm]
         assert list(scores[item.id]) == own[gemm]
-        assert [c.saving for c in item.choices] == [0.0, item.cost, item.cost]
+        assert [c.saving for c in item.choices] == [0.0] + [item.cost] * (len(own[gemm]) - 1)
 
 
 def test_the_program_takes_a_variant_where_it_errs_less() -> None:
-    problem, _ = build_problem(table_of(nvfp4_46=0.5, nvfp4_nearest=2.0), SolveRequest(formats=FORMATS))
+    problem, _ = build_problem(table_of(nvfp4_46=0.5, nvfp4_hadamard=2.0), SolveRequest(formats=FORMATS))
     choices = solve(problem).choices
     four_bit = {key: fmt for key, fmt in choices.items() if fmt.bits == 4}
     assert {split_option_id(key)[1] for key in four_bit} == set(Gemm)
@@ -73,8 +76,8 @@ def test_candidates_that_only_one_gemm_may_take_save_that_gemms_share() -> None:
 @pytest.mark.parametrize(
     ("formats", "granularity", "words"),
     [
-        (("nvfp4_46", "nvfp4_nearest"), "layer", "nvfp4_46 is a format of fprop, not of dgrad"),
-        (("nvfp4_46", "nvfp4_1d"), "gemm", "none is a format of wgrad; add nvfp4"),
+        (("nvfp4_46", "nvfp4"), "layer", "nvfp4_46 is a format of fprop, not of dgrad"),
+        (("nvfp4_46",), "gemm", "none is a format of dgrad; add nvfp4"),
     ],
 )
 def test_candidates_that_leave_a_gemm_without_a_format(formats: tuple[str, ...], granularity: str, words: str) -> None:
@@ -93,7 +96,7 @@ def test_pins() -> None:
 
 
 def test_late_policies_use_each_gemms_own_formats() -> None:
-    request = SolveRequest(formats=("mxfp8", "nvfp4_46", "nvfp4_nearest"), policy="late-all")
+    request = SolveRequest(formats=("mxfp8", "nvfp4_46", "nvfp4"), policy="late-all")
     first, last = late_maps(request, ["decoder.layers.0.mlp.linear_fc1"])
     found = [[m.format_of("decoder.layers.0.mlp.linear_fc1", gemm).value for gemm in Gemm] for m in (first, last)]
-    assert found == [["nvfp4_46", "nvfp4_nearest", "nvfp4_nearest"], ["mxfp8"] * 3]
+    assert found == [["nvfp4_46", "nvfp4", "nvfp4"], ["mxfp8"] * 3]

@@ -111,16 +111,15 @@ def test_a_format_that_was_not_measured_is_refused() -> None:
 def test_a_variant_that_was_not_measured_takes_the_time_of_its_base() -> None:
     base, weight = Format.NVFP4, SHAPE.n * SHAPE.k / QUANTISED
     model = TimingModel(formula_table(formats=(BF16, base)))
-    for variant in (Format.NVFP4_NEAREST, Format.NVFP4_46, Format.NVFP4_1D, Format.NVFP4_EDEN):
-        own = weight if variant is not Format.NVFP4_NEAREST else 0.0  # half of a call more: W is not shared
-        for g in variant.gemms:
-            expected = model.seconds(SHAPE, g, base) + (0.0 if g is Gemm.WGRAD else own)
+    for variant in (Format.NVFP4_46, Format.NVFP4_HADAMARD):
+        for g in variant.gemms:  # half of a call more for fprop: W is not shared
+            expected = model.seconds(SHAPE, g, base) + (0.0 if g is Gemm.WGRAD else weight)
             assert model.seconds(SHAPE, g, variant) == pytest.approx(expected)
         assert model.host_seconds((variant,) * 3) == model.host_seconds((base,) * 3)
-    together = model.linear_seconds(SHAPE, (Format.NVFP4_46, Format.NVFP4_NEAREST, Format.NVFP4_NEAREST))
+    together = model.linear_seconds(SHAPE, (Format.NVFP4_46, base, Format.NVFP4_HADAMARD))
     assert together == pytest.approx(model.linear_seconds(SHAPE, (base,) * 3) + weight)
-    with pytest.raises(SnipError, match="have no mxfp4_nearest"):
-        model.seconds(SHAPE, Gemm.DGRAD, Format.MXFP4_NEAREST)
+    with pytest.raises(SnipError, match="have no mxfp4_hadamard"):
+        model.seconds(SHAPE, Gemm.WGRAD, Format.MXFP4_HADAMARD)
 
 
 def test_a_variant_that_was_measured_has_its_own_time() -> None:
