@@ -96,7 +96,7 @@ def test_pins() -> None:
 
 
 def test_late_policies_use_each_gemms_own_formats() -> None:
-    request = SolveRequest(formats=("mxfp8", "nvfp4_46", "nvfp4"), policy="late-all")
+    request = SolveRequest(formats=("mxfp8", "nvfp4", "nvfp4_46"), policy="late-all")
     first, last = late_maps(request, ["decoder.layers.0.mlp.linear_fc1"])
     found = [[m.format_of("decoder.layers.0.mlp.linear_fc1", gemm).value for gemm in Gemm] for m in (first, last)]
     assert found == [["nvfp4_46", "nvfp4", "nvfp4"], ["mxfp8"] * 3]
