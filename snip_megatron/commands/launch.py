@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import inspect
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,24 +84,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train. Returns torchrun's exit code. Raises SnipError on bad input before anything is started."""
     from snip_megatron.launch import agent
-    from snip_megatron.launch.arguments import megatron_arguments
+    from snip_megatron.launch.arguments import megatron_arguments, progress
     from snip_megatron.launch.check import check
-    from snip_megatron.launch.job import Wishes, holds_checkpoint, make_job
-    from snip_megatron.launch.progress import progress
+    from snip_megatron.launch.job import holds_checkpoint, make_job
 
-    job = make_job(Wishes(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Wishes)}))
+    job = make_job(**{name: getattr(args, name) for name in inspect.signature(make_job).parameters})
     if args.hardware:
         print(job.nodes, job.gpus_per_node)
         return 0
     if args.progress:
-        found = progress(job)
-        print(found.saved, found.steps)
+        print(*progress(job))
         return 0
     rendezvous = args.rendezvous or ("HEAD_NODE:29500" if args.dry_run and job.nodes > 1 else None)
     command = agent.torchrun(job, rendezvous, args.rendezvous_id, args.local_address) + megatron_arguments(job)
     added = agent.environment(job, cpu=args.cpu)
     if args.check:
-        check(job, megatron_arguments(job), added)
+        check(megatron_arguments(job), job.layout.ranks, added)
         return 0
     if args.dry_run:
         _show(job, added, command)
@@ -111,14 +109,15 @@ def run(args: argparse.Namespace) -> int:
     if job.load is not None and holds_checkpoint(job.load):
         print(f"snip launch: goes on from the checkpoint in {job.load}", flush=True)
     code, asked = agent.supervise(command, added, agent.failure_file(job.save))
-    if asked is not None and code == 0 and not progress(job).finished:
+    saved, steps = progress(job)
+    if asked is not None and code == 0 and saved < steps:
         print(f"snip launch: ended on {asked}; the same command goes on from {job.save}", flush=True)
     return code
 
 
 def _show(job: Job, added: Mapping[str, str], command: Sequence[str]) -> None:
     """Print a shell script: the forecast as comments, then the command."""
-    print("\n".join(f"# {line}" for line in [f"{job.title}: {job.layout.model.name}", *_expected(job)]))
+    print("\n".join(f"# {line}" for line in [f"{job.configuration.title}: {job.layout.model.name}", *_expected(job)]))
     variables = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
     print(" \\\n    ".join([" ".join([*variables, shlex.quote(command[0])]), *_lines(command[1:])]))
 
@@ -126,7 +125,7 @@ def _show(job: Job, added: Mapping[str, str], command: Sequence[str]) -> None:
 def _expected(job: Job) -> list[str]:
     if job.smoke:
         return ["a trial of its arguments with a tiny model: nothing is expected of its speed"]
-    from snip_megatron.launch.figures import summary
+    from snip_megatron.launch.forecast import summary
 
     try:
         return summary(job.layout).splitlines()

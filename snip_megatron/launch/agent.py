@@ -13,7 +13,6 @@ may wait for the failed one, and exits with the same code.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 
@@ -81,19 +81,14 @@ def _address_towards(rendezvous: str | None) -> str | None:
 
 
 def _chooses_signals() -> bool:
-    """Whether torchrun has ``--signals-to-handle`` (since torch 2.10). torch is not imported."""
-    torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None:
-        raise SnipError("torch is not installed; install the package's requirements (scripts/bootstrap.sh)")
-    source = Path(torch.origin).parent / "distributed" / "run.py"
-    return "--signals-to-handle" in source.read_text(encoding="utf-8")
+    """Whether torchrun has ``--signals-to-handle``."""
+    return tuple(int(part) for part in metadata.version("torch").split(".")[:2]) >= (2, 10)
 
 
 def environment(job: Job, *, cpu: bool) -> dict[str, str]:
     """Return the environment variables to add. Variables that are already set are kept."""
-    cores = len(os.sched_getaffinity(0))
     wanted = {
-        "OMP_NUM_THREADS": str(max(1, min(16, cores // job.gpus_per_node))),
+        "OMP_NUM_THREADS": str(max(1, min(16, len(os.sched_getaffinity(0)) // job.gpus_per_node))),
         "NCCL_DEBUG": "WARN",
         # A rank that fails or hangs ends the job, which can then be restarted from its checkpoint.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -130,8 +125,8 @@ def supervise(command: Sequence[str], added: Mapping[str, str], failed: Path | N
 
     Args:
         command: torchrun's command.
-        added: Environment variables to add.
-        failed: Result of :func:`failure_file`.
+        added: environment variables to add.
+        failed: the result of :func:`failure_file`.
 
     Returns:
         The exit code (that of the rank that failed, or 128 + n after signal n), and the name of the signal that asked
@@ -142,11 +137,9 @@ def supervise(command: Sequence[str], added: Mapping[str, str], failed: Path | N
     def stop(number: int, frame: FrameType | None) -> None:
         asked.append(signal.Signals(number).name)
 
-    # What is ignored at the start stays ignored (nohup).
-    stops = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in stops}
-    # A key that ended this process would leave the ranks behind.
-    before |= {number: signal.signal(number, signal.SIG_IGN) for number in _KEYS}
+    # What is ignored at the start stays ignored (nohup). A key that ended this process would leave the ranks behind.
+    handlers = {number: stop for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN}
+    before = {number: signal.signal(number, handlers.get(number, signal.SIG_IGN)) for number in (*_STOPS, *_KEYS)}
     with tempfile.TemporaryDirectory(prefix="snip-launch-") as folder:
         noted = Path(folder) / "code"
         variables = {**os.environ, **added, EXIT_CODE_FILE: str(noted)}
@@ -174,7 +167,12 @@ def _wait(process: subprocess.Popen[bytes], asked: Sequence[str], failed: Path |
     told: set[int] = set()
     while (code := process.poll()) is None:
         if asked and failed is not None and failed.exists():
-            _end(process)
+            # torchrun is ended first, because it would otherwise report its ranks as failed.
+            ranks = _children(process.pid, recursive=True)
+            for each in (psutil.Process(process.pid), *ranks):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait()
             print(f"snip launch: another node failed ({failed}); the ranks of this one are ended", flush=True)
             return _read_code(failed) or 1
         if asked:
@@ -183,20 +181,11 @@ def _wait(process: subprocess.Popen[bytes], asked: Sequence[str], failed: Path |
     return code
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun and all processes that it started.
-
-    torchrun is ended first, because it would otherwise report its ranks as failed.
-    """
+def _children(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
     try:
-        children = psutil.Process(process.pid).children(recursive=True)
+        return list(psutil.Process(pid).children(recursive=recursive))
     except psutil.NoSuchProcess:
-        children = []
-    process.kill()
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    process.wait()
+        return []
 
 
 def _read_code(file: Path) -> int | None:
@@ -221,17 +210,11 @@ def _tell_ranks(torchrun_pid: int, told: set[int]) -> None:
     A rank that has not yet installed Megatron's handler gets the signal at a later call. No rank gets it twice: a
     process that is about to exit has removed its handlers and would die of the second signal.
     """
-    try:
-        children = psutil.Process(torchrun_pid).children()
-    except psutil.NoSuchProcess:
-        return
-    for child in children:
-        try:
+    for child in _children(torchrun_pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
             if child.pid not in told and ENTRY in child.cmdline() and _catches(child.pid, signal.SIGTERM):
                 child.send_signal(signal.SIGTERM)
                 told.add(child.pid)
-        except psutil.NoSuchProcess:
-            continue
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

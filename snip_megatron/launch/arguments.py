@@ -1,8 +1,8 @@
-"""Builds Megatron's arguments of a job."""
+"""Builds Megatron's arguments of a job, and says how far the job has come."""
 
 from __future__ import annotations
 
-from snip_megatron.launch.job import MOCK, Job
+from snip_megatron.launch.job import MOCK, TRACKER, Job, last_value
 from snip_megatron.planner.layout import Layout
 
 _RECOMPUTE = {
@@ -32,8 +32,8 @@ def _model(job: Job) -> list[str]:
         text += f" --group-query-attention --num-query-groups {model.groups}"
     text += (
         f" --seq-length {layout.seq_length} --max-position-embeddings {max(layout.seq_length, model.context)}"
-        f" --position-embedding-type rope --rotary-base {job.recipe.rotary_base}"
-        f" --normalization RMSNorm --norm-epsilon {job.recipe.norm_epsilon:g} --swiglu --disable-bias-linear"
+        f" --position-embedding-type rope --rotary-base {job.rotary_base}"
+        f" --normalization RMSNorm --norm-epsilon {job.norm_epsilon:g} --swiglu --disable-bias-linear"
         " --attention-dropout 0 --hidden-dropout 0 --bf16"
     )
     if not model.tied:
@@ -53,11 +53,11 @@ def _layout(layout: Layout) -> list[str]:
 
 
 def _training(job: Job) -> list[str]:
-    recipe, layout = job.recipe, job.layout
-    steps = 20 if job.smoke else round(recipe.tokens / (layout.global_batch_size * layout.seq_length))
-    warmup, log, evaluate = (2, 1, 10) if job.smoke else (recipe.warmup, 10, 1000)
+    lr, layout = job.configuration.lr, job.layout
+    steps = 20 if job.smoke else round(job.configuration.tokens / (layout.global_batch_size * layout.seq_length))
+    warmup, log, evaluate = (2, 1, 10) if job.smoke else (2000, 10, 1000)
     return (
-        f"--train-iters {steps} --lr {recipe.lr:g} --min-lr {recipe.min_lr:g} --lr-decay-style cosine"
+        f"--train-iters {steps} --lr {lr:g} --min-lr {lr / 10:g} --lr-decay-style cosine"
         f" --lr-warmup-iters {warmup} --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0"
         f" --init-method-std 0.02 --seed 1234 --log-interval {log} --eval-interval {evaluate}"
         f" --eval-iters {1 if job.smoke else 10} --distributed-timeout-minutes 30"
@@ -91,3 +91,14 @@ def _snip(job: Job) -> list[str]:
     if job.smoke:
         found += ["--snip-first-update", "2", "--snip-update-interval", "10", "--snip-lag", "4", "--snip-wait", "120"]
     return found
+
+
+def progress(job: Job) -> tuple[int, int]:
+    """Return the step of the newest checkpoint in the folder for checkpoints, 0 without one, and the steps in all."""
+    steps = last_value(megatron_arguments(job), "--train-iters")
+    assert steps is not None
+    try:
+        saved = int((job.save / TRACKER).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no checkpoint, or one that a kill left without a name
+        saved = 0
+    return saved, int(steps)

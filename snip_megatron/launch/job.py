@@ -1,16 +1,17 @@
-"""Turns the arguments of ``snip launch`` into a checked job: model, layout, data and checkpoints."""
+"""A training that ``snip launch`` starts: a known configuration with the user's changes, checked."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from snip_megatron.errors import SnipError
-from snip_megatron.launch.configurations import GPUS_PER_NODE, Recipe, constants, find
+from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.planner.layout import Layout
-from snip_megatron.timing.models import ModelShape, load_model
+from snip_megatron.timing.models import MODELS, ModelShape, load_model
 
+GPUS_PER_NODE = 8
 MOCK = "mock"
 #: Megatron's file in the folder of the checkpoints, with the step of the newest one.
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -19,25 +20,49 @@ _DATA_ARGUMENTS = ("--data-path", "--train-data-path", "--data-args-path", "--pe
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """The arguments of ``snip launch``. None means the value of the configuration."""
+class Configuration:
+    """A known configuration.
 
-    configuration: str
-    model: str | None = None
-    tp: int | None = None
-    pp: int | None = None
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    seq_length: int | None = None
-    micro_batch_size: int | None = None
-    global_batch_size: int | None = None
-    recompute: str | None = None
-    data: str | None = None
-    save: Path | None = None
-    resume: bool = True
-    snip: bool = True
-    smoke: bool = False
-    extra: Sequence[str] = ()
+    Attributes:
+        title: name of the model for readers.
+        layout: model, parallel sizes and batch sizes.
+        tokens: tokens of the whole run.
+        lr: largest learning rate of a cosine schedule that ends at a tenth of it.
+    """
+
+    title: str
+    layout: Layout
+    tokens: float
+    lr: float
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes with :data:`GPUS_PER_NODE` GPUs each."""
+        return self.layout.ranks // GPUS_PER_NODE
+
+
+def _layout(model: str, tp: int, pp: int, dp: int, seq_length: int, micro: int, batch: int, recompute: str) -> Layout:
+    return Layout(
+        MODELS[model], tp, pp, 1, dp, seq_length, micro, batch,
+        sequence_parallel=tp > 1, recompute=recompute, overlap_grad_reduce=True, overlap_param_gather=True,
+    )  # fmt: skip
+
+
+CONFIGURATIONS = {
+    "1b": Configuration("TinyLlama 1.1B", _layout("llama-1b", 1, 1, 8, 2048, 8, 1024, "none"), 3e12, 4e-4),
+    # Fused attention needs heads of a multiple of 8 features, and these have 100. Unfused attention would keep its
+    # scores for the backward, so they are recomputed.
+    "3b": Configuration("OpenLLaMA 3B", _layout("llama-3b", 1, 1, 8, 2048, 4, 2048, "selective"), 1e12, 3e-4),
+    "7b": Configuration("OpenLLaMA 7B", _layout("llama-7b", 1, 1, 8, 2048, 2, 2048, "none"), 1e12, 3e-4),
+    "70b": Configuration("Llama 3 70B", _layout("llama-70b", 8, 4, 2, 8192, 1, 512, "none"), 15e12, 1.5e-4),
+    "70b-pp8": Configuration("Llama 3 70B", _layout("llama-70b", 8, 8, 1, 8192, 1, 512, "none"), 15e12, 1.5e-4),
+}
+#: Norm epsilon and rotary base of known models.
+_CONSTANTS = {
+    **dict.fromkeys(("llama-3b", "llama-7b"), (1e-6, 10_000)),
+    **dict.fromkeys(("llama-8b", "llama-70b", "llama-405b"), (1e-5, 500_000)),
+}
+_DEFAULT_EPSILON, _DEFAULT_BASE = 1e-5, 10_000
 
 
 @dataclass(frozen=True)
@@ -45,23 +70,21 @@ class Job:
     """One training run.
 
     Attributes:
-        title: Name of the model.
-        layout: Model, parallel sizes and batch sizes.
-        recipe: Hyperparameters.
-        nodes: Number of nodes.
-        gpus_per_node: GPUs per node. With ``nodes`` it gives the ranks of the layout.
-        data: A folder of ``snip prepare-data``, ``mock``, or None if ``extra`` names the data.
-        save: Folder of the checkpoints.
-        load: Equal to ``save`` if the run resumes from the newest checkpoint there, or begins anew without one. None if
+        configuration: the configuration with the user's changes.
+        norm_epsilon, rotary_base: constants of the model.
+        nodes, gpus_per_node: their product is the number of ranks of the layout.
+        data: a folder of ``snip prepare-data``, ``mock``, or None if ``extra`` names the data.
+        save: folder of the checkpoints.
+        load: equal to ``save`` if the run resumes from the newest checkpoint there, or begins anew without one. None if
             it does not resume, or if ``extra`` names another checkpoint to begin with.
-        snip: Whether SNIP is on.
-        smoke: Whether this is a trial with a shrunk model.
-        extra: Arguments of Megatron that override all others, except ``load``.
+        snip: whether SNIP is on.
+        smoke: whether this is a trial with a shrunk model.
+        extra: arguments of Megatron that override all others, except ``load``.
     """
 
-    title: str
-    layout: Layout
-    recipe: Recipe
+    configuration: Configuration
+    norm_epsilon: float
+    rotary_base: int
     nodes: int
     gpus_per_node: int
     data: str | None
@@ -71,62 +94,91 @@ class Job:
     smoke: bool
     extra: Sequence[str]
 
+    @property
+    def layout(self) -> Layout:
+        """Model, parallel sizes and batch sizes."""
+        return self.configuration.layout
 
-def make_job(wishes: Wishes) -> Job:
-    """Build the job.
+
+def make_job(
+    configuration: str,
+    *,
+    model: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    global_batch_size: int | None = None,
+    recompute: str | None = None,
+    data: str | None = None,
+    save: Path | None = None,
+    resume: bool = True,
+    snip: bool = True,
+    smoke: bool = False,
+    extra: Sequence[str] = (),
+) -> Job:
+    """Build a job from the arguments of ``snip launch``. None is the value of the configuration.
 
     Raises:
-        SnipError: If a name is unknown, if sizes do not fit together, or if files are missing.
+        SnipError: a name is unknown, sizes do not fit together, or files are missing.
     """
-    base = find(wishes.configuration)
-    model = load_model(wishes.model or base.model)
-    recipe = base.recipe
-    if wishes.model is not None:
-        epsilon, rotary = constants(wishes.model)
-        recipe = replace(recipe, norm_epsilon=epsilon, rotary_base=rotary)
-    tp, pp = _given(wishes.tp, base.tp), _given(wishes.pp, base.pp)
-    gpus_per_node = _given(wishes.gpus_per_node, GPUS_PER_NODE)
-    nodes = _given(wishes.nodes, max(1, base.nodes * GPUS_PER_NODE // max(1, gpus_per_node)))
+    if configuration not in CONFIGURATIONS:
+        known = ", ".join(CONFIGURATIONS)
+        raise SnipError(f"{cut(configuration)}: no such configuration; choose one of {known}, and --model for another")
+    known_one = CONFIGURATIONS[configuration]
+    base = known_one.layout
+    shape = base.model if model is None else load_model(model)
+    epsilon, rotary = _constants(shape)
+    tp, pp = _given(tp, base.tp), _given(pp, base.pp)
+    gpus_per_node = _given(gpus_per_node, GPUS_PER_NODE)
+    nodes = _given(nodes, max(1, base.ranks // max(1, gpus_per_node)))
     dp = _data_parallel(nodes, gpus_per_node, tp, pp)
-    seq_length = _given(wishes.seq_length, min(base.seq_length, model.context))
-    micro = _given(wishes.micro_batch_size, base.micro_batch_size)
-    batch = _given(wishes.global_batch_size, base.global_batch_size)
-    if wishes.smoke:
-        model, seq_length, micro, batch = _shrunk(model, pp), 64, 1, 2 * pp * dp
-    layout = Layout(
-        model=model,
-        tp=tp,
-        pp=pp,
-        vpp=1,
-        dp=dp,
-        seq_length=seq_length,
-        micro_batch_size=micro,
-        global_batch_size=batch,
-        sequence_parallel=tp > 1,
-        recompute=wishes.recompute or base.recompute,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-    )
-    given = last_value(wishes.extra, "--save")
-    save = _save(wishes.save if given is None else Path(given))
+    seq_length = _given(seq_length, min(base.seq_length, shape.context))
+    micro = _given(micro_batch_size, base.micro_batch_size)
+    batch = _given(global_batch_size, base.global_batch_size)
+    if smoke:
+        shape, seq_length, micro, batch = _shrunk(shape, pp), 64, 1, 2 * pp * dp
+    layout = replace(
+        base, model=shape, tp=tp, pp=pp, dp=dp, seq_length=seq_length, micro_batch_size=micro, global_batch_size=batch,
+        sequence_parallel=tp > 1, recompute=recompute or base.recompute,
+    )  # fmt: skip
+    other_save = last_value(extra, "--save")
+    folder = _save(save if other_save is None else Path(other_save))
+    goes_on = resume and (last_value(extra, "--load") is None or holds_checkpoint(folder))
     return Job(
-        title=base.title if wishes.model is None else model.name,
-        layout=layout,
-        recipe=recipe,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        data=_data(wishes),
-        save=save,
-        load=save if wishes.resume and _goes_on(save, wishes.extra) else None,
-        snip=wishes.snip,
-        smoke=wishes.smoke,
-        extra=wishes.extra,
+        replace(known_one, title=known_one.title if model is None else shape.name, layout=layout),
+        epsilon,
+        rotary,
+        nodes,
+        gpus_per_node,
+        _data(data, smoke, extra),
+        folder,
+        folder if goes_on else None,
+        snip,
+        smoke,
+        extra,
     )
 
 
 def _given(asked: int | None, default: int) -> int:
     """Return the default only if nothing was asked: 0 is refused later and must not be taken for it."""
     return default if asked is None else asked
+
+
+def _constants(model: ModelShape) -> tuple[float, int]:
+    """Return the norm epsilon and the rotary base of a known model, or of one that a ``config.json`` describes."""
+    if model.name in MODELS:
+        return _CONSTANTS.get(model.name, (_DEFAULT_EPSILON, _DEFAULT_BASE))
+    body = json.loads(Path(model.name).read_text(encoding="utf-8"))  # load_model has checked the file
+    rope = body.get("rope_parameters") or {}
+    base = body.get("rope_theta", rope.get("rope_theta", _DEFAULT_BASE) if isinstance(rope, dict) else None)
+    epsilon = body.get("rms_norm_eps", _DEFAULT_EPSILON)
+    for field, value in (("rope_theta", base), ("rms_norm_eps", epsilon)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+            raise SnipError(f"{model.name}: {field}: must be a positive number, got {quoted(value)}")
+    return float(epsilon), int(base)
 
 
 def _data_parallel(nodes: int, gpus_per_node: int, tp: int, pp: int) -> int:
@@ -158,11 +210,6 @@ def _save(path: Path | None) -> Path:
     return path
 
 
-def _goes_on(save: Path, extra: Sequence[str]) -> bool:
-    """Whether the job goes on from ``save``: always, unless ``--load`` names where the first start begins."""
-    return last_value(extra, "--load") is None or holds_checkpoint(save)
-
-
 def holds_checkpoint(folder: Path) -> bool:
     """Whether Megatron has finished a checkpoint in the folder."""
     return (folder / TRACKER).is_file()
@@ -179,23 +226,21 @@ def last_value(words: Sequence[str], name: str) -> str | None:
     return found
 
 
-def _data(wishes: Wishes) -> str | None:
-    words = {word.partition("=")[0] for word in wishes.extra}
+def _data(data: str | None, smoke: bool, extra: Sequence[str]) -> str | None:
+    words = {word.partition("=")[0] for word in extra}
     given = next((name for name in _DATA_ARGUMENTS if name in words), None)
-    if wishes.data is None:
-        if given is None and not wishes.smoke:
+    if data is None:
+        if given is None and not smoke:
             raise SnipError(
                 "--data: missing; give a folder of snip prepare-data, mock for random tokens, or Megatron's own"
                 " (--megatron --data-path ...)"
             )
         return None if given is not None else MOCK
     if given is not None:
-        raise SnipError(f"--data {wishes.data} cannot be combined with {given}: give one of them")
-    if wishes.data != MOCK:
-        for name in ("train.idx", "train.bin", "valid.idx", "valid.bin", "tokenizer"):
-            if not (Path(wishes.data) / name).exists():
-                raise SnipError(
-                    f"--data {wishes.data}: there is no {name} in it; make it with snip prepare-data --output"
-                    f" {wishes.data} TEXTS"
-                )
-    return wishes.data
+        raise SnipError(f"--data {data} cannot be combined with {given}: give one of them")
+    for name in () if data == MOCK else ("train.idx", "train.bin", "valid.idx", "valid.bin", "tokenizer"):
+        if not (Path(data) / name).exists():
+            raise SnipError(
+                f"--data {data}: there is no {name} in it; make it with snip prepare-data --output {data} TEXTS"
+            )
+    return data

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warm_ranks import WarmRanks
 
 from snip_megatron.launch.arguments import megatron_arguments
-from snip_megatron.launch.job import Wishes, make_job
+from snip_megatron.launch.job import make_job
 from snip_megatron.records.readers import read_events, read_metrics
 
 STEPS = 10
 
 
-def train(wishes: Wishes, ranks: int, warm: WarmRanks, tmp: Path) -> Path:
+def train(wishes: dict[str, Any], ranks: int, warm: WarmRanks, tmp: Path) -> Path:
     """The run directory."""
-    job = make_job(wishes)
+    job = make_job(**wishes)
     assert job.layout.ranks == ranks
     process = warm.run(ranks, megatron_arguments(job), tmp=tmp)
     assert process.returncode == 0, process.stderr[-4000:]
@@ -36,10 +37,10 @@ def train(wishes: Wishes, ranks: int, warm: WarmRanks, tmp: Path) -> Path:
 def test_a_shrunk_configuration_trains(
     name: str, tp: int, pp: int, ranks: int, tmp_path: Path, warm: WarmRanks
 ) -> None:
-    wishes = Wishes(
-        name, tp=tp, pp=pp, nodes=1, gpus_per_node=ranks, smoke=True, save=tmp_path / "ckpt",
-        extra=("--exit-interval", str(STEPS)),
-    )  # fmt: skip
+    wishes = {
+        "configuration": name, "tp": tp, "pp": pp, "nodes": 1, "gpus_per_node": ranks, "smoke": True,
+        "save": tmp_path / "ckpt", "extra": ("--exit-interval", str(STEPS)),
+    }  # fmt: skip
     run = train(wishes, ranks, warm, tmp_path / "ranks")
     assert [figure["step"] for figure in read_metrics(run)] == list(range(STEPS))
     (adopted,) = (event for event in read_events(run) if event["event"] == "adopt")
@@ -48,17 +49,18 @@ def test_a_shrunk_configuration_trains(
     if name != "3b":
         return
     # The same wishes again: it goes on from its own checkpoint.
-    again = Wishes(**(vars(wishes) | {"extra": ("--exit-interval", str(STEPS + 2))}))
-    assert make_job(again).load == tmp_path / "ckpt"
+    again = wishes | {"extra": ("--exit-interval", str(STEPS + 2))}
+    assert make_job(**again).load == tmp_path / "ckpt"
     train(again, ranks, warm, tmp_path / "again")
     assert [figure["step"] for figure in read_metrics(run)] == list(range(STEPS + 2))
 
 
 def test_a_job_that_ended_before_its_first_checkpoint_starts_again(tmp_path: Path, warm: WarmRanks) -> None:
     """As after the loss of a node: the run directory holds events, and there is no checkpoint."""
-    wishes = Wishes(
-        "1b", nodes=1, gpus_per_node=1, smoke=True, save=tmp_path / "save", extra=("--exit-interval", "4")
-    )  # fmt: skip
+    wishes = {
+        "configuration": "1b", "nodes": 1, "gpus_per_node": 1, "smoke": True, "save": tmp_path / "save",
+        "extra": ("--exit-interval", "4"),
+    }  # fmt: skip
     run = train(wishes, 1, warm, tmp_path / "first")
     assert read_events(run)
     for path in (tmp_path / "save").glob("iter_*"):

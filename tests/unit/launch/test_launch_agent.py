@@ -14,13 +14,13 @@ from signals import heeding
 
 from snip_megatron.errors import SnipError
 from snip_megatron.launch import agent
-from snip_megatron.launch.job import Job, Wishes, make_job
+from snip_megatron.launch.job import Job, make_job
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def job(**changes: object) -> Job:
-    return make_job(Wishes(**({"configuration": "70b", "data": "mock", "save": Path("c")} | changes)))  # type: ignore[arg-type]
+    return make_job(**({"configuration": "70b", "data": "mock", "save": Path("c")} | changes))  # type: ignore[arg-type]
 
 
 def test_one_node_and_several() -> None:

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 
 from snip_megatron.launch.arguments import megatron_arguments
-from snip_megatron.launch.configurations import CONFIGURATIONS
-from snip_megatron.launch.job import Job, Wishes, make_job
-from snip_megatron.timing.models import MODELS
+from snip_megatron.launch.job import CONFIGURATIONS, Job, make_job
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-CHANGED = {  # what a user may change, too
-    "8b": Wishes("7b", model="8b", tp=2, micro_batch_size=1, recompute="full"),
-    "405b": Wishes("70b", model="405b", tp=8, pp=2, nodes=16, global_batch_size=64),
-    "plain": Wishes("1b", snip=False, extra=("--train-iters", "7", "--lr", "1e-4")),
+CHANGED: dict[str, dict[str, Any]] = {  # what a user may change, too
+    "8b": {"configuration": "7b", "model": "8b", "tp": 2, "micro_batch_size": 1, "recompute": "full"},
+    "405b": {"configuration": "70b", "model": "405b", "tp": 8, "pp": 2, "nodes": 16, "global_batch_size": 64},
+    "plain": {"configuration": "1b", "snip": False, "extra": ("--train-iters", "7", "--lr", "1e-4")},
 }
 
 VALIDATE = """
@@ -49,9 +47,8 @@ print("RESULT" + json.dumps(found))
 
 
 def jobs() -> dict[str, Job]:
-    wishes = {name: Wishes(name) for name in CONFIGURATIONS} | CHANGED
-    rest = {"data": "mock", "save": Path("/nowhere/checkpoints")}
-    return {name: make_job(Wishes(**(vars(wish) | rest))) for name, wish in wishes.items()}
+    asked = {name: {"configuration": name} for name in CONFIGURATIONS} | CHANGED
+    return {name: make_job(**each, data="mock", save=Path("/nowhere/checkpoints")) for name, each in asked.items()}
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +120,3 @@ def test_the_users_arguments_come_last_and_win(validated: dict[str, dict[str, An
     assert (validated["plain"]["train_iters"], validated["plain"]["lr"]) == (7, 1e-4)
     tokens = validated["1b"]["train_iters"] * 1024 * 2048
     assert tokens == pytest.approx(3e12, rel=1e-6)
-
-
-def test_shapes_are_those_of_the_planners_table() -> None:
-    for name, configuration in CONFIGURATIONS.items():
-        assert jobs()[name].layout.model is MODELS[configuration.model]
-    assert [CONFIGURATIONS[name].nodes for name in ("1b", "70b")] == [1, 8]

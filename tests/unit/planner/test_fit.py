@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from snip_megatron.cli import main
-from snip_megatron.launch.figures import summary
-from snip_megatron.launch.job import Wishes, make_job
+from snip_megatron.launch.forecast import summary
+from snip_megatron.launch.job import make_job
 from snip_megatron.timing.loading import load_cost_model
 
 GIB = 2**30
@@ -53,7 +53,6 @@ def test_without_a_known_memory_nothing_is_said(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_launch_that_does_not_fit_says_so() -> None:
-    wishes = Wishes("70b", data="mock", save=Path("checkpoints"), resume=False)
-    assert "do not fit" not in summary(make_job(wishes).layout)
-    small = dataclasses.replace(make_job(wishes).layout, tp=2)
-    assert "GiB a GPU, which do not fit into its 140; tokens/s" in summary(small)
+    layout = make_job("70b", data="mock", save=Path("checkpoints"), resume=False).layout
+    assert "do not fit" not in summary(layout)
+    assert "GiB a GPU, which do not fit into its 140; tokens/s" in summary(dataclasses.replace(layout, tp=2))
