@@ -5,11 +5,10 @@
 A sequence has 8192 tokens, a microbatch one sequence, a step four microbatches (weights are quantised once a step).
 Gradients go into Megatron's FP32 DDP buffer. Contenders take turns: Megatron's own Transformer Engine layers with fused
 accumulation (bf16), SNIP's layer spec as built (bf16), and converted layers under an all-bf16 map and under fp8,
-fp8_tensor and fp4 maps. ``speedup`` is relative to the faster of the first two. ``fused`` layers quantise RMSNorm and
-SwiGLU where they are computed (``--snip-fusions auto``); ``speedup_fused`` is theirs, and ``fused_norms`` the number of
-norms that could be fused. The model has no embedding, output layer or optimizer. Without Transformer Engine the layers
-are Megatron's local ones, whose attention is not fused; the result says so. ``--kernels`` records where a step of each
-contender spends the GPU's time.
+fp8_tensor and fp4 maps. ``speedup`` is relative to the faster of the first two. ``fused`` layers quantise SwiGLU
+where it is computed (``--snip-fusions auto``); ``speedup_fused`` is theirs. The model has no embedding, output layer or
+optimizer. Without Transformer Engine the layers are Megatron's local ones, whose attention is not fused; the result
+says so. ``--kernels`` records where a step of each contender spends the GPU's time.
 """
 
 from __future__ import annotations
@@ -166,12 +165,6 @@ def contenders(arguments: argparse.Namespace) -> dict[str, tuple[Stack, Format |
     return found | {f"snip {fmt.value} fused": (fused, fmt) for fmt in FUSED}
 
 
-def fused_norms(stack: Stack) -> int:
-    """Return how many linears of a stack read a norm that is fused with their quantisation."""
-    assert stack.registry is not None
-    return sum(linear.norm is not None for linear in stack.registry)
-
-
 def run_step(stack: Stack, fmt: Format | None, microbatches: int = MICROBATCHES) -> None:
     if fmt is not None:
         stack.adopt(fmt)
@@ -200,7 +193,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "bf16": baseline,
         "speedup": {fmt: times[baseline] / times[f"snip {fmt}"] for fmt in formats},
         "speedup_fused": {fmt.value: times[baseline] / times[f"snip {fmt.value} fused"] for fmt in FUSED},
-        "fused_norms": fused_norms(stacks["snip fp8 fused"][0]),
         "saved_inputs": {fmt: rows[f"snip {fmt}"]["linears_saved_bytes"] / saved for fmt in formats},
         "all_bf16_map_over_unconverted": all_bf16_map_over_unconverted(stacks, 2 * arguments.rounds),
     }

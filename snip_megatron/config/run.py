@@ -226,9 +226,9 @@ class SnipConfig:
         choices=GRADIENT_REDUCTION,
     )
     fusions: str = option(
-        "none",
-        "quantisation in the kernel that computes a tensor. auto: SwiGLU, its gradient and RMSNorm are computed with"
-        " the quantisation for the linears that read them, each if no bit differs from Megatron's on this device",
+        "auto",
+        "quantisation in the kernel that computes a tensor. auto: SwiGLU and its gradient are computed with the"
+        " quantisation for the linears that read them",
         choices=FUSIONS,
     )
     eval: str = option(

@@ -23,7 +23,6 @@ from snip_megatron.gemm.operands import Apart, GradientKeys, HeldSides, Plain, S
 from snip_megatron.gemm.parcels import Parcel, plain_parcel
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
-from snip_megatron.quantization.rmsnorm import RMSNorm
 from snip_megatron.quantization.rounding import Key
 
 Sides = tuple[Any, Any]
@@ -42,6 +41,8 @@ class GemmBackend:
     """
 
     name = "reference"
+    fuses_swiglu = False
+    """Whether there are kernels that quantise SwiGLU where it is computed."""
 
     def check_graphs(self) -> None:
         """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
@@ -156,23 +157,6 @@ class GemmBackend:
         """Return the gradient [T, 2K] of SwiGLU of y, and its amax for :meth:`quantize_gradient`, FP32 and 0-dim.
 
         ``d`` [T, K] is contiguous. Requires :meth:`finds_amax_of_swiglu`.
-        """
-        raise NotImplementedError
-
-    def quantizes_rmsnorm(self, x: Tensor, gamma: Tensor, norm: RMSNorm, formats: Formats) -> bool:
-        """Return whether the two functions below take x [T, K], the weight [K] and these formats of the operands."""
-        return False
-
-    def reciprocal_rms(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return 1 / sqrt(mean(x²) + ε) of the rows of x [T, K], FP32 [T]. Requires :meth:`quantizes_rmsnorm`."""
-        raise NotImplementedError
-
-    def quantize_rmsnorm(
-        self, x: Tensor, gamma: Tensor, rs: Tensor, norm: RMSNorm, fprop: Format | None, wgrad: Format | None
-    ) -> Sides:
-        """Return RMSNorm [T, K] of x as :meth:`quantize_input` does. ``rs`` is :meth:`reciprocal_rms` of x.
-
-        Requires :meth:`quantizes_rmsnorm`.
         """
         raise NotImplementedError
 

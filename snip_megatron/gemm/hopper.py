@@ -21,7 +21,6 @@ from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.packed import STORED, Held, Operand, Operands
-from snip_megatron.quantization.rmsnorm import RMSNorm
 from snip_megatron.quantization.rounding import Key
 
 NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
@@ -47,14 +46,6 @@ class Activations(Protocol):
     swiglu_gradient_with_amax: Callable[..., tuple[Tensor, Tensor]]
 
 
-class Norms(Protocol):
-    """The functions of ``quantization.rmsnorm`` and, as kernels, of ``quantization.kernels.rmsnorm``."""
-
-    fits: Callable[..., bool]
-    reciprocal_rms: Callable[..., Tensor]
-    quantize_rmsnorm: Callable[..., Operands]
-
-
 class HopperBackend(GemmBackend):
     """GEMMs on the FP8 tensor cores of a Hopper GPU.
 
@@ -63,7 +54,6 @@ class HopperBackend(GemmBackend):
         products: the library GEMMs.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
         activations: the module that quantises the results of activation functions; None if none does.
-        norms: the module that quantises the results of norms; None if none does.
     """
 
     name = "hopper"
@@ -74,13 +64,12 @@ class HopperBackend(GemmBackend):
         products: ScaledProducts,
         others: GemmBackend = REFERENCE,
         activations: Activations | None = None,
-        norms: Norms | None = None,
     ) -> None:
         self._quantizers = quantizers
         self._products = products
         self._others = others
         self._activations = activations
-        self._norms = norms
+        self.fuses_swiglu = activations is not None
 
     # -- quantisation --------------------------------------------------------------------------------------------
     def _quantize(
@@ -146,23 +135,6 @@ class HopperBackend(GemmBackend):
         """See the base class."""
         assert self._activations is not None
         return self._activations.swiglu_gradient_with_amax(d, y)
-
-    def quantizes_rmsnorm(self, x: Tensor, gamma: Tensor, norm: RMSNorm, formats: Formats) -> bool:
-        """See the base class. Formats with tiles are made in the pass that computes the norm."""
-        return self._norms is not None and {*STORED, None}.issuperset(formats) and self._norms.fits(x, gamma, norm)
-
-    def reciprocal_rms(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """See the base class."""
-        assert self._norms is not None
-        return self._norms.reciprocal_rms(x, norm)
-
-    def quantize_rmsnorm(
-        self, x: Tensor, gamma: Tensor, rs: Tensor, norm: RMSNorm, fprop: Format | None, wgrad: Format | None
-    ) -> Sides:
-        """See the base class."""
-        assert self._norms is not None
-        found = self._norms.quantize_rmsnorm(x, gamma, rs, norm, fprop, wgrad)
-        return found.row, found.col
 
     def check_gathers(self, formats: Collection[Format]) -> None:
         """See the base class."""

@@ -22,7 +22,6 @@ from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.kernels.arguments import are_pairs
 from snip_megatron.quantization.kernels.replay import Replayed
 from snip_megatron.quantization.packed import Operand
-from snip_megatron.quantization.rmsnorm import RMSNorm
 from snip_megatron.quantization.rounding import Key
 
 Seeds = tuple[Any, ...]
@@ -46,18 +45,14 @@ class ReplayedHopperBackend(HopperBackend):
     """
 
     def __init__(self, extension: Any, python: HopperBackend) -> None:
-        super().__init__(python._quantizers, python._products, python._others, python._activations, python._norms)
+        super().__init__(python._quantizers, python._products, python._others, python._activations)
         self.python = python
-        self._rules: dict[RMSNorm, int] = {}  # of norms: a replay is looked up by numbers
 
         def gradient(seeds: Seeds, g: Tensor, dgrad: Any, wgrad: Any, random: Random, row: int, amax: Any) -> Sides:
             return python.quantize_gradient(g, dgrad, wgrad, _joined(seeds, random, row), amax=amax)
 
         def swiglu_gradient(seeds: Seeds, d: Tensor, y: Tensor, dgrad: Any, wgrad: Any, random: Random) -> Sides:
             return python.quantize_swiglu_gradient(d, y, dgrad, wgrad, _joined(seeds, random, 0))
-
-        def rmsnorm(_: Seeds, x: Tensor, gamma: Tensor, rs: Tensor, rule: int, fprop: Any, wgrad: Any) -> Sides:
-            return python.quantize_rmsnorm(x, gamma, rs, self._rule(rule), fprop, wgrad)
 
         functions: dict[str, Callable[..., Any]] = {
             "input": lambda _, x, fprop, wgrad, amax: python.quantize_input(x, fprop, wgrad, amax=amax),
@@ -67,8 +62,6 @@ class ReplayedHopperBackend(HopperBackend):
             "swiglu_gradient": swiglu_gradient,
             "swiglu_amax": lambda _, y: python.swiglu_with_amax(y),
             "swiglu_gradient_amax": lambda _, d, y: python.swiglu_gradient_with_amax(d, y),
-            "reciprocal_rms": lambda _, x, rule: python.reciprocal_rms(x, self._rule(rule)),
-            "rmsnorm": rmsnorm,
             "fprop": lambda _, x, w, dtype: python.fprop(x, w, dtype=dtype),
             "dgrad": lambda _, g, w, dtype: python.dgrad(g, w, dtype=dtype),
             "wgrad": lambda _, g, x, out: python.wgrad(g, x, out=out),
@@ -79,7 +72,6 @@ class ReplayedHopperBackend(HopperBackend):
         self._input, self._weight, self._gradient = calls["input"], calls["weight"], calls["gradient"]
         self._swiglu, self._swiglu_gradient = calls["swiglu"], calls["swiglu_gradient"]
         self._swiglu_amax, self._swiglu_gradient_amax = calls["swiglu_amax"], calls["swiglu_gradient_amax"]
-        self._reciprocal_rms, self._rmsnorm = calls["reciprocal_rms"], calls["rmsnorm"]
         self._fprop, self._dgrad, self._wgrad = calls["fprop"], calls["dgrad"], calls["wgrad"]
         self._forward, self._backward = calls["forward"], calls["backward"]
         self._input_gradient = calls["input_gradient"]
@@ -170,22 +162,6 @@ class ReplayedHopperBackend(HopperBackend):
     def swiglu_gradient_with_amax(self, d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
         return self._swiglu_gradient_amax((), d, y)  # type: ignore[no-any-return]
-
-    def reciprocal_rms(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """See the base class."""
-        return self._reciprocal_rms((), x, self._number(norm))  # type: ignore[no-any-return]
-
-    def quantize_rmsnorm(
-        self, x: Tensor, gamma: Tensor, rs: Tensor, norm: RMSNorm, fprop: Format | None, wgrad: Format | None
-    ) -> Sides:
-        """See the base class."""
-        return self._rmsnorm((), x, gamma, rs, self._number(norm), fprop, wgrad)  # type: ignore[no-any-return]
-
-    def _number(self, norm: RMSNorm) -> int:
-        return self._rules.setdefault(norm, len(self._rules))
-
-    def _rule(self, number: int) -> RMSNorm:
-        return list(self._rules)[number]
 
     # -- products ------------------------------------------------------------------------------------------------
     def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:

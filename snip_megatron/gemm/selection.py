@@ -190,7 +190,6 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     from snip_megatron.gemm.replayed import TYPES, ReplayedHopperBackend, difference
     from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.quantization.kernels import quantize as triton_quantize
-    from snip_megatron.quantization.kernels import rmsnorm as triton_rmsnorm
     from snip_megatron.quantization.kernels import swiglu as triton_swiglu
     from snip_megatron.quantization.kernels.replay_build import replay_extension
 
@@ -201,7 +200,7 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
         faster, products = deepgemm(library, required=library_name == "deepgemm")
     scaled = ScaledProducts(library=library, choices=choices, faster=faster)
     others = _emulated() if emulates else REFERENCE
-    python = HopperBackend(triton_quantize, scaled, others, triton_swiglu, triton_rmsnorm)
+    python = HopperBackend(triton_quantize, scaled, others, triton_swiglu)
     if not replays:
         return python, products
     extension, host = replay_extension(TYPES)

@@ -15,7 +15,6 @@ from snip_megatron.layers.weights import HeldWeight, WeightCache
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
-from snip_megatron.quantization.rmsnorm import RMSNorm
 from snip_megatron.quantization.rounding import derive_seeds
 
 ALL_BF16 = (Format.BF16, Format.BF16, Format.BF16)
@@ -119,7 +118,6 @@ class LinearHandle:
         device_keys: returns the keys of stochastic rounding of the next backward on the device; None without graphs.
         device_signs: the signs of this step's Hadamard transforms on the device, int32 [1]; None without graphs.
         beside_swiglu: whether SwiGLU, of this linear's output or as its input, may be fused with quantisation.
-        norm: the rule of the RMSNorm whose result is the input, if it may be fused with quantisation; otherwise None.
         given: the operands of the next forward's input, if a fused function has made them.
         expert: global index of the expert that the linear belongs to; None if it belongs to none. The same linear of
             all experts of a layer has one name.
@@ -144,7 +142,6 @@ class LinearHandle:
     device_keys: Callable[[], Words] | None = field(default=None, repr=False)
     device_signs: torch.Tensor | None = field(default=None, repr=False)
     beside_swiglu: bool = False
-    norm: RMSNorm | None = None
     given: Sides | None = field(default=None, repr=False)
     expert: int | None = None
     backwards: int = field(default=0)

@@ -48,7 +48,7 @@ class StandIn:
 
 _IDENTITY = (
     "id", "parallel", "n", "k", "stage", "tp_rank", "tp_size", "out_features", "in_features", "context", "expert",
-    "beside_swiglu", "norm",
+    "beside_swiglu",
 )  # fmt: skip
 
 
@@ -95,7 +95,6 @@ def rehearse_gemms(linear: StandIn, formats: Iterable[Formats]) -> None:
         _rehearse_gathers(linear)
         if handle.beside_swiglu:
             _rehearse_swiglu(linear, call)
-        _rehearse_norm(linear)
         _rehearse_reductions(linear)
     handle.formats = ALL_BF16
 
@@ -132,18 +131,6 @@ def _rehearse_swiglu(linear: StandIn, call: LinearCall) -> None:
     y = linear.x.new_zeros(len(linear.x), 2 * linear.x.shape[1])
     for kept in (wgrad, None):  # in training; in validation and recomputation
         quantised_swiglu(y, handle, (fprop, kept))
-
-
-def _rehearse_norm(linear: StandIn) -> None:
-    """Quantise the RMSNorm before a linear, in training, and in validation and recomputation."""
-    handle, backend = linear.handle, linear.handle.context.backend
-    if (norm := handle.norm) is None:
-        return
-    fprop, _, wgrad = handle.formats
-    gamma = linear.x.new_zeros(linear.x.shape[1])
-    for kept in (wgrad, None):
-        if backend.quantizes_rmsnorm(linear.x, gamma, norm, (fprop, kept)):
-            backend.quantize_rmsnorm(linear.x, gamma, backend.reciprocal_rms(linear.x, norm), norm, fprop, kept)
 
 
 def _rehearse_reductions(linear: StandIn) -> None:

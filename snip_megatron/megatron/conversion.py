@@ -22,7 +22,6 @@ from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, linear_kinds
 from snip_megatron.megatron.compat.graphs import graph_implementation
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
-from snip_megatron.megatron.fused_norm import fuse_norms
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.megatron.probing.drift_probe import SINKS
 from snip_megatron.precision import Format, LinearId, PrecisionMap
@@ -89,9 +88,9 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
 
 def _fuse(layers: Sequence[torch.nn.Module], backend: GemmBackend) -> None:
     """Fuse what has kernels on this backend, and let rank 0 print in how many layers, or why in none."""
-    found = [fuse_swiglu(layers, backend), fuse_norms(layers, backend)]
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"snip: fused with quantisation: {', '.join(map(str, found))}", flush=True)
+    found = fuse_swiglu(layers, backend)
+    if backend.fuses_swiglu and int(os.environ.get("RANK", "0")) == 0:
+        print(f"snip: fused with quantisation: {found}", flush=True)
 
 
 def frozen_parameter(model_chunks: Sequence[torch.nn.Module], registry: LinearRegistry) -> str | None:

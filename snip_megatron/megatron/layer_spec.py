@@ -22,7 +22,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat.te_rmsnorm import DirectRMSNorm
 
 _KEYS = ("input_layernorm.", "pre_mlp_layernorm.")
 _LINEAR = "linear_qkv"
@@ -100,16 +99,12 @@ def _norm_without_state(build: Callable[..., torch.nn.Module], *args: Any, **kwa
     """
     norm = build(*args, **kwargs)
     stock: Any = type(norm)
-    # CPU offloading must see what the stock module marks for it.
-    direct = stock.__name__ == "RMSNorm" and not getattr(kwargs.get("config"), "cpu_offloading", False)
-    norm.__class__ = _stateless(stock, direct)
+    norm.__class__ = _stateless(stock)
     return norm
 
 
-@cache  # one class for all norms: what is compared before training is compared once a class
-def _stateless(stock: Any, direct: bool) -> Any:
-    """Return a class of norms without extra state, whose kernels are called directly if ``direct``."""
-    members: dict[str, Any] = {
-        name: getattr(torch.nn.Module, name) for name in ("get_extra_state", "set_extra_state")
-    } | {"__module__": __name__}  # the norm is abstract: the module would be "abc", and no fusion would know the class
-    return type(stock.__name__, (DirectRMSNorm, stock) if direct else (stock,), members)
+@cache  # one class for all norms
+def _stateless(stock: Any) -> Any:
+    """Return a class of norms without extra state."""
+    members: dict[str, Any] = {name: getattr(torch.nn.Module, name) for name in ("get_extra_state", "set_extra_state")}
+    return type(stock.__name__, (stock,), members | {"__module__": __name__})

@@ -80,7 +80,7 @@ class _QuantizedForward:
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Take the operands that came with the input, which Megatron may replace by an alias, and run the linear."""
-        if self.snip.beside_swiglu or self.snip.norm is not None:
+        if self.snip.beside_swiglu:
             self.snip.given = handed_over(input_, self.snip.id)
         return self._linear(input_, *args, **kwargs)
 

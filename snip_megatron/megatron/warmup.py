@@ -154,7 +154,6 @@ class WarmUp:
                 handle.parallel,
                 handle.expert is None,
                 handle.beside_swiglu,
-                handle.norm,
             )
             _, formats = found.setdefault(key, (handle, {}))
             formats |= dict.fromkeys(self._formats(handle))

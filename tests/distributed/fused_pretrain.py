@@ -31,41 +31,27 @@ def noted(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def fuse_norms(fuse: Callable[..., Any], known: Callable[..., Any], *arguments: Any) -> Any:
-    """Fuse norms. The calls of the comparison before the training do not count."""
-    found = fuse(*arguments, known=known)
-    CALLS.clear()
-    return found
-
-
 def install() -> None:
     """Give the run a Hopper backend in plain torch."""
     sys.path.extend(str(Path(__file__).parents[1] / "unit" / room) for room in ("gemm", "megatron"))
-    import torch
     from emulated_scaled_mm import scaled_mm
     from megatron.core.fusions import fused_bias_swiglu
-    from ordered_norm import OrderedNorm, stock_of
 
     from snip_megatron.gemm import hopper, selection
     from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.layers.swiglu import SwiGLU
-    from snip_megatron.megatron import conversion, fused_mlp, fused_norm
-    from snip_megatron.quantization import packed, rmsnorm, swiglu
+    from snip_megatron.megatron import conversion, fused_mlp
+    from snip_megatron.quantization import packed, swiglu
 
     names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax", "swiglu_gradient_with_amax")
     functions = {name: noted(getattr(swiglu, name)) for name in names}
     activations = SimpleNamespace(fits=swiglu.fits, **functions)
-    functions = {name: noted(getattr(rmsnorm, name)) for name in ("reciprocal_rms", "quantize_rmsnorm")}
-    norms = SimpleNamespace(fits=rmsnorm.fits, **functions)
-    backend = hopper.HopperBackend(packed, ScaledProducts(scaled_mm), activations=activations, norms=norms)
+    backend = hopper.HopperBackend(packed, ScaledProducts(scaled_mm), activations=activations)
     selection.why_not_hopper = lambda: None
     selection._hopper = lambda library, **_: (backend, "emulated products")
     stock = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)
     fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = stock.forward, stock.backward
     conversion.fuse_swiglu = functools.partial(fused_mlp.fuse_swiglu, stock=stock)
-    torch.nn.RMSNorm.forward = OrderedNorm.forward
-    conversion.fuse_norms = functools.partial(fuse_norms, fused_norm.fuse_norms, stock_of)
-    fused_mlp.difference = lambda *_: None  # takes half a minute in plain torch; its own tests compare
 
 
 def main() -> None:

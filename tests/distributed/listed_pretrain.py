@@ -57,20 +57,17 @@ def both(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..
 def install() -> None:
     """Put :func:`both` wherever kernels would run."""
     sys.path.extend(str(Path(__file__).parents[1] / "unit" / room) for room in ("gemm", "megatron"))
-    import torch
     from emulated_scaled_mm import scaled_mm
-    from ordered_norm import OrderedNorm, stock_of
 
     from snip_megatron.gemm import hopper, selection
     from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.layers.swiglu import SwiGLU
-    from snip_megatron.megatron import conversion, fused_mlp, fused_norm
+    from snip_megatron.megatron import conversion, fused_mlp
     from snip_megatron.megatron.probing import drift_probe, gradient_norms
     from snip_megatron.megatron.warmup import WarmUp
     from snip_megatron.optimizers import rehearsal, updates, weight_drift
-    from snip_megatron.quantization import fours, packed, rmsnorm, swiglu
+    from snip_megatron.quantization import fours, packed, swiglu
     from snip_megatron.quantization.kernels import quantize
-    from snip_megatron.quantization.kernels import rmsnorm as kernel_rmsnorm
     from snip_megatron.quantization.kernels import swiglu as kernel_swiglu
     from snip_megatron.statistics import boundaries, errors, recorder, sums
     from snip_megatron.statistics import rehearsal as recording
@@ -82,19 +79,10 @@ def install() -> None:
     names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax", "swiglu_gradient_with_amax")
     activations = {name: both(getattr(kernel_swiglu, name), getattr(swiglu, name)) for name in names}
     activations["fits"] = kernel_swiglu.fits
-    names = ("reciprocal_rms", "quantize_rmsnorm")
-    norms = {name: both(getattr(kernel_rmsnorm, name), getattr(rmsnorm, name)) for name in names}
-    norms["fits"] = kernel_rmsnorm.fits
-    if "--snip-fusions" in sys.argv:
-        torch.nn.RMSNorm.forward = OrderedNorm.forward
-    conversion.fuse_norms = functools.partial(fused_norm.fuse_norms, known=stock_of)
-    fused_norm.difference = lambda *_: None
     stock = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)
     conversion.fuse_swiglu = functools.partial(fused_mlp.fuse_swiglu, stock=stock)
-    fused_mlp.difference = lambda *_: None  # takes half a minute in plain torch
     products = ScaledProducts(scaled_mm)
-    fused = {"activations": SimpleNamespace(**activations), "norms": SimpleNamespace(**norms)}
-    backend = hopper.HopperBackend(SimpleNamespace(**quantisers), products, **fused)
+    backend = hopper.HopperBackend(SimpleNamespace(**quantisers), products, activations=SimpleNamespace(**activations))
     selection.why_not_hopper = lambda: None
     selection._hopper = lambda library, **_: (backend, "emulated products")
     names = ("tensor_sums", "weight_sums", "output_sums")

@@ -96,7 +96,7 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "gemm_library": (["cublas"], "cublas"),
     "communication": (["gather"], "gather"),
     "gradient_reduction": (["fp8"], "fp8"),
-    "fusions": (["auto"], "auto"),
+    "fusions": (["none"], "none"),
     "eval": (["bf16"], "bf16"),
     "solver_time": (["2.5"], 2.5),
     "deadline": (["60"], 60.0),

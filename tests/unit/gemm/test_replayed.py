@@ -22,11 +22,10 @@ from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.operands import GradientKeys
 from snip_megatron.gemm.replayed import TYPES, ReplayedHopperBackend, difference
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.quantization import packed, rmsnorm
+from snip_megatron.quantization import packed
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.kernels import replay_build
 from snip_megatron.quantization.kernels.replay import Replayed
-from snip_megatron.quantization.rmsnorm import Order, RMSNorm
 
 from .emulated_cublaslt import EmulatedLibrary, emulated_cublaslt
 from .emulated_scaled_mm import scaled_mm
@@ -141,23 +140,6 @@ def test_bits_are_those_of_python(extension: Any, shape: tuple[int, int, int], f
     assert_bits(replayed, python, shape, formats)
     counts = {name: replayed.replayed[name].replays for name in ("input", "weight", "fprop", "dgrad", "wgrad")}
     assert counts == dict.fromkeys(counts, CALLS - 2)
-
-
-def test_norms_are_replayed_each_by_its_rule(extension: Any) -> None:
-    python = HopperBackend(packed, ScaledProducts(scaled_mm), norms=rmsnorm)
-    replayed = ReplayedHopperBackend(extension, python)
-    rules = [RMSNorm(Order(4, 1, True), eps, zero_centred) for eps, zero_centred in ((1e-5, False), (1.0, True))]
-    for call in range(CALLS):
-        for norm in rules:
-            draws = torch.Generator().manual_seed(call)
-            x, gamma = same(tuple(torch.randn(n, generator=draws).bfloat16() for n in ((16, 256), (256,))))
-            found, expected = (aligned(b.reciprocal_rms(x, norm)) for b in (replayed, python))
-            assert torch.equal(found, expected)
-            sides = (b.quantize_rmsnorm(x, gamma, found, norm, FP8, FP4) for b in (replayed, python))
-            for ours, truth in zip(*sides, strict=True):
-                assert torch.equal(ours.dequantize(), truth.dequantize())
-    counts = {name: replayed.replayed[name].replays for name in ("reciprocal_rms", "rmsnorm")}
-    assert counts == dict.fromkeys(counts, len(rules) * (CALLS - 2))
 
 
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (TENSOR, TENSOR, TENSOR), (FP8, TENSOR, BF16)], ids=str)

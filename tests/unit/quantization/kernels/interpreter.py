@@ -38,7 +38,7 @@ class Quantizers:
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.gemm import tiled_kernel
-    from snip_megatron.quantization.kernels import exact, keys, partials, rmsnorm, swiglu
+    from snip_megatron.quantization.kernels import exact, keys, partials, swiglu
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     if name == "advance":  # of keys: writes to its arguments
@@ -49,8 +49,6 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
         return arguments[-1]
     if name == "quantize_exact":
         return exact.quantize_exact(*arguments, **options)
-    if name in ("reciprocal_rms", "quantize_rmsnorm"):
-        return getattr(rmsnorm, name)(*arguments)
     if "swiglu" in name:
         return getattr(swiglu, name)(*arguments, **options)
     if name in ("pack_partial", "add_partials"):

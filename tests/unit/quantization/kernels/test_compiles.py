@@ -13,10 +13,8 @@ from snip_megatron.quantization.kernels import fours as triton_fours
 from snip_megatron.quantization.kernels import keys as triton_keys
 from snip_megatron.quantization.kernels import partials as triton_partials
 from snip_megatron.quantization.kernels import programs as triton_kernels
-from snip_megatron.quantization.kernels import rmsnorm_programs as triton_rmsnorm
 from snip_megatron.quantization.kernels import swiglu_programs as triton_swiglu
 from snip_megatron.quantization.kernels.quantize import LAUNCH
-from snip_megatron.quantization.kernels.rmsnorm import LAUNCH as RMSNORM_LAUNCH
 from snip_megatron.quantization.kernels.swiglu import LAUNCH as SWIGLU_LAUNCH
 from snip_megatron.quantization.rounding import splitmix64
 
@@ -43,7 +41,6 @@ POINTERS = {
     "gamma_ptr": "*i32", "rs_ptr": "*fp32",
     "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64", "words_ptr": "*i32",
 }  # fmt: skip
-RECIPROCALS = [(2048, 8, 1, True), (768, 8, 1, True), (4096, 8, 4, True), (8192, 8, 4, True), (4096, 4, 4, False)]
 
 
 def assembled(
@@ -56,7 +53,7 @@ def assembled(
     divisible = [n for n, a in enumerate(kernel.arg_names) if a not in constants and "word" not in a]
     attributes = {(n,): [["tt.divisibility", 16]] for n in divisible}
     source = ASTSource(kernel, signature, values, attributes)
-    options = {"partials": triton_partials.LAUNCH} | LAUNCH | SWIGLU_LAUNCH | RMSNORM_LAUNCH
+    options = {"partials": triton_partials.LAUNCH} | LAUNCH | SWIGLU_LAUNCH
     chosen = {"num_warps": constants.get("WARPS", 1)} | options.get(launch, {})
     return triton.compile(source, target=HOPPER, options=chosen)
 
@@ -157,34 +154,6 @@ def test_the_kernels_of_swiglu_with_its_amax_compile_for_hopper(name: str) -> No
     assert name == "swiglu" or "0fBFB8AA3B; ex2.approx.ftz.f32" in ptx  # of the sigmoid
     assert ptx.count("ld.global.v4.b32") == {"swiglu": 8, "gradient": 24}[name]  # d and the gates are read once
     assert "atom.global" in ptx
-
-
-@pytest.mark.parametrize(("features", "vector", "warps", "centred"), RECIPROCALS)
-def test_the_kernel_of_reciprocals_compiles_for_hopper(features: int, vector: int, warps: int, centred: bool) -> None:
-    """Loads are as wide as those whose order is followed, and no multiply-add is fused that is not written so."""
-    constants = {
-        "x_stride": features // 2, "FEATURES": features, "VECTOR": vector, "WARPS": warps,
-        "CENTRED": centred, "EPS": 1e-5, "OF_WARP": warps / features, "OF_ROW": 1 / features, "HARDWARE": True,
-    }  # fmt: skip
-    compiled = assembled("reciprocal_kernel", constants, "reciprocal", module=triton_rmsnorm)
-    ptx = compiled.asm["ptx"]
-    assert f"ld.global.v{vector // 2}.b32" in ptx
-    assert "rsqrt.approx.f32" in ptx
-    of_thread = features // (32 * warps)
-    merges = 3 if centred and warps == 4 else 0  # of four warps: two pairs, then one
-    assert ptx.count("fma.rn.f32") == of_thread + merges + centred
-    assert compiled.metadata.shared <= 64
-    assert ".ftz.f32" not in ptx
-
-
-@pytest.mark.parametrize("fmt", [4, 8])
-def test_the_kernel_of_rmsnorm_compiles_for_hopper(fmt: int) -> None:
-    constants = {
-        "x_stride": 2048, "row_stride": 2048, "ZERO_CENTRED": True, "ROW": fmt, "COL": fmt, "HARDWARE": True,
-    }  # fmt: skip
-    compiled = assembled("rmsnorm_kernel", constants, "rmsnorm", module=triton_rmsnorm)
-    assert "cvt.rn.bf16x2.f32" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= 8192  # bytes of results change hands, no numbers
 
 
 @pytest.mark.parametrize("random", [False, True])
