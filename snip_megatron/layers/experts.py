@@ -19,8 +19,6 @@ class ExpertLayers:
         ffn: hidden size of an expert; of each half if the MLP is gated.
         shared_ffn: hidden size of the shared expert, which every token passes through; 0 if there is none. A shared
             expert always stays in bf16.
-        grouped: whether all experts run in one grouped GEMM (``--moe-grouped-gemm``), which stays in bf16. Otherwise
-            the linears of experts are quantised like others.
     """
 
     layers: frozenset[int]
@@ -28,7 +26,6 @@ class ExpertLayers:
     active: int
     ffn: int
     shared_ffn: int = 0
-    grouped: bool = False
 
     @classmethod
     def of(cls, config: Any) -> ExpertLayers | None:
@@ -37,7 +34,7 @@ class ExpertLayers:
         Returns None for a dense decoder.
 
         Raises:
-            SnipError: ``moe_layer_freq`` is a list whose length is not the number of layers.
+            SnipError: ``moe_layer_freq`` is below 1, or a list whose length is not the number of layers.
         """
         experts = getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None)
         if not experts:
@@ -48,13 +45,11 @@ class ExpertLayers:
             active=int(config.moe_router_topk),
             ffn=int(config.moe_ffn_hidden_size or config.ffn_hidden_size),
             shared_ffn=int(config.moe_shared_expert_intermediate_size or 0),
-            grouped=bool(config.moe_grouped_gemm),
         )
 
     def bf16_elements(self, hidden: int, *, gated: bool) -> int:
         """Return the sum of N·K over the bf16 linears of experts that a token passes through in one layer."""
-        routed = self.active * self.ffn if self.grouped else 0
-        return hidden * (routed + self.shared_ffn) * (3 if gated else 2)
+        return hidden * self.shared_ffn * (3 if gated else 2)
 
     @property
     def mixture(self) -> tuple[int, int]:
@@ -65,6 +60,8 @@ class ExpertLayers:
 def _expert_layers(pattern: Any, num_layers: int) -> frozenset[int]:
     """Read ``--moe-layer-freq``: an int n means every n-th layer from the first on; a list has a flag per layer."""
     if isinstance(pattern, int):
+        if pattern < 1:
+            raise SnipError(f"--moe-layer-freq {pattern}: give 1 or more, or a list with a 0 or a 1 for each layer")
         return frozenset(range(0, num_layers, pattern))
     if len(pattern) != num_layers:
         raise SnipError(f"--moe-layer-freq names {len(pattern)} layers, the decoder has {num_layers}")

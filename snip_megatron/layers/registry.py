@@ -21,7 +21,7 @@ def linear_kinds(layer: int, experts: ExpertLayers | None) -> tuple[str, ...]:
     if experts is None or layer not in experts.layers:
         return LINEAR_KINDS
     attention = tuple(kind for kind in LINEAR_KINDS if not kind.startswith("mlp."))
-    return attention if experts.grouped else (*attention, *EXPERT_KINDS)
+    return (*attention, *EXPERT_KINDS)
 
 
 def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str) -> None:

@@ -129,13 +129,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--loss-scale", "loss_scale", _scales, "loss scaling, in bf16 as well, would scale the statistics; leave it out"
     ),
     Conflict(
-        "--ckpt-format",
-        "ckpt_format",
-        _equals("torch"),
-        "it has no place for SNIP's state, so that a resumed run would go on in BF16; use torch_dist, which loads such"
-        " checkpoints as well",
-    ),
-    Conflict(
         "--non-persistent-ckpt-type",
         "non_persistent_ckpt_type",
         _equals("local"),

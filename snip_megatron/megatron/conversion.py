@@ -41,8 +41,8 @@ _SNIP_CLASS: dict[type, type] = {
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
     """Convert every decoder linear of this rank's model chunks.
 
-    Parameters, their names and checkpoints do not change. The output layer, multi-token prediction, grouped experts and
-    shared experts are not converted and stay in bf16.
+    Parameters, their names and checkpoints do not change. The output layer, multi-token prediction and shared
+    experts are not converted and stay in bf16.
 
     Args:
         model_chunks: The chunks as built, before or after Float16Module and DDP.
@@ -131,10 +131,9 @@ def _announce(selection: Selection, registry: LinearRegistry) -> None:
 
 def _announce_experts(experts: ExpertLayers | None) -> None:
     """Print which experts a precision map does not cover."""
-    if experts is None or not (experts.grouped or experts.shared_ffn):
+    if experts is None or not experts.shared_ffn:
         return
-    which = "experts (--moe-grouped-gemm)" if experts.grouped else "shared experts"
-    print(f"snip: {which} of {len(experts.layers)} layers stay bf16; they count in the fp4 share", flush=True)
+    print(f"snip: shared experts of {len(experts.layers)} layers stay bf16; they count in the fp4 share", flush=True)
 
 
 def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:
@@ -154,8 +153,7 @@ def _modules(layer: torch.nn.Module, linear: LinearId) -> list[tuple[int | None,
         local = getattr(mlp.experts, "local_experts", None)
         if local is None:
             raise SnipError(
-                f"{linear}: cannot quantise experts of a {type(mlp.experts).__qualname__};"
-                " use --transformer-impl local, or --moe-grouped-gemm, under which experts stay bf16"
+                f"{linear}: cannot quantise experts of a {type(mlp.experts).__qualname__}; use --transformer-impl local"
             )
         name = linear.kind.rpartition(".")[2]
         return [(e, getattr(expert, name)) for e, expert in zip(mlp.local_expert_indices, local, strict=True)]

@@ -15,6 +15,7 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from snip_megatron.config import add_arguments as add_snip_arguments
 from snip_megatron.errors import SnipError
+from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.attachment import prepare_megatron, under_snip
 from snip_megatron.megatron.compat import pretraining
@@ -37,6 +38,7 @@ def run(startup: Startup) -> None:
     shown: list[str] = []
     args = pretraining.parse_arguments(functools.partial(_provide_arguments, startup, shown))
     check_data(args)
+    ExpertLayers.of(args)  # refuses a pattern of another number of layers, which Megatron meets after its start
     prepare_megatron(args, startup, shown)
     model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)
     with under_snip(args, model_config):
@@ -57,6 +59,7 @@ def _provide_arguments(startup: Startup, shown: list[str], parser: argparse.Argu
     """Add SNIP's arguments and set defaults for this machine. ``shown`` is filled with one line per set of defaults."""
     parser.error = _raise_error  # type: ignore[method-assign]  # one line instead of 1,000 lines of usage
     parser.formatter_class = _Help
+    parser.set_defaults(tokenizer_type="GPT2BPETokenizer")  # as Megatron's pretrain_gpt.py has it
     shown[:] = compat.set_defaults(parser, startup)
     return add_snip_arguments(parser)
 

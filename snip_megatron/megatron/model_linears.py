@@ -100,7 +100,7 @@ def _layers_by_chunk(args: argparse.Namespace) -> list[int]:
 def unquantised_flops(args: argparse.Namespace) -> dict[int, float]:
     """Return pipeline stage → FLOPs per token of the decoder linears that a precision map does not cover.
 
-    These are the grouped and shared experts that process a token; their three GEMMs are added up. Dropped tokens and
+    These are the shared experts, which process every token; their three GEMMs are added up. Dropped tokens and
     padding are not taken into account. Returns an empty dictionary if there are no such experts.
     """
     experts = ExpertLayers.of(args)

@@ -45,6 +45,11 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
         if conflict.present(value):
             shown = "" if value is True or conflict.derived else f" {value}"
             raise SnipError(f"{conflict.argument}{shown} cannot be combined with --snip: {conflict.why}")
+    if getattr(args, "ckpt_format", None) == "torch" and (args.save or args.load):
+        raise SnipError(
+            "--ckpt-format torch cannot be combined with --snip: it has no place for SNIP's state, so that a resumed"
+            " run would go on in BF16; use torch_dist, which loads such checkpoints as well"
+        )
     _check_context_parallel(config, args)
     _check_experts(config, args)
     _check_graphs(config, args)
@@ -64,6 +69,12 @@ def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> Non
     """Raise SnipError if context parallelism lacks what it needs or is combined with what is not supported."""
     if args.context_parallel_size == 1:
         return
+    if ExpertLayers.of(args) is not None:
+        raise SnipError(
+            f"--num-experts {args.num_experts} cannot be combined with --context-parallel-size"
+            f" {args.context_parallel_size} under --snip: it needs Transformer Engine's attention, and SNIP's experts"
+            " need --transformer-impl local; leave one out"
+        )
     here = f"--context-parallel-size {args.context_parallel_size} cannot be combined with"
     if args.transformer_impl != "transformer_engine":
         raise SnipError(
@@ -92,9 +103,7 @@ def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
                 " first, which it cannot; use aux_loss, seq_aux_loss, global_aux_loss or none"
             )
     if config.timed and config.updates and unquantised_flops(args):
-        raise SnipError(
-            f"{here} --snip-budget {config.budget}: times of grouped and shared experts are not predicted; use fp4="
-        )
+        raise SnipError(f"{here} --snip-budget {config.budget}: times of shared experts are not predicted; use fp4=")
     if config.estimator == "measured" and config.updates:
         raise SnipError(f"{here} --snip-estimator measured: not supported yet; use noise or fisher")
 
@@ -278,7 +287,7 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
 def _limits(config: SnipConfig, args: argparse.Namespace, request: SolveRequest, target: float) -> tuple[str, str]:
     """Return the argument that keeps the share of FP4 below ``target``, and what to do about it."""
     if request.unquantised_stage_flops is not None:
-        return f"--num-experts {args.num_experts}, whose experts stay bf16", "lower the budget"
+        return f"--num-experts {args.num_experts}, whose shared experts stay bf16", "lower the budget"
     if reachable_share(model_linears(args), replace(request, pins=())) < target - 1e-9:
         formats = f"--snip-formats {','.join(config.formats)}"
         return formats, "lower the budget or add four-bit formats of more GEMMs"

@@ -90,7 +90,7 @@ MODELS: dict[str, Model] = {
     "experts-dropless": Model(
         "experts-dropless-world-1", _EXPERTS, "--snip-probe-tokens 4096", probed=4, at=AT + 1, ragged=True
     ),
-    # The same with a shared expert and GEMMs that are grouped: both stay in bf16.
+    # The same with a shared expert, which stays in bf16. Local layers do not group GEMMs, whatever is asked.
     "experts-bf16": Model(
         "experts-bf16-world-1",
         f"{_EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 128 --moe-router-enable-expert-bias"

@@ -42,6 +42,15 @@ def test_wrong_argument_is_one_line_without_a_launcher(extra: list[str], message
         (["--tensor-model-parallel-size", "2"], "Megatron refuses the arguments: world size (1) is not divisible"),
         (["--hidden-size", "66"], "Megatron refuses the arguments: assert args.hidden_size % args.num_attention_heads"),
         (["--recompute-granularity", "full"], "Megatron refuses the arguments: Using recompute_granularity: full so"),
+        (
+            ["--attention-backend", "local"],
+            "Megatron refuses the arguments: TypeError: 'NoneType' object is not sub",
+        ),
+        (["--num-experts", "4", "--moe-layer-freq", "[1,0"], "Megatron refuses the arguments: SyntaxError: '[' was "),
+        (["--num-experts", "4", "--moe-layer-freq", "[1,0]"], "--moe-layer-freq names 2 layers, the decoder has 4"),
+        (["--non-persistent-ckpt-type", "local"], "Megatron refuses the arguments: nvidia_resiliency_ext is required "),
+        (["--logits-load-dir", "logits"], "--logits-load-dir is not supported by this entry"),
+        (["--snip", "--ckpt-format", "torch"], "--ckpt-format torch cannot be combined with --snip: it has no place"),
         (["--snip", "--fp16"], "--fp16 cannot be combined with --snip: "),
         (
             ["--snip", "--snip-map", "map.json"],

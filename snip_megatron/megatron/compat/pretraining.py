@@ -37,15 +37,20 @@ def _refusals() -> Iterator[None]:
     """Raise SnipError in place of what Megatron raises for arguments that it refuses."""
     try:
         yield
-    except (AssertionError, ValueError) as error:
-        failed = traceback.extract_tb(error.__traceback__)[-1]  # says which condition, if the error says nothing
-        said = " ".join(str(error).split()) or f"{failed.line} ({Path(failed.filename).name}:{failed.lineno})"
-        raise SnipError(f"Megatron refuses the arguments: {said}") from error
+    except SnipError:
+        raise
     except ImportError as error:  # a tokenizer's or a logger's package; the rank that needs it finds it missing
         raise SnipError(
             f"Megatron cannot import what the arguments ask for: {error}; snip doctor lists the packages,"
             " pip install 'snip_megatron[all]' brings them"
         ) from error
+    except Exception as error:  # Megatron asserts, and evaluates patterns of layers
+        failed = traceback.extract_tb(error.__traceback__)[-1]  # says which condition, if the error does not
+        place = f"{failed.line} ({Path(failed.filename).name}:{failed.lineno})"
+        said = " ".join(str(error).split())
+        if not isinstance(error, AssertionError | ValueError | RuntimeError):
+            said = f"{type(error).__name__}: {said}: {place}"
+        raise SnipError(f"Megatron refuses the arguments: {said or place}") from error
 
 
 def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:

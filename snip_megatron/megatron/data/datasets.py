@@ -20,13 +20,14 @@ from snip_megatron.megatron.probing.batch import makes_attention_mask
 
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _PATH_FILES = ("data_args_path", "per_split_data_args_path")
-#: Arguments for data and models that need another forward step.
+#: Arguments for data, models and losses that need another forward step.
 _OTHER_KINDS = (
     "sft",
     "hybrid_layer_pattern",
     "fim_data",
     "hybrid_context_parallel",
     "dataloader_inter_document_masking",
+    "logits_load_dir",
 )
 
 

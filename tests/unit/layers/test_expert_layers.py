@@ -17,7 +17,6 @@ FIELDS: dict[str, Any] = {
     "moe_ffn_hidden_size": None,
     "ffn_hidden_size": 96,
     "moe_shared_expert_intermediate_size": None,
-    "moe_grouped_gemm": False,
 }
 
 
@@ -44,15 +43,15 @@ def test_layers_follow_the_pattern(pattern: Any, layers: set[int]) -> None:
 def test_a_pattern_of_another_length_is_refused() -> None:
     with pytest.raises(SnipError, match="names 2 layers, the decoder has 5"):
         experts(num_experts=8, moe_layer_freq=[0, 1])
+    with pytest.raises(SnipError, match="--moe-layer-freq 0: give 1 or more"):
+        experts(num_experts=8, moe_layer_freq=0)
 
 
 def test_elements_are_those_that_a_token_meets() -> None:
     """Two of eight experts of hidden size 32 and a shared one of 48, each with fc1 (gate and up) and fc2."""
     sizes = {"num_experts": 8, "moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 48}
-    grouped, single = experts(**sizes, moe_grouped_gemm=True), experts(**sizes)
-    assert grouped is not None
-    assert single is not None
-    assert grouped.bf16_elements(64, gated=True) == (2 * 32 + 48) * 64 * 3
-    assert grouped.bf16_elements(64, gated=False) == (2 * 32 + 48) * 64 * 2
-    assert single.bf16_elements(64, gated=True) == 48 * 64 * 3  # the others are candidates
-    assert single.mixture == (8, 2)
+    found = experts(**sizes)
+    assert found is not None
+    assert found.bf16_elements(64, gated=True) == 48 * 64 * 3  # the others are candidates
+    assert found.bf16_elements(64, gated=False) == 48 * 64 * 2
+    assert found.mixture == (8, 2)

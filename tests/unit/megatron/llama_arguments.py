@@ -29,7 +29,7 @@ EXPERTS: dict[str, Any] = {
     "moe_ffn_hidden_size": 48,
     "transformer_impl": "local",
     "moe_router_load_balancing_type": ["aux_loss"],
-    "moe_grouped_gemm": True,
+    "moe_shared_expert_intermediate_size": 96,
     "seq_length": 32,
     "global_batch_size": 8,
 }

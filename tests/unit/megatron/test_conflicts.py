@@ -26,7 +26,6 @@ VALUES: dict[str, Any] = {
     "experimental_attention_variant": "dsa",
     "heterogeneous_layers_config_path": "blocks.json",
     "loss_scale": 1024.0,
-    "ckpt_format": "torch",
     "non_persistent_ckpt_type": "local",
 }
 # Arguments that exist only with an optional library.

@@ -250,43 +250,44 @@ def test_layers_that_megatron_keeps_in_bf16_are_pins_and_the_users_come_after() 
 # -- mixtures of experts ---------------------------------------------------------------------------------------
 
 
-def test_experts_count_in_the_share_and_are_no_candidates() -> None:
-    """A dense layer has 30,720 weights, of them 18,432 in its MLP; the experts that a token meets 18,432, too."""
+def test_shared_experts_count_in_the_share_and_are_no_candidates() -> None:
+    """A dense layer has 30,720 weights, of them 18,432 in its MLP; so have the experts that a token meets, and the
+    shared one."""
     args = arguments(**EXPERTS, pipeline_model_parallel_size=2)
     assert unquantised_flops(args) == {0: 6.0 * 18432, 1: 6.0 * 18432}
     assert unquantised_flops(arguments()) == {}
-    names = linear_names(args)
-    assert len(names) == 12
-    assert [row.name for row in model_linears(args)] == names
-    assert not any(name.startswith(("decoder.layers.1.mlp", "decoder.layers.2.mlp")) for name in names)
     request = validate.solve_request(config(), args)
     assert request.unquantised_stage_flops == dict.fromkeys((0, 1), 6.0 * 18432 * 32 * 8)
     assert validate.solve_request(config(), arguments()).unquantised_stage_flops is None
-    message = refused(config(), args)
-    assert message.startswith("--snip-budget fp4=0.75 is out of reach with --num-experts 4, whose experts stay bf16:")
-    assert "at most fp4=0.7000" in message
-    validate.check(config(budget="fp4=0.7"), args)
+    message = refused(config(budget="fp4=0.8"), args)
+    assert message.startswith("--snip-budget fp4=0.8 is out of reach with --num-experts 4, whose shared experts stay")
+    assert "at most fp4=0.7692" in message
+    validate.check(config(budget="fp4=0.769"), args)
 
 
-def test_experts_that_are_linears_are_candidates() -> None:
-    args = arguments(**{**EXPERTS, "moe_grouped_gemm": False})
+@pytest.mark.parametrize("grouped", [False, True])
+def test_routed_experts_are_candidates(grouped: bool) -> None:
+    """Local layers have one linear for each expert, with --moe-grouped-gemm too."""
+    routed = {**EXPERTS, "moe_shared_expert_intermediate_size": None, "moe_grouped_gemm": grouped}
+    args = arguments(**routed)
     assert unquantised_flops(args) == {}
+    assert [row.name for row in model_linears(args)] == linear_names(args)
     rows = {row.id.kind: row for row in model_linears(args) if row.id.layer == 1}
     first, second = rows["mlp.experts.linear_fc1"], rows["mlp.experts.linear_fc2"]
     assert (first.n, first.k, first.experts, first.active) == (96, 64, 4, 2)
     assert (second.n, second.k, second.experts, second.active) == (64, 48, 4, 2)
     assert gemm_flops(list(rows.values()))[first.name] == 2.0 * 96 * 64 * 2
     validate.check(config(), args)  # the default budget is within reach
-    single = arguments(**{**EXPERTS, "moe_grouped_gemm": False}, data_parallel_size=1, micro_batch_size=2)
+    single = arguments(**routed, data_parallel_size=1, micro_batch_size=2)
     validate.check(config(budget="loss=0.01", cost="flops"), single)
-    shared = arguments(**{**EXPERTS, "moe_grouped_gemm": False, "moe_shared_expert_intermediate_size": 24})
-    assert unquantised_flops(shared) == {0: 6.0 * 2 * 24 * 64 * 3}
 
 
 @pytest.mark.parametrize(
     ("given", "fields", "words"),
     [
         ({"transformer_impl": "transformer_engine"}, {}, "--transformer-impl transformer_engine under --snip"),
+        ({"context_parallel_size": 2}, {}, "--context-parallel-size 2 under --snip"),
+        ({"context_parallel_size": 2, "transformer_impl": "transformer_engine"}, {}, "--context-parallel-size 2 under"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, {}, "--moe-router-load-balancing-type sinkhorn under --snip"),
         ({}, {"budget": "loss=0.01", "cost": "flops"}, "--snip-budget loss=0.01"),
         ({}, {"estimator": "measured"}, "--snip-estimator measured"),
@@ -295,6 +296,13 @@ def test_experts_that_are_linears_are_candidates() -> None:
 def test_what_experts_do_not_work_with(given: dict[str, Any], fields: dict[str, Any], words: str) -> None:
     message = refused(config(**fields), arguments(**{**EXPERTS, **given}))
     assert message.startswith(f"--num-experts 4 cannot be combined with {words}")
+
+
+@pytest.mark.parametrize("where", ["save", "load"])
+def test_a_checkpoint_format_without_a_place_for_snip_s_state(where: str) -> None:
+    validate.check(config(), arguments(ckpt_format="torch"))
+    message = refused(config(), arguments(ckpt_format="torch", **{where: "checkpoints"}))
+    assert message.startswith("--ckpt-format torch cannot be combined with --snip: ")
 
 
 # -- the solver's request -------------------------------------------------------------------------------------
