@@ -206,6 +206,12 @@ class WarmUp:
         rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // ranks))
         done = compile_variants(everything[rank::ranks], driver.active.get_current_target(), processes, _say)
+        if done.left:
+            print(
+                f"snip: processes that compile kernels died or hung: {done.left} of {done.kernels} kernels of rank"
+                f" {dist.get_rank()} are compiled at their first launch",
+                flush=True,
+            )
         dist.barrier(self._groups.world)
         return {"kernels": len(everything), "compiled": done.compiled, "processes": done.processes}
 

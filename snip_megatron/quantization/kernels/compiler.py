@@ -1,7 +1,7 @@
 """Compiles variants of Triton kernels in separate processes, into Triton's cache on disk.
 
 A launch that finds its kernel in the cache takes milliseconds, where a compilation takes about a second. The processes
-need no GPU. If a process fails, its kernels are compiled at their first launch.
+need no GPU. If a process dies or hangs, its kernels are compiled at their first launch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import hashlib
 import importlib
 import os
 import pickle
+import selectors
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,9 @@ from snip_megatron.quantization.kernels.listing import Pointer, Variant
 _WORTHWHILE = 4
 """Least number of kernels for which processes are started. Starting one takes as long as compiling a few kernels."""
 
+_PATIENCE = 120.0
+"""Seconds within which some process must have compiled another kernel. All ranks wait for the slowest of them."""
+
 
 @dataclass(frozen=True)
 class Compilation:
@@ -36,11 +41,13 @@ class Compilation:
         kernels: number of variants that were requested.
         compiled: number of variants that the processes compiled; 0 if the cache had all of them.
         processes: number of processes.
+        left: number of variants that are compiled at their first launch, because processes died or hung.
     """
 
     kernels: int
     compiled: int
     processes: int
+    left: int = 0
 
 
 def compile_variants(
@@ -48,6 +55,7 @@ def compile_variants(
     target: GPUTarget,
     processes: int,
     starting: Callable[[int, int], None] = lambda kernels, processes: None,
+    patience: float = _PATIENCE,
 ) -> Compilation:
     """Compile ``variants`` for ``target``. Nothing is done if an earlier call in any process has compiled all of them.
 
@@ -56,31 +64,50 @@ def compile_variants(
         target: the target of Triton's driver.
         processes: the largest number of processes.
         starting: called with the numbers of kernels and of processes before the processes start.
+        patience: seconds without a compiled kernel after which the processes are ended.
     """
     done = _done_file(variants, target)
     processes = min(processes, len(variants) // 2)
     if len(variants) < _WORTHWHILE or processes < 1 or done.exists():
         return Compilation(len(variants), 0, 0)
     starting(len(variants), processes)
-    command = [sys.executable, "-m", __name__]
-    # The processes must not use the GPU, where a context takes half a gigabyte.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    workers = []
-    for number in range(processes):
-        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        assert worker.stdin is not None
-        pickle.dump((target, variants[number::processes]), worker.stdin)
-        worker.stdin.close()
-        workers.append(worker)
-    compiled = 0
-    for worker in workers:
-        assert worker.stdout is not None
-        compiled += len(worker.stdout.read())
-        worker.wait()
+    workers = [_started(target, variants[number::processes]) for number in range(processes)]
+    compiled = _compiled_by(workers, patience)
     if compiled == len(variants):
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
-    return Compilation(len(variants), compiled, processes)
+    return Compilation(len(variants), compiled, processes, len(variants) - compiled)
+
+
+def _started(target: GPUTarget, variants: Sequence[Variant]) -> subprocess.Popen[bytes]:
+    """Start a process that compiles ``variants``. It reads them from a file: a pipe to a dead one breaks."""
+    # The processes must not use the GPU, where a context takes half a gigabyte.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with tempfile.TemporaryFile() as file:
+        pickle.dump((target, variants), file)
+        file.seek(0)
+        return subprocess.Popen([sys.executable, "-m", __name__], stdin=file, stdout=subprocess.PIPE, env=environment)
+
+
+def _compiled_by(workers: Sequence[subprocess.Popen[bytes]], patience: float) -> int:
+    """Return how many kernels ``workers`` compile until they end, or until none has compiled one for ``patience``."""
+    compiled = 0
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            assert worker.stdout is not None
+            selector.register(worker.stdout, selectors.EVENT_READ)
+        while selector.get_map() and (ready := selector.select(patience)):
+            for key, _ in ready:
+                found = os.read(key.fd, 4096)
+                compiled += len(found)
+                if not found:
+                    selector.unregister(key.fileobj)
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+        assert worker.stdout is not None
+        worker.stdout.close()
+    return compiled
 
 
 def compile_variant(variant: Variant) -> None:

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization.kernels import launch
+from snip_megatron.quantization.kernels.compiler import compile_variants
 from snip_megatron.quantization.kernels.listing import Variant, active, listed
 from snip_megatron.quantization.kernels.quantize import quantize_tiles
 
@@ -91,17 +92,39 @@ def test_processes_compile_into_the_cache_and_a_second_call_starts_none(tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["first"] == [4, 4, 2]
-    assert found["second"] == [4, 0, 0]
+    assert found["first"] == [4, 4, 2, 0]
+    assert found["second"] == [4, 0, 0, 0]
     assert found["started"] == [[4, 2]]
     assert found["cubins"] == [4, 4]  # before and after this process has asked for the same kernels
 
+
+@pytest.mark.parametrize("fault", ["os._exit(1)", "time.sleep(300)"])
+def test_processes_that_die_or_hang_are_waited_for_no_longer(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faulty.py").write_text(_FAULTY.format(fault=fault))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    variants = [Variant("faulty", "kernel", (number,), ()) for number in range(4)]
+    found = compile_variants(variants, HOPPER, 2, patience=30.0 if "exit" in fault else 1.0)
+    assert (found.compiled, found.processes, found.left) == (0, 2, 4)
+    assert compile_variants(variants, HOPPER, 2, patience=0.1).left == 4  # they do not count as compiled
+
+
+_FAULTY = """
+import os, sys, time, triton
+if getattr(sys.modules["__main__"].__spec__, "name", "").endswith("compiler"):
+    {fault}
+@triton.jit
+def kernel(x): pass
+"""
 
 _COMPILES = """
 import json, pathlib, os, torch
 from dataclasses import astuple
 from triton.backends.compiler import GPUTarget
 from snip_megatron.quantization.kernels.compiler import compile_for, compile_variant, compile_variants
+from snip_megatron.quantization.kernels.compiler import compile_variants
 from snip_megatron.quantization.kernels.listing import listed
 from snip_megatron.statistics.kernels.sums import output_sums, sum_squares
 with listed(run=False) as listing:
