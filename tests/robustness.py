@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
     "tests/distributed/test_layout_matrix.py",
-    "tests/distributed/test_measured.py",
+    "tests/distributed/test_oracle.py",
     "tests/distributed/test_experts.py",
     "tests/distributed/test_score_sources.py",
     "tests/distributed/test_layers_parallel.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from snip_megatron.planner.probes import Probes
     from snip_megatron.planner.rates import Links
 
-_SHARE = positive("a share above 0, 1 at most", math.nextafter(1.0, 2.0))
 _MOST = 10**11
 _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 
@@ -122,14 +120,6 @@ def _add_program(add: Callable[..., Any]) -> None:
         default="noise",
         help="how sensitivities are estimated (--snip-estimator); default: noise",
     )
-    add(
-        "--measured-share",
-        type=_SHARE,
-        default=0.25,
-        metavar="SHARE",
-        help="with --estimator measured: share of the fprops and dgrads that an update measures; default: 0.25",
-    )
-    add("--measured-twice", action="store_true", help="with --estimator measured: measure a second time")
     add(
         "--statistics",
         type=Path,
@@ -304,8 +294,6 @@ def _probes(args: argparse.Namespace) -> Probes:
         backward_noise=args.backward_noise,
         interval=args.update_interval,
         policy=args.policy,
-        measured_share=args.measured_share,
-        measured_twice=args.measured_twice,
     )
 
 

@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="SOURCE",
-        help="run directory or statistics file recorded with --snip-estimator measured; or an experiment file (.json,"
-        " .toml), whose warm checkpoints are measured first",
+        help="experiment file (.json, .toml), at whose warm checkpoints every option is forced alone; or a run"
+        " directory or statistics file of such a measurement",
     )
     parser.add_argument(
         "--out",
@@ -89,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _validate(source: Path, fmt: str, name: str) -> list[Validation]:
     tables = [StatisticsTable.load(path) for path in find_tables(source)]
-    measured = [table for table in tables if table.measured is not None]
+    measured = [table for table in tables if table.truth is not None]
     if not measured:
-        raise SnipError(f"{source}: nothing was measured there; record it with --snip --snip-estimator measured")
+        raise SnipError(f"{source}: no option was forced alone there; give the experiment file")
     return [validate(table, fmt, name) for table in measured]
 
 

@@ -66,17 +66,13 @@ def in_nats(policy: str, q: str) -> bool:
 
 
 def check_updates(values: Mapping[str, Any], *, updates: bool) -> None:
-    """Check when updates begin, and what the estimator ``measured`` measures."""
-    interval, lag, share = (values[name] for name in ("update_interval", "lag", "measured_share"))
+    """Check when updates begin."""
+    interval, lag = values["update_interval"], values["lag"]
     if updates and 0 < interval <= lag:
         raise SnipError(
             f"--snip-lag {lag}: must be smaller than --snip-update-interval {interval}, so that an update is adopted"
             " before the next begins"
         )
-    if not 0.0 < share <= 1.0:
-        raise SnipError(f"--snip-measured-share {share}: must be above 0, 1 at most")
-    if values["measured_twice"] and (values["policy"], values["estimator"]) != ("snip", "measured"):
-        raise SnipError("--snip-measured-twice has no effect without --snip-estimator measured: leave it out")
 
 
 def check_fixed_maps(values: Mapping[str, Any]) -> None:

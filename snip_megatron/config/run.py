@@ -138,7 +138,7 @@ class SnipConfig:
     )
     estimator: str = option(
         "noise",
-        "with --snip-policy snip: how loss and weight divergence are estimated (noise, fisher, measured)",
+        "with --snip-policy snip: how loss and weight divergence are estimated (noise, fisher)",
         metavar="NAME",
     )
     q: str = option(
@@ -167,17 +167,6 @@ class SnipConfig:
     )
     probe_noise: float = option(
         0.03, "size of the noise that noise probes add, relative to that of the tensor", type=float, positive=True
-    )
-    measured_share: float = option(
-        0.25,
-        "with --snip-estimator measured: share of the fprops and dgrads that an update measures, above 0 and at most 1;"
-        " the others keep their scores",
-        type=float,
-        metavar="SHARE",
-    )
-    measured_twice: bool = option(
-        False,
-        "with --snip-estimator measured: measure a second time on other microbatches, which shows the repeatability",
     )
     protect: tuple[str, ...] = option(
         ("fc2", "proj"),
@@ -290,6 +279,9 @@ class SnipConfig:
         "switch off this set of compatibility patches (snip_megatron/megatron/compat.md); repeatable",
         metavar="NAME",
     )
+
+    # Not an argument: snip validate-proxy sets it, so that updates force every option alone and record what it does.
+    truth: bool = False
 
     def __post_init__(self) -> None:
         if self.enabled:

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Gemm, option_id, split_option_id
+from snip_megatron.precision import Gemm, option_id
 from snip_megatron.records.readers import step_files
-from snip_megatron.sensitivity.loss_divergence import FloatArray, first_order
+from snip_megatron.sensitivity.loss_divergence import FPROP, FloatArray, first_order, of_formats
 from snip_megatron.sensitivity.policies import ESTIMATORS, divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.sensitivity.scores import OptionScore, option_scores, truth
 from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.statistics.truth import Truth
 
 QUANTITIES = ("loss", "drift: all", *(f"drift: {gemm.value}" for gemm in Gemm))
 """Compared quantities. ``loss`` covers fprop options only, since dgrad and wgrad do not change the loss of the same
@@ -30,9 +31,9 @@ step. ``drift`` (weight divergence) covers all options, or those of one GEMM."""
 CEILING = "ceiling"
 DEFAULT = "noise"
 _FEWEST = 3
-
-Scores = Mapping[str, OptionScore]
-"""Option → score."""
+_LOSS_TRUST, _DRIFT_TRUST = 2.0, 2.0
+"""A change of the loss is trusted from this multiple of the rounding noise on; a squared drift from this multiple of
+its squared floor on."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,42 @@ def find_tables(source: Path) -> list[Path]:
     return found
 
 
+@dataclass(frozen=True)
+class _Scores:
+    """Scores of all options in one format, [linears, 3 GEMMs].
+
+    Attributes:
+        loss: ΔL in nats; 0 for dgrad and wgrad.
+        drift: ΔW, a sum of relative changes of the optimizer's update; 0 if the estimator has none.
+        loss_trusted, drift_trusted: which values are above rounding noise.
+    """
+
+    loss: FloatArray
+    drift: FloatArray
+    loss_trusted: NDArray[np.bool_]
+    drift_trusted: NDArray[np.bool_]
+
+    @classmethod
+    def estimated(cls, loss: FloatArray, drift: FloatArray) -> _Scores:
+        """Scores of an estimator, [linears, 3, 1]."""
+        all_of_them = np.ones(loss.shape[:2], dtype=np.bool_)
+        return cls(loss[:, :, 0], drift[:, :, 0], all_of_them, all_of_them)
+
+    @classmethod
+    def true(cls, table: StatisticsTable, truth: Truth, fmt: str) -> _Scores:
+        """What forcing the options alone did. The noise of a loss is the root mean square over perturbations."""
+        column = {name: of_formats(table, values, (fmt,))[:, :, 0] for name, values in truth.items()}
+        noise = float(np.sqrt(np.mean(truth["loss_floor"][:, FPROP] ** 2)))
+        trusted = column["raw_drift"] ** 2 >= _DRIFT_TRUST * column["floor"] ** 2
+        return cls(column["loss"], column["drift"], np.abs(column["loss"]) >= _LOSS_TRUST * noise, trusted)
+
+    def of(self, kind: str) -> tuple[FloatArray, NDArray[np.bool_]]:
+        """Return values and trust of ``loss`` or ``drift``."""
+        return (self.loss, self.loss_trusted) if kind == "loss" else (self.drift, self.drift_trusted)
+
+
 def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
-    """Compare every estimator and every rule of other methods with ``table.measured``.
+    """Compare every estimator and every rule of other methods with ``table.truth``.
 
     Args:
         table: the statistics.
@@ -115,24 +150,25 @@ def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
         source: name of the table's run or file.
 
     Raises:
-        SnipError: the table holds no measurement of ``fmt``.
+        SnipError: the table holds no truth, or was recorded without ``fmt``.
     """
+    if table.truth is None:
+        raise SnipError(f"the statistics of step {table.step} hold no truth; give snip validate-proxy an experiment")
     base = SolveRequest(formats=(fmt,))
-    true = truth(table, fmt)
-    columns: dict[str, Scores] = {
-        name: option_scores(table, replace(base, estimator=name), fmt) for name in ESTIMATORS if name != "measured"
-    }
+    true = _Scores.true(table, table.truth, fmt)
+    columns = {name: _Scores.estimated(*divergences(table, replace(base, estimator=name))) for name in ESTIMATORS}
     if float(table.linear["bg2"].sum()) > 0.0:
-        columns["noise with backward noise"] = option_scores(table, replace(base, backward_noise=True), fmt)
+        with_noise = divergences(table, replace(base, backward_noise=True))
+        columns["noise with backward noise"] = _Scores.estimated(*with_noise)
     columns |= _rules(table, base)
-    if table.measured_again is not None:
-        columns[CEILING] = truth(table, fmt, again=True)
-    comparisons = [_compare(quantity, name, own, true) for quantity in QUANTITIES for name, own in columns.items()]
-    points = {quantity: _points(quantity, true, columns) for quantity in ("loss", "drift")}
-    return Validation(source, table.step, table.tokens, fmt, tuple(c for c in comparisons if c), points)
+    if table.truth_again is not None:
+        columns[CEILING] = _Scores.true(table, table.truth_again, fmt)
+    compared = [_compare(quantity, name, scores, true) for quantity in QUANTITIES for name, scores in columns.items()]
+    points = {kind: _points(kind, table, true, columns) for kind in ("loss", "drift")}
+    return Validation(source, table.step, table.tokens, fmt, tuple(c for c in compared if c), points)
 
 
-def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
+def spearman(x: FloatArray | Sequence[float], y: FloatArray | Sequence[float]) -> float | None:
     """Return Spearman's rank correlation, or None for fewer than three values or if one side is constant."""
     if len(x) < _FEWEST or np.ptp(x) == 0.0 or np.ptp(y) == 0.0:
         return None
@@ -140,56 +176,44 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     return rho if math.isfinite(rho) else None
 
 
-def _rules(table: StatisticsTable, base: SolveRequest) -> dict[str, Scores]:
+def _rules(table: StatisticsTable, base: SolveRequest) -> dict[str, _Scores]:
     """Return the scores of other methods' rules. Each rule serves as a proxy of both loss and drift."""
     loss, weight = divergences(table, replace(base, estimator="fisher"))
     arrays: dict[str, FloatArray] = {"first-order loss": first_order(table, base.formats)}
     for policy in ("min-abs-err", "min-rel-err"):
         arrays[policy] = policy_scores(table, replace(base, policy=policy), loss, weight)
-    return {
-        name: {
-            option_id(row.name, gemm): OptionScore(float(a[i, j, 0]), float(a[i, j, 0]))
-            for i, row in enumerate(table.linears)
-            for j, gemm in enumerate(Gemm)
-        }
-        for name, a in arrays.items()
-    }
+    return {name: _Scores.estimated(values, values) for name, values in arrays.items()}
 
 
-def _value(quantity: str, score: OptionScore) -> float:
-    return score.delta_loss if quantity == "loss" else score.delta_drift
+def _gemms(quantity: str) -> list[int]:
+    """Return the GEMMs whose options a quantity compares."""
+    kind, _, gemm = quantity.partition(": ")
+    wanted = Gemm.FPROP.value if kind == "loss" else gemm
+    return [i for i, each in enumerate(Gemm) if wanted in (each.value, "all")]
 
 
-def _trusted(quantity: str, score: OptionScore) -> bool:
-    return score.loss_trusted if quantity == "loss" else score.drift_trusted
-
-
-def _covers(quantity: str, option: str) -> bool:
-    """Return whether a quantity covers an option."""
-    wanted = Gemm.FPROP.value if quantity == "loss" else quantity.partition(": ")[2]
-    return wanted in ("", "all") or split_option_id(option)[1] == Gemm(wanted)
-
-
-def _compare(quantity: str, name: str, scores: Scores, true: Scores) -> Comparison | None:
+def _compare(quantity: str, name: str, scores: _Scores, true: _Scores) -> Comparison | None:
     """Compare one estimator in one quantity.
 
     Returns None if the estimator does not predict the quantity, such as weight divergence for ``fisher``.
     """
-    options = [option for option in true if option in scores and _covers(quantity, option)]
-    if not any(_value(quantity, scores[option]) for option in options):
+    kind, gemms = quantity.partition(": ")[0], _gemms(quantity)
+    (values, above), (expected, trusted) = scores.of(kind), true.of(kind)
+    values, expected, above = values[:, gemms].ravel(), expected[:, gemms].ravel(), (above & trusted)[:, gemms].ravel()
+    if not values.any():
         return None
-    above = [o for o in options if _trusted(quantity, true[o]) and _trusted(quantity, scores[o])]
-    rho, trusted_rho = (
-        spearman([_value(quantity, scores[o]) for o in chosen], [_value(quantity, true[o]) for o in chosen])
-        for chosen in (options, above)
-    )
-    return Comparison(quantity, name, rho, len(options), trusted_rho, len(above))
+    rho, trusted_rho = spearman(values, expected), spearman(values[above], expected[above])
+    return Comparison(quantity, name, rho, len(values), trusted_rho, int(above.sum()))
 
 
-def _points(quantity: str, true: Scores, columns: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
-    shown = {"measured": true} | {"measured again" if name == CEILING else name: own for name, own in columns.items()}
+def _points(
+    kind: str, table: StatisticsTable, true: _Scores, columns: Mapping[str, _Scores]
+) -> dict[str, dict[str, float]]:
+    named = {"measured": true, **columns}
+    if CEILING in named:
+        named["measured again"] = named.pop(CEILING)
     return {
-        option: {name: _value(quantity, scores[option]) for name, scores in shown.items() if option in scores}
-        for option in true
-        if _covers(quantity, option)
+        option_id(row.name, list(Gemm)[j]): {name: float(scores.of(kind)[0][i, j]) for name, scores in named.items()}
+        for i, row in enumerate(table.linears)
+        for j in _gemms("loss" if kind == "loss" else "drift: all")
     }

@@ -265,7 +265,7 @@ class SnipRun:
         Args:
             train_step: Runs the step. Its result holds the losses at index 0, whether Megatron exits instead of
                 completing the step at index 3, and the gradient norm at index 5.
-            call: The arguments of the step. ``clip`` and ``measured`` are set here for a probe.
+            call: The arguments of the step. ``clip`` is set here for a probe.
 
         Returns:
             The result of ``train_step``.
@@ -280,7 +280,7 @@ class SnipRun:
 
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
-            asked = self._graphs.probed(replace(call, clip=clip, measured=controller.state.measured))
+            asked = self._graphs.probed(replace(call, clip=clip))
             refusal = self._probes.shortage(asked, self._graphs.idle_bytes)
             with self._graphs.beside(call.model):
                 return refusal or self._probes.run(asked)

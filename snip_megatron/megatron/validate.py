@@ -81,8 +81,6 @@ def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> Non
             f"{here} --transformer-impl {args.transformer_impl}: it needs Transformer Engine's attention; use"
             " --transformer-impl transformer_engine"
         )
-    if config.updates and config.estimator == "measured":
-        raise SnipError(f"{here} --snip-estimator measured: not supported yet; use noise or fisher")
 
 
 def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -104,8 +102,6 @@ def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
             )
     if config.timed and config.updates and unquantised_flops(args):
         raise SnipError(f"{here} --snip-budget {config.budget}: times of shared experts are not predicted; use fp4=")
-    if config.estimator == "measured" and config.updates:
-        raise SnipError(f"{here} --snip-estimator measured: not supported yet; use noise or fisher")
 
 
 def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:

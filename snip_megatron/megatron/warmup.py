@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
+from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.rehearsal import Formats, covering, rehearse_gemms, stand_in
 from snip_megatron.megatron.startup import is_rank_zero
@@ -44,7 +44,6 @@ class Rehearsed:
         gathers: whether inputs of column-parallel linears are token shards (sequence parallelism).
         sharded: whether ranks hold shards of the optimizer's state.
         drift: whether updates evaluate AdamW's drift.
-        measured: whether options are forced alone (``--snip-estimator measured``).
         sinks: the parameters besides the linears' weights whose drift counts.
     """
 
@@ -52,7 +51,6 @@ class Rehearsed:
     gathers: bool
     sharded: bool
     drift: bool
-    measured: bool
     sinks: Sequence[torch.Tensor]
 
 
@@ -137,13 +135,8 @@ class WarmUp:
         return [self._asked.tokens] if handle.expert is None else [self._asked.tokens, self._asked.tokens + 1]
 
     def _graphed(self, handle: LinearHandle) -> list[bool]:
-        """Return whether to rehearse the linear inside CUDA graphs, outside, or both.
-
-        Options are forced alone outside of graphs.
-        """
-        if handle.held is None:
-            return [False]
-        return [True, False] if self._asked.measured else [True]
+        """Return whether to rehearse the linear inside CUDA graphs."""
+        return [handle.held is not None]
 
     def _kinds(self) -> Iterator[tuple[LinearHandle, list[Formats]]]:
         """Yield one linear of each shape, with the formats that all linears of this shape may get."""
@@ -174,12 +167,6 @@ class WarmUp:
             for gemm in Gemm
         )
         yield from covering((fprop, dgrad, wgrad), alike=self._request.granularity == "layer")
-        if self._asked.measured:
-            for fmt in candidates:
-                for gemm in fmt.gemms:
-                    one = [Format.BF16] * 3
-                    one[GEMM_INDEX[gemm]] = fmt
-                    yield (one[0], one[1], one[2])
 
     @functools.cached_property
     def _replayed(self) -> list[PrecisionMap]:

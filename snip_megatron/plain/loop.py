@@ -215,8 +215,6 @@ def _configuration(options: Mapping[str, Any]) -> SnipConfig:
     config = SnipConfig(enabled=True, **{"lag": 1, **values})
     if config.timed:
         raise SnipError(f"budget={config.budget}: a plain loop takes fp4=SHARE; times need Megatron's entry")
-    if config.estimator == "measured":
-        raise SnipError("estimator='measured' is not supported in a plain loop; use another, or Megatron's entry")
     if config.late or config.phases is not None:
         named = f"policy={config.policy!r}" if config.late else f"schedule={config.schedule!r}"
         raise SnipError(f"{named} is not supported in a plain loop, whose end is unknown; use Megatron's entry")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.probes import Probes, forced_passes, probe_microbatches
+from snip_megatron.planner.probes import Probes, probe_microbatches
 from snip_megatron.precision import LINEAR_KINDS, Format
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.timing.cost_model import CostModel
@@ -48,7 +48,6 @@ class StageMemory:
         logits: logits and their gradients on the last stage.
         working: temporaries of the backward.
         probe: activations and copies of a probe, which has no quantised weights.
-        probe_copies: the part of ``probe`` that is a copy of gradients (estimator measured).
     """
 
     parameters: float
@@ -59,7 +58,6 @@ class StageMemory:
     logits: float
     working: float
     probe: float
-    probe_copies: float
 
     @property
     def fixed(self) -> float:
@@ -93,7 +91,6 @@ def stage_memory(
     stage: int,
     formats_of: FormatsOf,
     probes: Probes | None = None,
-    candidates: Sequence[str] = (),
     native: Collection[Format] = NATIVE,
 ) -> StageMemory:
     """Predict the memory of a stage.
@@ -103,7 +100,6 @@ def stage_memory(
         stage: the pipeline stage.
         formats_of: the formats of the linears.
         probes: the probes of an update; None for a run without updates.
-        candidates: the formats that an update measures.
         native: the formats that are not emulated, see :func:`native_formats`.
     """
     parameters = layout.stage_parameters(stage)
@@ -126,7 +122,7 @@ def stage_memory(
         activations=kept * layout.in_flight(stage),
         logits=_LOGIT * layout.tokens * layout.vocabulary / layout.tp if stage == layout.pp - 1 else 0.0,
         working=working_block + 2.0 * layout.tokens * 2 * layout.model.ffn / layout.tp,
-        **_probe(layout, stage, probes, candidates),
+        probe=_probe(layout, stage, probes),
     )
 
 
@@ -203,36 +199,25 @@ def _operand(fmt: Format, numbers: int, native: Collection[Format]) -> float:
     return (1.0 if fmt in native else 2.0) + (4.0 / numbers if fmt in _TILED else 0.0)
 
 
-def _probe(layout: Layout, stage: int, probes: Probes | None, candidates: Sequence[str]) -> dict[str, float]:
-    """Return ``probe`` and ``probe_copies`` of :class:`StageMemory`, the maximum over an update's passes.
-
-    A pass needs bf16 activations, copies, and temporaries of one linear, or of one parameter whose drift is evaluated.
-    The rows that the statistics pass samples are kept to the end of the update.
+def _probe(layout: Layout, stage: int, probes: Probes | None) -> float:
+    """Return ``probe`` of :class:`StageMemory`: bf16 activations, temporaries of one linear, and the rows that the
+    statistics pass samples, which are kept to the end of the update.
     """
     if probes is None or not probes.updates:
-        return {"probe": 0.0, "probe_copies": 0.0}
+        return 0.0
     each = probe_microbatches(layout, probes)
     own = _probed_shapes(layout, stage)
-    peak, copies = _bf16_activations(layout, stage, each) + own.recording, 0.0
-    if probes.forces:
-        copies = own.gradient_copy
-        activations = _bf16_activations(layout, stage, forced_passes(layout, probes, candidates))
-        peak = max(peak, copies + activations + own.evaluating)
-    return {"probe": own.samples(probes.tokens, each) + peak, "probe_copies": copies}
+    return own.samples(probes.tokens, each) + _bf16_activations(layout, stage, each) + own.recording
 
 
 def _probed_shapes(layout: Layout, stage: int) -> ProbedShapes:
     linears = [LinearRows(layout.tokens, shape.n, shape.k) for shape in layout.linear_shapes().values()]
     blocks = len(layout.stages[stage])
-    embedding = layout.vocabulary * layout.model.hidden // layout.tp if stage == 0 else 0
     return ProbedShapes(
         linears=linears * blocks,
         tokens=layout.tokens,
         hidden=layout.model.hidden,
         boundaries=2 * blocks,
-        parameters=layout.probed_parameters(stage),
-        largest=max(embedding, *(linear.elements for linear in linears)),
-        shards=layout.dp if layout.distributed_optimizer else 1,
         element=_WEIGHT,
     )
 

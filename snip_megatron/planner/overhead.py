@@ -9,10 +9,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.probes import (
     Probes,
     calls,
-    measurements,
     microbatches_by_kind,
-    probe_microbatches,
-    trials,
 )
 from snip_megatron.planner.rates import Links
 from snip_megatron.planner.step_time import StepTime
@@ -21,8 +18,7 @@ from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LIN
 
 ASSUMPTIONS = (
     "probes: each pass is a bf16 forward and backward of a microbatch, each call fills the pipeline once; what"
-    " recording adds to the statistics pass, and what evaluating the optimizer adds for every option that estimator"
-    " measured forces, is not modelled; gradients go over data parallel ranks exposed, at most as often as stated",
+    " recording adds to the statistics pass is not modelled; gradients go over data parallel ranks exposed",
 )
 
 _FLOAT64, _FLOAT32 = 8, 4
@@ -89,7 +85,7 @@ def overhead(
         links: bandwidths of the network; None for the default.
         recapture: the least and the most seconds of capturing CUDA graphs anew at an adoption.
     """
-    made = calls(layout, probes, formats)
+    made = calls(layout, probes)
     linears = layout.model.blocks * len(LINEAR_KINDS)
     ends = (layout.pp - 1) / layout.vpp
     passing = sum(call.microbatches + ends for call in made) / layout.microbatches * bf16.slowest
@@ -97,7 +93,7 @@ def overhead(
     columns = max(len(blocks) for blocks in layout.stages) * sum(s.n + s.k for s in shapes) * (1 + len(formats))
     parameters = max(layout.probed_parameters(stage) for stage in range(layout.pp))
     several = layout.dp > 1 and probes.updates
-    reduced = _FLOAT32 * parameters * _reductions(layout, probes, formats) if several else 0
+    reduced = _FLOAT32 * parameters if several and probes.drift else 0
     reducing = 2.0 * (layout.dp - 1) / layout.dp * reduced / (links or Links()).of(layout.tp * layout.dp)
     seconds = passing + reducing
     least, most = recapture if made else (0.0, 0.0)
@@ -124,22 +120,7 @@ def _gathered(layout: Layout, probes: Probes, formats: Sequence[str], linears: i
     """Return the count of numbers that each rank contributes to all-reduces over all ranks."""
     if not probes.updates:
         return 0
-    count = (3 if probes.drift else 2) * table_entries(linears, len(formats))
-    if probes.forces:
-        forced = len(trials(layout, probes, formats))
-        sizes = 1 if probe_microbatches(layout, probes) == layout.microbatches else 2  # batch sizes of the drift
-        rows = linears + _sinks(linears)
-        count += measurements(probes) * (rows * (forced * (sizes + 2) + 1) + 2 * forced)
-    return count
-
-
-def _reductions(layout: Layout, probes: Probes, formats: Sequence[str]) -> int:
-    """Return how often a rank's gradients are reduced over data parallel ranks, at most.
-
-    It is an upper bound, because forcing a dgrad changes only the gradients of earlier blocks.
-    """
-    forced = measurements(probes) * (1 + len(trials(layout, probes, formats))) if probes.forces else 0
-    return int(probes.drift) + forced
+    return (3 if probes.drift else 2) * table_entries(linears, len(formats))
 
 
 def table_entries(linears: int, formats: int) -> int:

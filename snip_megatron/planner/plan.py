@@ -61,7 +61,7 @@ def make_plan(
     _check_host(question, steps["bf16"], steps["map"])
     candidates = [fmt.value for fmt in question.formats if fmt is not Format.BF16]
     costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"], step.links, step.host.recapture)
-    stages = [_stage(step, stage, variants, steps, probes, candidates) for stage in range(layout.pp)]
+    stages = [_stage(step, stage, variants, steps, probes) for stage in range(layout.pp)]
     return {
         "schema": PLAN_SCHEMA,
         "model": dataclasses.asdict(layout.model) | {"parameters": layout.model.parameters},
@@ -130,7 +130,6 @@ def _stage(
     variants: Mapping[str, FormatsOf],
     steps: Mapping[str, StepTime],
     probes: Probes,
-    candidates: Sequence[str],
 ) -> Body:
     layout = step.layout
     blocks = layout.stages[stage]
@@ -138,8 +137,7 @@ def _stage(
     flops = 3.0 * len(blocks) * layout.microbatches * math.fsum(shape.flops for shape in shapes)
     native = native_formats(step.model)
     bytes_by_variant = {
-        name: _memory(stage_memory(layout, stage, formats_of, probes, candidates, native))
-        for name, formats_of in variants.items()
+        name: _memory(stage_memory(layout, stage, formats_of, probes, native)) for name, formats_of in variants.items()
     }
     return {
         "stage": stage,

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from snip_megatron.planner.layout import Layout
-from snip_megatron.precision import LINEAR_KINDS, LinearId
 from snip_megatron.sensitivity.policies import UNSOLVED, needs_forward_noise
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.measured_schedule import Schedule, Trial, all_units, choose_units, plan_trials
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,6 @@ class Probes:
     backward_noise: bool = False
     interval: int = 1000
     policy: str = "snip"
-    measured_share: float = 0.25
-    measured_twice: bool = False
 
     @property
     def updates(self) -> bool:
@@ -35,11 +31,6 @@ class Probes:
     def drift(self) -> bool:
         """Whether weight divergence is measured, by a forward-noise pass whose gradients are reduced over DP ranks."""
         return needs_forward_noise(self._request)
-
-    @property
-    def forces(self) -> bool:
-        """Whether single options are forced (estimator ``measured``)."""
-        return self.drift and self.estimator == "measured"
 
     @property
     def _request(self) -> SolveRequest:
@@ -65,14 +56,8 @@ def probe_microbatches(layout: Layout, probes: Probes) -> int:
     return min(-(-min(probes.microbatches, layout.microbatches) // group) * group, layout.microbatches)
 
 
-def calls(layout: Layout, probes: Probes, formats: Sequence[str]) -> tuple[Call, ...]:
-    """Return all calls of an update in order. Pins are not considered.
-
-    Args:
-        layout: the sizes.
-        probes: the settings.
-        formats: the formats that the update measures, without bf16.
-    """
+def calls(layout: Layout, probes: Probes) -> tuple[Call, ...]:
+    """Return all calls of an update in order."""
     if not probes.updates:
         return ()
     each = probe_microbatches(layout, probes)
@@ -81,8 +66,6 @@ def calls(layout: Layout, probes: Probes, formats: Sequence[str]) -> tuple[Call,
         found.append(Call("forward_noise", each))
     if probes.drift and probes.backward_noise:
         found.append(Call("backward_noise", each))
-    for _ in range(measurements(probes)):
-        found += [Call("measured", each), Call("measured", forced_passes(layout, probes, formats))]
     return tuple(found)
 
 
@@ -92,25 +75,6 @@ def microbatches_by_kind(made: Sequence[Call]) -> Mapping[str, int]:
     for call in made:
         counts[call.kind] += call.microbatches
     return dict(counts)
-
-
-# -- estimator measured ----------------------------------------------------------------------------------------
-def measurements(probes: Probes) -> int:
-    """Return the number of measurements of an update; with ``measured_twice`` a second one on other microbatches."""
-    return 0 if not probes.forces else 2 if probes.measured_twice else 1
-
-
-def trials(layout: Layout, probes: Probes, formats: Sequence[str]) -> tuple[Trial, ...]:
-    """Return the trials of one measurement. Every update has as many trials, but of other options."""
-    names = [str(LinearId(layer, kind)) for layer in range(layout.model.blocks) for kind in LINEAR_KINDS]
-    never = dict.fromkeys(all_units(names), -1.0)
-    return plan_trials(names, formats, choose_units(never, probes.measured_share, seed=0))
-
-
-def forced_passes(layout: Layout, probes: Probes, formats: Sequence[str]) -> int:
-    """Return the microbatch passes of one measurement on each rank, without the pass that forces no option."""
-    seen = tuple(range(probe_microbatches(layout, probes)))
-    return len(Schedule(trials(layout, probes, formats), seen, _group(layout)).slots)
 
 
 def _group(layout: Layout) -> int:

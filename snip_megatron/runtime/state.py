@@ -19,7 +19,6 @@ from snip_megatron.runtime.ledger import Ledger
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.runtime.trigger import Trigger
 from snip_megatron.sensitivity.phased import PhasedRequest
-from snip_megatron.statistics.measured import Measured
 from snip_megatron.statistics.table import StatisticsTable
 
 STATE_SCHEMA = "snip.state/1"
@@ -58,8 +57,6 @@ class ControllerState:
         alarm: an alarm of the guard that the next step acts on.
         trigger: the trigger's state (:meth:`Trigger.as_dict`); None without one.
         in_flight: the figures of the last step, whose collective was outstanding when the checkpoint was written.
-        measured: measurements of single options (estimator ``measured``) by all updates so far. They determine which
-            options the next update measures.
         ledger: what the run has spent so far; None in checkpoints of versions without one.
         plan: the maps of the remaining phases; None for a map that stays until the next update.
         goal: the budget and the schedule of the run; None in checkpoints of versions that did not keep them.
@@ -73,7 +70,6 @@ class ControllerState:
     alarm: Alarm | None = None
     trigger: dict[str, Any] | None = None
     in_flight: StepFigures | None = None
-    measured: Measured | None = None
     ledger: Ledger | None = None
     plan: PrecisionPlan | None = None
     goal: Goal | None = None
@@ -100,7 +96,6 @@ class ControllerState:
             "trigger": self.trigger,
             # Without times, which would make the checkpoints of two equal runs differ.
             "in_flight": None if self.in_flight is None else asdict(replace(self.in_flight, account={})),
-            "measured": None if self.measured is None else base64.b64encode(self.measured.to_bytes()).decode(),
             "ledger": None if self.ledger is None else self.ledger.as_dict(),
             "plan": None if self.plan is None else self.plan.as_dict(),
             "goal": None if self.goal is None else self.goal.as_dict(),
@@ -130,7 +125,6 @@ class ControllerState:
             alarm=None if body.get("alarm") is None else Alarm.from_dict(body["alarm"], _WHERE),
             trigger=_trigger(body.get("trigger")),
             in_flight=_figures(body.get("in_flight")),
-            measured=_measured(body.get("measured")),
             ledger=None if body.get("ledger") is None else Ledger.from_dict(body["ledger"], _WHERE),
             plan=_plan(body.get("plan")),
             goal=None if body.get("goal") is None else Goal.from_dict(body["goal"], _WHERE),
@@ -187,17 +181,6 @@ def _pending(body: Any) -> Pending | None:
     phases = body.get("phases")  # older releases wrote none
     planned = None if phases is None else PhasedRequest.from_dict(phases, f"{_WHERE}: pending.phases")
     return Pending(step, due, version, table, planned)
-
-
-def _measured(text: Any) -> Measured | None:
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise SnipError(f"{_WHERE}: measured: must be a text")
-    try:
-        return Measured.from_bytes(_bytes(text, "measured"))
-    except ValueError as error:
-        raise SnipError(f"{_WHERE}: measured: {error}") from None
 
 
 def _bytes(text: str, name: str) -> bytes:

@@ -113,7 +113,6 @@ class Updates:
         if not result.table.linear["g2"].any():  # every option would score zero
             self._drop(step, "no gradient: the loss leaves out all tokens of the probe", wait_s=0.0)
             return
-        self._state.measured = result.table.measured
         self._state.version += 1
         pending = self._state.pending = Pending(step, due, self._state.version, result.table, phases)
         if self._coordinator is not None:

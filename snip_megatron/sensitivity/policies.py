@@ -17,13 +17,12 @@ from snip_megatron.precision import Format, Gemm, PrecisionMap, misplaced, optio
 from snip_megatron.sensitivity.fixed import FIXED, fixed_choices, tail_blocks
 from snip_megatron.sensitivity.globs import matching_options, no_match_hint
 from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, FloatArray, format_column, second_order
-from snip_megatron.sensitivity.measured import measured_divergences, measured_variance
 from snip_megatron.sensitivity.quality import combine
 from snip_megatron.sensitivity.request import BITS, SolveRequest
 from snip_megatron.sensitivity.weight_divergence import added_variance, weight_divergence
 from snip_megatron.statistics.table import StatisticsTable
 
-ESTIMATORS = ("noise", "fisher", "measured")
+ESTIMATORS = ("noise", "fisher")
 """Values of ``--snip-estimator``; the first is the default."""
 
 LATE = ("late-forward", "late-all")
@@ -36,7 +35,7 @@ _EIGHT_BIT_SHARE = 1e-3
 
 def needs_forward_noise(request: SolveRequest) -> bool:
     """Whether the policy uses the forward-noise pass. Without it an update takes one probe pass."""
-    return request.policy == "snip" and request.estimator in ("noise", "measured")
+    return request.policy == "snip" and request.estimator == "noise"
 
 
 def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArray, FloatArray]:
@@ -44,10 +43,7 @@ def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArr
     loss = second_order(table, request.formats)
     if not needs_forward_noise(request):
         return loss, np.zeros_like(loss)
-    drift = weight_divergence(table, request.formats, backward_noise=request.backward_noise)
-    if request.estimator == "measured":
-        return measured_divergences(table, request.formats, loss, drift)
-    return loss, drift
+    return loss, weight_divergence(table, request.formats, backward_noise=request.backward_noise)
 
 
 def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
@@ -57,8 +53,6 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
     variance = np.zeros_like(loss)
     if request.q == "noise" and needs_forward_noise(request):
         variance = added_variance(table, request.formats, backward_noise=request.backward_noise)
-        if request.estimator == "measured":
-            variance = measured_variance(table, request.formats, variance)
     return combine(request, loss, weight, variance)
 
 
@@ -205,18 +199,6 @@ def pinned_formats(
                 raise SnipError(f"{prefix}pin {cut(glob)}={fmt}: matches {key}, and {why}")
         fixed |= dict.fromkeys(keys, fmt)
     return fixed
-
-
-def pinned_gemms(linears: Iterable[str], request: SolveRequest) -> set[tuple[str, Gemm]]:
-    """Return (linear, GEMM) of everything that the request's pins fix, at either granularity.
-
-    Raises SnipError if a pin matches nothing.
-    """
-    found = set()
-    for key in pinned_formats(linears, request.pins, request.granularity):
-        linear, gemm = split_option_id(key)
-        found |= {(str(linear), each) for each in (tuple(Gemm) if gemm is None else (gemm,))}
-    return found
 
 
 def fixed_map(

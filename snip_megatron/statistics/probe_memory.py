@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDE_COPIES = 6
-"""FP32 copies that the reference holds at a time: of the largest operand while it records a linear, or of one
-parameter's own elements while it evaluates drift (gradient, error, their sum, both updates, their moments). Kernels
-need less.
+"""FP32 copies of the largest operand that the reference holds at a time while it records a linear. Kernels need
+less.
 """
 _FLOAT32 = 4
 
@@ -45,9 +44,6 @@ class ProbedShapes:
         tokens: tokens of a microbatch in the residual stream.
         hidden: features of the residual stream.
         boundaries: number of recorded residual boundaries.
-        parameters: elements of all parameters whose gradients are read.
-        largest: elements of the largest of these parameters.
-        shards: data parallel ranks that share the optimizer's state.
         element: bytes of a weight or activation.
     """
 
@@ -55,9 +51,6 @@ class ProbedShapes:
     tokens: int
     hidden: int
     boundaries: int
-    parameters: int
-    largest: int
-    shards: int = 1
     element: int = 2
 
     def samples(self, probe_tokens: int, microbatches: int) -> float:
@@ -78,15 +71,3 @@ class ProbedShapes:
         """Bytes of temporaries in the statistics pass."""
         sizes = (max(linear.rows * max(linear.n, linear.k), linear.elements) for linear in self.linears)
         return float(_FLOAT32 * WIDE_COPIES * max(sizes, default=0))
-
-    @property
-    def gradient_copy(self) -> float:
-        """Bytes of the estimator ``measured``: the gradient of every element whose optimizer state this rank holds."""
-        return self.element * self.parameters / self.shards
-
-    @property
-    def evaluating(self) -> float:
-        """Bytes of temporaries for the drift of one parameter. A rank's range of the optimizer's state may hold it
-        whole.
-        """
-        return _FLOAT32 * WIDE_COPIES * min(float(self.largest), self.parameters / self.shards)

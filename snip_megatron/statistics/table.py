@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +20,26 @@ import numpy as np
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import LinearId
-from snip_megatron.statistics.measured import MEASURED_COLUMNS, SIGNED, UNREADABLE, Measured
+from snip_megatron.statistics.truth import SIGNED, TRUTH_COLUMNS, Truth
 
 STATS_SCHEMA = "snip.stats/1"
-_MEASURED_GROUPS = ("measured", "measured_again")
+_TRUTH_GROUPS = ("truth", "truth_again")
+
+# Exceptions of NumPy, zipfile and the conversions of a header on bytes that are no such file: RuntimeError for
+# encryption and unknown compression, MemoryError and OverflowError for impossible sizes.
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+    OverflowError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 RHO_GRID = np.logspace(-4.0, 1.0, 24)
 """Relative gradient errors ρ at which F_j(ρ) is tabulated (docs/method.md, recipe step 6)."""
@@ -139,9 +157,8 @@ class StatisticsTable:
         drift2: ‖u(g + ρ·s∘z) − u(g)‖² of each linear, [linears, len(RHO_GRID)]. ‖s‖² is s2 scaled to one step.
         sink_drift2, sink_w2: the same of the sinks, and their ‖W‖².
         meta: further figures of the update, by name.
-        measured: columns of options forced alone (``--snip-estimator measured``), or None.
-        measured_again: the same on other microbatches (``--snip-measured-twice``), the ceiling of every estimator, or
-            None.
+        truth: what forcing each option alone did (``statistics.truth``). None outside of ``snip validate-proxy``.
+        truth_again: the same on other microbatches, the ceiling of every estimator.
     """
 
     step: int
@@ -157,8 +174,8 @@ class StatisticsTable:
     sink_drift2: np.ndarray
     sink_w2: np.ndarray
     meta: Mapping[str, float] = field(default_factory=dict)
-    measured: Measured | None = None
-    measured_again: Measured | None = None
+    truth: Truth | None = None
+    truth_again: Truth | None = None
 
     def __post_init__(self) -> None:
         n, f, s = len(self.linears), len(self.formats), len(self.sinks)
@@ -170,15 +187,13 @@ class StatisticsTable:
             "drift2": (n, len(RHO_GRID)),
             "sink_drift2": (s, len(RHO_GRID)),
             "sink_w2": (s,),
+            **{f"{group}.{c}": (n, 3, f) for group in self._truths for c in TRUTH_COLUMNS},
         }
         for name, shape in expected.items():
             group, _, column = name.partition(".")
             array = getattr(self, group)[column] if column else getattr(self, group)
             if array.shape != shape or array.dtype != np.float64:
                 raise ValueError(f"statistics {name}: {array.dtype}{array.shape}, expected float64{shape}")
-        for measured in (self.measured, self.measured_again):
-            if measured is not None:
-                measured.check(n, self.formats)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return all arrays by dotted name, in a fixed order."""
@@ -186,10 +201,11 @@ class StatisticsTable:
         for group in ("linear", "by_format", "boundary"):
             named |= {f"{group}.{c}": array for c, array in getattr(self, group).items()}
         named |= {"drift2": self.drift2, "sink_drift2": self.sink_drift2, "sink_w2": self.sink_w2}
-        for group in _MEASURED_GROUPS:
-            if getattr(self, group) is not None:
-                named |= {f"{group}.{c}": getattr(self, group)[c] for c in MEASURED_COLUMNS}
-        return named
+        return named | {f"{group}.{c}": getattr(self, group)[c] for group in self._truths for c in TRUTH_COLUMNS}
+
+    @property
+    def _truths(self) -> list[str]:
+        return [group for group in _TRUTH_GROUPS if getattr(self, group) is not None]
 
     def non_finite(self) -> list[str]:
         """Return the names of columns with a NaN, an Inf or a value that must not be negative.
@@ -197,10 +213,10 @@ class StatisticsTable:
         An update with such a table is dropped.
         """
         bad = []
-        of_linears = ("linear", "by_format", "drift2", *_MEASURED_GROUPS)
+        of_linears = ("linear", "by_format", "drift2", *_TRUTH_GROUPS)
         for name, array in self.arrays().items():
             group, _, column = name.partition(".")
-            signed = group in _MEASURED_GROUPS and column in SIGNED
+            signed = group in _TRUTH_GROUPS and column in SIGNED
             wrong = ~(np.isfinite(array) & (signed | (array >= 0)))
             if wrong.any():
                 row = int(np.argwhere(wrong)[0][0])
@@ -261,10 +277,10 @@ class StatisticsTable:
                     sink_drift2=data["sink_drift2"],
                     sink_w2=data["sink_w2"],
                     meta={str(k): float(v) for k, v in header["meta"].items()},
-                    measured=_measured(data, "measured", header),
-                    measured_again=_measured(data, "measured_again", header),
+                    truth=_truth(data, "truth"),
+                    truth_again=_truth(data, "truth_again"),
                 )
-        except UNREADABLE as error:
+        except _UNREADABLE as error:
             raise SnipError(f"{where}: not a statistics file ({cut(error)})") from None
 
 
@@ -277,13 +293,9 @@ def _linear_row(name: Any, stage: Any, n: Any, k: Any, experts: Any = 1, active:
     return LinearRow(str(name), int(stage), int(n), int(k), int(experts), int(active))
 
 
-def _measured(data: Mapping[str, np.ndarray], group: str, header: Mapping[str, Any]) -> Measured | None:
-    """Return a group of measured columns. None if the file has none, as files of other estimators and of older
-    releases.
-    """
-    if f"{group}.{MEASURED_COLUMNS[0]}" not in data:
-        return None
-    return Measured({c: data[f"{group}.{c}"] for c in MEASURED_COLUMNS}, tuple(header["formats"]))
+def _truth(data: Mapping[str, np.ndarray], group: str) -> Truth | None:
+    """Return a group of columns of the truth. None if the file has none."""
+    return {c: data[f"{group}.{c}"] for c in TRUTH_COLUMNS} if f"{group}.{TRUTH_COLUMNS[0]}" in data else None
 
 
 def _column(data: Mapping[str, np.ndarray], name: str) -> np.ndarray:

@@ -36,7 +36,7 @@ _NOISE = "--snip --snip-first-update 3 --snip-update-interval 5 --snip-lag 3 --s
 # Steps 16 to 18 spike: the guard takes the map of 14 back before 20. Then gradient norms are looked at every tenth
 # step, from 50 on there is something to compare with, and the least drift starts an update before 52.
 _EVERYTHING = (
-    "--snip --snip-estimator measured --snip-measured-share 0.1 --snip-formats fp4 --snip-first-update 10"
+    "--snip --snip-formats fp4 --snip-first-update 10"
     " --snip-update-interval 0 --snip-lag 4 --snip-wait 240 --snip-probe-tokens 32 --snip-guard-steps 6"
     " --snip-guard-window 10 --snip-guard-bar 1 --snip-trigger 1e-6"
 )
@@ -99,7 +99,7 @@ SAME_LAYOUT: dict[str, Interrupted] = {
         env={"SPIKES": "16,19"},
     ),
 }
-"""A guard that takes a map back, an update that drift starts and options measured by turns: ``everything``."""
+"""A guard that takes a map back and an update that drift starts: ``everything``."""
 
 # Stage budgets differ between layouts; without them all ask the same. A probe takes microbatches on each data parallel
 # rank: one rank takes as many as two do together.

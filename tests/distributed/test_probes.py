@@ -53,8 +53,8 @@ PROBES = shlex.split(
 )
 # Options forced alone; what follows from them is still on its way when the run ends.
 MEASUREMENT = shlex.split(
-    "--snip --snip-estimator measured --snip-measured-share 0.1 --snip-measured-twice --snip-first-update 3"
-    " --snip-update-interval 100 --snip-lag 50 --snip-probe-tokens 48"
+    "--snip --snip-settings '{\"truth\": true}' --snip-formats fp4 --snip-update-interval 100 --snip-lag 50"
+    " --snip-first-update 3 --snip-probe-tokens 48"
 )
 STEPS = 9  # two updates, adopted
 
@@ -132,9 +132,9 @@ def test_options_forced_alone_leave_no_trace(runs: Runs, layout: str) -> None:
     assert_same(runs, layout, tuple(MEASUREMENT))
     _, _, directory = runs.run(layout, *MEASUREMENT)
     probes = [event for event in read_events(directory) if event["event"] == "probe"]
-    assert [event["kind"] for event in probes] == ["statistics", "forward_noise", "measured"]
-    # A nudge, four linears and all wgrads in two formats: an on and an off pass each, and one of none; all twice.
-    assert probes[-1]["passes"] == 2 * (2 * (1 + 4 * 2 + 2) + 1)
+    assert [event["kind"] for event in probes] == ["statistics", "forward_noise", "truth"]
+    # Of each layer, fprop and dgrad: a perturbation and four linears; all wgrads at once; with the option and without.
+    assert probes[-1]["passes"] == 2 * (2 * (8 * 5 + 1) + 1)
 
 
 # -- the same as was planned ---------------------------------------------------------------------------------
@@ -142,7 +142,6 @@ def test_options_forced_alone_leave_no_trace(runs: Runs, layout: str) -> None:
     ("layout", "snip", "probes"),
     [
         ("pipeline", PROBES, Probes(backward_noise=True)),
-        ("pipeline", MEASUREMENT, Probes(estimator="measured", measured_share=0.1, measured_twice=True)),
     ],
 )
 def test_snip_plan_counts_the_passes_that_an_update_runs(
@@ -152,7 +151,7 @@ def test_snip_plan_counts_the_passes_that_an_update_runs(
     events = [event for event in read_events(directory) if event["event"] == "probe"]
     tiny = ModelShape("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64)
     pp = 2 if layout == "pipeline" else 1
-    planned = calls(Layout(tiny, 1, pp, 1, 1, 64, 2, 4), probes, ("fp8", "fp4"))
+    planned = calls(Layout(tiny, 1, pp, 1, 1, 64, 2, 4), probes)
     first = events[0]["step"]
     assert microbatches_by_kind(planned) == {e["kind"]: e["passes"] for e in events if e["step"] == first}
 

@@ -100,17 +100,13 @@ def test_what_an_update_measures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     passes = {}
     for name, given in {
         "noise": [],
-        "measured": ["--estimator", "measured", "--measured-share", "0.5"],
         "fixed": ["--policy", "uniform-fp8"],
     }.items():
         assert exit_code([*args, *given]) == 0
         plan = json.loads(out.read_text())
         passes[name] = plan["overhead"]["microbatches"]
-        copies = plan["stages"][0]["bytes"]["map"]["probe_copies"]
-        assert (copies > 0) == (name == "measured")
         assert sum(plan["overhead"]["by_kind"].values()) == passes[name]
     assert passes["noise"] == 2
-    assert passes["measured"] > 100
     assert passes["fixed"] == 0
     said = capsys.readouterr().out
     assert "policy uniform-fp8: its map is fixed, nothing is measured" in said
@@ -118,7 +114,7 @@ def test_what_an_update_measures(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_defaults_are_those_of_training() -> None:
     ours, theirs = Probes(), SnipConfig()
-    for name in ("policy", "estimator", "backward_noise", "measured_share", "measured_twice"):
+    for name in ("policy", "estimator", "backward_noise"):
         assert getattr(ours, name) == getattr(theirs, name)
     assert (ours.microbatches, ours.tokens) == (theirs.probe_microbatches, theirs.probe_tokens)
     assert ours.interval == theirs.update_interval
@@ -166,10 +162,6 @@ def test_a_plan_is_made_without_torch() -> None:
             "--stage-tolerance 2: the share must be a number between 0 and 1",
         ),
         (("--model", "8b", "--policy", "best"), "--policy best: unknown; choose one of snip, random, "),
-        (
-            ("--model", "8b", "--measured-share", "0"),
-            "argument --measured-share: '0' is not a share above 0, 1 at most",
-        ),
         (
             ("--model", "8b", "--node-bandwidth", "-1"),
             "argument --node-bandwidth: '-1' is not a bandwidth from 1e-6 to",

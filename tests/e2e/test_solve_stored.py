@@ -104,7 +104,7 @@ def test_mistakes(recorded: Path, tmp_path: Path) -> None:
         ([recorded, "--policy", "snip", "--estimator", "best"], "solve: --estimator best: unknown"),
         ([recorded, "--policy", "best"], "solve: --policy best: unknown"),
         ([recorded, "--stage-tolerance", "2"], "solve: --stage-tolerance 2: "),
-        ([recorded, "--estimator", "measured"], "record them with --snip-estimator measured"),
+        ([recorded, "--policy", "snip", "--estimator", "measured"], "solve: --estimator measured: unknown"),
         ([tmp_path], "not a run directory"),
     ]:
         assert words in one_line(snip("solve", *arguments), 2)

@@ -19,7 +19,7 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import AUTO
 from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
 
-FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name != "enabled"}
+FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name not in ("enabled", "truth")}
 
 
 def parse(*argv: str) -> SnipConfig:
@@ -85,8 +85,6 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "probe_microbatches": (["4"], 4),
     "probe_tokens": (["64"], 64),
     "probe_noise": (["0.1"], 0.1),
-    "measured_share": (["0.1"], 0.1),
-    "measured_twice": ([], True),
     "protect": (["qkv,fc1"], ("qkv", "fc1")),
     "stage_tolerance": (["none"], "none"),
     "pin": (["*.linear_fc2=fp8"], ("*.linear_fc2=fp8",)),
@@ -115,7 +113,6 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
 # What an argument has no meaning without.
 NEEDS = {
     "timings": ("--snip-budget", "speedup=1.2"),  # none beside a share of FLOPs
-    "measured_twice": ("--snip-estimator", "measured"),
     **dict.fromkeys(("deploy", "standing_share", "forgetting"), ("--snip-schedule", "auto")),
 }
 
@@ -145,7 +142,7 @@ def test_repeatable_arguments_keep_their_order() -> None:
 def test_as_dict_is_json_and_tells_configurations_apart() -> None:
     config = parse("--snip", "--snip-pin", "*=fp8", "--snip-seed", "3")
     body = json.loads(json.dumps(config.as_dict()))
-    assert body.keys() == {"enabled", *FIELDS}
+    assert body.keys() == {"enabled", "truth", *FIELDS}
     assert body["pin"] == ["*=fp8"]
     assert body != parse("--snip", "--snip-pin", "*=fp8", "--snip-seed", "4").as_dict()
 
@@ -212,9 +209,6 @@ BAD = [
     (("--snip-probe-tokens", "0"), ["--snip-probe-tokens 0"]),
     (("--snip-probe-noise", "0"), ["--snip-probe-noise", "positive"]),
     (("--snip-probe-noise", "inf"), ["--snip-probe-noise", "positive"]),
-    (("--snip-measured-share", "0"), ["--snip-measured-share 0", "above 0"]),
-    (("--snip-measured-share", "1.5"), ["--snip-measured-share 1.5", "1 at most"]),
-    (("--snip-measured-twice",), ["--snip-measured-twice", "--snip-estimator measured"]),
     (("--snip-solver-time", "-1"), ["--snip-solver-time", "positive"]),
     (("--snip-deadline", "nan"), ["--snip-deadline", "positive"]),
     (("--snip-map", "a.json", "--snip-replay", "b"), ["--snip-map", "--snip-replay"]),

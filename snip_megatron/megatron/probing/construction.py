@@ -11,7 +11,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.probing.probes import LoopShape, ProbeRunner
-from snip_megatron.sensitivity.policies import needs_forward_noise, pinned_gemms
+from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups
 
@@ -33,16 +33,13 @@ def make_probes(
         optimizer_sharded=optimizer_sharded(args),
         context_parallel=args.context_parallel_size,
     )
-    forward_noise = needs_forward_noise(request)
     return ProbeRunner(
         registry,
         config,
         shape,
         groups,
         model,
-        with_drift=forward_noise,
-        measures=forward_noise and request.estimator == "measured",
-        pinned=pinned_gemms(registry.names, request),
+        with_drift=needs_forward_noise(request),
     )
 
 

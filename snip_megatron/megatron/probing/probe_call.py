@@ -11,7 +11,6 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from snip_megatron.layers.context import StepContext
 from snip_megatron.megatron import compat
-from snip_megatron.statistics.measured import Measured
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class StepCall:
         step: Number of the step, counted from 0.
         num_microbatches: Microbatches of the step on this rank.
         clip: Factor by which gradient clipping scaled the gradient of the last step.
-        measured: Results of earlier updates under ``--snip-estimator measured``, or None.
     """
 
     step: int
@@ -59,7 +57,6 @@ class StepCall:
     forward_backward_func: Callable[..., Any]
     num_microbatches: int = field(default_factory=get_num_microbatches)
     clip: float = 1.0
-    measured: Measured | None = None
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.statistics.reduction import ProbeGroups
 
 _GIB = 2.0**30
-_MANY = 2**30  # a number of microbatches that fills every pipeline
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class ProbeMemory:
         handles: Linears of this rank in the same order. Their formats tell what training saves of their inputs.
         pipeline: This rank's place in the pipeline.
         probe_tokens: Value of ``--snip-probe-tokens``.
-        forces: Whether ``--snip-estimator measured`` quantises one GEMM at a time.
         gathers: Whether sequence parallelism keeps inputs of column-parallel linears as shards: in bf16, or quantised
             under ``--snip-communication gather``.
         recomputes: Whether the backward recomputes whole layers, one at a time.
@@ -96,7 +94,6 @@ class ProbeMemory:
         pipeline: Pipeline,
         probe_tokens: int,
         *,
-        forces: bool = False,
         gathers: bool = False,
         recomputes: bool = False,
     ) -> None:
@@ -104,7 +101,6 @@ class ProbeMemory:
         self._handles = list(handles)
         self._pipeline = pipeline
         self._probe_tokens = probe_tokens
-        self._forces = forces
         self._gathers = gathers
         self._layers_at_once = 1.0 / max(1, len({h.id.layer for h in self._handles})) if recomputes else 1.0
 
@@ -119,9 +115,6 @@ class ProbeMemory:
         """
         shapes = self._shapes
         most = self._pass(peak, microbatches, step_microbatches) + shapes.recording
-        if self._forces:
-            full = self._pass(peak, _MANY, step_microbatches)
-            most = max(most, full + shapes.gradient_copy + shapes.evaluating)
         return shapes.samples(self._probe_tokens, microbatches) + most
 
     def _pass(self, peak: float | None, microbatches: int, step_microbatches: int) -> float:
@@ -148,13 +141,11 @@ class ProbeMemory:
 
 def probed_shapes(
     registry: LinearRegistry,
-    sinks: Iterable[tuple[int, torch.nn.Parameter, bool, int]],
     shape: LoopShape,
-    groups: ProbeGroups,
     *,
     hidden: int,
 ) -> ProbedShapes:
-    """Return the shapes of a rank's linears and of its ``DriftProbe.local_sinks``.
+    """Return the shapes of a rank's linears.
 
     Tokens are assumed to be spread evenly over experts.
     """
@@ -164,15 +155,11 @@ def probed_shapes(
     for handle in handles:
         rows = tokens if handle.expert is None else -(-tokens * registry.mixture[1] // copies[handle.name])
         linears.append(LinearRows(rows, int(handle.weight.shape[0]), int(handle.weight.shape[1])))
-    sizes = [handle.weight.numel() for handle in handles] + [weight.numel() for _, weight, _, _ in sinks]
     return ProbedShapes(
         linears=linears,
         tokens=tokens,
         hidden=hidden,
         boundaries=2 * len({handle.id.layer for handle in handles}),
-        parameters=sum(sizes),
-        largest=max(sizes, default=0),
-        shards=groups.dp_size if shape.optimizer_sharded else 1,
         element=handles[0].weight.element_size() if handles else 2,
     )
 

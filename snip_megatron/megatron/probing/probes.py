@@ -7,7 +7,7 @@ they are. Gradient buffers are zeroed before training continues.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,20 +21,15 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.probing import probe_memory
 from snip_megatron.megatron.probing.drift_probe import DriftProbe, sink_rows
-from snip_megatron.megatron.probing.measured_probe import MeasuredProbe
+from snip_megatron.megatron.probing.oracle import Oracle
 from snip_megatron.megatron.probing.probe_call import LoopShape, StepCall, run_schedule, undisturbed
 from snip_megatron.megatron.probing.probe_memory import Pipeline, ProbeMemory, probed_shapes
 from snip_megatron.megatron.probing.stream import ResidualStream
 from snip_megatron.megatron.warmup import Rehearsed
 from snip_megatron.optimizers.weight_drift import StepScale
-from snip_megatron.precision import Gemm
 from snip_megatron.quantization import derive_seed
 from snip_megatron.runtime.protocols import Unmeasured
-from snip_megatron.sensitivity.weight_divergence import natural_noise2
 from snip_megatron.statistics.boundaries import TokenShard
-from snip_megatron.statistics.measured import Measured
-from snip_megatron.statistics.measured_columns import measured_at, measured_columns
-from snip_megatron.statistics.measured_schedule import Trial, choose_units, plan_trials
 from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
 from snip_megatron.statistics.reduction import (
     PartialTable,
@@ -45,7 +40,7 @@ from snip_megatron.statistics.reduction import (
 )
 from snip_megatron.statistics.table import StatisticsTable
 
-_NOISE, _UNITS = 2, 3  # streams of random numbers derived from --snip-seed; drift_probe.py uses stream 1
+_NOISE = 2  # a stream of random numbers derived from --snip-seed; drift_probe.py uses stream 1
 
 __all__ = ["LoopShape", "ProbeResult", "ProbeRunner", "StepCall"]
 
@@ -77,8 +72,6 @@ class ProbeRunner:
         groups: Process groups.
         model: Model chunks of this rank, wrapped by DDP.
         with_drift: Whether the policy uses weight divergence. The noise passes run only if it does.
-        measures: Whether ``--snip-estimator measured`` quantises one GEMM at a time.
-        pinned: (linear, GEMM) pairs whose format is pinned and which are not measured.
 
     Attributes:
         has_trained: Whether this process has run a training step. The peak memory of that step predicts what a pass
@@ -94,12 +87,8 @@ class ProbeRunner:
         model: Sequence[torch.nn.Module],
         *,
         with_drift: bool,
-        measures: bool = False,
-        pinned: Collection[tuple[str, Gemm]] = (),
     ) -> None:
         self._with_drift = with_drift
-        self._measures = measures
-        self._pinned = frozenset(pinned)
         self._registry = registry
         self._snip = snip
         self._shape = shape
@@ -124,15 +113,13 @@ class ProbeRunner:
         self._drift = DriftProbe(
             self._model, self._table_shape, groups, snip.seed, optimizer_sharded=shape.optimizer_sharded
         )
-        self._measured = MeasuredProbe(registry, shape, self._table_shape, groups, self._drift, self._pass_group())
-
+        self._oracle = Oracle(registry, shape, groups, self._drift, self._pass_group()) if snip.truth else None
         self.has_trained = False
         self._memory = ProbeMemory(
-            probed_shapes(registry, self._drift.local_sinks(), shape, groups, hidden=self._config.hidden_size),
+            probed_shapes(registry, shape, hidden=self._config.hidden_size),
             list(registry),
             Pipeline.of(registry, self._config, shape),
             snip.probe_tokens,
-            forces=measures,
             gathers=bool(self._config.sequence_parallel),
             recomputes=self._config.recompute_granularity == "full",
         )
@@ -148,7 +135,6 @@ class ProbeRunner:
             gathers=bool(self._config.sequence_parallel),
             sharded=self._shape.optimizer_sharded and self._groups.dp_size > 1,
             drift=self._with_drift and optimizer == "adam",
-            measured=self._measures,
             sinks=[weight for _, weight, _, _ in self._drift.local_sinks()],
         )
 
@@ -227,38 +213,14 @@ class ProbeRunner:
         finished = table.to_table(
             step=call.step, tokens=tokens, tokens_per_step=per_step, meta={"clip": call.clip, **seconds}
         )
-        if self._measures:
+        if self._oracle is not None:
             started = time.perf_counter()
-            finished, passes["measured"] = self._measure(call, finished, microbatches, scale)
-            seconds["measured"] = time.perf_counter() - started
-        return ProbeResult(finished, seconds, tokens, passes)
-
-    # -- --snip-estimator measured -----------------------------------------------------------------------------
-    def _measure(
-        self, call: StepCall, table: StatisticsTable, microbatches: int, scale: StepScale
-    ) -> tuple[StatisticsTable, int]:
-        """Measure this update's share of the options. Returns ``table`` with the results, and the number of passes."""
-        known = call.measured
-        if known is None or not known.fits(len(table.linears), table.formats):
-            known = Measured.nothing(len(table.linears), table.formats)
-        trials = self._trials(known)
-        if not trials:
-            return replace(table, measured=known), 0
-        readings, passes = self._measured.measure(call, trials, range(microbatches), scale)
-        measured, again = known.renewed(measured_columns(readings, table, natural_noise2(table))), None
-        if self._snip.measured_twice:
+            truth, passes["truth"] = self._oracle.measure(call, finished, range(microbatches), scale)
             others = range(microbatches, 2 * microbatches)
-            readings, more = self._measured.measure(call, trials, others, scale)
-            again, passes = measured_columns(readings, table, natural_noise2(table)), passes + more
-        return replace(table, measured=measured, measured_again=again), passes
-
-    def _trials(self, known: Measured) -> tuple[Trial, ...]:
-        names, formats = self._table_shape.names, self._table_shape.formats
-        everything = plan_trials(names, formats, list(measured_at(names, None)), self._pinned)
-        worth = {(trial.layer, trial.gemm) for trial in everything}
-        ages = {unit: at for unit, at in measured_at(names, known).items() if (unit.layer, unit.gemm) in worth}
-        units = choose_units(ages, self._snip.measured_share, derive_seed(self._snip.seed, _UNITS))
-        return plan_trials(names, formats, units, self._pinned)
+            again, more = self._oracle.measure(call, finished, others, scale)
+            finished, passes["truth"] = replace(finished, truth=truth, truth_again=again), passes["truth"] + more
+            seconds["truth"] = time.perf_counter() - started
+        return ProbeResult(finished, seconds, tokens, passes)
 
     def _noise_passes(self) -> list[Pass]:
         if not self._with_drift:

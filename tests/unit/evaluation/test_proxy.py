@@ -14,36 +14,31 @@ from snip_megatron.cli import main
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation import proxy
 from snip_megatron.evaluation.proxy import CEILING, QUANTITIES, find_tables, spearman, validate
-from snip_megatron.sensitivity import scores
 from snip_megatron.sensitivity.loss_divergence import FPROP, second_order
 from snip_megatron.sensitivity.policies import ESTIMATORS
 from snip_megatron.sensitivity.weight_divergence import weight_divergence
-from snip_megatron.statistics.measured import Measured
 from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.statistics.truth import TRUTH_COLUMNS
 
 FORMATS = ("fp8", "fp4")
 FP4 = FORMATS.index("fp4")
 
 
-def measured_from(table: StatisticsTable, noise: float, seed: int) -> Measured:
+def truth_from(table: StatisticsTable, noise: float, seed: int) -> dict[str, np.ndarray]:
     """What the recipe says, times a random factor: truth that the estimators know up to ``noise``."""
     rng = np.random.default_rng(seed)
     shape = (len(table.linears), 3, len(table.formats))
-    truth = Measured.nothing(len(table.linears), table.formats)
+    truth = {column: np.zeros(shape) for column in TRUTH_COLUMNS}
     factor = np.exp(noise * rng.standard_normal(shape))
-    truth.columns["loss"][:] = second_order(table, FORMATS) * factor
     drift = weight_divergence(table, FORMATS) * factor
-    truth.columns["drift"][:] = drift
-    truth.columns["raw_drift"][:] = drift
-    truth.columns["step"][:] = table.step
-    return truth
+    return truth | {"loss": second_order(table, FORMATS) * factor, "drift": drift, "raw_drift": drift.copy()}
 
 
 def table_with_truth(noise: float = 0.0, *, again: float | None = None, step: int = 7) -> StatisticsTable:
     table = replace(make_table(layers=4, seed=3), step=step)
     table = with_columns(table, "linear", bg2=0.0)
-    twice = None if again is None else measured_from(table, again, 2)
-    return replace(table, measured=measured_from(table, noise, 1), measured_again=twice)
+    twice = None if again is None else truth_from(table, again, 2)
+    return replace(table, truth=truth_from(table, noise, 1), truth_again=twice)
 
 
 def test_an_estimator_that_is_the_truth_correlates_perfectly() -> None:
@@ -61,8 +56,7 @@ def test_an_estimator_that_is_the_truth_correlates_perfectly() -> None:
 
 
 def test_an_estimator_that_is_added_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (proxy, scores):
-        monkeypatch.setattr(module, "ESTIMATORS", (*ESTIMATORS, "added"))
+    monkeypatch.setattr(proxy, "ESTIMATORS", (*ESTIMATORS, "added"))
     added, fisher = (validate(table_with_truth(0.1), "fp4", "run").of("loss", name) for name in ("added", "fisher"))
     assert added is not None
     assert fisher is not None
@@ -71,11 +65,11 @@ def test_an_estimator_that_is_added_is_compared_too(monkeypatch: pytest.MonkeyPa
 
 def test_options_below_the_rounding_noise_are_counted_and_left_out_of_the_second_figure() -> None:
     table = table_with_truth(0.3)
-    assert table.measured is not None
+    assert table.truth is not None
     drowned = np.zeros((16, 3, 2), dtype=bool)
     drowned[:8, FPROP] = True
-    table.measured.columns["floor"][drowned] = 1e6
-    table.measured.columns["drift"][drowned] = 0.0
+    table.truth["floor"][drowned] = 1e6
+    table.truth["drift"][drowned] = 0.0
     comparison = validate(table, "fp4", "run").of("drift: fprop", "noise")
     assert comparison is not None
     assert (comparison.options, comparison.trusted) == (16, 8)
@@ -84,8 +78,8 @@ def test_options_below_the_rounding_noise_are_counted_and_left_out_of_the_second
 
 def test_a_rule_that_inverts_the_order_is_seen() -> None:
     table = table_with_truth()
-    assert table.measured is not None
-    table.measured.columns["loss"][:] *= -1.0
+    assert table.truth is not None
+    table.truth["loss"][:] *= -1.0
     comparison = validate(table, "fp4", "run").of("loss", "fisher")
     assert comparison is not None
     assert comparison.rho == pytest.approx(-1.0)

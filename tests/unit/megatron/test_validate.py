@@ -77,10 +77,6 @@ def test_context_parallelism_needs_attention_that_knows_it() -> None:
     validate.check(config(), arguments(**cp2))
     message = refused(config(), arguments(**{**cp2, "transformer_impl": "local"}))
     assert message.startswith("--context-parallel-size 2 cannot be combined with --transformer-impl local: ")
-    assert "cannot be combined with --snip-estimator measured" in refused(
-        config(estimator="measured"), arguments(**cp2)
-    )
-    validate.check(config(estimator="measured"), arguments())
 
 
 def test_quantised_gathers_need_a_layout_that_gathers() -> None:
@@ -290,7 +286,6 @@ def test_routed_experts_are_candidates(grouped: bool) -> None:
         ({"context_parallel_size": 2, "transformer_impl": "transformer_engine"}, {}, "--context-parallel-size 2 under"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, {}, "--moe-router-load-balancing-type sinkhorn under --snip"),
         ({}, {"budget": "loss=0.01", "cost": "flops"}, "--snip-budget loss=0.01"),
-        ({}, {"estimator": "measured"}, "--snip-estimator measured"),
     ],
 )
 def test_what_experts_do_not_work_with(given: dict[str, Any], fields: dict[str, Any], words: str) -> None:

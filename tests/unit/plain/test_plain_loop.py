@@ -292,7 +292,6 @@ def _compiled() -> nn.Module:
         (example.Model(), {"communication": "gather"}, "communication= has no effect in a plain loop"),
         (example.Model(), {"gradient_reduction": "fp8"}, "gradient_reduction= has no effect in a plain loop"),
         (example.Model(), {"dir": "runs"}, "dir= has no effect in a plain loop"),
-        (example.Model(), {"estimator": "measured"}, "estimator='measured' is not supported"),
     ],
 )
 def test_what_cannot_work_is_one_line(model: nn.Module, options: dict[str, Any], message: str) -> None:

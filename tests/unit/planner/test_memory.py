@@ -159,7 +159,7 @@ def test_recomputation_keeps_the_blocks_input() -> None:
 
 
 def fp8(chosen: Layout, probes: Probes | None) -> StageMemory:
-    return stage_memory(chosen, 0, lambda block, kind: FP8, probes, ("fp8", "fp4"))
+    return stage_memory(chosen, 0, lambda block, kind: FP8, probes)
 
 
 def test_a_probe_needs_no_more_microbatches_than_it_runs() -> None:
@@ -168,22 +168,6 @@ def test_a_probe_needs_no_more_microbatches_than_it_runs() -> None:
     assert 0 < one.probe < two.probe < 2 * one.probe
     assert one.training == two.training
     assert fp8(chosen, None).probe == fp8(chosen, Probes(policy="bf16")).probe == 0
-    assert one.probe_copies == fp8(chosen, Probes(estimator="fisher")).probe_copies == 0
-
-
-def test_options_forced_alone_fill_the_pipeline_and_keep_a_copy_of_the_gradients() -> None:
-    measured = Probes(estimator="measured")
-    chosen = layout("70b", tp=8, pp=8, dp=4)
-    found = fp8(chosen, measured)
-    embedding = chosen.vocabulary * 8192 // 8
-    norms = 10 * 2 * 8192
-    assert found.probe_copies == 2 * (10 * chosen.model.block_weights // 8 + norms + embedding) / 4
-    whole = fp8(layout("70b", tp=8, pp=8, dp=4, distributed_optimizer=False), measured)
-    assert whole.probe_copies == 4 * found.probe_copies
-    block = block_activations(chosen, dict.fromkeys(LINEAR_KINDS, BF16))
-    in_eight = found.probe - fp8(chosen, Probes()).probe
-    assert in_eight > 6 * 10 * block  # eight microbatches on their way instead of one, fewer temporaries
-    assert fp8(chosen, replace(measured, measured_twice=True)).probe == found.probe
 
 
 def test_only_the_last_stage_has_logits() -> None:

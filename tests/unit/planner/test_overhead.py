@@ -7,15 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from snip_megatron.planner.overhead import overhead, table_entries
-from snip_megatron.planner.probes import Probes, calls, microbatches_by_kind, probe_microbatches, trials
+from snip_megatron.planner.probes import Probes, probe_microbatches
 from snip_megatron.precision import LINEAR_KINDS, LinearId
-from snip_megatron.statistics.measured_schedule import Schedule
 from snip_megatron.timing.shapes import ALL_BF16
 
 from .formula import SMALL, layout, step_model, with_blocks
 
 FORMATS = ("fp8", "fp4")
-MEASURED = Probes(estimator="measured")
 
 
 @pytest.fixture
@@ -67,40 +65,6 @@ def test_passes(probes: Probes, passes: int) -> None:
     assert costs.seconds == pytest.approx(passes * step.slowest / 8 + costs.reducing_seconds)
     assert costs.share == pytest.approx(costs.seconds / (costs.seconds + 1000 * step.total))
     assert (costs.gradient_bytes > 0) == probes.drift
-
-
-def test_options_forced_alone() -> None:
-    """Of 64 units (layer, fprop or dgrad) 16: a nudge and four linears in two formats each; wgrads at once; on and off.
-
-    The published count: 960 options of a 70B model in fp4 are about 1,900 passes (docs/method.md).
-    """
-    chosen = layout("8b", dp=2, global_batch_size=16)
-    step = step_model(chosen).step(lambda block, kind: ALL_BF16)
-    costs = overhead(chosen, MEASURED, FORMATS, step, step)
-    trials = 16 * (1 + 4 * 2) + 2
-    assert costs.by_kind == {"statistics": 1, "forward_noise": 1, "measured": 1 + 2 * trials}
-    assert (costs.passes, costs.microbatches) == (4, 3 + 2 * trials)
-    parameters = chosen.stage_parameters(0) - chosen.vocabulary * 4096  # without the output layer's
-    assert costs.gradient_bytes == 4 * parameters * (1 + 1 + trials)
-    twice = overhead(chosen, Probes(estimator="measured", measured_twice=True), FORMATS, step, step)
-    assert twice.by_kind["measured"] == 2 * costs.by_kind["measured"]
-    large = layout("70b", tp=8, pp=8)
-    everything = calls(large, Probes(estimator="measured", measured_share=1.0), ["fp4"])
-    assert microbatches_by_kind(everything)["measured"] == pytest.approx(1900, rel=0.2)
-
-
-def test_the_readings_that_ranks_reduce(one_rank: None) -> None:
-    from snip_megatron.optimizers.measured_reader import MeasuredReader
-    from snip_megatron.optimizers.weight_drift import StepScale
-    from snip_megatron.statistics.reduction import ProbeGroups
-
-    chosen = layout(global_batch_size=8)
-    step = step_model(chosen).step(lambda block, kind: ALL_BF16)
-    measured, noise = (overhead(chosen, probes, FORMATS, step, step).gathered for probes in (MEASURED, Probes()))
-    schedule, scale = Schedule(trials(chosen, MEASURED, FORMATS), (0,)), StepScale(1.0, 1.0, 256, 8 * 256)
-    found = MeasuredReader([], 32 + 18, schedule, scale, ProbeGroups(None, None))
-    arrays = (found.drift2, found.norm2, found.noise2, found.natural2, found.loss, found.first_order)
-    assert measured - noise == 8 * sum(array.numel() for array in arrays)
 
 
 def test_a_fixed_map_measures_nothing() -> None:

@@ -277,8 +277,6 @@ def test_statistics_are_scored_by_the_policy_and_the_estimator(tmp_path: Path) -
         own, _ = build_problem(table, SolveRequest(policy=policy, target=0.5))
         assert losses(policy=policy) == [choice.loss for item in own.items for choice in item.choices]
     assert losses(policy="fisher") != losses(policy="snip")
-    with pytest.raises(SnipError, match=r"hold nothing measured; record them with --snip-estimator measured"):
-        losses(estimator="measured")
     with pytest.raises(SnipError, match=r"^--policy bf16 fixes the map"):
         losses(policy="bf16")
 

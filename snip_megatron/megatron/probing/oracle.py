@@ -1,0 +1,254 @@
+"""The oracle of ``snip validate-proxy``: forces every option alone, and reads what it does to loss and update.
+
+An option is a format for one GEMM of one linear. Every microbatch of a trial runs twice in one call of Megatron's
+schedule: with the option and the loss times +1, and without it and the loss times −1. Each ``main_grad`` then holds the
+change of the gradient and nothing else, in FP32. All other GEMMs run in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from snip_megatron.errors import SnipError
+from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHandle
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.megatron import compat
+from snip_megatron.megatron.probing.drift_probe import DriftProbe
+from snip_megatron.megatron.probing.probe_call import LoopShape, StepCall, run_schedule, undisturbed
+from snip_megatron.optimizers.updates import Update
+from snip_megatron.optimizers.weight_drift import StepScale
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.statistics.truth import Trial, Truth, plan_trials, truth_of
+
+Outputs = tuple[torch.Tensor, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One microbatch pass: the number of the microbatch, and the factor of the loss: 0 if it only pads the schedule."""
+
+    microbatch: int
+    sign: int
+
+
+@dataclass
+class _Owner:
+    """A parameter of this rank whose gradient is read.
+
+    Attributes:
+        row: index among the linears, then the sinks, of the table.
+        weight: the parameter, with an FP32 ``main_grad``.
+        update: the optimizer's next update of this rank's elements; None if another rank reports them.
+        gradient: the elements' gradient without any option, as the optimizer sees it.
+    """
+
+    row: int
+    weight: torch.nn.Parameter
+    update: Update | None
+    gradient: torch.Tensor | None = None
+
+
+class Oracle:
+    """Forces options. Every rank has one, and all ranks call :meth:`measure` at the same step.
+
+    Args:
+        registry: Linears of this rank.
+        shape: Sizes of the training loop.
+        groups: Process groups.
+        drift: Lists the parameters beside the linears.
+        multiple_of: Size of the groups of microbatches in an interleaved schedule; 1 in other schedules.
+
+    Raises:
+        SnipError: If the model has experts.
+    """
+
+    def __init__(
+        self, registry: LinearRegistry, shape: LoopShape, groups: ProbeGroups, drift: DriftProbe, multiple_of: int
+    ) -> None:
+        if any(handle.expert is not None for handle in registry):
+            raise SnipError("options are not forced alone in a mixture of experts")
+        self._registry = registry
+        self._shape = shape
+        self._groups = groups
+        self._drift = drift
+        self._multiple_of = multiple_of
+        self._tp_size, self._tp_rank = dist.get_world_size(groups.tp), dist.get_rank(groups.tp)
+
+    def measure(
+        self, call: StepCall, table: StatisticsTable, microbatches: Sequence[int], scale: StepScale
+    ) -> tuple[Truth, int]:
+        """Force every option of ``table``. Returns the truth, equal on all ranks, and the number of microbatch passes.
+
+        Args:
+            call: Arguments of the training step before which this runs.
+            table: Statistics of the same step.
+            microbatches: Microbatches that each trial runs, 0 being the first of the step.
+            scale: Scales of the gradient.
+        """
+        names = [row.name for row in table.linears]
+        trials, owners = plan_trials(names, table.formats), self._owners(call, names)
+        device = next(call.model[0].parameters()).device
+        drift2 = torch.zeros(len(trials), len(names) + len(table.sinks), dtype=torch.float64, device=device)
+        loss = torch.zeros(len(trials), dtype=torch.float64, device=device)
+        plain = [_Pass(microbatch, 1) for microbatch in microbatches]
+        both = [_Pass(microbatch, sign) for microbatch in microbatches for sign in (1, -1)]
+        both += [_Pass(microbatches[0], 0)] * (-len(both) % self._multiple_of)
+        random: dict[tuple[int, int], compat.RandomState] = {}
+        with undisturbed(call, self._registry.context) as states:
+            for index, trial in enumerate([None, *trials]):
+                compat.set_rng_state(states)
+                self._registry.start_step(call.step)
+                passes = plain if trial is None else both
+                made = _Call(call, self._registry, trial, passes, len(microbatches), random).run(self._shape)
+                for owner in owners:
+                    self._read(owner, scale, None if trial is None else drift2[index - 1])
+                if trial is not None:  # tensor parallel ranks see the same loss, and shards of G and E
+                    change = made.loss if self._tp_rank == 0 else 0.0
+                    loss[index - 1] = (change + made.first_order) * scale.gradient
+        for sums in (drift2, loss):
+            dist.all_reduce(sums, group=self._groups.world)
+        w2 = np.concatenate([table.linear["w2"], table.sink_w2])
+        truth = truth_of(trials, drift2.cpu().numpy(), loss.cpu().numpy(), w2, names, table.formats)
+        return truth, len(plain) + len(both) * len(trials)
+
+    def _owners(self, call: StepCall, names: Sequence[str]) -> list[_Owner]:
+        owned = [(names.index(handle.name), handle.weight, True) for handle in self._registry]
+        for index, weight, replicated, _ in self._drift.local_sinks():
+            owned.append((len(names) + index, weight, not replicated or self._tp_rank == 0))
+        return [
+            _Owner(row, weight, compat.update_of(call.optimizer, weight, call.step) if first else None)
+            for row, weight, first in owned
+        ]
+
+    @torch.no_grad()
+    def _read(self, owner: _Owner, scale: StepScale, drift2: torch.Tensor | None) -> None:
+        """Reduce the accumulator, and add the squared drift that it causes to ``drift2`` [owners]; None for the
+        gradient without any option, which is kept instead. Collective.
+        """
+        gradient: torch.Tensor = owner.weight.main_grad  # type: ignore[attr-defined]
+        if self._tp_size > 1 and getattr(owner.weight, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=self._groups.tp)  # ranks of a norm see different tokens
+        if self._groups.dp_size > 1:
+            dist.all_reduce(gradient, group=self._groups.dp)
+        if owner.update is None or not self._drift.reports:
+            return
+        own = gradient.reshape(-1)[owner.update.start : owner.update.end] * (scale.gradient * scale.clip)
+        if drift2 is None:
+            owner.gradient = own
+        else:
+            assert owner.gradient is not None
+            drift2[owner.row] += owner.update.squared_drift(owner.gradient, own, [1.0])[0]
+
+
+class _Call:
+    """One call of the schedule, which tells the linears which pass is running.
+
+    Forwards and backwards never overlap on a rank. A forward begins in :meth:`_forward_step`, a backward in the hook on
+    the forward's output. What linears run until the next one begins, recomputed forwards included, is of that pass.
+
+    Attributes:
+        loss: this rank's share of the change of the loss by the option, in units of the schedule's loss.
+        first_order: its share of −⟨G, E⟩ of fprop options, likewise.
+    """
+
+    def __init__(
+        self,
+        call: StepCall,
+        registry: LinearRegistry,
+        trial: Trial | None,
+        passes: Sequence[_Pass],
+        microbatches: int,
+        random: dict[tuple[int, int], compat.RandomState],
+    ) -> None:
+        device = next(call.model[0].parameters()).device
+        self.loss, self.first_order = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+        self._call = call
+        self._registry = registry
+        self._trial = trial
+        self._passes = passes
+        self._random = random
+        self._chunk = {id(chunk): index for index, chunk in enumerate(call.model)}
+        self._forwards = [0] * len(call.model)
+        self._current = passes[0]
+        self._output: torch.Tensor | None = None  # of the last chunk, with the option
+        # Megatron divides the loss by the microbatches of the call, unless it is summed over tokens.
+        self._per_token = bool(call.config.calculate_per_token_loss)
+        self._loss_factor = 1.0 if self._per_token else len(passes) / microbatches
+        self._microbatches = microbatches
+
+    def run(self, shape: LoopShape) -> _Call:
+        """Run all passes."""
+        self._registry.context.forcing = self._forced
+        run_schedule(self._call, shape, [each.microbatch for each in self._passes], self._forward_step)
+        return self
+
+    # -- Megatron's forward step -------------------------------------------------------------------------------
+    def _forward_step(self, data_iterator: Any, model: torch.nn.Module, *rest: Any) -> Outputs:
+        chunk = self._chunk[id(model)]
+        self._current = own = self._passes[self._forwards[chunk]]
+        self._forwards[chunk] += 1
+        # Dropout draws the same masks for a microbatch with and without the option.
+        if (chunk, own.microbatch) in self._random:
+            compat.set_rng_state(self._random[chunk, own.microbatch])
+        else:
+            self._random[chunk, own.microbatch] = compat.rng_state()
+        output, loss_function = self._call.forward_step_func(data_iterator, model, *rest)
+        output.register_hook(partial(self._begin_backward, own))
+        return output, partial(self._loss, own, loss_function)
+
+    def _begin_backward(self, own: _Pass, gradient: torch.Tensor) -> None:
+        self._current = own
+
+    def _loss(self, own: _Pass, loss_function: Callable[..., Any], output: torch.Tensor) -> Any:
+        """Compute the loss times the sign of the pass, and note how the option changes it."""
+        if self._trial is not None and self._trial.gemm is Gemm.FPROP and own.sign:
+            if own.sign > 0:
+                self._output = output.detach()
+            else:
+                self._note_change(loss_function, output)
+        loss, *others = loss_function(output)
+        return (loss * (own.sign * self._loss_factor), *others)
+
+    @torch.no_grad()
+    def _note_change(self, loss_function: Callable[..., Any], output: torch.Tensor) -> None:
+        """Note the change of the loss. It is linear in the losses of tokens, so it is evaluated on their differences,
+        which avoids the cancellation of two sums.
+        """
+        assert self._output is not None
+        change, *others = loss_function(self._output - output.detach())
+        if not self._per_token:
+            change = change / (others[0].clamp(min=1) if len(others) == 2 else 1) / self._microbatches
+        self.loss += change.double()
+
+    # -- linears -----------------------------------------------------------------------------------------------
+    def _forced(self, handle: LinearHandle) -> Forced:
+        trial, own = self._trial, self._current
+        nothing = Forced(microbatch=own.microbatch)
+        if trial is None or not own.sign or handle.name not in trial.linears:
+            return nothing
+        if trial.format is None:
+            return Forced(microbatch=own.microbatch, nudge=trial.gemm) if own.sign > 0 else nothing
+        if own.sign > 0:
+            return Forced(_only(trial.gemm, trial.format), own.microbatch)
+        if trial.gemm is not Gemm.FPROP:
+            return nothing
+        return Forced(microbatch=own.microbatch, compare=trial.format, report=self._note_first_order)
+
+    def _note_first_order(self, dot: torch.Tensor) -> None:
+        """Note ⟨G, E⟩ of this rank's shards. G is of the pass whose loss is multiplied by −1."""
+        self.first_order += dot
+
+
+def _only(gemm: Gemm, fmt: Format) -> tuple[Format, Format, Format]:
+    formats = list(ALL_BF16)
+    formats[GEMM_INDEX[gemm]] = fmt
+    return formats[0], formats[1], formats[2]

@@ -1,0 +1,99 @@
+"""What forcing each option alone did: the truth that ``snip validate-proxy`` compares the estimators with. NumPy only.
+
+An error of wgrad changes the gradient of its own weight only, so the wgrads of all linears are forced at once. Rounding
+noise depends on where it starts and hardly on how, so one *perturbation* below a rounding step measures the noise of
+all fprops of a layer, and another one that of all its dgrads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from snip_megatron.precision import Format, Gemm, LinearId
+
+TRUTH_COLUMNS = (
+    "loss",  # change of the mean token loss minus its first-order part ⟨G, E⟩, whose mean over batches is 0; nats
+    "loss_floor",  # |change of the loss| by a perturbation in the same layer, which is rounding noise; nats
+    "drift",  # Σ_j ‖u(g_j + δ_j) − u(g_j)‖/‖W_j‖ over linears and sinks, minus the floor of each in quadrature
+    "raw_drift",  # the same without subtracting the floor
+    "floor",  # the same for a perturbation: rounding noise of the training dtype; 0 for wgrad, which has none
+)
+"""One value per option: float64 [linears, 3 GEMMs, formats]. Those of losses are 0 for dgrad and wgrad."""
+
+SIGNED = ("loss",)
+"""Columns that may be negative."""
+
+Truth = Mapping[str, NDArray[np.float64]]
+"""Every name of :data:`TRUTH_COLUMNS` → its values."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One forced option.
+
+    Attributes:
+        gemm: GEMM of the option.
+        linears: global names: one linear, or all of them for wgrad.
+        format: format of the option; None for a perturbation, which begins at the linear.
+    """
+
+    gemm: Gemm
+    linears: tuple[str, ...]
+    format: Format | None
+
+
+def plan_trials(names: Sequence[str], formats: Sequence[str]) -> tuple[Trial, ...]:
+    """Return the trials of all options of the linears ``names``. Those of a layer and GEMM follow a perturbation."""
+    layers: dict[int, list[str]] = {}
+    for name in names:
+        layers.setdefault(LinearId.parse(name).layer, []).append(name)
+    candidates = [Format(name) for name in formats]
+    trials: list[Trial] = []
+    for members in layers.values():
+        # Noise passes through the whole layer: it starts at the first linear in fprop, at the last one in dgrad.
+        for gemm, start in ((Gemm.FPROP, members[0]), (Gemm.DGRAD, members[-1])):
+            trials.append(Trial(gemm, (start,), None))
+            trials += [Trial(gemm, (name,), fmt) for name in members for fmt in candidates if gemm in fmt.gemms]
+    return (*trials, *(Trial(Gemm.WGRAD, tuple(names), fmt) for fmt in candidates if Gemm.WGRAD in fmt.gemms))
+
+
+def truth_of(
+    trials: Sequence[Trial],
+    drift2: NDArray[np.float64],
+    loss: NDArray[np.float64],
+    w2: NDArray[np.float64],
+    names: Sequence[str],
+    formats: Sequence[str],
+) -> Truth:
+    """Return the columns of the truth.
+
+    Args:
+        trials: all of :func:`plan_trials`, in order.
+        drift2: ‖u(g_j + δ_j) − u(g_j)‖² [trials, owners], the linears first, then the sinks.
+        loss: ΔL − ⟨G, E⟩ of fprops, ΔL of perturbations, [trials], nats.
+        w2: ‖W_j‖² [owners].
+        names, formats: the linears and formats of the columns.
+    """
+    truth = {column: np.zeros((len(names), len(Gemm), len(formats))) for column in TRUTH_COLUMNS}
+    relative2 = drift2 / np.where(w2 > 0.0, w2, np.inf)
+    floor2, loss_floor = np.zeros(len(w2)), 0.0
+    for trial, raw2, change in zip(trials, relative2, loss, strict=True):
+        if trial.format is None:
+            floor2, loss_floor = raw2, abs(change)
+            continue
+        gemm, column = list(Gemm).index(trial.gemm), formats.index(trial.format.value)
+        for name in trial.linears:
+            row = names.index(name)
+            own = slice(row, row + 1) if trial.gemm is Gemm.WGRAD else slice(None)
+            noise2 = np.minimum(0.0 if trial.gemm is Gemm.WGRAD else floor2, raw2)
+            values = {"drift": raw2 - noise2, "raw_drift": raw2, "floor": noise2}
+            found = {kind: float(np.sqrt(squares[own]).sum()) for kind, squares in values.items()}
+            if trial.gemm is Gemm.FPROP:
+                found |= {"loss": float(change), "loss_floor": float(loss_floor)}
+            for kind, value in found.items():
+                truth[kind][row, gemm, column] = value
+    return truth
