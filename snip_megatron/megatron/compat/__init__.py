@@ -17,7 +17,6 @@ from snip_megatron.megatron.compat.graphs import (
     schedule_without_graph,
 )
 from snip_megatron.megatron.compat.groups import ProcessGroups, embedding_group, process_groups
-from snip_megatron.megatron.compat.implementations import graphs_of
 from snip_megatron.megatron.compat.learning_rate import learning_rate
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
@@ -38,6 +37,7 @@ from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
 from snip_megatron.megatron.compat.recapture import Graphs
 from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated
+from snip_megatron.megatron.compat.te_graphs import graphs_of
 from snip_megatron.megatron.compat.traffic import Traffic
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, SUPPORTED, check_signature, check_version

@@ -7,8 +7,8 @@ Deleting the graphs returns an implementation to its state before the capture.
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,6 +106,15 @@ class LocalGraphs(Graphs):
             return figures
 
         self._replace(_RECORD, "_create_cudagraphs", classmethod(timed))
+        apply = core._apply_cudagraph_buffer_metadata
+
+        def noted(tensor: Any, **named: Any) -> Any:
+            metadata = apply(tensor, **named)
+            self._metadata.append(weakref.ref(metadata))
+            return metadata
+
+        self._metadata: list[weakref.ref[Any]] = []  # what a recording has noted at tensors
+        self._replace(core, "_apply_cudagraph_buffer_metadata", noted)
 
     @property
     def captured(self) -> bool:
@@ -126,9 +135,9 @@ class LocalGraphs(Graphs):
         for parameter in parameters(model):
             parameter.__dict__.pop("_cudagraph_wgrad_ready_event", None)
         # Tensors that outlive a step, such as rotary embeddings, would otherwise count as inputs of the old graphs.
-        for found in gc.get_objects():
-            if type(found) is core.CudagraphBufferMetadata:
-                vars(found).update(vars(core.CudagraphBufferMetadata()))
+        for metadata in filter(None, (noted() for noted in self._metadata)):
+            vars(metadata).update(vars(core.CudagraphBufferMetadata()))
+        self._metadata.clear()
         core.fwd_buffer_reuse_ref_count = core.bwd_buffer_reuse_ref_count = 0
         # The constructor of a manager does this, and the deletion does not undo it.
         core.CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()

@@ -1,4 +1,4 @@
-"""Transformer Engine's CUDA graphs: capture, timed by part, and a new capture of the layers whose formats changed.
+"""Transformer Engine's CUDA graphs: capture, and a new capture of the layers whose formats changed.
 
 The graphs of all layers share a memory pool, in which Transformer Engine lets a graph reuse what graphs before it have
 freed. That holds as long as no other graph is captured into the pool, and as long as graphs run in the order of their
@@ -9,8 +9,6 @@ order. The memory of the replaced graphs stays in the old pool until all layers 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,13 +21,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from snip_megatron.megatron.compat.graphs import parameters
 from snip_megatron.megatron.compat.random_state import rng_state, set_rng_state
-from snip_megatron.megatron.compat.recapture import Graphs
+from snip_megatron.megatron.compat.recapture import FullIterationGraphs, Graphs, LocalGraphs
 
-_PARTS = {
-    "_start_capturing": "release",
-    "_get_cuda_graph_input_data": "inputs",
-    "_finish_capturing": "reset",
-}  # methods of Megatron's helper, and what an event calls them
 _WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of its own: kernels are compiled by then
 _ROOM = 2.5
 """Free memory that a capture needs without releasing any, in sizes of its graphs: the graphs, a pass without graphs
@@ -37,22 +30,16 @@ before, and half as a reserve, because memory cannot be released during a captur
 
 
 class TransformerEngineGraphs(Graphs):
-    """Transformer Engine's ``make_graphed_callables``. Layers are captured between two steps.
-
-    The parts of a capture: ``delete`` the graphs of the earlier map; ``release`` memory and collect garbage; make the
-    sample ``inputs``; ``warm_up``, one pass without graphs; ``capture``; ``reset`` gradients and release memory.
-    """
+    """Transformer Engine's ``make_graphed_callables``. Layers are captured between two steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self._helper: Any = None
         self._accumulating: Callable[[], list[torch.nn.Parameter]] = list
-        self._parts: dict[str, float] = {}
         self._layers = 0  # captured since the last take()
         self._replaced = 0  # layers whose graphs were replaced since all were captured
         self._layer_bytes = 0.0  # reserved for a layer's graphs
         self._layer_idle = 0.0  # of these, not allocated between two steps
-        self._kept = False  # whether the capture keeps cached memory
         start, create = core.TECudaGraphHelper.__init__, core.TECudaGraphHelper.create_cudagraphs
 
         def remembered(helper: Any, *arguments: Any, **named: Any) -> None:
@@ -61,10 +48,6 @@ class TransformerEngineGraphs(Graphs):
 
         self._replace(core.TECudaGraphHelper, "__init__", remembered)
         self._replace(core.TECudaGraphHelper, "create_cudagraphs", lambda helper: self._create(helper, create))
-        for name, part in _PARTS.items():
-            self._replace(core.TECudaGraphHelper, name, self._timed(part, getattr(core.TECudaGraphHelper, name)))
-        if getattr(core, "make_graphed_callables", None) is not None:
-            self._replace(core, "make_graphed_callables", self._captured_in_parts(core.make_graphed_callables))
 
     @property
     def captured(self) -> bool:
@@ -82,77 +65,24 @@ class TransformerEngineGraphs(Graphs):
         return max(0.0, layers * self._layer_idle)
 
     def take(self) -> tuple[float, Mapping[str, Any]]:
-        """See :class:`Graphs`. The fields are ``layers``, the number of captured layers, and seconds by ``parts``."""
+        """See :class:`Graphs`. The field is ``layers``, the number of captured layers."""
         seconds, _ = super().take()
-        parts = {part: round(took, 6) for part, took in self._parts.items()}
-        details = {"layers": self._layers, "parts": parts}
-        self._parts, self._layers = {}, 0
-        return seconds, details
+        layers, self._layers = self._layers, 0
+        return seconds, {"layers": layers}
 
     # -- a capture ---------------------------------------------------------------------------------------------
     def _create(self, helper: Any, create: Callable[[Any], None]) -> None:
-        """Run Megatron's capture of the helper's layers."""
-        started = time.perf_counter()
+        """Run Megatron's capture of the helper's layers, and measure the memory of a layer's graphs."""
+        started, layers = time.perf_counter(), len(helper.flattened_callables)
+        torch.cuda.empty_cache()  # the capture begins and ends with it, so that what is reserved is the graphs'
+        reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
         with _returned_as_they_are(self._accumulating()), _samples_on_the_device():
             create(helper)
+        if layers:
+            self._layer_bytes = (torch.cuda.memory_reserved() - reserved) / layers
+            self._layer_idle = self._layer_bytes - (torch.cuda.memory_allocated() - allocated) / layers
         self.seconds += time.perf_counter() - started
-        self._layers += len(helper.flattened_callables)
-
-    @contextlib.contextmanager
-    def _part(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._add(name, time.perf_counter() - started)
-
-    def _add(self, part: str, seconds: float) -> None:
-        self._parts[part] = self._parts.get(part, 0.0) + seconds
-
-    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def timed(helper: Any, *arguments: Any, **named: Any) -> Any:
-            with self._part(part):
-                result = function(helper, *arguments, **named)
-            self._measure(helper, part)
-            return result
-
-        return timed
-
-    def _measure(self, helper: Any, part: str) -> None:
-        """Measure the memory of a layer's graphs when all layers are captured, between two releases of memory."""
-        if helper.flattened_callables and not self._kept:
-            reserved = torch.cuda.memory_reserved() / len(helper.flattened_callables)
-            idle = reserved - torch.cuda.memory_allocated() / len(helper.flattened_callables)
-            if part == "release":
-                self._layer_bytes, self._layer_idle = -reserved, -idle
-            elif part == "reset":
-                self._layer_bytes, self._layer_idle = self._layer_bytes + reserved, self._layer_idle + idle
-
-    def _captured_in_parts(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Return Transformer Engine's function, wrapped to tell its warm-up from its captures."""
-        hooked = "post_warmup_hook" in inspect.signature(make).parameters
-
-        @functools.wraps(make)
-        def timed(*arguments: Any, **named: Any) -> Any:
-            started = warm = time.perf_counter()
-            if hooked:
-                after = named.get("post_warmup_hook")
-
-                def warmed() -> None:
-                    nonlocal warm
-                    if after is not None:
-                        after()
-                    torch.cuda.synchronize()  # what runs next would wait as well
-                    warm = time.perf_counter()
-
-                named["post_warmup_hook"] = warmed
-            graphs = make(*arguments, **named)
-            self._add("warm_up", warm - started)
-            self._add("capture", time.perf_counter() - warm)
-            return graphs
-
-        return timed
+        self._layers += layers
 
     # -- another map -------------------------------------------------------------------------------------------
     def choose(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
@@ -191,19 +121,14 @@ class TransformerEngineGraphs(Graphs):
         hooks = training.should_disable_forward_pre_hook(args)
         states, warmup = rng_state(), helper.config.cuda_graph_warmup_steps
         self._replaced = 0 if layers is None else self._replaced + len(layers)
-        self._kept = layers is not None or self._has_room(len(helper.flattened_callables))
-        with (
-            contextlib.nullcontext() if layers is None else _only(helper, layers),
-            _cache_kept() if self._kept else contextlib.nullcontext(),
-        ):
-            with self._part("delete"):
-                if hooks:
-                    training.disable_forward_pre_hook(model, param_sync=False)
-                helper.delete_cuda_graphs()
-                helper._capture_finished = False
-                for parameter in parameters(model if layers is None else layers):
-                    if hasattr(parameter, "grad_added_to_main_grad"):
-                        parameter.grad_added_to_main_grad = False  # a capture marks those that accumulate by themselves
+        with contextlib.nullcontext() if layers is None else _only(helper, layers):
+            if hooks:
+                training.disable_forward_pre_hook(model, param_sync=False)
+            helper.delete_cuda_graphs()
+            helper._capture_finished = False
+            for parameter in parameters(model if layers is None else layers):
+                if hasattr(parameter, "grad_added_to_main_grad"):
+                    parameter.grad_added_to_main_grad = False  # a capture marks those that accumulate by themselves
             helper.config.cuda_graph_warmup_steps = _WARM
             try:
                 helper.create_cudagraphs()
@@ -248,24 +173,6 @@ def _only(helper: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cache_kept() -> Iterator[None]:
-    """Keep the memory that torch has cached, which a capture releases before every graph and at its end.
-
-    The warm-up, and later steps and probes, would allocate it again. Torch itself releases it, and the pool of deleted
-    graphs, where an allocation outside of a capture does not fit otherwise.
-    """
-    release = torch.cuda.empty_cache
-    torch.cuda.empty_cache = _nothing
-    try:
-        yield
-    finally:
-        torch.cuda.empty_cache = release
-
-
-def _nothing() -> None: ...
-
-
-@contextlib.contextmanager
 def _samples_on_the_device() -> Iterator[None]:
     """Make the sample inputs of layers on the device of their weights inside this context.
 
@@ -295,3 +202,16 @@ def _returned_as_they_are(weights: Sequence[Any]) -> Iterator[None]:
     finally:
         for weight in weights:
             del weight.skip_backward_post_hook
+
+
+def graphs_of(implementation: str) -> Graphs:
+    """Return the graphs of an implementation, whose captures are timed from now on.
+
+    This must be called before the model is built.
+
+    Args:
+        implementation: one of :data:`snip_megatron.megatron.compat.graphs.IMPLEMENTATIONS`.
+    """
+    if implementation == "local":
+        return LocalGraphs()
+    return TransformerEngineGraphs() if implementation == "transformer_engine" else FullIterationGraphs()

@@ -26,16 +26,20 @@ def test_the_helper_of_transformer_engine_s_graphs_is_remembered(monkeypatch: py
         core.TECudaGraphHelper, "create_cudagraphs", lambda self: seen.append(weight.skip_backward_post_hook)
     )
     monkeypatch.setattr(core.TECudaGraphHelper, "graphs_created", lambda self: bool(seen))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     found = compat.graphs_of("transformer_engine")
     assert not found.captured
     helper = core.TECudaGraphHelper(model=[])
-    helper.flattened_callables = []
+    helper.flattened_callables = [torch.nn.Linear(1, 1)] * 3
     found.accumulating(lambda: [weight])
     helper.create_cudagraphs()
     assert found.captured
     assert seen == [True]
     assert not hasattr(weight, "skip_backward_post_hook")
-    assert found.take()[0] > 0
+    seconds, fields = found.take()
+    assert seconds > 0
+    assert fields == {"layers": 3}
+    assert found.take() == (0.0, {"layers": 0})
     found.close()
 
 
@@ -62,6 +66,7 @@ def test_sample_masks_are_made_where_the_weights_are(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(core.TECudaGraphHelper, "__init__", lambda self: None)
     monkeypatch.setattr(core.TECudaGraphHelper, "create_cudagraphs", capture)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     plain = MaskedLayer("cpu").get_layer_static_inputs(8, 2)["attention_mask"]
     found = compat.graphs_of("transformer_engine")
     helper = core.TECudaGraphHelper()
@@ -72,43 +77,6 @@ def test_sample_masks_are_made_where_the_weights_are(monkeypatch: pytest.MonkeyP
     MaskedLayer("meta").get_layer_static_inputs(8, 2)
     assert devices == ["cpu", "meta", "cpu", "cpu"]
     assert torch.equal(made["attention_mask"], plain)
-
-
-def test_a_new_capture_is_timed_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    helper_class = core.TECudaGraphHelper
-    order: list[str] = []
-
-    def make(*, post_warmup_hook: Any = None) -> None:
-        order.append("warm-up")
-        post_warmup_hook()
-        order.append("capture")
-
-    def create(helper: Any) -> None:
-        helper._start_capturing()
-        helper._get_cuda_graph_input_data()
-        core.make_graphed_callables(post_warmup_hook=lambda: order.append("offloading on"))
-        helper._finish_capturing(0.0)
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("waited"))
-    monkeypatch.setattr(core, "make_graphed_callables", make, raising=False)
-    monkeypatch.setattr(helper_class, "__init__", lambda self: None)
-    monkeypatch.setattr(helper_class, "create_cudagraphs", create)
-    for name in ("_start_capturing", "_get_cuda_graph_input_data"):
-        monkeypatch.setattr(helper_class, name, lambda self: None)
-    monkeypatch.setattr(helper_class, "_finish_capturing", lambda self, started: None)
-    found = compat.graphs_of("transformer_engine")
-    helper = helper_class()
-    helper.flattened_callables = [1, 2, 3]
-    helper.create_cudagraphs()
-    seconds, fields = found.take()
-    parts = fields["parts"]
-    assert fields["layers"] == 3
-    assert list(parts) == ["release", "inputs", "warm_up", "capture", "reset"]
-    assert 0 < sum(parts.values()) <= seconds
-    assert order == ["warm-up", "offloading on", "waited", "capture"]
-    assert found.take() == (0.0, {"layers": 0, "parts": {}})
-    found.close()
-    assert core.make_graphed_callables is make
 
 
 # -- some layers -------------------------------------------------------------------------------------------------
@@ -132,7 +100,6 @@ class Helper:
         self.callables_per_chunk_is_mtp = [self.flattened_callables_is_mtp]
         self.deleted: list[int] = []
         self.captured: list[int] = []
-        self.released = 0
         self.all = layers
 
     def graphs_created(self) -> bool:
@@ -142,7 +109,6 @@ class Helper:
         self.deleted = [self.all.index(layer) for layer in self.callables_per_chunk[0]]
 
     def create_cudagraphs(self) -> None:
-        torch.cuda.empty_cache()
         (layers,) = self.callables_per_chunk
         assert self.num_layers_per_chunk == [len(layers)]
         assert len(self.flattened_callables_is_mtp) == len(self.callables_per_chunk_is_mtp[0]) == len(layers)
@@ -154,20 +120,18 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Helper]]:
     """Graphs of six layers of 100 bytes each, all captured once, on a device with 1,000 free bytes."""
     helper = Helper([torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(6)])
 
-    def release() -> None:
-        helper.released += 1
-
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 10_000))
-    monkeypatch.setattr(torch.cuda, "empty_cache", release)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(te_graphs, "rng_state", lambda: None)
     monkeypatch.setattr(te_graphs, "set_rng_state", lambda states: None)
     monkeypatch.setattr(te_graphs.training, "should_disable_forward_pre_hook", lambda args: False)
     graphs = te_graphs.TransformerEngineGraphs()
     graphs._helper = helper
-    for part, reserved, allocated in (("release", 4000, 3900), ("reset", 4600, 3960)):
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda reserved=reserved: reserved)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda allocated=allocated: allocated)
-        graphs._measure(helper, part)
+    reserved, allocated = iter((4000, 4600)), iter((3900, 3960))
+    with monkeypatch.context() as memory:
+        memory.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
+        memory.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+        graphs._create(helper, lambda helper: None)
     yield graphs, helper
     graphs.close()
 
@@ -187,26 +151,12 @@ def test_layers_that_changed_are_captured_alone(engine: tuple[Any, Helper]) -> N
     assert graphs.idle_bytes == 8 * 90
     assert helper.deleted == helper.captured == [1, 4]
     assert [mark.grad_added_to_main_grad for mark in marks] == [layer not in (1, 4) for layer in range(6)]
-    assert helper.released == 0, "what steps and probes have cached stays"
     assert helper.flattened_callables == helper.callables_per_chunk[0] == helper.all
     assert helper.num_layers_per_chunk == [6]
     assert helper.config.cuda_graph_warmup_steps == 3
     assert graphs.choose(linears(helper, *range(6))) is None
     graphs.renew(helper.all, None)
     assert helper.deleted == helper.captured == list(range(6))
-    assert helper.released == 1, "1,500 bytes would be needed to keep it"
-
-
-def test_memory_is_released_for_a_capture_of_all_layers_where_it_is_short(
-    engine: tuple[Any, Helper], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs, helper = engine
-    release = torch.cuda.empty_cache
-    for free, released in ((1499, 1), (1500, 1), (1499, 2)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 10_000))
-        graphs.renew(helper.all, None)
-        assert helper.released == released
-        assert torch.cuda.empty_cache is release
 
 
 def test_all_layers_are_captured_where_memory_or_the_layout_demand_it(
