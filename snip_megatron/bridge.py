@@ -36,8 +36,8 @@ from snip_megatron.errors import SnipError
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.evaluation import share
+from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
-from snip_megatron.megatron.probing.probe_call import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, is_rank_zero
 from snip_megatron.reporting.sinks import Sinks

@@ -44,13 +44,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from benchmarks.layers.llama_blocks import transformer_config  # noqa: E402
 from snip_megatron.config import SnipConfig  # noqa: E402
 from snip_megatron.layers import convert_model  # noqa: E402
-from snip_megatron.megatron import compat  # noqa: E402
+from snip_megatron.megatron.host import MegatronStep, StepCall, make_host  # noqa: E402
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec  # noqa: E402
-from snip_megatron.megatron.probing.probes import LoopShape, ProbeRunner, StepCall  # noqa: E402
 from snip_megatron.precision import Format, PrecisionMap  # noqa: E402
+from snip_megatron.runtime.probing.probe import ProbeRunner  # noqa: E402
 from snip_megatron.statistics import errors, recorder  # noqa: E402
 from snip_megatron.statistics.recorder import LinearRecorder, Pass  # noqa: E402
-from snip_megatron.statistics.reduction import ProbeGroups  # noqa: E402
 
 ON_CPU = STARTUP.on_cpu
 SHAPE = {"blocks": 4, "seq": 8192, "hidden": 4096, "ffn": 14336, "heads": 32, "groups": 8, "vocab": 512}
@@ -84,15 +83,16 @@ class Training:
         self.batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
         self.positions = torch.arange(arguments.seq, device="cuda")[None]
         self.data = RerunDataIterator(itertools.repeat(self.batch))
-        groups = compat.process_groups(self.model[0])
-        self.runner = ProbeRunner(
-            self.registry,
-            self.snip,
-            LoopShape(arguments.seq, 1, arguments.vocab, None, optimizer_sharded=False),
-            ProbeGroups(tp=groups.tp, dp=groups.dp_cp),
-            self.model,
-            with_drift=True,
+        self.loop = argparse.Namespace(
+            seq_length=arguments.seq,
+            micro_batch_size=1,
+            padded_vocab_size=arguments.vocab,
+            context_parallel_size=1,
+            virtual_pipeline_model_parallel_size=None,
+            use_distributed_optimizer=False,
         )
+        self.host = make_host(self.loop, self.model, self.registry)
+        self.runner = ProbeRunner(self.host, self.registry, self.snip, weighs_updates=True)
         self.step = 0
 
     def _spec(self) -> Any:
@@ -130,19 +130,17 @@ class Training:
             self.step += 1
 
     def probe(self) -> Any:
-        return self.runner.run(
-            StepCall(
-                step=self.step,
-                forward_step_func=self.forward_step,
-                data_iterator=self.data,
-                model=self.model,
-                optimizer=self.optimizer,
-                config=self.config,
-                forward_backward_func=get_forward_backward_func(),
-                num_microbatches=4,
-                clip=1.0,
-            )
+        call = StepCall(
+            step=self.step,
+            forward_step_func=self.forward_step,
+            data_iterator=self.data,
+            model=self.model,
+            optimizer=self.optimizer,
+            config=self.config,
+            forward_backward_func=get_forward_backward_func(),
+            num_microbatches=4,
         )
+        return self.runner.run(MegatronStep(call, self.loop, self.host.groups), 1.0)
 
 
 # -- clocks ----------------------------------------------------------------------------------------------------

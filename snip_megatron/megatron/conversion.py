@@ -22,8 +22,8 @@ from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, linear_kinds
 from snip_megatron.megatron.compat.graphs import graph_implementation
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
+from snip_megatron.megatron.host import SINKS
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
-from snip_megatron.megatron.probing.drift_probe import SINKS
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.runtime.coordinator import replayed_maps
 from snip_megatron.sensitivity.fixed import FIXED, formats_of

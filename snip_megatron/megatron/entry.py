@@ -19,8 +19,8 @@ from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.attachment import prepare_megatron, under_snip
 from snip_megatron.megatron.compat import pretraining
+from snip_megatron.megatron.data.batch import get_batch
 from snip_megatron.megatron.data.datasets import check_data, provide_datasets
-from snip_megatron.megatron.probing.batch import get_batch
 from snip_megatron.megatron.startup import Startup
 
 #: A loss this many times the largest seen before is suspicious (Megatron's --check-for-spiky-loss).

@@ -21,7 +21,7 @@ from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.context import ALL_BF16
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.probing.probe_call import StepCall
+from snip_megatron.megatron.host import StepCall
 from snip_megatron.precision import Format
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from snip_megatron.megatron.checkpoint_state import SnipState
 from snip_megatron.megatron.conversion import frozen_parameter
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
+from snip_megatron.megatron.host import MegatronStep, StepCall, held_range, make_host
 from snip_megatron.megatron.host_notice import say_how_exchanges_are_estimated, say_what_the_host_allows
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.loaded_state import check_optimizer_state
@@ -34,14 +34,11 @@ from snip_megatron.megatron.model_linears import (
     model_linears,
     unquantised_flops,
 )
-from snip_megatron.megatron.probing.construction import make_probes, optimizer_sharded, probe_groups
-from snip_megatron.megatron.probing.gradient_norms import GradientNorms
-from snip_megatron.megatron.probing.probes import ProbeResult, ProbeRunner, StepCall
 from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.timeline import timeline_of
-from snip_megatron.megatron.warmup import WarmUp
+from snip_megatron.megatron.warmup import Rehearsed, WarmUp
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.reporting.tensorboard_sink import TensorBoardSink
@@ -49,10 +46,14 @@ from snip_megatron.reporting.wandb_sink import WandbSink
 from snip_megatron.runtime.adoption import MapChannel
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.pace import Pace
+from snip_megatron.runtime.probing.gradient_norms import GradientNorms
+from snip_megatron.runtime.probing.probe import ProbeResult, ProbeRunner
 from snip_megatron.runtime.protocols import Unmeasured
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepReport
+from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow
 
@@ -90,6 +91,7 @@ class SnipRun:
         self._registry: LinearRegistry | None = None
         self._controller: Controller | None = None
         self._coordinator: RankZeroCoordinator | None = None
+        self._host: Host | None = None
         self._probes: ProbeRunner | None = None
         self._norms: GradientNorms | None = None
         self.scheduler: Any = None  # of the learning rate; known from the first step on
@@ -265,7 +267,7 @@ class SnipRun:
         Args:
             train_step: Runs the step. Its result holds the losses at index 0, whether Megatron exits instead of
                 completing the step at index 3, and the gradient norm at index 5.
-            call: The arguments of the step. ``clip`` is set here for a probe.
+            call: The arguments of the step.
 
         Returns:
             The result of ``train_step``.
@@ -276,14 +278,14 @@ class SnipRun:
             return self._controlled(train_step, call)
 
     def _controlled(self, train_step: Callable[[], Any], call: StepCall) -> Any:
-        controller = self._controller or self._build(call.model, call.optimizer, call.step)
+        controller = self._controller or self._build(call)
 
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
-            asked = self._graphs.probed(replace(call, clip=clip))
-            refusal = self._probes.shortage(asked, self._graphs.idle_bytes)
+            step = self._host_step(self._graphs.probed(call))
+            refusal = self._probes.shortage(step, self._graphs.idle_bytes)
             with self._graphs.beside(call.model):
-                return refusal or self._probes.run(asked)
+                return refusal or self._probes.run(step, clip)
 
         controller.before_step(call.step, probe)
         self._graphs.renew(call.step)
@@ -305,18 +307,24 @@ class SnipRun:
         if self._coordinator is not None and interval and (call.step + 1) % interval == 0:
             self._coordinator.progress.show(call.step)
         losses = result[0]
-        norms = None if self._norms is None else functools.partial(self._norms.share, call.optimizer)
+        norms = None if self._norms is None else self._norms.share
         controller.after_step(call.step, main_loss(losses), result[_GRAD_NORM], norms)
         return result
 
     # -- construction at the first step ------------------------------------------------------------------------
-    def _build(self, model: Sequence[torch.nn.Module], optimizer: Any, step: int) -> Controller:
+    def _host_step(self, call: StepCall) -> MegatronStep:
+        assert self._host is not None
+        return MegatronStep(call, self._args, self._host.groups)
+
+    def _build(self, call: StepCall) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
         args, config, registry = self._args, self._config, self._registry
+        model, optimizer, step = call.model, call.optimizer, call.step
         check_optimizer_state(model, optimizer)
         if config.gradient_reduction != "fp32":
             compat.check_reduced_models(model)
-        groups = probe_groups(compat.process_groups(model[0]))
+        self._host = host = make_host(args, model, registry)
+        groups = host.groups
         registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
         if groups.experts is not None:
             registry.context.expert_dp_rank = groups.experts.dp_rank
@@ -327,13 +335,14 @@ class SnipRun:
         say_how_exchanges_are_estimated(request)
         self._graphs.attach(registry, model)
         if config.trigger > 0:
-            self._norms = GradientNorms(registry, groups, optimizer_sharded=optimizer_sharded(args))
-        self._probes = make_probes(registry, config, args, groups, model, request)
-        self._probes.check_optimizer(optimizer, step)
+            self._norms = GradientNorms(registry, host, functools.partial(held_range, optimizer))
+        weighs_updates = needs_forward_noise(request)
+        self._probes = ProbeRunner(host, registry, config, weighs_updates=weighs_updates)
+        self._probes.check_optimizer(self._host_step(call))
         if is_rank_zero():
             self._coordinator = self._make_coordinator(args, registry, request, linears, step)
         restored = self._restored_state()
-        device = next(model[0].parameters()).device
+        device = host.device
         self._controller = Controller(
             config,
             registry,
@@ -349,7 +358,7 @@ class SnipRun:
             clip_grad=args.clip_grad,
             restored=restored,
             unquantised=sum(unquantised_flops(args).values()),
-            prepare=WarmUp(registry, config, request, self._probes.rehearsed(args.optimizer), groups),
+            prepare=WarmUp(registry, config, request, _rehearsed(host, args, drift=weighs_updates), groups),
             timeline=timeline_of(config, args, request, linears, self.scheduler, step),
         )
         return self._controller
@@ -375,3 +384,15 @@ class SnipRun:
             config, request, linears, static_map, run, tokens, pace, finish,
             unjudged="emulated" if emulated else "batch size grows",
         )  # fmt: skip
+
+
+def _rehearsed(host: Host, args: argparse.Namespace, *, drift: bool) -> Rehearsed:
+    """Return what updates and steps of this rank run."""
+    assert host.tokens is not None
+    return Rehearsed(
+        tokens=host.tokens,
+        gathers=host.gathers,
+        sharded=host.sharded and host.groups.dp_size > 1,
+        drift=drift and args.optimizer == "adam",
+        sinks=[sink.weight for sink in host.local_sinks],
+    )

@@ -70,6 +70,11 @@ class ProbeGroups:
         return [(groups, own) for groups, own in kinds if own]
 
     @property
+    def tp_rank(self) -> int:
+        """Rank in the tensor parallel group."""
+        return dist.get_rank(self.tp) if dist.is_initialized() else 0
+
+    @property
     def dp_rank(self) -> int:
         """Rank in the data parallel group."""
         return dist.get_rank(self.dp) if dist.is_initialized() else 0
@@ -189,6 +194,8 @@ class PartialTable:
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Sum over all ranks in one float64 all-reduce. Afterwards every rank holds the global arrays."""
         self.finish()
+        if not dist.is_initialized():  # a process of its own
+            return
         flat = torch.cat([array.reshape(-1) for array in self.arrays.values()]).to(device)
         dist.all_reduce(flat, group=group)
         flat = flat.cpu()

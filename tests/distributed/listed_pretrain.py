@@ -63,12 +63,12 @@ def install() -> None:
     from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.layers.swiglu import SwiGLU
     from snip_megatron.megatron import conversion, fused_mlp
-    from snip_megatron.megatron.probing import drift_probe, gradient_norms
     from snip_megatron.megatron.warmup import WarmUp
     from snip_megatron.optimizers import rehearsal, updates, weight_drift
     from snip_megatron.quantization import fours, packed, swiglu
     from snip_megatron.quantization.kernels import quantize
     from snip_megatron.quantization.kernels import swiglu as kernel_swiglu
+    from snip_megatron.runtime.probing import gradient_norms, update_errors
     from snip_megatron.statistics import boundaries, errors, recorder, sums
     from snip_megatron.statistics import rehearsal as recording
     from snip_megatron.statistics.kernels import sums as kernel_sums
@@ -90,9 +90,9 @@ def install() -> None:
     recorder._implementation = lambda x: summed
     sums.has_kernels = weight_drift.has_kernels = lambda x: kernels
     squares = both(sums.sum_squares, sums.sum_squares)
-    for module in (recorder, recording, boundaries, updates, weight_drift, drift_probe, gradient_norms):
+    for module in (recorder, recording, boundaries, updates, weight_drift, update_errors, gradient_norms):
         module.sum_squares = squares
-    for module in (drift_probe, rehearsal):
+    for module in (update_errors, rehearsal):
         for name in ("linear_drift", "sink_drift"):
             function = getattr(weight_drift, name)
             setattr(module, name, both(function, function))

@@ -18,7 +18,7 @@ def main() -> None:
     from megatron.training import get_args
 
     from snip_megatron.megatron import entry
-    from snip_megatron.megatron.probing import probe_memory
+    from snip_megatron.runtime.probing import memory as probe_memory
 
     rank, step = (int(number) for number in os.environ["TIGHT"].split(","))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snip_megatron.megatron.probing.probe_memory import device_memory
+from snip_megatron.runtime.probing.memory import device_memory
 
 SIZE = 2**28
 

@@ -16,7 +16,7 @@ from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.probing.batch import makes_attention_mask
+from snip_megatron.megatron.data.batch import makes_attention_mask
 
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _PATH_FILES = ("data_args_path", "per_split_data_args_path")

@@ -12,7 +12,7 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
-from snip_megatron.megatron.probing.probe_call import StepCall
+from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.precision import LinearId
 

@@ -12,9 +12,9 @@ from megatron.core import mpu
 from megatron.training import global_vars
 
 from snip_megatron.errors import SnipError
+from snip_megatron.megatron.data.batch import _context_parallel_share
 from snip_megatron.megatron.data.datasets import check_data
 from snip_megatron.megatron.entry import loss_function
-from snip_megatron.megatron.probing.batch import _context_parallel_share
 
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
 

@@ -1,4 +1,4 @@
-"""Sizes that a probe works with, and what a call of the schedule leaves behind."""
+"""What a call of the schedule leaves behind."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from snip_megatron.megatron.probing.probe_call import LoopShape, StepCall, run_schedule
-
-
-def test_context_parallel_peers_share_the_tokens_of_their_sequences() -> None:
-    """Two microbatches of 4 sequences of 128 tokens on each of three copies, cut among four ranks or not."""
-    whole = LoopShape(128, 4, 1000, None, optimizer_sharded=False)
-    shared = LoopShape(128, 4, 1000, None, optimizer_sharded=False, context_parallel=4)
-    assert whole.tokens(2, data_ranks=3) == shared.tokens(2, data_ranks=12) == 2 * 3 * 4 * 128
+from snip_megatron.megatron.host import MegatronStep, StepCall
+from snip_megatron.statistics.reduction import ProbeGroups
 
 
 class Attention(torch.nn.Module):
@@ -46,7 +40,8 @@ def test_attention_logits_of_a_probe_do_not_clip_the_step() -> None:
 
     optimizer = SimpleNamespace(zero_grad=lambda: None)
     call = StepCall(3, lambda: None, None, [Chunk(fresh, used)], optimizer, None, schedule, num_microbatches=1)
-    run_schedule(call, LoopShape(8, 1, 16, None, optimizer_sharded=False), [0])
+    args = SimpleNamespace(seq_length=8, micro_batch_size=1)
+    MegatronStep(call, args, ProbeGroups(None, None)).schedule([0])  # type: ignore[arg-type]
     assert fresh.current_max_attn_logits is None
     assert used.current_max_attn_logits is not None
     assert used.current_max_attn_logits.tolist() == [1.0, 3.0]

@@ -13,7 +13,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.layers.context import StepContext
-from snip_megatron.megatron.probing.stream import ResidualStream
+from snip_megatron.megatron.host import chunk_of
+from snip_megatron.runtime.probing.stream import ResidualStream
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.recorder import Pass
 
@@ -116,11 +117,11 @@ def probe(model: GPTModel, stream: ResidualStream, phase: Pass, sigma: float = 0
         for microbatch in range(2):
             loss_of(model, microbatch).backward()
     if phase is Pass.STATISTICS:
-        stream.finish_statistics()
+        stream.finish_statistics(2)
 
 
 def new_stream(model: GPTModel, sample: int = 10_000, context: StepContext | None = None) -> ResidualStream:
-    return ResidualStream([model], context or StepContext(step=4), WHOLE, sample, seed=6)
+    return ResidualStream([chunk_of(model)], LAYERS, context or StepContext(step=4), WHOLE, sample, seed=6)
 
 
 def test_boundaries_are_the_residual_stream(model: GPTModel) -> None:
@@ -183,7 +184,7 @@ def test_noise_belongs_to_the_global_token_and_microbatch(model: GPTModel) -> No
     like = torch.zeros(SEQUENCE, BATCH, HIDDEN)
 
     def draws(context: StepContext, shard: TokenShard, rows: slice, count: int) -> list[torch.Tensor]:
-        stream = ResidualStream([model], context, shard, 8, seed=6)
+        stream = ResidualStream([chunk_of(model)], LAYERS, context, shard, 8, seed=6)
         stream.start(Pass.FORWARD_NOISE, 1.0)
         return [stream._draw(0, like[rows]) for _ in range(count)]
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import pytest
 import torch
 
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
-from snip_megatron.megatron.probing import gradient_norms
-from snip_megatron.megatron.probing.gradient_norms import GradientNorms
 from snip_megatron.precision import LinearId
+from snip_megatron.runtime.probing.gradient_norms import GradientNorms
 
 NAMES = decoder_linear_names(2)
 PRESENT = ("decoder.layers.1.self_attention.linear_proj", "decoder.layers.1.mlp.linear_fc2")
@@ -29,9 +26,19 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Held:
-    start: int
-    end: int
+class Loop:
+    """What of a host is read."""
+
+    groups: Groups
+    sharded: bool = False
+
+
+def whole(weight: torch.nn.Parameter) -> None:
+    raise AssertionError("no rank holds a part")
+
+
+def share_of(linears: LinearRegistry, rank: int, expert_rank: int = 0) -> torch.Tensor:
+    return GradientNorms(linears, Loop(Groups(rank, expert_rank)), whole).share()  # type: ignore[arg-type]
 
 
 def registry() -> LinearRegistry:
@@ -51,7 +58,7 @@ def expected() -> list[float]:
 
 
 def test_copies_of_a_gradient_count_once() -> None:
-    shares = [GradientNorms(registry(), Groups(rank), optimizer_sharded=False).share(None) for rank in range(3)]  # type: ignore[arg-type]
+    shares = [share_of(registry(), rank) for rank in range(3)]
     assert shares[0].dtype == torch.float64
     assert shares[0].tolist() == expected()
     assert not shares[1].any()
@@ -68,26 +75,19 @@ def test_experts_of_a_layer_add_up() -> None:
         features = torch.arange(4), torch.arange(5)
         linear = LinearId(0, "mlp.experts.linear_fc2")
         found.add(LinearHandle(linear, "row", 4, 5, 0, 0, 1, *features, found.context, module, expert=expert))
-    share = GradientNorms(found, Groups(1, expert_dp_rank=0), optimizer_sharded=False).share(None)  # type: ignore[arg-type]
-    assert share.tolist() == [0.0, 0.0, 0.0, 20 * (4.0 + 9.0)]
-    assert not GradientNorms(found, Groups(0, expert_dp_rank=1), optimizer_sharded=False).share(None).any()  # type: ignore[arg-type]
+    assert share_of(found, 1, 0).tolist() == [0.0, 0.0, 0.0, 20 * (4.0 + 9.0)]
+    assert not share_of(found, 0, 1).any()
 
 
-def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_add_up() -> None:
     """Ranges of a distributed optimizer, and whole matrices of a layer-wise one."""
-    ranges: list[dict[int, Held | None]] = [{0: Held(0, 13), 1: None}, {0: Held(13, 20), 1: Held(0, 20)}]
+    ranges: list[dict[int, tuple[int, int] | None]] = [{0: (0, 13), 1: None}, {0: (13, 20), 1: (0, 20)}]
     total = torch.zeros(len(NAMES), dtype=torch.float64)
     for rank in range(2):
         linears = registry()
-        order = {id(handle.weight): i for i, handle in enumerate(linears)}
-
-        def held_state(optimizer: Any, weight: Any, rank: int = rank, order: dict[int, int] = order) -> Held | None:
-            assert optimizer == "the optimizer"
-            return ranges[rank][order[id(weight)]]
-
-        monkeypatch.setattr(gradient_norms.compat, "held_state", held_state)
-        norms = GradientNorms(linears, Groups(rank), optimizer_sharded=True)  # type: ignore[arg-type]
-        first = norms.share("the optimizer")
-        assert torch.equal(norms.share("the optimizer"), first)
+        own = {id(handle.weight): ranges[rank][i] for i, handle in enumerate(linears)}
+        norms = GradientNorms(linears, Loop(Groups(rank), sharded=True), lambda w, own=own: own[id(w)])  # type: ignore[arg-type,misc]
+        first = norms.share()
+        assert torch.equal(norms.share(), first)
         total += first
     assert total.tolist() == expected()

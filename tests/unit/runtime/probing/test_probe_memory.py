@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,28 +12,19 @@ import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.megatron.probing.probe_call import LoopShape
-from snip_megatron.megatron.probing.probe_memory import (
-    DeviceMemory,
-    Pipeline,
-    ProbeMemory,
-    device_memory,
-    probed_shapes,
-    shortage,
-)
-from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.layout import Layout, microbatches_in_flight
 from snip_megatron.planner.memory import stage_memory
 from snip_megatron.planner.probes import Probes
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, LinearId
+from snip_megatron.runtime.host import Host
+from snip_megatron.runtime.probing.memory import DeviceMemory, ProbeMemory, device_memory, probed_shapes, shortage
 from snip_megatron.runtime.protocols import Unmeasured
+from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.statistics.reduction import ProbeGroups
 from snip_megatron.timing.models import ModelShape
 
 CPU = torch.device("cpu")
-LOOP = LoopShape(
-    seq_length=256, micro_batch_size=2, padded_vocab_size=1024, virtual_stages=None, optimizer_sharded=True
-)
 PEAK = 1e6
 
 
@@ -62,8 +53,14 @@ def shapes(tokens: int = 512, **fields: Any) -> ProbedShapes:
     return ProbedShapes(**given | fields)
 
 
-def memory(own: ProbedShapes | None = None, pipeline: Pipeline | None = None, **fields: Any) -> ProbeMemory:
-    return ProbeMemory(own or shapes(), handles(), pipeline or Pipeline(), 128, **fields)
+def host(stage: int = 0, stages: int = 1, **fields: Any) -> Host:
+    flights = functools.partial(microbatches_in_flight, stage=stage, pp=stages)
+    whole = {"groups": ProbeGroups(None, None), "device": CPU, "chunks": [], "layers": 2, "hidden": 64}
+    return Host(**whole, shard=TokenShard(0, 1, True), sinks=(), local_sinks=[], in_flight=flights, **fields)
+
+
+def memory(stage: int = 0, stages: int = 1, **fields: Any) -> ProbeMemory:
+    return ProbeMemory(shapes(), handles(), host(stage, stages, **fields), 128)
 
 
 def registry(linears: list[LinearHandle], mixture: tuple[int, int] = (1, 1)) -> LinearRegistry:
@@ -74,9 +71,7 @@ def registry(linears: list[LinearHandle], mixture: tuple[int, int] = (1, 1)) -> 
 
 
 def test_shapes_of_a_rank() -> None:
-    linears = handles()
-    assert probed_shapes(registry(linears), LOOP, hidden=64) == shapes()
-    assert Pipeline.of(linears, _Config(3), LOOP) == Pipeline(0, 3, 1)
+    assert probed_shapes(registry(handles()), host(), 512) == shapes()
 
 
 def test_experts_share_a_microbatch_s_tokens() -> None:
@@ -89,15 +84,10 @@ def test_experts_share_a_microbatch_s_tokens() -> None:
             features = torch.arange(16), torch.arange(32)
             place = (side, 16, 32, 0, 0, 1, *features, StepContext(), module)
             experts.append(LinearHandle(LinearId(0, kind), *place, expert=expert))
-    found = probed_shapes(registry(attention + experts, (8, 2)), LOOP, hidden=64)
+    found = probed_shapes(registry(attention + experts, (8, 2)), host(), 512)
     assert sorted(linear.rows for linear in found.linears) == [256] * 8 + [512] * 2
     assert found.boundaries == 2
     assert found.features == 512 * (160 + 128) + 8 * 256 * (16 + 32)
-
-
-@dataclass
-class _Config:
-    pipeline_model_parallel_size: int
 
 
 def test_a_training_pass_and_what_is_recorded_beside_it() -> None:
@@ -113,10 +103,9 @@ def test_a_training_pass_and_what_is_recorded_beside_it() -> None:
 
 def test_a_pipeline_probes_fewer_microbatches_than_it_trains() -> None:
     recorded = shapes().recording + shapes().samples(128, 1)
-    first, last = Pipeline(0, 4), Pipeline(3, 4)
-    assert memory(pipeline=first).needed(PEAK, 1, 8) == PEAK / 4 + recorded
-    assert memory(pipeline=last).needed(PEAK, 1, 8) == PEAK + recorded
-    assert memory(pipeline=first).needed(PEAK, 8, 8) > PEAK + recorded
+    assert memory(0, 4).needed(PEAK, 1, 8) == PEAK / 4 + recorded
+    assert memory(3, 4).needed(PEAK, 1, 8) == PEAK + recorded
+    assert memory(0, 4).needed(PEAK, 8, 8) > PEAK + recorded
 
 
 def test_a_probe_keeps_in_bf16_what_training_keeps_quantised() -> None:
@@ -140,7 +129,7 @@ def test_the_same_as_is_planned() -> None:
     planned = stage_memory(chosen, 0, lambda block, kind: (Format.BF16,) * 3, Probes())
     local = [LinearRows(256, s.n, s.k) for s in chosen.linear_shapes().values()] * 2
     own = ProbedShapes(linears=local, tokens=256, hidden=512, boundaries=4)
-    here = ProbeMemory(own, handles(), Pipeline(0, 4), Probes().tokens)
+    here = ProbeMemory(own, handles(), host(0, 4), Probes().tokens)
     assert here.needed(planned.activations, 1, chosen.microbatches) == pytest.approx(planned.probe, rel=1e-12)
 
 

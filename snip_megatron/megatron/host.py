@@ -1,0 +1,275 @@
+"""Megatron's training loop as a host of SNIP's probes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.utils import get_attr_wrapped_model
+from torch.utils.hooks import RemovableHandle
+
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.megatron import compat
+from snip_megatron.optimizers.updates import Update
+from snip_megatron.planner.layout import microbatches_in_flight
+from snip_megatron.runtime.host import Block, Change, Chunk, Host, LocalSink
+from snip_megatron.statistics.boundaries import TokenShard
+from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.statistics.table import SinkRow
+
+_EMBEDDING, _NORMS, _FINAL_NORM = "word_embeddings", ("input_layernorm", "pre_mlp_layernorm"), "final_layernorm"
+SINKS = (_EMBEDDING, *_NORMS, _FINAL_NORM)
+"""Last words of the names of sinks, the parameters beside the linears that gradient errors reach."""
+
+
+# -- what does not change -------------------------------------------------------------------------------------------
+def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], registry: LinearRegistry) -> Host:
+    """Return the host of a training.
+
+    Args:
+        args: Megatron's arguments.
+        model: the model chunks of this rank, wrapped by DDP.
+        registry: their converted linears.
+    """
+    config, groups = get_attr_wrapped_model(model[0], "config"), _groups(model[0])
+    tp_size, tp_rank = dist.get_world_size(groups.tp), groups.tp_rank
+    split = bool(config.sequence_parallel) and tp_size > 1
+    virtual = args.virtual_pipeline_model_parallel_size
+    rows = _sink_rows(config, args.padded_vocab_size)
+    stage = next((handle.stage for handle in registry), 0)
+    return Host(
+        groups=groups,
+        device=next(model[0].parameters()).device,
+        chunks=[chunk_of(chunk) for chunk in model],
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        shard=TokenShard(rank=tp_rank if split else 0, size=tp_size if split else 1, reports=split or tp_rank == 0),
+        sinks=rows,
+        local_sinks=_local_sinks(model, rows, tp_rank),
+        sharded=optimizer_sharded(args),
+        tokens=args.seq_length * args.micro_batch_size // args.context_parallel_size,
+        pass_group=_pass_group(config) if virtual else 1,
+        in_flight=partial(
+            microbatches_in_flight, stage=stage, pp=config.pipeline_model_parallel_size, vpp=virtual or 1
+        ),
+        gathers=bool(config.sequence_parallel),
+        recomputes=config.recompute_granularity == "full",
+    )
+
+
+def optimizer_sharded(args: argparse.Namespace) -> bool:
+    """Return whether a rank holds a part of the optimizer's state only."""
+    return bool(args.use_distributed_optimizer) or bool(getattr(args, "use_layer_wise_distributed_optimizer", False))
+
+
+def _groups(chunk: torch.nn.Module) -> ProbeGroups:
+    """Return the process groups over which statistics are reduced. Those of experts are None without experts."""
+    groups = compat.process_groups(chunk)
+    experts = None
+    if groups.expt_tp is not None and groups.expt_dp is not None:
+        experts = ProbeGroups(tp=groups.expt_tp, dp=groups.expt_dp)
+    return ProbeGroups(tp=groups.tp, dp=groups.dp_cp, experts=experts)
+
+
+def _pass_group(config: Any) -> int:
+    """Size of the groups of microbatches in an interleaved schedule."""
+    return int(config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size)
+
+
+def chunk_of(chunk: torch.nn.Module) -> Chunk:
+    """Return the blocks of a model chunk, and where the residual stream enters them."""
+    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    blocks = [
+        Block(
+            layer,
+            layer.pre_mlp_layernorm,
+            layer.layer_number - 1,
+            recomputes_norm=bool(getattr(layer, "recompute_pre_mlp_layernorm", False)),
+        )
+        for layer in model.decoder.layers
+    ]
+    if not getattr(model, "pre_process", False):
+        return Chunk(blocks)
+
+    def enter(change: Change) -> RemovableHandle:
+        def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            return change(output)
+
+        handle: RemovableHandle = model.embedding.register_forward_hook(hook)
+        return handle
+
+    return Chunk(blocks, enter)
+
+
+def _sink_rows(config: Any, padded_vocab_size: int) -> tuple[SinkRow, ...]:
+    """Return the parameters beside the linears that gradient errors reach: the word embedding and norm weights."""
+    hidden, layers = config.hidden_size, config.num_layers
+    rows = [SinkRow(f"embedding.{_EMBEDDING}", 0, padded_vocab_size * hidden)]
+    for layer in range(layers):
+        for i, norm in enumerate(_NORMS):
+            rows.append(SinkRow(f"decoder.layers.{layer}.{norm}", 2 * layer + i, hidden))
+    return (*rows, SinkRow(f"decoder.{_FINAL_NORM}", 2 * layers, hidden))
+
+
+def _local_sinks(model: Sequence[torch.nn.Module], rows: Sequence[SinkRow], tp_rank: int) -> list[LocalSink]:
+    row = {sink.name: i for i, sink in enumerate(rows)}
+    found = []
+    for chunk in model:
+        own = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+        if own.pre_process:
+            weight = own.embedding.word_embeddings.weight
+            found.append(LocalSink(row[f"embedding.{_EMBEDDING}"], weight, first_row=tp_rank * weight.shape[0]))
+        norms = [
+            (f"layers.{layer.layer_number - 1}.{n}", getattr(layer, n)) for layer in own.decoder.layers for n in _NORMS
+        ]
+        norms.append((_FINAL_NORM, getattr(own.decoder, _FINAL_NORM, None)))
+        for name, norm in norms:
+            weight = getattr(norm, "weight", None)
+            if weight is not None:
+                found.append(LocalSink(row[f"decoder.{name}"], weight, replicated=True))
+    return found
+
+
+# -- a training step ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StepCall:
+    """The arguments of Megatron's ``train_step`` that a probe needs.
+
+    Attributes:
+        step: number of the step, counted from 0.
+        num_microbatches: microbatches of the step on this rank.
+    """
+
+    step: int
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: list[Any]
+    optimizer: Any
+    config: Any
+    forward_backward_func: Callable[..., Any]
+    num_microbatches: int = field(default_factory=get_num_microbatches)
+
+
+class MegatronStep:
+    """A training step of Megatron as :class:`snip_megatron.runtime.host.HostStep`.
+
+    Args:
+        call: arguments of the step.
+        args: Megatron's arguments.
+        groups: process groups.
+    """
+
+    def __init__(self, call: StepCall, args: argparse.Namespace, groups: ProbeGroups) -> None:
+        self.step, self.microbatches = call.step, call.num_microbatches
+        self.call = call
+        self._groups = groups
+        self._seq_length, self._micro_batch_size = args.seq_length, args.micro_batch_size
+        self._rng: Any = None
+        self._routing: compat.RepeatedRouting | None = None
+        self._passes = 0
+        self._loss_tokens: list[torch.Tensor] = []
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Restore random states, gradients and Megatron's rerun machine after the passes run inside this context.
+
+        :meth:`run` restores the state of expert routers and the attention logits after every pass.
+        """
+        call = self.call
+        self._rng = compat.rng_state()
+        try:
+            with (
+                compat.rerun_disabled(),
+                compat.quiet_schedule(call.config),
+                compat.routing_repeated(call.model) as self._routing,
+                compat.loss_tokens_counted(call.config) as self._loss_tokens,
+            ):
+                yield
+        finally:
+            for chunk in call.model:
+                chunk.zero_grad_buffer()
+            call.optimizer.zero_grad()
+            compat.set_rng_state(self._rng)
+
+    def run(self, microbatches: int) -> None:
+        """Run forward and backward of the first microbatches of the step, as :class:`HostStep` says."""
+        compat.set_rng_state(self._rng)  # dropout draws the same masks in every pass
+        if self._routing is not None:
+            self._routing.start(first=self._passes == 0)
+        self._passes += 1
+        self.schedule(range(microbatches))
+
+    def schedule(self, microbatches: Sequence[int], forward_step_func: Callable[..., Any] | None = None) -> None:
+        """Run Megatron's schedule, forward and backward, into zeroed gradients.
+
+        Args:
+            microbatches: microbatches of this data parallel rank in order, 0 being the first of the step. A number may
+                occur twice, and may lie beyond the step.
+            forward_step_func: replaces the forward step of the training loop.
+        """
+        call = self.call
+        with ExitStack() as stack:
+            for chunk in call.model:
+                chunk.zero_grad_buffer()  # before no_sync, which must see fresh buckets
+            call.optimizer.zero_grad()  # the step of an FP32 optimizer leaves p.grad an alias of main_grad
+            for chunk in call.model:
+                stack.enter_context(chunk.no_sync())
+            stack.enter_context(compat.routers_kept(call.model))
+            stack.enter_context(compat.attention_logits_kept(call.model))
+            call.forward_backward_func(
+                forward_step_func=forward_step_func or call.forward_step_func,
+                data_iterator=compat.peek(call.data_iterator, max(microbatches) + 1).iterator(microbatches),
+                model=call.model,
+                num_microbatches=len(microbatches),
+                seq_length=self._seq_length,
+                micro_batch_size=self._micro_batch_size,
+                decoder_seq_length=self._seq_length,
+                forward_only=False,
+            )
+
+    def gradient_scale(self) -> float:
+        """Return the factor to gradients of the mean token loss; a loss mask may leave tokens out. Collective."""
+        if not self.call.config.calculate_per_token_loss:
+            return 1.0 / self._groups.dp_size
+        device = next(self.call.model[0].parameters()).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if self._groups.tp_rank == 0:  # tensor parallel ranks count the same tokens
+            total += sum(count.to(device) for count in self._loss_tokens)
+        dist.all_reduce(total, group=self._groups.world)
+        return 1.0 / max(float(total), 1.0)  # as Megatron
+
+    def gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        """Return ``main_grad``. That of a norm under sequence parallelism is summed over token shards. Collective."""
+        gradient: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+        if getattr(weight, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=self._groups.tp)
+        return gradient
+
+    def join_gradients(self) -> None:
+        """Sum the gradients of a word embedding and of an output layer with the same weight on another pipeline stage,
+        as a training step does.
+        """
+        for chunk in self.call.model:
+            model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+            at_end = model.pre_process or model.post_process
+            group = compat.embedding_group(model)
+            tied = at_end and model.share_embeddings_and_output_weights and group is not None
+            if tied and dist.get_world_size(group) > 1:
+                dist.all_reduce(model.shared_embedding_or_output_weight().main_grad, group=group)
+
+    def update_of(self, weight: torch.nn.Parameter) -> Update | None:
+        """Return the optimizer's next update of this rank's elements. See :func:`compat.update_of`."""
+        return compat.update_of(self.call.optimizer, weight, self.step)
+
+
+def held_range(optimizer: Any, weight: torch.nn.Parameter) -> tuple[int, int] | None:
+    """Return the range of a flattened parameter whose optimizer state this rank holds; None for an empty one."""
+    held = compat.held_state(optimizer, weight)
+    return None if held is None else (held.start, held.end)

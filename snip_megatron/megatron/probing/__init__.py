@@ -1,1 +1,0 @@
-"""Probes: passes that measure statistics between two training steps of Megatron's loop."""

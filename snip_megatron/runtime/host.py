@@ -1,0 +1,150 @@
+"""What SNIP uses of a training loop, its host: Megatron, Megatron Bridge, or a plain torch loop.
+
+:class:`Host` does not change during a run. A :class:`HostStep` is made for every training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from snip_megatron.optimizers.updates import Update
+from snip_megatron.statistics.boundaries import TokenShard
+from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.statistics.table import SinkRow
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the residual stream that replaces the one it is given."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block of this rank.
+
+    Attributes:
+        module: the block. Its first argument, or the one named ``hidden_states``, is the residual stream, and so is its
+            output, or the first of its outputs.
+        before_mlp: the module that reads the residual stream between attention and MLP.
+        index: number of the block in the model.
+        recomputes_norm: whether ``before_mlp`` alone is recomputed in the backward.
+    """
+
+    module: nn.Module
+    before_mlp: nn.Module
+    index: int
+    recomputes_norm: bool = False
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive blocks of this rank.
+
+    Attributes:
+        blocks: the blocks in order.
+        enter: installs a hook that changes the stream before the model's first block; None on other chunks.
+    """
+
+    blocks: Sequence[Block]
+    enter: Callable[[Change], RemovableHandle] | None = None
+
+
+@dataclass(frozen=True)
+class LocalSink:
+    """This rank's part of a parameter beside the linears that gradient errors reach.
+
+    Attributes:
+        row: index among the model's sinks.
+        weight: the parameter.
+        replicated: whether all tensor parallel ranks hold the same one.
+        first_row: global index of its first row.
+    """
+
+    row: int
+    weight: nn.Parameter
+    replicated: bool = False
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class Host:
+    """What does not change during a run.
+
+    Attributes:
+        groups: process groups.
+        device: device of tensors in collectives.
+        chunks: the model chunks of this rank.
+        layers: number of blocks of the whole model.
+        hidden: features of the residual stream.
+        shard: the tokens of the residual stream on this rank.
+        sinks: the sinks of the whole model.
+        local_sinks: those of this rank.
+        sharded: whether a rank holds a part of the optimizer's state only.
+        tokens: tokens of a microbatch on this rank; None if only the passes tell.
+        pass_group: a pass runs a multiple of this number of microbatches, if the step has so many.
+        in_flight: number of microbatches of a pass → how many of them hold activations at a time.
+        gathers: whether inputs of column-parallel linears are kept as token shards (sequence parallelism).
+        recomputes: whether the backward recomputes whole blocks, one at a time.
+    """
+
+    groups: ProbeGroups
+    device: torch.device
+    chunks: Sequence[Chunk]
+    layers: int
+    hidden: int
+    shard: TokenShard
+    sinks: tuple[SinkRow, ...]
+    local_sinks: Sequence[LocalSink]
+    sharded: bool = False
+    tokens: int | None = None
+    pass_group: int = 1
+    in_flight: Callable[[int], float] = float
+    gathers: bool = False
+    recomputes: bool = False
+
+
+class HostStep(Protocol):
+    """One training step that is still to come.
+
+    Attributes:
+        step: its number, counted from 0.
+        microbatches: number of its microbatches on this rank.
+    """
+
+    step: int
+    microbatches: int
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Leave weights, optimizer, random states, data order and gradients unchanged by the passes in this context."""
+
+    def run(self, microbatches: int) -> None:
+        """Run forward and backward of the first microbatches into zeroed gradients.
+
+        Every call draws the same random numbers, and sends tokens to the same experts, as the first one.
+        """
+
+    def gradient_scale(self) -> float:
+        """Return the factor from the first pass's gradients, summed over data parallel ranks, to those of the mean
+        token loss. Collective.
+        """
+
+    def gradient(self, weight: nn.Parameter) -> torch.Tensor:
+        """Return the gradient that the last pass accumulated, complete for the tokens of this data parallel rank.
+
+        It may be changed in place.
+        """
+
+    def join_gradients(self) -> None:
+        """Add up the gradients of a parameter that two pipeline stages share, in place. Collective."""
+
+    def update_of(self, weight: nn.Parameter) -> Update | None:
+        """Return the optimizer's next update of this rank's elements. None if it has none.
+
+        Raises:
+            SnipError: the update of this optimizer is not known.
+        """

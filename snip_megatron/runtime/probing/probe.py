@@ -1,0 +1,237 @@
+"""Runs the passes of an update over the first microbatches of a training step, without changing the training.
+
+All passes run in bf16 through the host's own schedule. Weights, optimizer state, random states and data order stay as
+they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.optimizers.weight_drift import StepScale
+from snip_megatron.quantization import derive_seed
+from snip_megatron.runtime.host import Host, HostStep
+from snip_megatron.runtime.probing import memory
+from snip_megatron.runtime.probing.stream import ResidualStream
+from snip_megatron.runtime.probing.update_errors import UpdateErrors
+from snip_megatron.runtime.protocols import Unmeasured
+from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
+from snip_megatron.statistics.reduction import PartialTable, TableShape, finish_dots, reduce_columns
+from snip_megatron.statistics.table import StatisticsTable
+
+_NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.py uses stream 1
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What an update measured.
+
+    Attributes:
+        table: the statistics, equal on all ranks.
+        seconds: kind of pass, or ``reduction`` → its seconds on this rank.
+        tokens: tokens of the probe over all ranks.
+        passes: kind of pass → microbatches that went through it on each rank.
+    """
+
+    table: StatisticsTable
+    seconds: dict[str, float]
+    tokens: int
+    passes: dict[str, int]
+
+
+class ProbeRunner:
+    """Runs the passes of an update. Every rank has one, and all ranks call its methods at the same step.
+
+    Args:
+        host: the training loop.
+        registry: linears of this rank.
+        config: SNIP's configuration.
+        weighs_updates: whether the policy uses weight divergence. The noise passes run only if it does.
+
+    Attributes:
+        has_trained: whether this process has run a training step. The peak memory of that step predicts what a pass
+            takes.
+    """
+
+    def __init__(self, host: Host, registry: LinearRegistry, config: SnipConfig, *, weighs_updates: bool) -> None:
+        self._host = host
+        self._registry = registry
+        self._config = config
+        self._weighs_updates = weighs_updates
+        self._shape = TableShape(tuple(registry.names), config.measured_formats, host.sinks, registry.mixture)
+        self._updates = UpdateErrors(host, len(registry.names), config.seed)
+        self.has_trained = False
+
+    def check_optimizer(self, step: HostStep) -> None:
+        """Raise SnipError if updates need the next step of a parameter on this rank, and the optimizer's is not
+        known.
+        """
+        if self._weighs_updates and self._config.updates:
+            weights = [handle.weight for handle in self._registry] + [sink.weight for sink in self._host.local_sinks]
+            for weight in weights:
+                step.update_of(weight)
+
+    def shortage(self, step: HostStep, idle: float = 0.0) -> Unmeasured | None:
+        """Return why this update cannot run, or None if all ranks have enough memory. Collective.
+
+        The result is equal on all ranks. A CPU's memory is not checked.
+
+        Args:
+            step: the training step.
+            idle: bytes that torch has reserved for CUDA graphs on this rank, and that a probe cannot use.
+        """
+        host = self._host
+        found = memory.device_memory(host.device, idle)
+        if found is None or host.tokens is None:
+            return None
+        shapes = memory.probed_shapes(self._registry, host, host.tokens)
+        predicted = memory.ProbeMemory(shapes, list(self._registry), host, self._config.probe_tokens)
+        needed = predicted.needed(found.peak if self.has_trained else None, self._microbatches(step), step.microbatches)
+        return memory.shortage(needed, found, host.groups, host.device)
+
+    def _microbatches(self, step: HostStep) -> int:
+        """Microbatches of the probe on this rank, rounded up to the groups of an interleaved schedule."""
+        wanted, group = min(self._config.probe_microbatches, step.microbatches), self._host.pass_group
+        return min(-(-wanted // group) * group, step.microbatches)
+
+    # -- the passes --------------------------------------------------------------------------------------------
+    def run(self, step: HostStep, clip: float) -> ProbeResult:
+        """Run the passes of this update on the first microbatches of the step. Collective.
+
+        Args:
+            step: the training step.
+            clip: factor by which gradient clipping scaled the gradient of the last step.
+        """
+        config, microbatches = self._config, self._microbatches(step)
+        seconds: dict[str, float] = {}
+        recorders = [LinearRecorder(handle, config.measured_formats, config.probe_tokens) for handle in self._registry]
+        stream = self._stream()
+        with ExitStack() as stack:
+            stack.enter_context(step.undisturbed())
+            stack.enter_context(attached(recorders))
+            stack.enter_context(stream.attached())
+            stack.enter_context(self._probing())
+            seconds["statistics"] = self._run_pass(Pass.STATISTICS, step, microbatches, recorders, stream)
+            started = time.perf_counter()
+            scale = self._scale(step, clip, microbatches, recorders)
+            stream.finish_statistics(microbatches)
+            table = self._reduce_statistics(recorders, stream, scale)
+            if self._weighs_updates:
+                found = self._partial(scale)
+                self._updates.collect(found, table, recorders, step, scale)
+                table.merge(self._reduced(found))
+            seconds["reduction"] = time.perf_counter() - started
+            for phase in self._noise_passes():
+                sigma = self._sigma(phase, table, scale)
+                seconds[phase.value] = self._run_pass(phase, step, microbatches, recorders, stream, sigma)
+            started = time.perf_counter()
+            late = self._partial(scale)
+            self._collect(late, recorders, stream)
+            table.merge(self._reduced(late))
+            seconds["reduction"] += time.perf_counter() - started
+        finished = table.to_table(
+            step=step.step,
+            tokens=scale.tokens,
+            tokens_per_step=scale.tokens_per_step,
+            meta={"clip": clip, **seconds},
+        )
+        passes = {kind: microbatches for kind in seconds if kind != "reduction"}
+        return ProbeResult(finished, seconds, scale.tokens, passes)
+
+    def _stream(self) -> ResidualStream:
+        host, config = self._host, self._config
+        seed = derive_seed(config.seed, _NOISE)
+        return ResidualStream(host.chunks, host.layers, self._registry.context, host.shard, config.probe_tokens, seed)
+
+    @contextmanager
+    def _probing(self) -> Iterator[None]:
+        self._registry.context.probing = True
+        try:
+            yield
+        finally:
+            self._registry.context.probing = False
+
+    def _noise_passes(self) -> list[Pass]:
+        if not self._weighs_updates:
+            return []
+        return [Pass.FORWARD_NOISE, Pass.BACKWARD_NOISE] if self._config.backward_noise else [Pass.FORWARD_NOISE]
+
+    def _run_pass(
+        self,
+        phase: Pass,
+        step: HostStep,
+        microbatches: int,
+        recorders: Sequence[LinearRecorder],
+        stream: ResidualStream,
+        sigma: float = 0.0,
+    ) -> float:
+        """Run one forward and backward of the probe's microbatches. Returns the seconds it took."""
+        started = time.perf_counter()
+        for recorder in recorders:
+            recorder.start(phase)
+        stream.start(phase, sigma)
+        self._registry.start_step(step.step)
+        step.run(microbatches)
+        if self._host.device.type == "cuda":
+            torch.cuda.synchronize(self._host.device)  # else the reduction, which waits for it, would take the blame
+        return time.perf_counter() - started
+
+    # -- reduction ---------------------------------------------------------------------------------------------
+    def _scale(self, step: HostStep, clip: float, microbatches: int, recorders: Sequence[LinearRecorder]) -> StepScale:
+        """Return the scales of the gradient, after the statistics pass. Collective."""
+        ranks, of_microbatch = self._host.groups.dp_size, self._host.tokens
+        if of_microbatch is None:
+            rows = {recorder.rows for recorder in recorders}
+            if len(rows) != 1 or 0 in rows:
+                raise SnipError(
+                    "the linears of the blocks see different numbers of tokens, or none; SNIP takes one stream"
+                )
+            of_microbatch = rows.pop() // microbatches
+        each = ranks * of_microbatch
+        return StepScale(step.gradient_scale(), clip, microbatches * each, step.microbatches * each)
+
+    def _partial(self, scale: StepScale) -> PartialTable:
+        return PartialTable(self._shape, scale.gradient)
+
+    def _reduced(self, table: PartialTable) -> PartialTable:
+        table.reduce(self._host.groups.world, self._host.device)
+        return table
+
+    def _collect(self, table: PartialTable, recorders: Sequence[LinearRecorder], stream: ResidualStream) -> None:
+        for recorder in recorders:
+            table.add_recorder(recorder, self._host.groups.of(recorder.handle).dp_rank)
+        for boundary in stream.reported:
+            table.add_boundary(boundary)
+
+    def _reduce_statistics(
+        self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale
+    ) -> PartialTable:
+        finish_dots(recorders, self._host.groups)
+        reduce_columns(recorders, self._host.groups)
+        table = self._partial(scale)
+        self._collect(table, recorders, stream)
+        for handle in (recorder.handle for recorder in recorders):
+            first = self._host.groups.of(handle).dp_rank == 0 and handle.tp_rank == 0
+            if first and not handle.expert:  # experts of a layer share a row, which the first one adds
+                table.add_layout(handle.name, handle.stage, handle.n, handle.k)
+        return self._reduced(table)
+
+    def _sigma(self, phase: Pass, table: PartialTable, scale: StepScale) -> float:
+        """Standard deviation of a pass's noise.
+
+        It is ``--snip-probe-noise`` times the root mean square of the residual stream at the embedding (forward noise)
+        or of its gradient at the last block's output (backward noise).
+        """
+        if phase is Pass.FORWARD_NOISE:
+            power = float(table.arrays["boundary.h2"][0])
+        else:
+            power = float(table.arrays["boundary.r2"][-1]) / scale.gradient**2
+        return float(self._config.probe_noise * (power / (scale.tokens * self._host.hidden)) ** 0.5)

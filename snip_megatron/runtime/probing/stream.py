@@ -1,0 +1,153 @@
+"""Hooks on the residual stream that record statistics at its boundaries and add the noise of probes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from snip_megatron.errors import SnipError
+from snip_megatron.layers.context import StepContext
+from snip_megatron.quantization import derive_seed, random_normal
+from snip_megatron.runtime.host import Block, Chunk
+from snip_megatron.statistics.boundaries import Boundary, TokenShard
+from snip_megatron.statistics.recorder import Pass
+
+_FORWARD, _BACKWARD = 0, 1
+
+
+class ResidualStream:
+    """The boundaries of this rank's model chunks: the residual stream before each sub-block, and after the last block.
+
+    Args:
+        chunks: model chunks of this rank.
+        layers: number of blocks of the model.
+        context: state that the converted linears share.
+        shard: the tokens of this rank.
+        sample_tokens: value of ``--snip-probe-tokens``.
+        seed: seed of the noise.
+
+    Attributes:
+        reported: boundaries whose sums go to the table. Each boundary is reported by one pipeline stage.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        layers: int,
+        context: StepContext,
+        shard: TokenShard,
+        sample_tokens: int,
+        seed: int,
+    ) -> None:
+        self._context = context
+        self._shard = shard
+        self._seed = seed
+        self.reported: list[Boundary] = []
+        self._pairs: list[tuple[Boundary, Boundary]] = []
+        self._blocks: list[tuple[Block, Boundary, Boundary, Boundary | None]] = []
+        self._enter = [chunk.enter for chunk in chunks if chunk.enter is not None]
+        self._noise = {_FORWARD: 0.0, _BACKWARD: 0.0}
+        self._noise_count = {_FORWARD: 0, _BACKWARD: 0}
+        self._top: Boundary | None = None
+        for blocks in (chunk.blocks for chunk in chunks if chunk.blocks):
+            first, last = 2 * blocks[0].index, blocks[-1]
+            found = [Boundary(first + i, shard, sample_tokens) for i in range(2 * len(blocks) + 1)]
+            self._pairs += itertools.pairwise(found)
+            if last.index == layers - 1:
+                self._top = found[-1]
+            self.reported += found if last.index == layers - 1 else found[:-1]  # else another stage reports the output
+            for i, block in enumerate(blocks):
+                self._blocks.append((block, found[2 * i], found[2 * i + 1], found[-1] if block is last else None))
+
+    @property
+    def all(self) -> list[Boundary]:
+        """All boundaries of this rank, including the outputs of its chunks that another stage reports."""
+        return list({id(b): b for pair in self._pairs for b in pair}.values())
+
+    def start(self, phase: Pass, sigma: float = 0.0) -> None:
+        """Begin a pass. ``sigma`` is the standard deviation of its noise."""
+        self._noise = {
+            _FORWARD: sigma if phase is Pass.FORWARD_NOISE else 0.0,
+            _BACKWARD: sigma if phase is Pass.BACKWARD_NOISE else 0.0,
+        }
+        self._noise_count = {_FORWARD: 0, _BACKWARD: 0}
+        for boundary in self.all:
+            boundary.start(phase)
+
+    def finish_statistics(self, microbatches: int) -> None:
+        """Compute the norms of the residual branches after the statistics pass.
+
+        Raises:
+            SnipError: a boundary was not passed once for each microbatch, forward and backward.
+        """
+        for boundary in self.all:
+            if (len(boundary.h), len(boundary.r)) != (microbatches, microbatches):
+                raise SnipError(
+                    f"block {boundary.index // 2} ran {len(boundary.h)} times forward and {len(boundary.r)} times"
+                    f" backward in {microbatches} microbatches: SNIP takes blocks that run once each, on the residual"
+                    " stream as their first argument"
+                )
+        for low, high in self._pairs:
+            low.finish_statistics(high)
+        if self._top is not None:
+            self._top.finish_statistics(None)
+
+    # -- hooks -------------------------------------------------------------------------------------------------
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Install the hooks inside this context."""
+        with ExitStack() as stack:
+            for enter in self._enter:  # first, because a hook on the first block's input records what it reads
+                stack.callback(enter(self._enters).remove)
+            for block, before_attention, before_mlp, tail in self._blocks:
+                hook = _on_input(before_attention)
+                stack.callback(block.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                hook = _on_input(before_mlp, recomputed=block.recomputes_norm)
+                stack.callback(block.before_mlp.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                if tail is not None:
+                    stack.callback(block.module.register_forward_hook(self._on_output(tail)).remove)
+            yield
+
+    def _enters(self, stream: torch.Tensor) -> torch.Tensor:
+        return stream + self._draw(_FORWARD, stream) if self._noise[_FORWARD] else stream
+
+    def _on_output(self, tail: Boundary) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            stream = output[0] if isinstance(output, tuple) else output
+            if torch.is_grad_enabled():
+                if tail is self._top and self._noise[_BACKWARD]:
+                    stream.register_hook(lambda gradient: gradient + self._draw(_BACKWARD, gradient))
+                tail.on_forward(stream)
+
+        return hook
+
+    def _draw(self, direction: int, like: torch.Tensor) -> torch.Tensor:
+        """Draw Gaussian noise [s(/tp), b, hidden] that depends on the global microbatch, token and feature only."""
+        context = self._context
+        microbatch = self._noise_count[direction] * context.dp_size + context.dp_rank
+        self._noise_count[direction] += 1
+        seed = derive_seed(self._seed, context.step, microbatch, direction)
+        rows, hidden = like.numel() // like.shape[-1], like.shape[-1]
+        first = self._shard.first_row(rows)
+        tokens = torch.arange(first, first + rows, device=like.device)
+        noise = random_normal(seed, tokens, torch.arange(hidden, device=like.device))
+        return (noise * self._noise[direction]).view(like.shape).to(like.dtype)
+
+
+def _on_input(boundary: Boundary, *, recomputed: bool = False) -> Callable[..., None]:
+    """Return a hook that records the stream which a module reads.
+
+    Under recomputation of whole blocks the first forward runs without gradients, and only the second is recorded. Where
+    a norm alone is recomputed, its first forward runs without gradients on a tensor of the outer graph and is recorded:
+    the second one runs on a detached copy, which would miss the gradient of the residual branch.
+    """
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() != recomputed:
+            boundary.on_forward(args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()))))
+
+    return hook

@@ -1,0 +1,114 @@
+"""Weight divergence: how gradient errors change the next update of the optimizer, per parameter of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from snip_megatron.optimizers.signs import KeptWords
+from snip_megatron.optimizers.weight_drift import StepScale, linear_drift, sink_drift
+from snip_megatron.quantization import derive_seed
+from snip_megatron.runtime.host import Host, HostStep, LocalSink
+from snip_megatron.statistics.gradient_noise import gradient_noise
+from snip_megatron.statistics.recorder import LinearRecorder
+from snip_megatron.statistics.reduction import PartialTable, ProbeGroups
+from snip_megatron.statistics.sums import sum_squares
+
+_SIGNS = 1  # stream of random numbers derived from --snip-seed
+
+
+class UpdateErrors:
+    """Evaluates the optimizer with and without gradient errors on this rank's elements of its parameters.
+
+    Args:
+        host: the training loop.
+        linears: number of linears of the model.
+        seed: value of ``--snip-seed``.
+    """
+
+    def __init__(self, host: Host, linears: int, seed: int) -> None:
+        self._host = host
+        self._linears = linears
+        self._seed = seed
+        self._words = KeptWords()  # four bytes for each row and column of a weight
+
+    def collect(
+        self,
+        found: PartialTable,
+        table: PartialTable,
+        recorders: Sequence[LinearRecorder],
+        step: HostStep,
+        scale: StepScale,
+    ) -> None:
+        """Add this rank's share to ``found``. Collective over all tensor and data parallel groups.
+
+        Args:
+            found: table to add to. The caller reduces it.
+            table: the reduced table of the statistics pass.
+            recorders: recorders of this rank's linears, with reduced column norms.
+            step: the training step, after its statistics pass.
+            scale: scales of the gradient.
+        """
+        for recorder in recorders:
+            self._add_linear(found, table, recorder, step, scale)
+        step.join_gradients()
+        for sink in self._host.local_sinks:
+            self._add_sink(found, sink, step, scale)
+
+    def _add_linear(
+        self, found: PartialTable, table: PartialTable, recorder: LinearRecorder, step: HostStep, scale: StepScale
+    ) -> None:
+        handle, groups = recorder.handle, self._host.groups.of(recorder.handle)
+        name, unit = handle.name, scale.gradient**2
+        gradient = _reduced(step.gradient(handle.weight), groups)
+        total = sum_squares(gradient)
+        if handle.expert is None:  # the gradients of an expert's microbatches are not known one by one
+            noise = gradient_noise(recorder.each_gw2, total, groups, recorder.microbatches)
+            found.add_linear(name, "gv2", noise * unit)
+        if groups.dp_rank == 0:
+            found.add_linear(name, "gw2", total * unit)
+        state = step.update_of(handle.weight)
+        if state is None or not (self._host.sharded or groups.dp_rank == 0):
+            return
+        x2, g2, s2 = (table.linear(name, column) for column in ("x2", "g2", "s2"))
+        tokens = None
+        if recorder.whole is not None:
+            x2, g2, s2, tokens = recorder.whole.tolist()
+            g2, s2 = g2 * unit, s2 * unit
+        result = linear_drift(
+            recorder,
+            gradient,
+            state,
+            scale,
+            s2=s2,
+            x2=x2,
+            g2=g2,
+            seed=derive_seed(self._seed, _SIGNS, handle.index),
+            tokens=tokens,
+            words=self._words,
+        )
+        found.add_drift(name, result.drift2)
+        found.add_by_format(name, "wdrift2", result.wdrift2)
+        found.add_by_format(name, "wsigma2", result.wsigma2)
+        found.add_linear(name, "m2", result.m2)
+        found.add_linear(name, "v2", result.v2)
+
+    def _add_sink(self, found: PartialTable, sink: LocalSink, step: HostStep, scale: StepScale) -> None:
+        groups = self._host.groups
+        gradient = _reduced(step.gradient(sink.weight), groups)
+        state = step.update_of(sink.weight)
+        if state is None or not (self._host.sharded or groups.dp_rank == 0) or (sink.replicated and groups.tp_rank):
+            return
+        seed = derive_seed(self._seed, _SIGNS, self._linears + sink.row)
+        w2 = sum_squares(sink.weight.detach().reshape(-1)[state.start : state.end])
+        drift2 = sink_drift(gradient, state, scale, seed=seed, first_row=sink.first_row, words=self._words)
+        found.add_sink(sink.row, drift2, w2)
+
+
+def _reduced(gradient: torch.Tensor, groups: ProbeGroups) -> torch.Tensor:
+    """Sum a gradient over data parallel ranks, in place."""
+    if groups.dp_size > 1:
+        dist.all_reduce(gradient, group=groups.dp)
+    return gradient
