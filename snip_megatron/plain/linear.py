@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from snip_megatron.errors import SnipError
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
-from snip_megatron.plain.structure import Block
 from snip_megatron.precision import LINEAR_KINDS, LinearId
 
 
@@ -50,16 +50,20 @@ class SnipLinear(nn.Linear):
             return QuantizedLinear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def convert_linears(blocks: tuple[Block, ...], context: StepContext) -> LinearRegistry:
+def convert_linears(blocks: Sequence[Sequence[nn.Linear]], context: StepContext) -> LinearRegistry:
     """Convert the linears of all blocks in place. Parameters and their names do not change.
+
+    Args:
+        blocks: the linears of each block in the order of LINEAR_KINDS.
+        context: the state of the step, which all linears share.
 
     Raises:
         SnipError: If a linear is of another class than ``nn.Linear``, is frozen, or occurs twice.
     """
     registry = LinearRegistry(decoder_linear_names(len(blocks)), context)
     converted: set[int] = set()
-    for layer, block in enumerate(blocks):
-        for kind, module in zip(LINEAR_KINDS, block.linears, strict=True):
+    for layer, linears in enumerate(blocks):
+        for kind, module in zip(LINEAR_KINDS, linears, strict=True):
             linear = LinearId(layer, kind)
             if type(module) is not nn.Linear:
                 raise SnipError(f"{linear}: cannot quantise a {type(module).__qualname__}; convert() takes nn.Linear")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,23 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits, decoder_linear_names
+from snip_megatron.plain.host import Loss, PlainStep, make_host
 from snip_megatron.plain.linear import convert_linears
-from snip_megatron.plain.probe import PlainProbe
 from snip_megatron.plain.structure import Structure, check_plain, find_structure
-from snip_megatron.plain.updates import check_optimizer
-from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.sensitivity.fixed import FIXED, formats_of
-from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
-from snip_megatron.sensitivity.problem import build_problem, change_penalty, check_reachable
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.reporting.sinks import Sinks
+from snip_megatron.runtime.adoption import MapChannel
+from snip_megatron.runtime.controller import Controller
+from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.probing.probe import ProbeResult, ProbeRunner
+from snip_megatron.runtime.sidecar.solving import SolverInProcess
+from snip_megatron.runtime.state import ControllerState
+from snip_megatron.runtime.step_report import StepReport
+from snip_megatron.sensitivity.fixed import formats_of
+from snip_megatron.sensitivity.policies import needs_forward_noise
+from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.solver import solve
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
-
-logger = logging.getLogger(__name__)
 
 #: Fields of SnipConfig that need Megatron's loop or a run directory.
 _WITH_MEGATRON = (
@@ -90,18 +94,15 @@ def convert(
     if microbatches < 1:
         raise SnipError(f"microbatches={microbatches}: must be at least 1")
     structure = find_structure(model, blocks, linears, norms)
-    snip = PlainSnip(model, optimizer, structure, config, microbatches)
-    logger.info("snip: %d linears of %d blocks", len(snip.registry), len(structure.blocks))
-    return snip
+    return PlainSnip(model, optimizer, structure, config, microbatches)
 
 
 class PlainSnip:
     """Chooses the formats of a model's linears while it trains. Made by :func:`convert`.
 
     Attributes:
-        registry: The converted linears.
-        map: The precision map in force; bf16 before the first update.
-        table: The statistics of the latest update, or None.
+        registry: the converted linears.
+        table: the statistics of the latest update, or None.
     """
 
     def __init__(
@@ -112,94 +113,92 @@ class PlainSnip:
         config: SnipConfig,
         microbatches: int,
     ) -> None:
-        self._config = config
-        self._request = _request(config)
-        with_drift = needs_forward_noise(self._request)
-        if with_drift and config.updates:
-            check_optimizer(optimizer)
+        self._config, self._request, self._rows = config, _request(config), _rows(structure)
+        self._given = None if config.map is None else _read_map(config.map, [row.name for row in self._rows])
         if config.updates:
-            check_reachable(_rows(structure), self._request)
-        context = StepContext(seed=config.seed, backend=select_backend(config.gemm, _formats(config)).backend)
+            check_reachable(self._rows, self._request)
+        host, weighs_updates = make_host(structure), needs_forward_noise(self._request)
+        self._device, self._steps = host.device, 0
+        self._step_of = functools.partial(PlainStep, microbatches, model, optimizer)
+        if config.updates and weighs_updates:
+            step = self._step_of(0, lambda: torch.zeros(()))
+            for weight in structure.weights:  # before anything is converted
+                step.update_of(weight)
+        formats = None if self._given is not None else formats_of(config.policy, config.formats, config.pins)
+        context = StepContext(seed=config.seed, backend=select_backend(config.gemm, formats).backend)
         context.bf16_eval = config.eval == "bf16"
-        self._static = _static_map(config, structure)
-        self.registry: LinearRegistry = convert_linears(structure.blocks, context)
+        self.registry: LinearRegistry = convert_linears(structure.linears, context)
         self.table: StatisticsTable | None = None
-        self._probe = PlainProbe(
-            model, structure, self.registry, optimizer, config, microbatches, with_drift=with_drift
+        self._probes = ProbeRunner(host, self.registry, config, weighs_updates=weighs_updates)
+        self._control(None)
+
+    def _control(self, restored: ControllerState | None) -> None:
+        """Make the controller, and put the map in force with which it begins."""
+        config, registry = self._config, self.registry
+        coordinator = RankZeroCoordinator(
+            config, self._request, self._rows, self._given, None, solver=SolverInProcess()
         )
-        self._steps = 0
-        if self._static is not None:
-            self.registry.adopt(self._static)
+        channel, report = MapChannel(registry.names, self._device), StepReport(self._device)
+        flops = {row.name: row.flops for row in self._rows}
+        self._controller = Controller(config, registry, channel, report, flops, coordinator, Sinks(), 0.0, restored)
+        saved = None if restored is None else restored.precision_map
+        first = coordinator.initial_map(self._steps).precision_map or saved
+        if first is not None:
+            registry.adopt(first)
 
     @property
     def map(self) -> PrecisionMap:
-        """The precision map in force."""
+        """The precision map in force; bf16 before the first update."""
         return self.registry.current
 
-    def step(self, loss: Callable[[], torch.Tensor]) -> bool:
+    def step(self, loss: Loss) -> bool:
         """Begin a training step. Call this before the forward of the step's first batch.
 
         If an update is due, the passes of a probe run on the loss, the solver chooses a map, and the map is adopted.
-        Weights, optimizer, gradients, buffers and random states stay as they were. If a statistic is NaN or infinite,
-        or no gradient reaches the linears, the update is dropped.
+        Weights, optimizer, gradients, buffers and random states stay as they were. An update is dropped, with a line,
+        if a statistic is not finite, if no gradient reaches the linears, or if no map meets the budget.
 
         Args:
-            loss: Returns the mean token loss of the step's first batch. It is called up to three times in an update,
+            loss: returns the mean token loss of the step's first batch. It is called up to three times in an update,
                 otherwise not at all, and must compute the same each time: read the batch before, not inside.
 
         Returns:
             Whether a new map was adopted.
 
         Raises:
-            SnipError: If the loss does not run the model's blocks once each, or the budget cannot be met.
+            SnipError: the loss does not run the model's blocks once each.
         """
-        step = self._steps
-        self._steps += 1
-        adopted = self._config.is_update_step(step) and self._update(loss, step)
-        self.registry.start_step(step)
-        return adopted
 
-    def _update(self, loss: Callable[[], torch.Tensor], step: int) -> bool:
-        self.table = self._probe.run(loss, step)
-        if broken := self.table.non_finite():
-            logger.warning("snip: step %d: the update is dropped, %s is not finite", step, broken[0])
-            return False
-        if not self.table.linear["g2"].any():  # every option would score zero
-            logger.warning("snip: step %d: the update is dropped, no gradient reaches the linears", step)
-            return False
-        problem, _ = build_problem(self.table, self._request)
-        solution = solve(
-            problem,
-            deterministic_time=self._request.deterministic_time,
-            seed=self._request.seed % 2**31,
-            hint=self.map.choices or None,
-            change_penalty=change_penalty(problem, self._request),
-        )
-        if solution.status == "infeasible":
-            raise SnipError(f"no map meets budget {self._config.budget}: {solution.fault}")
-        self.registry.adopt(solution.to_precision_map(self.map.version + 1))
-        logger.info("snip: step %d adopts map %d, fp4 share %.3f", step, self.map.version, solution.achieved or 0.0)
-        return True
+        def probe(clip: float) -> ProbeResult:
+            result = self._probes.run(self._step_of(step, loss), clip)
+            self.table = result.table
+            return result
+
+        step, before = self._steps, self.map
+        self._steps += 1
+        self._controller.before_step(step, probe)
+        self._controller.decide_now(step)
+        self._controller.after_step(step, None, None)
+        return self.map is not before
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the map, to be saved beside the model's and the optimizer's state."""
-        return {"steps": self._steps, "map": self.map.to_json()}
+        """Return the step and SNIP's state, to be saved beside the model's and the optimizer's state."""
+        return {"steps": self._steps, "state": self._controller.state_to_save().decode()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`. A map that the options fix replaces the one of the state.
 
         Raises SnipError if it is not such a state, or its map is not one of this model. Nothing has changed then.
         """
-        steps, text = (state.get(name) if isinstance(state, Mapping) else None for name in ("steps", "map"))
+        steps, text = (state.get(name) if isinstance(state, Mapping) else None for name in ("steps", "state"))
         if type(steps) is not int or steps < 0 or not isinstance(text, str):
             raise SnipError("SNIP's state: this is not what state_dict() returned; give that of the checkpoint")
-        if self._static is None:
-            found = PrecisionMap.from_json(text, where="SNIP's state")
-            if found.choices:
-                check_map_fits(found, self.registry.names, "SNIP's state")
-            self.registry.adopt(found)
+        restored = ControllerState.from_bytes(text.encode())
+        if restored.precision_map is not None:
+            check_map_fits(restored.precision_map, self.registry.names, "SNIP's state")
         self._steps = steps
+        self._control(restored)
 
 
 # -- configuration -------------------------------------------------------------------------------------------------
@@ -244,26 +243,17 @@ def _request(config: SnipConfig) -> SolveRequest:
     )
 
 
-def _formats(config: SnipConfig) -> frozenset[Format] | None:
-    if config.policy not in FIXED and config.map is not None:
-        return None
-    return formats_of(config.policy, config.formats, config.pins)
-
-
 def _rows(structure: Structure) -> tuple[LinearRow, ...]:
-    modules = [module for block in structure.blocks for module in block.linears]
+    modules = [module for linears in structure.linears for module in linears]
     names = decoder_linear_names(len(structure.blocks))
     return tuple(LinearRow(name, 0, m.out_features, m.in_features) for name, m in zip(names, modules, strict=True))
 
 
-def _static_map(config: SnipConfig, structure: Structure) -> PrecisionMap | None:
-    names = [row.name for row in _rows(structure)]
-    if config.map is not None:
-        try:
-            text = Path(config.map).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SnipError(f"map={config.map}: cannot be read ({error})") from None
-        found = PrecisionMap.from_json(text, where=config.map)
-        check_map_fits(found, names, config.map)
-        return found
-    return fixed_map(config.policy, names, config.pins, config.formats)
+def _read_map(path: str, names: Sequence[str]) -> PrecisionMap:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnipError(f"map={path}: cannot be read ({error})") from None
+    found = PrecisionMap.from_json(text, where=path)
+    check_map_fits(found, names, path)
+    return found

@@ -120,6 +120,12 @@ class Controller:
         self._updates.start_if_due(range(self._next_step, step + 1), probe)
         self._registry.start_step(step)
 
+    def decide_now(self, step: int) -> None:
+        """Adopt the map of the update that began before ``step``, without a lag, if rank 0 has it."""
+        if self.state.pending is not None:
+            self._decide(step, self.state.pending)
+            self._registry.start_step(step)
+
     def after_step(
         self,
         step: int,

@@ -18,6 +18,7 @@ from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.adoption import Decision, Verdict
 from snip_megatron.runtime.pace import Pace
 from snip_megatron.runtime.progress import Progress
+from snip_megatron.runtime.protocols import Solver
 from snip_megatron.runtime.settling import Settled, Settling
 from snip_megatron.runtime.sidecar import SidecarClient, SidecarResult, SolveJob
 from snip_megatron.runtime.step_report import StepFigures
@@ -73,6 +74,7 @@ class RankZeroCoordinator:
         pace: compares step times under maps with those in bf16; None if that means nothing.
         finished: called with the path of the run directory after its last record.
         unjudged: why there is no ``pace``, in the words of the line that the run prints at Megatron's log interval.
+        solver: what solves updates; None for the sidecar.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class RankZeroCoordinator:
         pace: Pace | None = None,
         finished: Callable[[Path], None] | None = None,
         unjudged: str = "emulated",
+        solver: Solver | None = None,
     ) -> None:
         self._config = config
         self._request = request
@@ -104,10 +107,10 @@ class RankZeroCoordinator:
         self._submitted: dict[int, int] = {}
         self._in_force: PrecisionMap | None = None
         self._speedups: list[tuple[int, float | None]] = []  # (step of adoption, predicted speedup), ascending
-        self._sidecar: SidecarClient | None = None
+        self._sidecar: Solver | None = None
         self._restarts = 0
         if config.updates:
-            self._sidecar = SidecarClient(deadline_s=config.deadline)
+            self._sidecar = SidecarClient(deadline_s=config.deadline) if solver is None else solver
             self._sidecar.start()
 
     # -- updates -----------------------------------------------------------------------------------------------
@@ -158,6 +161,7 @@ class RankZeroCoordinator:
 
     def decision(self, step: int, version: int) -> Decision:
         """Return the decision about an update. Waits for it for at most ``--snip-wait`` seconds."""
+        self.pump(step)
         until = time.monotonic() + self._config.wait
         while version not in self._decisions and time.monotonic() < until:
             time.sleep(_POLL_S)

@@ -111,7 +111,7 @@ class StepReport:
             values[_STEP_S:_SUM] = torch.tensor(known, dtype=torch.float64)
         if gradients is not None:
             values = torch.cat([values, gradients.to(values.device)])
-        handle = dist.all_reduce(values, group=self._group, async_op=True)
+        handle: Any = dist.all_reduce(values, group=self._group, async_op=True) if dist.is_initialized() else _Alone()
         host, landed = (values, handle) if self._stream is None else self._to_host(values, handle, self._stream)
         self._flight = _Flight(step, values, host, landed, grad_norm)
         return arrived
@@ -162,6 +162,13 @@ def _account(sums: list[float]) -> dict[str, float]:
     if not sums[0] > 0:
         return {}
     return {name: value for name, value in zip(_ACCOUNT, sums, strict=True) if math.isfinite(value)}
+
+
+class _Alone:
+    """The handle of a collective of one process without process groups."""
+
+    def wait(self) -> None:
+        """Nothing is outstanding."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,33 @@ if TYPE_CHECKING:
     from snip_megatron.solver.phased.solution import PhasedSolution
 
 
+class SolverInProcess:
+    """Takes the place of a :class:`SidecarClient`. A job is solved in this process, when it is submitted."""
+
+    restarts = 0
+    last_error: str | None = None
+
+    def __init__(self) -> None:
+        self._results: list[SidecarResult] = []
+
+    def start(self) -> None:
+        """Nothing is to be started."""
+
+    def submit(self, job: SolveJob) -> None:
+        """Solve a job. :meth:`poll` returns its result."""
+        started = time.perf_counter()
+        result = solve_job(job)
+        latency = time.perf_counter() - started
+        self._results.append(dataclasses.replace(result, version=job.request.version, latency_s=latency))
+
+    def poll(self) -> SidecarResult | None:
+        """Return the oldest result that has not been returned, or None."""
+        return self._results.pop(0) if self._results else None
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+
 def solve_job(job: SolveJob) -> SidecarResult:
     """Solve an update."""
     return _solve_map(job) if job.request.phases is None else _solve_plan(job)

@@ -15,7 +15,6 @@ from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.layers.context import StepContext
 from snip_megatron.plain.linear import convert_linears
-from snip_megatron.plain.structure import Block
 from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import quantize_exact
 
@@ -25,9 +24,8 @@ def linear() -> Any:
     """A linear in fp8 by a backend that keeps the quantised weight and not the weight itself."""
     torch.manual_seed(0)
     linears = tuple(nn.Linear(128, 128, bias=False) for _ in range(4))
-    block = Block(nn.Module(), linears, (nn.Module(), nn.Module()))
     context = StepContext(backend=EmulatedBackend(quantize_exact, ExactProducts()))
-    for handle in convert_linears((block,), context):
+    for handle in convert_linears((linears,), context):
         handle.formats = (Format.FP8,) * 3
     return linears[0]
 
