@@ -47,7 +47,6 @@ from snip_megatron.runtime.adoption import MapChannel
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.host import Host
-from snip_megatron.runtime.pace import Pace
 from snip_megatron.runtime.probing.gradient_norms import GradientNorms
 from snip_megatron.runtime.probing.probe import ProbeResult, ProbeRunner
 from snip_megatron.runtime.protocols import Unmeasured
@@ -379,10 +378,10 @@ class SnipRun:
             self._undo_evaluation.callback(self._traffic.install())
         tokens = args.global_batch_size * args.seq_length
         emulated = backend in EMULATIONS
-        pace = None if emulated or compat.batch_size_ramp(args) is not None else Pace()
+        ramps = compat.batch_size_ramp(args) is not None
         return RankZeroCoordinator(
-            config, request, linears, static_map, run, tokens, pace, finish,
-            unjudged="emulated" if emulated else "batch size grows",
+            config, request, linears, static_map, run, tokens, finish,
+            unjudged="emulated" if emulated else "batch size grows" if ramps else None,
         )  # fmt: skip
 
 

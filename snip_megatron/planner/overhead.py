@@ -23,7 +23,7 @@ ASSUMPTIONS = (
 
 _FLOAT64, _FLOAT32 = 8, 4
 _LAYOUT_COLUMNS = 3  # stage, n, k
-_META_BYTES = 4096  # the map's figures as padded JSON
+_FIGURES_BYTES = 400  # the map's figures as JSON, about
 _STEP_FIGURES = 2  # one small collective a step carries the loss and the number of ranks that have it
 
 
@@ -102,7 +102,7 @@ def overhead(
         gathered=_gathered(layout, probes, formats, linears) * _FLOAT64,
         column_bytes=columns * _FLOAT64 if several else 0,
         gradient_bytes=reduced,
-        broadcast=1 + 3 * linears + _META_BYTES,
+        broadcast=3 * linears + _FIGURES_BYTES,
         per_step=_STEP_FIGURES * _FLOAT64,
         passes=len(made),
         microbatches=sum(call.microbatches for call in made),

@@ -19,8 +19,7 @@ from snip_megatron.gemm import EMULATIONS
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
 from snip_megatron.records.run_data import Adoption, RunData, number
 from snip_megatron.reporting.phases_of_run import RunPhase, differences, remaining_phases
-from snip_megatron.runtime.account import Account, Stretch
-from snip_megatron.runtime.pace import STEPS, TOLERANCE, is_quantised
+from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, is_quantised
 from snip_megatron.sensitivity.times import OptionTimes
 
 SCHEMA = "snip.worth/1"

@@ -17,9 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snip_megatron.errors import is_finite
-from snip_megatron.precision import PrecisionMap
-from snip_megatron.runtime.pace import SETTLING, STEPS, is_quantised
+from snip_megatron.precision import Format, PrecisionMap
 
+SETTLING = 3
+"""Steps ignored after a start and after an adoption, because they compile and allocate."""
+STEPS = 16
+"""Minimum number of steps for a median."""
+TOLERANCE = 1.03
+"""Factor within which two medians count as equal. On an idle machine they are repeatable within 2 %."""
 KEPT = 256
 """Number of the last usual steps over which a median is taken."""
 COSTS = (
@@ -36,7 +41,7 @@ class Stretch:
         begin, end: the first step, and the step after the last.
         version: the map's version; None before the first map.
         quantised: whether any GEMM of the map is not in bf16.
-        step_s: median seconds of a usual step; None with fewer than ``pace.STEPS`` of them.
+        step_s: median seconds of a usual step; None with fewer than :data:`STEPS` of them.
         bf16_s: the same in bf16, on the same machine.
     """
 
@@ -63,6 +68,33 @@ class Stretch:
         if not self.quantised:
             return 0.0
         return self.steps * (self.bf16_s - self.step_s) if self.step_s and self.bf16_s else None
+
+
+@dataclass(frozen=True)
+class Slower:
+    """The finding that steps under a map take longer than in bf16.
+
+    Attributes:
+        version: the map's version.
+        bf16_s: median seconds of a step in bf16.
+        map_s: median seconds of a step under the map.
+    """
+
+    version: int
+    bf16_s: float
+    map_s: float
+
+    @property
+    def ratio(self) -> float:
+        """The step time under the map divided by that in bf16."""
+        return self.map_s / self.bf16_s
+
+    def __str__(self) -> str:
+        return (
+            f"steps take {self.ratio:.2f} of what they took in bf16 (medians: {self.map_s * 1e3:.1f} ms,"
+            f" {self.bf16_s * 1e3:.1f} ms) under map {self.version}. If the GPU waits for its host, larger microbatches"
+            " or fewer tensor parallel ranks help; else ask for what pays: --snip-budget speedup=X, snip plan"
+        )
 
 
 @dataclass
@@ -92,6 +124,7 @@ class Account:
         self._bf16: deque[float] = deque(maxlen=KEPT)
         self._settling = SETTLING
         self._next = 0
+        self._judged: int | None = None  # first step of the last stretch that slower() has judged
 
     def adopted(self, step: int, version: int | None, quantised: bool) -> None:
         """Note that a map is in force from ``step`` on."""
@@ -183,6 +216,15 @@ class Account:
         """Return the stretch in progress; None before the first step."""
         return self._stretch(len(self._open) - 1) if self._open else None
 
+    def slower(self) -> Slower | None:
+        """Return the finding about the map in force, once, as soon as there are enough steps under it and in bf16."""
+        now = self.now()
+        if now is None or now.begin == self._judged or not (now.quantised and now.step_s and now.bf16_s):
+            return None
+        self._judged = now.begin
+        found = Slower(now.version or 0, now.bf16_s, now.step_s)
+        return found if found.ratio > TOLERANCE else None
+
     def stretches(self) -> list[Stretch]:
         """Return all stretches with at least one step, in the order of time."""
         own = (self._stretch(i) for i in range(len(self._open)))
@@ -215,6 +257,11 @@ class Account:
 
 def _median(seconds: Sequence[float] | deque[float]) -> float | None:
     return statistics.median(seconds) if len(seconds) >= STEPS else None
+
+
+def is_quantised(precision_map: PrecisionMap) -> bool:
+    """Return whether any GEMM of the map is not in bf16."""
+    return any(fmt is not Format.BF16 for fmt in precision_map.choices.values())
 
 
 def duration(seconds: float) -> str:

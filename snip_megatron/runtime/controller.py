@@ -227,7 +227,8 @@ class Controller:
                 print(f"snip: {moved}", flush=True)
         fixed = self._plans.fixed_plan(step)
         if fixed is not None:
-            self._take_plan(step, self._channel.agree_plan(fixed if self._coordinator is not None else None))
+            own = Decision(Verdict.MAP, plan=fixed) if self._coordinator is not None else None
+            self._take_plan(step, self._channel.agree(own).plan)
 
     def _take_goal(self, step: int) -> None:
         """Take the goal of this run. If the checkpoint's was another, say how long its maps go on.
@@ -256,7 +257,8 @@ class Controller:
         if self._guard is not None:
             self._guard.adopted(step)
 
-    def _take_plan(self, step: int, plan: PrecisionPlan) -> None:
+    def _take_plan(self, step: int, plan: PrecisionPlan | None) -> None:
+        assert plan is not None
         self._plans.take(plan, step)
         if self._coordinator is not None and self._plans.plan is not None:
             self._coordinator.planned(step, self._plans.plan)
@@ -269,7 +271,6 @@ class Controller:
     def _decide(self, step: int, pending: Pending) -> None:
         """Adopt the pending update's map if rank 0 has it. Otherwise postpone the decision by another lag."""
         started = time.perf_counter()
-        own: Decision | None = None
         again = pending.due > pending.step + self._config.lag
         if again and not self._answered and not self._config.wait:
             decision = Decision(Verdict.NOT_READY)  # all ranks know this from the step's figures: no broadcast needed
@@ -284,13 +285,12 @@ class Controller:
         if decision.precision_map is None:
             self._event(step, "kept", version=pending.version, wait_s=since(started))
             return
-        plan = self._channel.agree_plan(own.plan if own is not None else None) if pending.phases is not None else None
         refusal = self._guard.refuses(decision.precision_map) if self._guard is not None else None
         if refusal is not None:
             self._guarded(step, "refused", pending.version, refusal, wait_s=since(started))
             return
-        if plan is not None:
-            self._take_plan(step, plan)
+        if decision.plan is not None and pending.phases is not None:
+            self._take_plan(step, decision.plan)
             decision = Decision(Verdict.MAP, self._plans.enter(step))
         self._adopt(step, decision, started)
         self._updates.restart_trigger(step)

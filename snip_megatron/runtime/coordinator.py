@@ -16,12 +16,11 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records.readers import read_events
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.adoption import Decision, Verdict
-from snip_megatron.runtime.pace import Pace
 from snip_megatron.runtime.progress import Progress
 from snip_megatron.runtime.protocols import Solver
-from snip_megatron.runtime.settling import Settled, Settling
 from snip_megatron.runtime.sidecar import SidecarClient, SidecarResult, SolveJob
 from snip_megatron.runtime.step_report import StepFigures
+from snip_megatron.runtime.transition_overhead import TransitionCost, TransitionOverhead
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.policies import fixed_map
 from snip_megatron.sensitivity.request import SolveRequest
@@ -71,9 +70,9 @@ class RankZeroCoordinator:
         static_map: the checked map of ``--snip-map``; None without.
         run: the run directory; None if the run keeps none.
         tokens_per_step: the tokens of a step to which ``request`` refers; None if its FLOPs do not depend on them.
-        pace: compares step times under maps with those in bf16; None if that means nothing.
         finished: called with the path of the run directory after its last record.
-        unjudged: why there is no ``pace``, in the words of the line that the run prints at Megatron's log interval.
+        unjudged: why step times under maps are not compared with those in bf16, in the words of the line that the run
+            prints at Megatron's log interval; None if they are.
         solver: what solves updates; None for the sidecar.
     """
 
@@ -85,9 +84,8 @@ class RankZeroCoordinator:
         static_map: PrecisionMap | None,
         run: RunDirectory | None,
         tokens_per_step: int | None = None,
-        pace: Pace | None = None,
         finished: Callable[[Path], None] | None = None,
-        unjudged: str = "emulated",
+        unjudged: str | None = "emulated",
         solver: Solver | None = None,
     ) -> None:
         self._config = config
@@ -97,9 +95,8 @@ class RankZeroCoordinator:
         self._flops = {row.name: row.flops for row in linears}
         self._static_map = static_map
         self._run = run
-        self._pace = pace
-        self._settling = None if pace is None else Settling()
-        self.progress = Progress(None if run is None else run.path, unjudged=unjudged if pace is None else None)
+        self._transitions = TransitionOverhead() if unjudged is None else None
+        self.progress = Progress(None if run is None else run.path, unjudged=unjudged)
         self._finished = finished
         # All maps are read now, because a file that is gone later would end training in the middle.
         self._replay = {} if config.replay is None else replayed_maps(config.replay)
@@ -124,7 +121,7 @@ class RankZeroCoordinator:
         rows = (dataclasses.replace(row, stage=stages.get(row.name, row.stage)) for row in table.linears)
         table = dataclasses.replace(table, linears=tuple(rows))
         self._submitted[version] = step
-        self._settle("update", step, version)
+        self._changes("update", step, version)
         if self._run is not None:
             self._run.write_statistics(step, table)
         request = dataclasses.replace(self._request, version=version, phases=phases)
@@ -262,13 +259,13 @@ class RankZeroCoordinator:
         if self._run is not None:
             self._run.event(step, kind, **fields)
 
-    def _settle(self, of: str, step: int, version: int) -> None:
-        if self._settling is not None:
-            self._say_settled(step, self._settling.begin(of, step, version))
+    def _changes(self, of: str, step: int, version: int) -> None:
+        if self._transitions is not None:
+            self._record_cost(step, self._transitions.begin(of, step, version))
 
-    def _say_settled(self, step: int, settled: Settled | None) -> None:
-        if settled is not None:
-            self.event(step, "settled", **dataclasses.asdict(settled))
+    def _record_cost(self, step: int, cost: TransitionCost | None) -> None:
+        if cost is not None:
+            self.event(step, "settled", **dataclasses.asdict(cost))
 
     def step_took(self, step: int, seconds: float, wire_bytes: Mapping[str, int] | None = None) -> None:
         """Note the duration of a training step, which the next events record, and the bytes that this rank sent in it.
@@ -276,13 +273,12 @@ class RankZeroCoordinator:
         Prints and records a warning, once for each map, if the map makes steps longer.
         """
         seconds = round(seconds, 6)
-        self.progress.step(step, seconds)
+        slower = self.progress.step(step, seconds)
         self.progress.sent(step, wire_bytes or {})
         if self._run is not None:
             self._run.step_s = seconds
-        if self._settling is not None:
-            self._say_settled(step, self._settling.step(seconds))
-        slower = None if self._pace is None else self._pace.step(seconds)
+        if self._transitions is not None:
+            self._record_cost(step, self._transitions.step(seconds))
         if slower is not None:
             self.event(step, "slower", **dataclasses.asdict(slower), ratio=slower.ratio)
             print(f"snip: {slower}", flush=True)
@@ -306,9 +302,7 @@ class RankZeroCoordinator:
         """Record the adopted map. The next update's solve starts from it."""
         self._in_force = precision_map
         self.progress.adopted(step, precision_map)
-        if self._pace is not None:
-            self._pace.adopted(precision_map)
-        self._settle("adopt", step, precision_map.version)
+        self._changes("adopt", step, precision_map.version)
         self._speedups.append((step, precision_map.speedup))
         if self._run is not None:
             self._run.write_map(step, precision_map)

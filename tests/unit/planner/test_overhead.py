@@ -8,7 +8,7 @@ import pytest
 
 from snip_megatron.planner.overhead import overhead, table_entries
 from snip_megatron.planner.probes import Probes, probe_microbatches
-from snip_megatron.precision import LINEAR_KINDS, LinearId
+from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
 from snip_megatron.timing.shapes import ALL_BF16
 
 from .formula import SMALL, layout, step_model, with_blocks
@@ -42,9 +42,11 @@ def test_the_broadcast_is_the_channels() -> None:
     chosen = layout("70b", tp=8, pp=8)
     names = [str(LinearId(layer, kind)) for layer in range(80) for kind in LINEAR_KINDS]
     channel = adoption.MapChannel(names, torch.device("cpu"))
-    message = channel._encode(adoption.Decision(adoption.Verdict.NOT_READY))
+    stages = {str(stage): 0.751234 for stage in range(8)}
+    found = PrecisionMap.uniform(names, Format.FP4, status="optimal", objective=1.5e-3, achieved_per_stage=stages)
+    message = channel._encode(adoption.Decision(adoption.Verdict.MAP, found))
     step = step_model(chosen).step(lambda block, kind: ALL_BF16)
-    assert overhead(chosen, Probes(), FORMATS, step, step).broadcast == len(message)
+    assert overhead(chosen, Probes(), FORMATS, step, step).broadcast == pytest.approx(len(message), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from snip_megatron.records.readers import read_events, read_maps, read_metrics
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.account import Account, duration
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.pace import Pace
 from snip_megatron.runtime.progress import progress_line
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.request import SolveRequest
@@ -119,7 +118,7 @@ def test_durations() -> None:
 def a_job(path: Path, resume_step: int | None, device: str = "one", **config: Any) -> RankZeroCoordinator:
     run = RunDirectory(path, {}, overwrite=False, resume_step=resume_step, facts={"device": device})
     settings = SnipConfig(enabled=True, policy="bf16", **config)
-    return RankZeroCoordinator(settings, SolveRequest(), (), None, run, pace=Pace())
+    return RankZeroCoordinator(settings, SolveRequest(), (), None, run, unjudged=None)
 
 
 def train(job: RankZeroCoordinator, first: int, last: int, seconds: float) -> None:

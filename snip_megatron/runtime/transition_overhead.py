@@ -17,7 +17,7 @@ _KEPT = 16
 
 
 @dataclass(frozen=True)
-class Settled:
+class TransitionCost:
     """The cost of an update or an adoption in the steps after it.
 
     Attributes:
@@ -43,14 +43,14 @@ class _Open:
     seconds: list[float] = field(default_factory=list)
 
 
-class Settling:
+class TransitionOverhead:
     """Observes the times of steps, one after the other."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=_KEPT)
         self._open: _Open | None = None
 
-    def begin(self, of: str, step: int, version: int) -> Settled | None:
+    def begin(self, of: str, step: int, version: int) -> TransitionCost | None:
         """Note that an update or an adoption precedes ``step``.
 
         Returns the cost of the one before, as far as it is known.
@@ -60,7 +60,7 @@ class Settling:
             self._open = _Open(of, step, version)
         return before
 
-    def step(self, seconds: float) -> Settled | None:
+    def step(self, seconds: float) -> TransitionCost | None:
         """Note the time of a step. Returns the cost of the last update or adoption once, when it is complete."""
         if self._open is None:
             self._usual.append(seconds)
@@ -69,7 +69,7 @@ class Settling:
         wanted = AFTER if self._open.of == "update" else AFTER + _COMPARED
         return self._close() if len(self._open.seconds) == wanted else None
 
-    def _close(self) -> Settled | None:
+    def _close(self) -> TransitionCost | None:
         found, self._open = self._open, None
         if found is None:
             return None
@@ -80,4 +80,4 @@ class Settling:
         if not first or not self._usual:
             return None
         longer = sum(first) - len(first) * statistics.median(self._usual)
-        return Settled(found.of, found.step, found.version, len(first), round(max(0.0, longer), 6))
+        return TransitionCost(found.of, found.step, found.version, len(first), round(max(0.0, longer), 6))
