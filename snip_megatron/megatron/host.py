@@ -183,7 +183,7 @@ class MegatronStep:
         :meth:`run` restores the state of expert routers and the attention logits after every pass.
         """
         call = self.call
-        self._rng = compat.rng_state()
+        self._rng, self._passes = compat.rng_state(), 0
         try:
             with (
                 compat.rerun_disabled(),
@@ -200,11 +200,15 @@ class MegatronStep:
 
     def run(self, microbatches: int) -> None:
         """Run forward and backward of the first microbatches of the step, as :class:`HostStep` says."""
-        compat.set_rng_state(self._rng)  # dropout draws the same masks in every pass
+        self.rewind()
+        self.schedule(range(microbatches))
+
+    def rewind(self) -> None:
+        """Let the next pass draw the random numbers, and send tokens to the experts, of the first pass."""
+        compat.set_rng_state(self._rng)
         if self._routing is not None:
             self._routing.start(first=self._passes == 0)
         self._passes += 1
-        self.schedule(range(microbatches))
 
     def schedule(self, microbatches: Sequence[int], forward_step_func: Callable[..., Any] | None = None) -> None:
         """Run Megatron's schedule, forward and backward, into zeroed gradients.

@@ -20,8 +20,8 @@ from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Guard
-from snip_megatron.runtime.plan_keeper import PlanKeeper
 from snip_megatron.runtime.protocols import Probe, Sink, Unmeasured
+from snip_megatron.runtime.schedule_state import ScheduleState
 from snip_megatron.runtime.state import ControllerState, Pending
 from snip_megatron.runtime.step_report import StepFigures, StepReport
 from snip_megatron.runtime.timeline import Timeline
@@ -81,7 +81,7 @@ class Controller:
         self._answered = False  # whether rank 0 has the pending update's outcome, according to the latest figures
         self._restored = restored
         self.state = ControllerState() if restored is None else restored
-        self._plans = PlanKeeper(self.state, timeline, self._share)
+        self._schedule = ScheduleState(self.state, timeline, self._share)
         self._guard = Guard(config.guard) if config.updates else None  # maps that the user fixed are never taken back
         if self._guard is not None:
             if self.state.guard is not None:
@@ -92,7 +92,7 @@ class Controller:
         if self._trigger is not None and self.state.trigger is not None:
             self._trigger.restore(self.state.trigger, "SNIP state in the checkpoint")
         self._updates = Updates(
-            config, self.state, self._plans, registry, coordinator, self._trigger, self._event, clip_grad
+            config, self.state, self._schedule, registry, coordinator, self._trigger, self._event, clip_grad
         )
 
     # -- step boundary -----------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Controller:
         pending = self.state.pending
         if pending is not None and step >= pending.due:
             self._decide(step, pending)
-        if self._plans.due(step):
+        if self._schedule.due(step):
             self._next_phase(step)
         self._updates.start_if_due(range(self._next_step, step + 1), probe)
         self._registry.start_step(step)
@@ -146,7 +146,7 @@ class Controller:
         self._registry.end_step()
         self.state.grad_norm = grad_norm
         self._fractions[step] = self._fraction
-        self._plans.ran(self._registry.current, self._fraction)
+        self._schedule.ran(self._registry.current, self._fraction)
         looks = gradients is not None and self._trigger is not None and self._trigger.looks_at(step)
         pending = self.state.pending
         answered = pending is not None and self._coordinator is not None and self._coordinator.answered(pending.version)
@@ -203,7 +203,7 @@ class Controller:
         self._begin_plan(step)
         if decision.verdict is Verdict.MAP:  # a map given by the configuration replaces that of the checkpoint
             self._adopt(step, decision)
-        elif self._plans.changes(step, restored, self._registry.names):
+        elif self._schedule.changes(step, restored, self._registry.names):
             self._next_phase(step)
         elif restored is not None:
             self._adopt(step, self._offered(restored))
@@ -220,12 +220,12 @@ class Controller:
 
     def _begin_plan(self, step: int) -> None:
         """Restore the account and the plan of the run, or make the plan of a policy that needs no statistics."""
-        moved = self._plans.begin(step)
+        moved = self._schedule.begin(step)
         if moved is not None:
             self._event(step, "plan_moved", **moved.fields())
             if self._coordinator is not None:
                 print(f"snip: {moved}", flush=True)
-        fixed = self._plans.fixed_plan(step)
+        fixed = self._schedule.fixed_plan(step)
         if fixed is not None:
             own = Decision(Verdict.MAP, plan=fixed) if self._coordinator is not None else None
             self._take_plan(step, self._channel.agree(own).plan)
@@ -241,7 +241,7 @@ class Controller:
         if not changed or not self._config.updates:
             return
         if state.pending is not None:
-            state.pending.phases = self._plans.request(step, state.pending.due, self._registry.current)
+            state.pending.phases = self._schedule.request(step, state.pending.due, self._registry.current)
         if self._coordinator is not None and state.precision_map is not None:
             what = "map" if state.plan is None else "plan"
             ends = self._updates.until(step)
@@ -250,8 +250,8 @@ class Controller:
     def _next_phase(self, step: int) -> None:
         """Adopt the map of the phase that ``step`` lies in."""
         started = time.perf_counter()
-        decision = self._offered(self._plans.enter(step))
-        self._event(step, "phase", **self._plans.figures(step))
+        decision = self._offered(self._schedule.enter(step))
+        self._event(step, "phase", **self._schedule.figures(step))
         self._adopt(step, decision, started)
         self._updates.restart_trigger(step)
         if self._guard is not None:
@@ -259,10 +259,10 @@ class Controller:
 
     def _take_plan(self, step: int, plan: PrecisionPlan | None) -> None:
         assert plan is not None
-        self._plans.take(plan, step)
-        if self._coordinator is not None and self._plans.plan is not None:
-            self._coordinator.planned(step, self._plans.plan)
-        self._event(step, "plan", **self._plans.figures(step))
+        self._schedule.take(plan, step)
+        if self._coordinator is not None and self._schedule.plan is not None:
+            self._coordinator.planned(step, self._schedule.plan)
+        self._event(step, "plan", **self._schedule.figures(step))
 
     def _offered(self, precision_map: PrecisionMap) -> Decision:
         """Agree on a map that all ranks know already."""
@@ -291,7 +291,7 @@ class Controller:
             return
         if decision.plan is not None and pending.phases is not None:
             self._take_plan(step, decision.plan)
-            decision = Decision(Verdict.MAP, self._plans.enter(step))
+            decision = Decision(Verdict.MAP, self._schedule.enter(step))
         self._adopt(step, decision, started)
         self._updates.restart_trigger(step)
         if self._guard is not None:
@@ -307,7 +307,7 @@ class Controller:
         good = self._guard.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
         decision = self._offered(good)
         self._guard.taken_back(failed)
-        self._plans.drop()
+        self._schedule.drop()
         self._guarded(
             step,
             "taken_back",

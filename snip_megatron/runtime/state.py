@@ -12,10 +12,10 @@ from snip_megatron.config import GuardSettings
 from snip_megatron.errors import SnipError, cut, is_finite
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import PrecisionPlan
+from snip_megatron.runtime.budget_spent import BudgetSpent
 from snip_megatron.runtime.checks import count, squares
 from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, Guard
-from snip_megatron.runtime.ledger import Ledger
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.runtime.trigger import Trigger
 from snip_megatron.sensitivity.phased import PhasedRequest
@@ -30,7 +30,6 @@ class Pending:
     """An update that was submitted and is not decided yet.
 
     Attributes:
-        step: the step before which the statistics were measured.
         due: the step before which the decision is due.
         version: the version of the map that the update will give.
         table: the statistics.
@@ -57,7 +56,8 @@ class ControllerState:
         alarm: an alarm of the guard that the next step acts on.
         trigger: the trigger's state (:meth:`Trigger.as_dict`); None without one.
         in_flight: the figures of the last step, whose collective was outstanding when the checkpoint was written.
-        ledger: what the run has spent so far; None in checkpoints of versions without one.
+            options the next update measures.
+        spent: what the run has spent so far; None in checkpoints of versions without one.
         plan: the maps of the remaining phases; None for a map that stays until the next update.
         goal: the budget and the schedule of the run; None in checkpoints of versions that did not keep them.
     """
@@ -70,7 +70,7 @@ class ControllerState:
     alarm: Alarm | None = None
     trigger: dict[str, Any] | None = None
     in_flight: StepFigures | None = None
-    ledger: Ledger | None = None
+    spent: BudgetSpent | None = None
     plan: PrecisionPlan | None = None
     goal: Goal | None = None
 
@@ -96,7 +96,7 @@ class ControllerState:
             "trigger": self.trigger,
             # Without times, which would make the checkpoints of two equal runs differ.
             "in_flight": None if self.in_flight is None else asdict(replace(self.in_flight, account={})),
-            "ledger": None if self.ledger is None else self.ledger.as_dict(),
+            "ledger": None if self.spent is None else self.spent.as_dict(),
             "plan": None if self.plan is None else self.plan.as_dict(),
             "goal": None if self.goal is None else self.goal.as_dict(),
         }
@@ -125,7 +125,7 @@ class ControllerState:
             alarm=None if body.get("alarm") is None else Alarm.from_dict(body["alarm"], _WHERE),
             trigger=_trigger(body.get("trigger")),
             in_flight=_figures(body.get("in_flight")),
-            ledger=None if body.get("ledger") is None else Ledger.from_dict(body["ledger"], _WHERE),
+            spent=None if body.get("ledger") is None else BudgetSpent.from_dict(body["ledger"], _WHERE),
             plan=_plan(body.get("plan")),
             goal=None if body.get("goal") is None else Goal.from_dict(body["goal"], _WHERE),
         )

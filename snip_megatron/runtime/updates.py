@@ -10,8 +10,8 @@ from typing import Any
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.plan_keeper import PlanKeeper
 from snip_megatron.runtime.protocols import Probe, Unmeasured, probe_events
+from snip_megatron.runtime.schedule_state import ScheduleState
 from snip_megatron.runtime.state import ControllerState, Pending
 from snip_megatron.runtime.trigger import Trigger
 
@@ -22,7 +22,7 @@ class Updates:
     Args:
         config: the run's configuration.
         state: the controller's state, which holds the pending update.
-        plans: what an update of a run with phases plans from.
+        schedule: what an update of a run with phases plans from.
         registry: this rank's linears.
         coordinator: the work of rank 0; None on other ranks.
         trigger: starts updates early; None without one.
@@ -34,7 +34,7 @@ class Updates:
         self,
         config: SnipConfig,
         state: ControllerState,
-        plans: PlanKeeper,
+        schedule: ScheduleState,
         registry: LinearRegistry,
         coordinator: RankZeroCoordinator | None,
         trigger: Trigger | None,
@@ -43,7 +43,7 @@ class Updates:
     ) -> None:
         self._config = config
         self._state = state
-        self._plans = plans
+        self._schedule = schedule
         self._registry = registry
         self._coordinator = coordinator
         self._trigger = trigger
@@ -69,7 +69,7 @@ class Updates:
             begins, due = pending.step, pending.due
         else:
             found = config.next_update(step)
-            if found is None or (self._plans.last is not None and found + config.lag >= self._plans.last):
+            if found is None or (self._schedule.last is not None and found + config.lag >= self._schedule.last):
                 return "until the trigger starts an update" if config.trigger > 0 else "until training ends"
             begins, due = found, found + config.lag
         return f"until step {due}, where that of the update at step {begins} takes over"
@@ -94,8 +94,8 @@ class Updates:
             return
         self.restart_trigger(step)
         due = step + self._config.lag
-        phases = self._plans.request(step, due, self._registry.current)
-        if phases is None and self._plans.solves:
+        phases = self._schedule.request(step, due, self._registry.current)
+        if phases is None and self._schedule.solves:
             self._event(step, "skipped", reason="training ends before its plan would come into force")
             return
         started = time.perf_counter()

@@ -33,10 +33,10 @@ from snip_megatron.records.readers import read_config, read_events, read_maps, r
 from snip_megatron.records.replay import find_stored
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.runtime.budget_spent import BudgetSpent
 from snip_megatron.runtime.coordinator import replay_schedule
 from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, Guard
-from snip_megatron.runtime.ledger import Ledger
 from snip_megatron.runtime.state import ControllerState, Pending
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.problem import build_problem
@@ -203,7 +203,7 @@ def state() -> bytes:
         alarm=Alarm(7, "spike", 9.0, 4.0),
         trigger={"since": 3, "looks": 4, "average": [1.0], "reference": [1.0]},
         in_flight=StepFigures(6, 3.0, 0.5, gradients=(1.0,), answered=True),
-        ledger=Ledger(0, steps=7, shares=3.5, times=6.0, last=20),
+        spent=BudgetSpent(0, steps=7, shares=3.5, times=6.0, last=20),
         plan=PLAN,
         goal=Goal("fp4=0.9", SCHEDULE.to_json()),
     ).to_bytes()

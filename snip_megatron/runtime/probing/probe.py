@@ -37,14 +37,19 @@ class ProbeResult:
     Attributes:
         table: the statistics, equal on all ranks.
         seconds: kind of pass, or ``reduction`` → its seconds on this rank.
-        tokens: tokens of the probe over all ranks.
+        scale: scales of the gradient, and the tokens of the probe over all ranks.
         passes: kind of pass → microbatches that went through it on each rank.
     """
 
     table: StatisticsTable
     seconds: dict[str, float]
-    tokens: int
+    scale: StepScale
     passes: dict[str, int]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the probe over all ranks."""
+        return self.scale.tokens
 
 
 class ProbeRunner:
@@ -144,7 +149,7 @@ class ProbeRunner:
             meta={"clip": clip, **seconds},
         )
         passes = {kind: microbatches for kind in seconds if kind != "reduction"}
-        return ProbeResult(finished, seconds, scale.tokens, passes)
+        return ProbeResult(finished, seconds, scale, passes)
 
     def _stream(self) -> ResidualStream:
         host, config = self._host, self._config

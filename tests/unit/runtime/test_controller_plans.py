@@ -13,7 +13,7 @@ from scripted_controller import FLOPS, LATE, Run, Script, a_map, planned, ready
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import AUTO, PlanPhase, PrecisionPlan, Schedule, SchedulePhase
-from snip_megatron.runtime.ledger import Ledger
+from snip_megatron.runtime.budget_spent import BudgetSpent
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity import SolveRequest
@@ -81,9 +81,9 @@ def test_the_lag_is_spent_under_the_maps_that_the_plan_has_for_it() -> None:
     """An update before step 8 comes into force at 12; fp4 runs until 10, then fp8."""
     script = Script({1: [planned(1, 20, at_4=FP4, at_10=FP8)], 2: [planned(2, 20, at_12=FP8)]})
     run = Run(script, timeline=phased(), update_interval=0, trigger=1.0, first_update=0)
-    run.controller.state.ledger = Ledger(0, 8, shares=4.0, times=8.0)
+    run.controller.state.spent = BudgetSpent(0, 8, shares=4.0, times=8.0)
     run.controller.state.plan = planned(1, 20, at_4=FP4, at_10=FP8).plan
-    asked = run.controller._plans.request(8, 12, a_map(FP4))
+    asked = run.controller._schedule.request(8, 12, a_map(FP4))
     assert asked is not None
     assert (asked.spent_steps, asked.spent) == (12, 0.5)
     assert (asked.begins, asked.steps) == ((12,), (8,))
@@ -133,7 +133,7 @@ def test_without_a_known_end_updates_solve_single_maps() -> None:
     run.steps(0, 6)
     assert script.phases == [None]
     assert run.formats[4] is FP4
-    assert run.controller.state.ledger == Ledger(0, 6, shares=2.0, times=6.0, last=None)
+    assert run.controller.state.spent == BudgetSpent(0, 6, shares=2.0, times=6.0, last=None)
 
 
 # -- the guard -----------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_warm_checkpoint_s_steps_do_not_count() -> None:
     run.steps(1000, 1012)
     assert script.phases[0] is not None
     assert script.phases[0].begins == (1004, 1010)
-    assert run.controller.state.ledger == Ledger(1000, 12, shares=6.0, times=12.0, last=1020)
+    assert run.controller.state.spent == BudgetSpent(1000, 12, shares=6.0, times=12.0, last=1020)
 
 
 def test_another_end_moves_the_phases_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,10 +202,10 @@ def test_a_pending_plan_for_another_end_is_moved_when_it_comes() -> None:
 
 
 def test_an_account_of_later_steps_starts_anew() -> None:
-    state = ControllerState(ledger=Ledger(0, 12, 12.0, 12.0, 20), plan=planned(1, 20, at_0=FP4).plan)
+    state = ControllerState(spent=BudgetSpent(0, 12, 12.0, 12.0, 20), plan=planned(1, 20, at_0=FP4).plan)
     run = run_of(Script(), state)
     run.steps(9, 10)
-    assert run.controller.state.ledger == Ledger(9, 1, 0.0, 1.0, 20)
+    assert run.controller.state.spent == BudgetSpent(9, 1, 0.0, 1.0, 20)
     assert run.controller.state.plan is None
 
 
@@ -218,7 +218,7 @@ def test_steps_that_megatron_leaves_out_end_neither_the_account_nor_the_plan() -
     rest.steps(13, 20)
     assert {rest.formats[step] for step in range(13, 20)} == {FP8}
     assert rest.controller.state.plan == part.controller.state.plan
-    assert rest.controller.state.ledger == Ledger(0, 17, shares=4.0, times=17.0, last=20)
+    assert rest.controller.state.spent == BudgetSpent(0, 17, shares=4.0, times=17.0, last=20)
 
 
 def test_a_pending_plan_becomes_a_map_in_a_run_without_phases() -> None:
@@ -250,9 +250,9 @@ def test_a_late_policy_makes_its_plan_at_the_start(policy: str, target: float, s
     assert [run.formats[s] for s in (0, switch - 1, switch, 19)] == [FP4, FP4, FP8, FP8]
     assert run.script.of("plan") == [0]
     assert run.script.of("adopt") == [0, switch]
-    ledger = run.controller.state.ledger
-    assert ledger is not None
-    assert ledger.average(timed=False) >= target
+    spent = run.controller.state.spent
+    assert spent is not None
+    assert spent.average(timed=False) >= target
     assert run.script.of("probe") == []
 
 
@@ -279,9 +279,9 @@ def test_a_late_policy_whose_end_moves_after_the_switch_counts_what_was_spent() 
     rest = Run(Script(), restored_from(part), timeline=longer, policy="late-all", budget="fp4=0.9")
     rest.steps(19, 40)
     assert [rest.formats[s] for s in (19, 36, 37, 39)] == [FP4, FP4, FP8, FP8]
-    ledger = rest.controller.state.ledger
-    assert ledger is not None
-    assert ledger.average(timed=False) == pytest.approx(0.9)
+    spent = rest.controller.state.spent
+    assert spent is not None
+    assert spent.average(timed=False) == pytest.approx(0.9)
 
 
 def test_a_late_policy_after_another_plan_makes_its_own() -> None:
@@ -297,12 +297,12 @@ def test_a_late_policy_after_another_plan_makes_its_own() -> None:
 
 # -- the account ---------------------------------------------------------------------------------------------------
 def test_the_average_of_speedups_is_harmonic() -> None:
-    ledger = Ledger(0)
-    ledger.add(1.0, 1 / 2.0, 10)
-    ledger.add(0.0, 1.0, 10)
-    assert ledger.average(timed=True) == pytest.approx(20 / 15)
-    assert ledger.average(timed=False) == 0.5
-    assert Ledger(5).average(timed=True) == Ledger(5).average(timed=False) == 0.0
+    spent = BudgetSpent(0)
+    spent.add(1.0, 1 / 2.0, 10)
+    spent.add(0.0, 1.0, 10)
+    assert spent.average(timed=True) == pytest.approx(20 / 15)
+    assert spent.average(timed=False) == 0.5
+    assert BudgetSpent(5).average(timed=True) == BudgetSpent(5).average(timed=False) == 0.0
 
 
 def test_under_a_budget_of_time_the_spent_average_is_a_speedup() -> None:
@@ -310,8 +310,8 @@ def test_under_a_budget_of_time_the_spent_average_is_a_speedup() -> None:
     plan = PrecisionPlan((PlanPhase(4, fast),), 20, version=1, status="optimal")
     script = Script({1: [planned(1, 20, at_4=FP4)]})
     run = run_of(script, timeline=phased(schedule=AUTO, timed=True))
-    run.controller.state.ledger = Ledger(0, 4, shares=0.0, times=4.0)
+    run.controller.state.spent = BudgetSpent(0, 4, shares=0.0, times=4.0)
     run.controller.state.plan = plan
-    asked = run.controller._plans.request(4, 8, fast)
+    asked = run.controller._schedule.request(4, 8, fast)
     assert asked is not None
     assert asked.spent == pytest.approx(8 / 6)

@@ -1,4 +1,4 @@
-"""Keeps the plan of a run with phases: the map that is due, the ledger, and the request of the next update.
+"""Keeps the plan of a run with phases: the map that is due, what has been spent, and the request of the next update.
 
 Every rank has one with the same content. It depends on the step number, the configuration, the maps on which all ranks
 agreed, and the state of the checkpoint.
@@ -13,7 +13,7 @@ from typing import Any
 
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.runtime.ledger import Ledger, relative_time
+from snip_megatron.runtime.budget_spent import BudgetSpent, relative_time
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity.phased import PhasedRequest
@@ -49,8 +49,8 @@ class Moved:
         return f"{text}; the average over the run becomes {self.average:.4f} instead of {self.average_before:.4f}"
 
 
-class PlanKeeper:
-    """Keeps the ledger and the plan in the controller's state.
+class ScheduleState:
+    """Keeps what has been spent, and the plan, in the controller's state.
 
     Args:
         state: the state that checkpoints hold.
@@ -82,23 +82,23 @@ class PlanKeeper:
         return self._state.plan
 
     @property
-    def ledger(self) -> Ledger:
-        """The ledger of past steps. Set by :meth:`begin`."""
-        assert self._state.ledger is not None
-        return self._state.ledger
+    def spent(self) -> BudgetSpent:
+        """What past steps have spent. Set by :meth:`begin`."""
+        assert self._state.spent is not None
+        return self._state.spent
 
     # -- start -------------------------------------------------------------------------------------------------
     def begin(self, step: int) -> Moved | None:
         """Prepare the first step of this process, and move the phases if a resumed run has another end.
 
-        The ledger starts anew if the checkpoint has none, or one that counts steps which are still to come. It may
+        The count starts anew if the checkpoint has none, or one that counts steps which are still to come. It may
         count fewer steps than training has passed, because Megatron leaves out those of ``--iterations-to-skip``.
         """
         state, timeline = self._state, self._timeline
-        if state.ledger is None or state.ledger.next_step > step:
-            state.ledger = Ledger(step)
+        if state.spent is None or state.spent.next_step > step:
+            state.spent = BudgetSpent(step)
             state.plan = None
-        before, state.ledger.last = state.ledger.last, self.last
+        before, state.spent.last = state.spent.last, self.last
         if state.plan is not None and self._is_of_another_policy(state.plan, step):
             state.plan = None
         if state.pending is not None and not self.solves:
@@ -119,7 +119,7 @@ class PlanKeeper:
         begins = [self._begins(before), self._begins(last)]
         averages: list[float | None] = [None, None]
         if old is not None:
-            new = self._fixed_from(step) or old.moved(self.ledger.origin, last, step)
+            new = self._fixed_from(step) or old.moved(self.spent.origin, last, step)
             self._state.plan = new
             averages = [self.average(old, step), self.average(new, step)]
             if not self.solves:
@@ -128,7 +128,7 @@ class PlanKeeper:
 
     def _begins(self, last: int) -> tuple[int, ...]:
         schedule = self._timeline.schedule if self._timeline is not None else None
-        origin = self.ledger.origin
+        origin = self.spent.origin
         return () if schedule is None or last <= origin else schedule.first_steps(origin, last)
 
     def fixed_plan(self, step: int) -> PrecisionPlan | None:
@@ -142,7 +142,7 @@ class PlanKeeper:
         timeline = self._timeline
         if timeline is None or timeline.fixed is None or not self.ends_after(step):
             return None
-        return timeline.fixed(self.ledger.origin, timeline.last, step, self.ledger.shares)
+        return timeline.fixed(self.spent.origin, timeline.last, step, self.spent.shares)
 
     def _is_of_another_policy(self, plan: PrecisionPlan, step: int) -> bool:
         """Return whether a restored plan is not of this run's policy, whose plans hold the same two maps at most."""
@@ -157,7 +157,7 @@ class PlanKeeper:
         """Keep a plan for the steps from ``step`` on. One that was made for another end of the run is moved first."""
         timeline = self._timeline
         if timeline is not None and plan.last != timeline.last and self.ends_after(step):
-            plan = plan.moved(self.ledger.origin, timeline.last, step)
+            plan = plan.moved(self.spent.origin, timeline.last, step)
         self._state.plan, self._entered = plan, None
 
     def enter(self, step: int) -> PrecisionMap:
@@ -193,18 +193,18 @@ class PlanKeeper:
 
     # -- what has been spent -----------------------------------------------------------------------------------
     def ran(self, in_force: PrecisionMap, share: float) -> None:
-        """Add a step that ran under ``in_force`` to the ledger. ``share`` is the map's fp4 share."""
-        if self._state.ledger is not None:
-            self._state.ledger.add(share, relative_time(in_force))
+        """Add a step that ran under ``in_force`` to what has been spent. ``share`` is the map's fp4 share."""
+        if self._state.spent is not None:
+            self._state.spent.add(share, relative_time(in_force))
 
     def average(self, plan: PrecisionPlan, step: int) -> float:
         """Return the average over the whole run if the steps from ``step`` on follow ``plan``."""
         account = self._ahead(plan, None, step, plan.last)
         return account.average(timed=self._timeline is not None and self._timeline.timed)
 
-    def _ahead(self, plan: PrecisionPlan | None, current: PrecisionMap | None, step: int, until: int) -> Ledger:
-        """Return the ledger at ``until``, if the steps from ``step`` on follow the plan, or else the map in force."""
-        account = replace(self.ledger)
+    def _ahead(self, plan: PrecisionPlan | None, current: PrecisionMap | None, step: int, until: int) -> BudgetSpent:
+        """Return what will have been spent at ``until``. Steps from ``step`` on follow the plan, or keep ``current``."""
+        account = replace(self.spent)
         if plan is None:
             assert current is not None
             account.add(self._share(current), relative_time(current), max(0, until - step))
@@ -217,7 +217,7 @@ class PlanKeeper:
         return account
 
     def request(self, step: int, due: int, current: PrecisionMap) -> PhasedRequest | None:
-        """Return the phases that an update must plan: those that remain at ``due``, and the ledger at that step.
+        """Return the phases that an update must plan: those that remain at ``due``, with what will have been spent.
 
         Args:
             step: the step before which the update is submitted.
@@ -230,7 +230,7 @@ class PlanKeeper:
         timeline = self._timeline
         if timeline is None or timeline.schedule is None:
             return None
-        origin, last = self.ledger.origin, timeline.last
+        origin, last = self.spent.origin, timeline.last
         if due >= last:
             return None
         spent = self._ahead(self._state.plan, current, step, due)

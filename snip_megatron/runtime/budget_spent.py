@@ -1,4 +1,4 @@
-"""The ledger of a run: what its past steps count towards the average over the run in a budget with phases."""
+"""What the past steps of a run count towards the average over the run in a budget with phases."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from snip_megatron.runtime.checks import count
 
 
 @dataclass
-class Ledger:
-    """The ledger of one run, equal on all ranks.
+class BudgetSpent:
+    """What a run has spent, equal on all ranks.
 
     Attributes:
         origin: the first step of the run under SNIP. Earlier steps, of a checkpoint without SNIP, do not count.
@@ -36,7 +36,7 @@ class Ledger:
 
     @property
     def next_step(self) -> int:
-        """The step that follows the last one in the ledger, or an earlier one if training has left out steps."""
+        """The step that follows the last one that counts, or an earlier one if training has left out steps."""
         return self.origin + self.steps
 
     def average(self, *, timed: bool) -> float:
@@ -48,11 +48,11 @@ class Ledger:
         return self.steps / self.times if self.times > 0.0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the ledger as JSON types."""
+        """Return it as JSON types."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, body: Any, where: str) -> Ledger:
+    def from_dict(cls, body: Any, where: str) -> BudgetSpent:
         """Parse the output of :meth:`as_dict`. Raises SnipError naming ``where`` if it is invalid."""
         if not isinstance(body, dict):
             raise SnipError(f"{where}: ledger: must be an object")
