@@ -136,7 +136,7 @@ class Worth:
 def judge(run: RunData) -> Worth:
     """Compute the figures of a run from its records."""
     account = Account()
-    account.replay(run.events, run.metrics, {a.step: a.precision_map for a in run.adoptions})
+    account.read(run.events, run.metrics, {a.step: a.precision_map for a in run.adoptions})
     predict = _Prediction(run.facts)
     by_step = {adoption.step: adoption for adoption in run.adoptions}
     maps = tuple(predict.of(stretch, by_step.get(stretch.begin)) for stretch in account.stretches())

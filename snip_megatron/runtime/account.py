@@ -167,7 +167,7 @@ class Account:
             if not current.quantised:
                 self._bf16.append(seconds)
 
-    def replay(
+    def read(
         self,
         events: Iterable[Mapping[str, Any]],
         metrics: Iterable[Mapping[str, Any]],

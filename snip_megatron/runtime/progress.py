@@ -83,7 +83,7 @@ def _account_of(run: Path | None) -> Account:
     if run is not None:
         with contextlib.suppress(SnipError):  # a record that cannot be read must not keep a job from training
             events, metrics = read_events(run), read_metrics(run)
-            account.replay(events, metrics, dict(read_maps(run, skipped=[])))
+            account.read(events, metrics, dict(read_maps(run, skipped=[])))
     return account
 
 

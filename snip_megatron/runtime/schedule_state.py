@@ -203,7 +203,7 @@ class ScheduleState:
         return account.average(timed=self._timeline is not None and self._timeline.timed)
 
     def _ahead(self, plan: PrecisionPlan | None, current: PrecisionMap | None, step: int, until: int) -> BudgetSpent:
-        """Return what will have been spent at ``until``. Steps from ``step`` on follow the plan, or keep ``current``."""
+        """Return what will have been spent at ``until``. Steps from ``step`` follow the plan, or keep ``current``."""
         account = replace(self.spent)
         if plan is None:
             assert current is not None

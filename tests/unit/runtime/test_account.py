@@ -144,7 +144,7 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     job.close()
 
     replayed = Account()
-    replayed.replay(read_events(tmp_path), read_metrics(tmp_path), dict(read_maps(tmp_path)))
+    replayed.read(read_events(tmp_path), read_metrics(tmp_path), dict(read_maps(tmp_path)))
     assert replayed.figures(judged=True) == news
 
     again = a_job(tmp_path, 60)
