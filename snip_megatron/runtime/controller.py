@@ -20,7 +20,7 @@ from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Guard
-from snip_megatron.runtime.protocols import Probe, Sink, Unmeasured
+from snip_megatron.runtime.protocols import ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.schedule_state import ScheduleState
 from snip_megatron.runtime.state import ControllerState, Pending
 from snip_megatron.runtime.step_report import StepFigures, StepReport
@@ -96,7 +96,7 @@ class Controller:
         )
 
     # -- step boundary -----------------------------------------------------------------------------------------
-    def before_step(self, step: int, probe: Callable[[float], Probe | Unmeasured]) -> None:
+    def before_step(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
         """Run everything that precedes ``train_step(step)``: adoptions that are due, and an update that is due.
 
         Args:

@@ -1,4 +1,4 @@
-"""The interfaces that the controller expects of probes and loggers, which other rooms implement."""
+"""What passes between the controller, probes, solvers and loggers."""
 
 from __future__ import annotations
 
@@ -6,40 +6,34 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from snip_megatron.optimizers.weight_drift import StepScale
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.runtime.sidecar.messages import SidecarResult, SolveJob
 from snip_megatron.statistics.table import StatisticsTable
 
 
-class Probe(Protocol):
-    """The measurement of one update, which all ranks have made before a step.
+@dataclass(frozen=True)
+class ProbeResult:
+    """What the probes of one update measured, which all ranks have made before a step.
 
     Attributes:
         table: the statistics, equal on all ranks.
-        seconds: kind of pass, or ``reduction`` → seconds.
-        tokens: number of tokens over all data parallel ranks.
-        passes: kind of pass → microbatches that this rank ran.
+        seconds: kind of pass, or ``reduction`` → its seconds on this rank.
+        scale: scales of the gradient, and the tokens of the probe over all ranks.
+        passes: kind of pass → microbatches that went through it on each rank.
     """
 
-    @property
-    def table(self) -> StatisticsTable: ...
+    table: StatisticsTable
+    seconds: dict[str, float]
+    scale: StepScale
+    passes: dict[str, int]
 
-    @property
-    def seconds(self) -> Mapping[str, float]: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def passes(self) -> Mapping[str, int]: ...
-
-
-def probe_events(probe: Probe) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return the kind and the fields of the event of every pass and of the reduction."""
-    for kind, seconds in probe.seconds.items():
-        passes = {"passes": probe.passes[kind]} if kind in probe.passes else {}
-        fields = {"kind": kind, "seconds": seconds, "tokens": probe.tokens, **passes, "wait_s": seconds}
-        yield "collect" if kind == "reduction" else "probe", fields
+    def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Return the kind and the fields of the event of every pass and of the reduction."""
+        for kind, seconds in self.seconds.items():
+            passes = {"passes": self.passes[kind]} if kind in self.passes else {}
+            fields = {"kind": kind, "seconds": seconds, "tokens": self.scale.tokens, **passes, "wait_s": seconds}
+            yield "collect" if kind == "reduction" else "probe", fields
 
 
 @dataclass(frozen=True)

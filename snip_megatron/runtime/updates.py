@@ -10,7 +10,7 @@ from typing import Any
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.protocols import Probe, Unmeasured, probe_events
+from snip_megatron.runtime.protocols import ProbeResult, Unmeasured
 from snip_megatron.runtime.schedule_state import ScheduleState
 from snip_megatron.runtime.state import ControllerState, Pending
 from snip_megatron.runtime.trigger import Trigger
@@ -50,7 +50,7 @@ class Updates:
         self._event = event
         self._clip_grad = clip_grad
 
-    def start_if_due(self, steps: range, probe: Callable[[float], Probe | Unmeasured]) -> None:
+    def start_if_due(self, steps: range, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
         """Start an update if one is due, or if the trigger starts one.
 
         Args:
@@ -88,7 +88,7 @@ class Updates:
         if self._trigger is not None:
             self._trigger.restart(step)
 
-    def _start(self, step: int, probe: Callable[[float], Probe | Unmeasured]) -> None:
+    def _start(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
         if self._state.pending is not None:
             self._event(step, "skipped", reason="the previous update is still undecided")
             return
@@ -104,7 +104,7 @@ class Updates:
         if isinstance(result, Unmeasured):
             self._drop(step, result.reason, **result.figures, wait_s=seconds)
             return
-        for kind, fields in probe_events(result):
+        for kind, fields in result.events():
             self._event(step, kind, **fields)
         broken = result.table.non_finite()  # equal on all ranks, because the table is
         if broken:

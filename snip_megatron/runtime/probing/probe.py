@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -22,34 +21,11 @@ from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.probing import memory
 from snip_megatron.runtime.probing.stream import ResidualStream
 from snip_megatron.runtime.probing.update_errors import UpdateErrors
-from snip_megatron.runtime.protocols import Unmeasured
+from snip_megatron.runtime.protocols import ProbeResult, Unmeasured
 from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
 from snip_megatron.statistics.reduction import PartialTable, TableShape, finish_dots, reduce_columns
-from snip_megatron.statistics.table import StatisticsTable
 
 _NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.py uses stream 1
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """What an update measured.
-
-    Attributes:
-        table: the statistics, equal on all ranks.
-        seconds: kind of pass, or ``reduction`` → its seconds on this rank.
-        scale: scales of the gradient, and the tokens of the probe over all ranks.
-        passes: kind of pass → microbatches that went through it on each rank.
-    """
-
-    table: StatisticsTable
-    seconds: dict[str, float]
-    scale: StepScale
-    passes: dict[str, int]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the probe over all ranks."""
-        return self.scale.tokens
 
 
 class ProbeRunner:

@@ -12,12 +12,13 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+from snip_megatron.optimizers.weight_drift import StepScale
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.wandb_sink import WandbSink
 from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.controller import Controller
-from snip_megatron.runtime.protocols import Sink, Unmeasured
+from snip_megatron.runtime.protocols import ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import News, StepFigures, StepReport
 from snip_megatron.runtime.timeline import Timeline
@@ -55,12 +56,9 @@ def table(step: int, value: float = 1.0) -> StatisticsTable:
     )
 
 
-@dataclass
-class Measured:
-    table: StatisticsTable
-    seconds: dict[str, float] = field(default_factory=lambda: {"statistics": 0.1, "reduction": 0.2})
-    tokens: int = 8
-    passes: dict[str, int] = field(default_factory=lambda: {"statistics": 1})
+def measured(table: StatisticsTable) -> ProbeResult:
+    seconds = {"statistics": 0.1, "reduction": 0.2}
+    return ProbeResult(table, seconds, StepScale(1.0, 1.0, 8, 8), {"statistics": 1})
 
 
 @dataclass
@@ -180,11 +178,11 @@ class Run:
     ) -> None:
         for step in range(start, end):
 
-            def probe(clip: float, step: int = step) -> Measured | Unmeasured:
+            def probe(clip: float, step: int = step) -> ProbeResult | Unmeasured:
                 self.clips.append(clip)
                 if step in self.short:
                     return Unmeasured("too little", {"free_bytes": 1.0})
-                return Measured(table(step, self.value))
+                return measured(table(step, self.value))
 
             self.controller.before_step(step, probe)
             self.formats[step] = self.handle.formats[0]
