@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from snip_megatron.errors import SnipError, is_finite
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.runtime.checks import count
 
 
 @dataclass
@@ -28,6 +25,11 @@ class BudgetSpent:
     times: float = 0.0
     last: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("shares", "times"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: must be 0 or more")
+
     def add(self, share: float, time: float, steps: int = 1) -> None:
         """Add steps that ran under one map."""
         self.steps += steps
@@ -46,27 +48,6 @@ class BudgetSpent:
         if not timed:
             return self.shares / self.steps
         return self.steps / self.times if self.times > 0.0 else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, body: Any, where: str) -> BudgetSpent:
-        """Parse the output of :meth:`as_dict`. Raises SnipError naming ``where`` if it is invalid."""
-        if not isinstance(body, dict):
-            raise SnipError(f"{where}: ledger: must be an object")
-        for name in ("shares", "times"):
-            if not is_finite(body.get(name)) or body[name] < 0:
-                raise SnipError(f"{where}: ledger.{name}: must be a finite number, 0 or more")
-        last = body.get("last")
-        return cls(
-            count(body.get("origin"), f"{where}: ledger.origin"),
-            count(body.get("steps"), f"{where}: ledger.steps"),
-            float(body["shares"]),
-            float(body["times"]),
-            None if last is None else count(last, f"{where}: ledger.last"),
-        )
 
 
 def relative_time(precision_map: PrecisionMap) -> float:

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
 from typing import Any
 
 from snip_megatron.errors import SnipError, is_finite
 
 
-def count(value: Any, where: str) -> int:
-    """Return ``value`` if it is an integer in [0, 2^31). Raises SnipError naming ``where`` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise SnipError(f"{where}: must be an integer in [0, 2^31)")
-    return value
+def parse[T](kind: type[T], body: Any, where: str) -> T:
+    """Return a dataclass whose fields are integers in [0, 2^31), finite numbers, texts, bools, or several numbers.
+
+    A field that is missing, or of another type, has its default.
+
+    Raises:
+        SnipError: the body is something else, or ``__post_init__`` raised ValueError. ``where`` begins the message.
+    """
+    if not isinstance(body, dict):
+        raise SnipError(f"{where}: must be an object")
+    hints, found = typing.get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        hint, value = hints[field.name], body.get(field.name)
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        says, fits = _KINDS.get(kinds[0], ("", None))
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if fits is None or (optional and field.name not in body):
+            continue
+        if not (fits(value) or (value is None and types.NoneType in kinds)):
+            raise SnipError(f"{where}.{field.name}: must be {says}")
+        found[field.name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return kind(**found)
+    except ValueError as error:
+        raise SnipError(f"{where}.{error}") from None
 
 
-def squares(value: Any, where: str) -> list[float]:
-    """Return ``value`` if it is a list of finite numbers of 0 or more. Raises SnipError naming ``where`` otherwise."""
-    if not isinstance(value, list):
-        raise SnipError(f"{where}: must be a list")
-    if not all(is_finite(number) and number >= 0 for number in value):
-        raise SnipError(f"{where}: must hold finite numbers of 0 or more")
-    return [float(number) for number in value]
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _are_finite(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_finite, value))
+
+
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool] | None]] = {
+    int: ("an integer in [0, 2^31)", _is_count),
+    float: ("a finite number", is_finite),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    str: ("a text", lambda value: isinstance(value, str)),
+    tuple[float, ...]: ("a list of finite numbers", _are_finite),
+}

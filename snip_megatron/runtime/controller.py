@@ -82,15 +82,12 @@ class Controller:
         self._restored = restored
         self.state = ControllerState() if restored is None else restored
         self._schedule = ScheduleState(self.state, timeline, self._share)
-        self._guard = Guard(config.guard) if config.updates else None  # maps that the user fixed are never taken back
-        if self._guard is not None:
-            if self.state.guard is not None:
-                self._guard.restore(self.state.guard, "SNIP state in the checkpoint")
-            else:
+        self._guard: Guard | None = None
+        if config.updates:  # maps that the user fixed are never taken back
+            self._guard = Guard(config.guard, self.state.guard)
+            if self.state.guard is None:
                 self._guard.good = self.state.precision_map
-        self._trigger = Trigger(config.trigger) if config.updates and config.trigger > 0 else None
-        if self._trigger is not None and self.state.trigger is not None:
-            self._trigger.restore(self.state.trigger, "SNIP state in the checkpoint")
+        self._trigger = Trigger(config.trigger, self.state.trigger) if config.updates and config.trigger > 0 else None
         self._updates = Updates(
             config, self.state, self._schedule, registry, coordinator, self._trigger, self._event, clip_grad
         )
@@ -163,8 +160,8 @@ class Controller:
         """Return the state for a checkpoint. Every rank must call it, between two steps."""
         self.state.in_flight = self._report.in_flight()
         self._metric(self.state.in_flight)  # record them now: they would be lost if the process were killed
-        self.state.guard = None if self._guard is None else self._guard.as_dict()
-        self.state.trigger = None if self._trigger is None else self._trigger.as_dict()
+        self.state.guard = None if self._guard is None else self._guard.saved()
+        self.state.trigger = None if self._trigger is None else self._trigger.state
         return self.state.to_bytes()
 
     def validated(self, losses: Mapping[str, float]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.errors import cut
 
 
 @dataclass(frozen=True)
@@ -26,18 +25,6 @@ class Goal:
         """Return the goal of a configuration. It does not depend on how the arguments are spelled."""
         phases = config.phases
         return cls(str(config.wanted), "static" if phases is None else phases.to_json())
-
-    def as_dict(self) -> dict[str, str]:
-        """Return the goal as JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, body: Any, where: str) -> Goal:
-        """Parse the output of :meth:`as_dict`. Raises SnipError naming ``where`` if it is invalid."""
-        budget, schedule = (body.get("budget"), body.get("schedule")) if isinstance(body, dict) else (None, None)
-        if not isinstance(budget, str) or not isinstance(schedule, str):
-            raise SnipError(f"{where}: goal: must hold the texts budget and schedule")
-        return cls(budget, schedule)
 
     def difference(self, before: Goal) -> str:
         """Return the arguments of ``before`` that are others here; an empty text without any."""

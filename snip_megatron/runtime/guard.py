@@ -8,16 +8,14 @@ step late and are equal on all ranks, so that the guard needs no communication.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snip_megatron.config.guard import LEAST_LOSSES, GuardSettings
-from snip_megatron.errors import SnipError, is_finite
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.runtime.checks import count
 
 if TYPE_CHECKING:
     from snip_megatron.runtime.step_report import StepFigures
@@ -45,57 +43,74 @@ class Alarm:
     loss: float | None
     limit: float | None
 
-    @classmethod
-    def from_dict(cls, state: Any, where: str) -> Alarm:
-        """Parse the output of :func:`dataclasses.asdict`. Raises SnipError naming ``where`` if it is invalid."""
-        if not isinstance(state, dict) or not isinstance(state.get("reason"), str):
-            raise SnipError(f"{where}: alarm: must hold step, reason, loss and limit")
-        for name in ("loss", "limit"):
-            if state.get(name) is not None and not is_finite(state[name]):
-                raise SnipError(f"{where}: alarm.{name}: must be a finite number")
-        step = count(state.get("step"), f"{where}: guard.step")
-        return cls(step, state["reason"], state.get("loss"), state.get("limit"))
+
+@dataclass
+class GuardState:
+    """What the guard of a run remembers. It is a part of the state in a checkpoint.
+
+    Attributes:
+        losses: the last losses that are no spikes, outside probations.
+        probation: the step of the adoption that is watched; None outside a probation.
+        strikes: spikes in a row on probation, which count against the map.
+        spikes: spikes in a row outside a probation. A window of them is a higher loss, not spikes.
+        bar: limit of the next map's predicted loss.
+        refusals: maps in a row that were refused.
+        good: the last map that passed its probation, as JSON; None for bf16 everywhere, with which training began.
+    """
+
+    losses: tuple[float, ...] = ()
+    probation: int | None = None
+    strikes: int = 0
+    spikes: int = 0
+    bar: float | None = None
+    refusals: int = 0
+    good: str | None = None
 
 
 class Guard:
     """The guard of one rank. All ranks have the same state, because they observe the same figures."""
 
-    def __init__(self, settings: GuardSettings) -> None:
+    def __init__(self, settings: GuardSettings, state: GuardState | None = None) -> None:
         self._settings = settings
-        self._losses: deque[float] = deque(maxlen=settings.window)
-        self._probation: int | None = None  # step of the adoption that is watched
-        self._strikes = 0  # spikes in a row on probation, which count against the map
-        self._spikes = 0  # in a row outside a probation; a window of them is a higher loss, not spikes
-        self._bar: float | None = None  # limit of the next map's predicted loss
-        self._refusals = 0
-        self.good: PrecisionMap | None = None
-        """The last map that passed its probation; None for bf16 everywhere, with which training began."""
+        self.state = state = GuardState() if state is None else dataclasses.replace(state)
+        self._losses: deque[float] = deque(state.losses, maxlen=settings.window)
+        if not settings.steps:  # the resumed run has switched the guard off
+            state.probation, state.strikes, state.bar = None, 0, None
+
+    @property
+    def good(self) -> PrecisionMap | None:
+        """The last map that passed its probation; None for bf16 everywhere."""
+        return None if self.state.good is None else PrecisionMap.from_json(self.state.good, where="the guard's map")
+
+    @good.setter
+    def good(self, precision_map: PrecisionMap | None) -> None:
+        self.state.good = None if precision_map is None else precision_map.to_json()
 
     # -- maps --------------------------------------------------------------------------------------------------
     def refuses(self, candidate: PrecisionMap) -> str | None:
         """Return the reason for which a solved map must not be adopted, or None if it may. Counts the refusals."""
         predicted = predicted_loss(candidate)
-        if self._bar is None or predicted is None or predicted <= self._bar:
+        if self.state.bar is None or predicted is None or predicted <= self.state.bar:
             return None
-        self._refusals += 1
-        reason = f"its predicted loss {predicted:.4g} is above {self._bar:.4g}, the bar since a map was taken back"
-        if self._refusals >= _REFUSALS:
-            self._bar, self._refusals = None, 0
+        self.state.refusals += 1
+        reason = f"its predicted loss {predicted:.4g} is above {self.state.bar:.4g}, the bar since a map was taken back"
+        if self.state.refusals >= _REFUSALS:
+            self.state.bar, self.state.refusals = None, 0
             reason += f"; the bar is lifted after {_REFUSALS} such maps"
         return reason
 
     def adopted(self, step: int) -> None:
         """Begin the probation of a map that is in force from ``step`` on."""
         if self._settings.steps:
-            self._probation, self._strikes, self._spikes = step, 0, 0
+            self.state.probation, self.state.strikes, self.state.spikes = step, 0, 0
 
     def taken_back(self, failed: PrecisionMap) -> None:
         """Note that ``failed`` was taken back, and set the bar for the next map's predicted loss."""
-        self._probation, self._strikes, self._refusals = None, 0, 0
+        self.state.probation, self.state.strikes, self.state.refusals = None, 0, 0
         predicted = predicted_loss(failed)
         # The absolute value makes the bar stricter also for negative predictions, which measured scores may give.
         if predicted is not None:
-            self._bar = predicted - (1 - self._settings.bar) * abs(predicted)
+            self.state.bar = predicted - (1 - self._settings.bar) * abs(predicted)
 
     # -- figures -----------------------------------------------------------------------------------------------
     def observe(self, figures: StepFigures, in_force: PrecisionMap | None) -> Alarm | None:
@@ -108,31 +123,31 @@ class Guard:
         Returns:
             An alarm if ``in_force`` must be taken back, else None.
         """
-        on_probation = self._probation is not None and figures.step >= self._probation
+        on_probation = self.state.probation is not None and figures.step >= self.state.probation
         if on_probation and figures.broken:
             return Alarm(figures.step, "the loss or the gradient norm is not finite", figures.loss, None)
         limit = self._limit()
         spike = figures.loss is not None and limit is not None and figures.loss > limit
         if on_probation:
-            self._strikes = self._strikes + 1 if spike else 0
-            if self._strikes >= self._settings.patience:
-                reason = f"{self._strikes} losses in a row above {limit:.4g}"
+            self.state.strikes = self.state.strikes + 1 if spike else 0
+            if self.state.strikes >= self._settings.patience:
+                reason = f"{self.state.strikes} losses in a row above {limit:.4g}"
                 return Alarm(figures.step, reason, figures.loss, limit)
-        elif spike and self._probation is None:
-            self._spikes += 1
-            if self._spikes >= self._settings.window:
+        elif spike and self.state.probation is None:
+            self.state.spikes += 1
+            if self.state.spikes >= self._settings.window:
                 self._losses.clear()
         elif figures.loss is not None and not figures.broken and not spike:
-            self._spikes = 0
+            self.state.spikes = 0
             self._losses.append(figures.loss)
         self._end_probation(figures.step, in_force)
         return None
 
     def _end_probation(self, step: int, in_force: PrecisionMap | None) -> None:
-        if self._probation is None or self._strikes or step < self._probation + self._settings.steps - 1:
+        if self.state.probation is None or self.state.strikes or step < self.state.probation + self._settings.steps - 1:
             return
-        self.good, self._probation = in_force, None
-        self._bar, self._refusals = None, 0
+        self.good, self.state.probation = in_force, None
+        self.state.bar, self.state.refusals = None, 0
         self._losses.clear()  # the next map is compared with losses under this one
 
     def _limit(self) -> float | None:
@@ -141,40 +156,9 @@ class Guard:
         mean = statistics.fmean(self._losses)
         return mean + max(self._settings.sigma * statistics.pstdev(self._losses, mean), _LEAST_RISE * abs(mean))
 
-    # -- checkpoint --------------------------------------------------------------------------------------------
-    def as_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "losses": list(self._losses),
-            "probation": self._probation,
-            "strikes": self._strikes,
-            "spikes": self._spikes,
-            "bar": self._bar,
-            "refusals": self._refusals,
-            "good": None if self.good is None else self.good.to_json(),
-        }
-
-    def restore(self, state: Mapping[str, Any], where: str) -> None:
-        """Restore the output of :meth:`as_dict`. Raises SnipError naming ``where`` if it is invalid."""
-        losses, good = state.get("losses"), state.get("good")
-        if not isinstance(losses, list) or not all(is_finite(loss) for loss in losses):
-            raise SnipError(f"{where}: guard.losses: must be a list of finite numbers")
-        if good is not None and not isinstance(good, str):
-            raise SnipError(f"{where}: guard.good: must be a text")
-        probation, bar = state.get("probation"), state.get("bar")
-        if bar is not None and not is_finite(bar):
-            raise SnipError(f"{where}: guard.bar: must be a finite number")
-        self._losses = deque(losses, maxlen=self._settings.window)
-        self._probation = None if probation is None else count(probation, f"{where}: guard.probation")
-        self._strikes = count(state.get("strikes"), f"{where}: guard.strikes")
-        self._spikes = count(state.get("spikes", 0), f"{where}: guard.spikes")
-        if "spikes" not in state and probation is None:  # earlier releases had one count for both
-            self._strikes, self._spikes = 0, self._strikes
-        self._refusals = count(state.get("refusals"), f"{where}: guard.refusals")
-        self._bar = bar
-        self.good = None if good is None else PrecisionMap.from_json(good, where=where)
-        if not self._settings.steps:  # the resumed run has switched the guard off
-            self._probation, self._strikes, self._bar = None, 0, None
+    def saved(self) -> GuardState:
+        """Return the state for a checkpoint."""
+        return dataclasses.replace(self.state, losses=tuple(self._losses))
 
 
 def predicted_loss(precision_map: PrecisionMap) -> float | None:

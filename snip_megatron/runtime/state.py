@@ -8,16 +8,15 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from snip_megatron.config import GuardSettings
 from snip_megatron.errors import SnipError, cut, is_finite
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.budget_spent import BudgetSpent
-from snip_megatron.runtime.checks import count, squares
+from snip_megatron.runtime.checks import parse
 from snip_megatron.runtime.goal import Goal
-from snip_megatron.runtime.guard import Alarm, Guard
+from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.step_report import StepFigures
-from snip_megatron.runtime.trigger import Trigger
+from snip_megatron.runtime.trigger import TriggerState
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.statistics.table import StatisticsTable
 
@@ -26,10 +25,22 @@ _WHERE = "SNIP state in the checkpoint"
 
 
 @dataclass
+class _Version:
+    version: int
+
+
+@dataclass
+class _Steps(_Version):
+    step: int
+    due: int
+
+
+@dataclass
 class Pending:
     """An update that was submitted and is not decided yet.
 
     Attributes:
+        step: the step before which the statistics were measured.
         due: the step before which the decision is due.
         version: the version of the map that the update will give.
         table: the statistics.
@@ -52,11 +63,10 @@ class ControllerState:
         version: the version of the latest submitted update.
         pending: the update that is not decided yet; None without one.
         grad_norm: the gradient norm of the last step before clipping.
-        guard: the guard's state (:meth:`Guard.as_dict`); None in checkpoints of versions without a guard.
+        guard: the guard's state; None in checkpoints of versions without a guard.
         alarm: an alarm of the guard that the next step acts on.
-        trigger: the trigger's state (:meth:`Trigger.as_dict`); None without one.
+        trigger: the trigger's state; None without one.
         in_flight: the figures of the last step, whose collective was outstanding when the checkpoint was written.
-            options the next update measures.
         spent: what the run has spent so far; None in checkpoints of versions without one.
         plan: the maps of the remaining phases; None for a map that stays until the next update.
         goal: the budget and the schedule of the run; None in checkpoints of versions that did not keep them.
@@ -66,9 +76,9 @@ class ControllerState:
     version: int = 0
     pending: Pending | None = field(default=None)
     grad_norm: float | None = None
-    guard: dict[str, Any] | None = None
+    guard: GuardState | None = None
     alarm: Alarm | None = None
-    trigger: dict[str, Any] | None = None
+    trigger: TriggerState | None = None
     in_flight: StepFigures | None = None
     spent: BudgetSpent | None = None
     plan: PrecisionPlan | None = None
@@ -91,14 +101,14 @@ class ControllerState:
             "version": self.version,
             "pending": pending,
             "grad_norm": self.grad_norm,
-            "guard": self.guard,
-            "alarm": None if self.alarm is None else asdict(self.alarm),
-            "trigger": self.trigger,
+            "guard": _plain(self.guard),
+            "alarm": _plain(self.alarm),
+            "trigger": _plain(self.trigger),
             # Without times, which would make the checkpoints of two equal runs differ.
-            "in_flight": None if self.in_flight is None else asdict(replace(self.in_flight, account={})),
-            "ledger": None if self.spent is None else self.spent.as_dict(),
+            "in_flight": None if self.in_flight is None else _plain(replace(self.in_flight, account={})),
+            "ledger": _plain(self.spent),
             "plan": None if self.plan is None else self.plan.as_dict(),
-            "goal": None if self.goal is None else self.goal.as_dict(),
+            "goal": _plain(self.goal),
         }
         return json.dumps(body).encode()
 
@@ -118,16 +128,16 @@ class ControllerState:
             raise SnipError(f"{_WHERE}: grad_norm: must be a number")
         return cls(
             precision_map=None if text is None else PrecisionMap.from_json(text, where=_WHERE),
-            version=count(body.get("version"), f"{_WHERE}: version"),
+            version=parse(_Version, body, _WHERE).version,
             pending=_pending(body.get("pending")),
             grad_norm=norm,
             guard=_guard(body.get("guard")),
-            alarm=None if body.get("alarm") is None else Alarm.from_dict(body["alarm"], _WHERE),
-            trigger=_trigger(body.get("trigger")),
-            in_flight=_figures(body.get("in_flight")),
-            spent=None if body.get("ledger") is None else BudgetSpent.from_dict(body["ledger"], _WHERE),
+            alarm=_part(Alarm, body, "alarm"),
+            trigger=_part(TriggerState, body, "trigger"),
+            in_flight=_part(StepFigures, body, "in_flight"),
+            spent=_part(BudgetSpent, body, "ledger"),
             plan=_plan(body.get("plan")),
-            goal=None if body.get("goal") is None else Goal.from_dict(body["goal"], _WHERE),
+            goal=_part(Goal, body, "goal"),
         )
 
 
@@ -140,35 +150,24 @@ def _plan(body: Any) -> PrecisionPlan | None:
         raise SnipError(f"{_WHERE}: plan: {error}") from None
 
 
-def _guard(body: Any) -> dict[str, Any] | None:
+def _part[T](kind: type[T], body: dict[str, Any], name: str) -> T | None:
+    """Return the part ``name`` of the state; None if it has none, as states of older releases may."""
+    return None if body.get(name) is None else parse(kind, body[name], f"{_WHERE}: {name}")
+
+
+def _plain(part: Any) -> dict[str, Any] | None:
+    return None if part is None else asdict(part)
+
+
+def _guard(body: Any) -> GuardState | None:
     if body is None:
         return None
-    if not isinstance(body, dict):
-        raise SnipError(f"{_WHERE}: guard: must be an object")
-    Guard(GuardSettings()).restore(body, _WHERE)  # raises SnipError if it is invalid
-    return body
-
-
-def _trigger(body: Any) -> dict[str, Any] | None:
-    if body is not None:
-        Trigger(1.0).restore(body, _WHERE)  # raises SnipError if it is invalid
-    return body  # type: ignore[no-any-return]
-
-
-def _figures(body: Any) -> StepFigures | None:
-    if body is None:
-        return None
-    answered = body.get("answered", False) if isinstance(body, dict) else None  # older releases wrote none
-    if not isinstance(body, dict) or not isinstance(body.get("broken"), bool) or not isinstance(answered, bool):
-        raise SnipError(f"{_WHERE}: in_flight: must hold step, loss, grad_norm, broken and answered")
-    for name in ("loss", "grad_norm"):
-        if body.get(name) is not None and not is_finite(body[name]):
-            raise SnipError(f"{_WHERE}: in_flight.{name}: must be a finite number")
-    gradients = body.get("gradients")
-    if gradients is not None:
-        gradients = tuple(squares(gradients, f"{_WHERE}: in_flight.gradients"))
-    loss, norm = body.get("loss"), body.get("grad_norm")
-    return StepFigures(count(body.get("step"), f"{_WHERE}: step"), loss, norm, body["broken"], gradients, answered)
+    state = parse(GuardState, body, f"{_WHERE}: guard")
+    if "spikes" not in body and state.probation is None:  # earlier releases had one count for both
+        state.strikes, state.spikes = 0, state.strikes
+    if state.good is not None:
+        PrecisionMap.from_json(state.good, where=f"{_WHERE}: guard.good")
+    return state
 
 
 def _pending(body: Any) -> Pending | None:
@@ -177,10 +176,10 @@ def _pending(body: Any) -> Pending | None:
     if not isinstance(body, dict) or not isinstance(body.get("table"), str):
         raise SnipError(f"{_WHERE}: pending: must hold step, due, version and table")
     table = StatisticsTable.from_bytes(_bytes(body["table"], "pending.table"), where=_WHERE)
-    step, due, version = (count(body.get(name), f"{_WHERE}: {name}") for name in ("step", "due", "version"))
+    steps = parse(_Steps, body, f"{_WHERE}: pending")
     phases = body.get("phases")  # older releases wrote none
     planned = None if phases is None else PhasedRequest.from_dict(phases, f"{_WHERE}: pending.phases")
-    return Pending(step, due, version, table, planned)
+    return Pending(steps.step, steps.due, steps.version, table, planned)
 
 
 def _bytes(text: str, name: str) -> bytes:

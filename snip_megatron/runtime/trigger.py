@@ -11,12 +11,11 @@ Every rank decides by itself from the same numbers. Only IEEE arithmetic is used
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from snip_megatron.errors import SnipError
-from snip_megatron.runtime.checks import count, squares
 
 EVERY = 10
 """Steps between two observations of the gradients."""
@@ -27,19 +26,40 @@ SETTLE = 3
 _SMOOTH = 0.5  # weight of the newest observation in the running average, which reduces the noise of single steps
 
 
+@dataclass
+class TriggerState:
+    """What the trigger of a run remembers. It is a part of the state in a checkpoint.
+
+    Attributes:
+        since: the step of the last update or adoption; None before the first.
+        looks: observations since then.
+        average: running average of ‖∇W‖² of every linear.
+        reference: the average with which later ones are compared; empty before there is one.
+    """
+
+    since: int | None = None
+    looks: int = 0
+    average: tuple[float, ...] = ()
+    reference: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.reference) not in (0, len(self.average)):
+            raise ValueError("reference: must be as long as trigger.average")
+        if self.looks > SETTLE and not self.reference:
+            raise ValueError(f"reference: missing after {self.looks} looks")
+
+
 class Trigger:
     """The trigger of one rank. All ranks have the same state, because they observe the same numbers.
 
     Args:
         threshold: the drift above which an update starts, greater than 0.
+        state: the state of a checkpoint; None for a fresh run.
     """
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, threshold: float, state: TriggerState | None = None) -> None:
         self._threshold = threshold
-        self._since: int | None = None
-        self._looks = 0
-        self._average: list[float] = []
-        self._reference: list[float] = []
+        self.state = TriggerState() if state is None else dataclasses.replace(state)
 
     @staticmethod
     def looks_at(step: int) -> bool:
@@ -48,30 +68,30 @@ class Trigger:
 
     def restart(self, step: int) -> None:
         """Take a new reference, because an update began before ``step`` or its map was adopted."""
-        self._since, self._looks = step, 0
-        self._average, self._reference = [], []
+        self.state = TriggerState(since=step)
 
     def observe(self, step: int, squares: Sequence[float]) -> None:
         """Observe ‖∇W‖² of every linear in ``step``.
 
         What is not finite is ignored, and so are the gradients of a step before the restart, which arrive after it.
         """
-        if self._since is None or step < self._since or not all(math.isfinite(s) for s in squares):
+        state = self.state
+        if state.since is None or step < state.since or not all(math.isfinite(s) for s in squares):
             return
-        if len(self._average) != len(squares):
-            self._average, self._reference, self._looks = list(squares), [], 0
+        if len(state.average) != len(squares):
+            state.average, state.reference, state.looks = tuple(squares), (), 0
         else:
-            self._average = [a + _SMOOTH * (s - a) for a, s in zip(self._average, squares, strict=True)]
-        self._looks += 1
-        if self._looks == SETTLE:
-            self._reference = list(self._average)
+            state.average = tuple(a + _SMOOTH * (s - a) for a, s in zip(state.average, squares, strict=True))
+        state.looks += 1
+        if state.looks == SETTLE:
+            state.reference = state.average
 
     @property
     def drift(self) -> float:
         """Coefficient of variation of the ratios of norms, now over then; 0 while there is no reference."""
-        if self._looks <= SETTLE:
+        if self.state.looks <= SETTLE:
             return 0.0
-        pairs = zip(self._average, self._reference, strict=True)
+        pairs = zip(self.state.average, self.state.reference, strict=True)
         ratios = [math.sqrt(now / then) for now, then in pairs if now > 0.0 and then > 0.0]
         mean = math.fsum(ratios) / len(ratios) if ratios else 0.0
         if mean <= 0.0 or not math.isfinite(mean):
@@ -87,29 +107,5 @@ class Trigger:
             "reason": f"gradient norms moved against each other by more than --snip-trigger {self._threshold:g}",
             "drift": drift,
             "threshold": self._threshold,
-            "since": self._since,
+            "since": self.state.since,
         }
-
-    # -- checkpoint --------------------------------------------------------------------------------------------
-    def as_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "since": self._since,
-            "looks": self._looks,
-            "average": self._average,
-            "reference": self._reference,
-        }
-
-    def restore(self, state: Any, where: str) -> None:
-        """Restore the output of :meth:`as_dict`. Raises SnipError naming ``where`` if it is invalid."""
-        if not isinstance(state, dict):
-            raise SnipError(f"{where}: trigger: must be an object")
-        since = None if state.get("since") is None else count(state["since"], f"{where}: trigger.since")
-        looks = count(state.get("looks"), f"{where}: trigger.looks")
-        lists = {name: squares(state.get(name), f"{where}: trigger.{name}") for name in ("average", "reference")}
-        if len(lists["reference"]) not in (0, len(lists["average"])):
-            raise SnipError(f"{where}: trigger.reference: must be as long as trigger.average")
-        if looks > SETTLE and not lists["reference"]:
-            raise SnipError(f"{where}: trigger.reference: missing after {looks} looks")
-        self._since, self._looks = since, looks
-        self._average, self._reference = lists["average"], lists["reference"]

@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sensitivity.synthetic import make_table
 
-from snip_megatron.config import GuardSettings
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.megatron.data.prepare_data import _existing
@@ -36,9 +35,10 @@ from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.budget_spent import BudgetSpent
 from snip_megatron.runtime.coordinator import replay_schedule
 from snip_megatron.runtime.goal import Goal
-from snip_megatron.runtime.guard import Alarm, Guard
+from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.state import ControllerState, Pending
 from snip_megatron.runtime.step_report import StepFigures
+from snip_megatron.runtime.trigger import TriggerState
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver.problem import Problem
@@ -199,9 +199,9 @@ def state() -> bytes:
         version=2,
         pending=Pending(7, 9, 2, TABLE),
         grad_norm=0.5,
-        guard=Guard(GuardSettings()).as_dict() | {"losses": [3.0], "bar": 1.0, "good": MAP.to_json()},
+        guard=GuardState((3.0,), bar=1.0, good=MAP.to_json()),
         alarm=Alarm(7, "spike", 9.0, 4.0),
-        trigger={"since": 3, "looks": 4, "average": [1.0], "reference": [1.0]},
+        trigger=TriggerState(3, 4, (1.0,), (1.0,)),
         in_flight=StepFigures(6, 3.0, 0.5, gradients=(1.0,), answered=True),
         spent=BudgetSpent(0, steps=7, shares=3.5, times=6.0, last=20),
         plan=PLAN,

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from scripted_controller import Run, Script, planned, ready
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.phases import AUTO, Schedule, SchedulePhase
 from snip_megatron.runtime.state import ControllerState
@@ -88,10 +87,3 @@ def test_a_checkpoint_of_an_older_release_says_nothing(capsys: pytest.CaptureFix
     del body["goal"]
     resumed(ControllerState.from_bytes(json.dumps(body).encode()), 6, budget="fp4=0.5")
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("goal", [3, {"budget": "fp4=0.5"}, {"budget": 1, "schedule": "static"}])
-def test_a_broken_goal_is_refused(goal: Any) -> None:
-    body = json.loads(ControllerState().to_bytes()) | {"goal": goal}
-    with pytest.raises(SnipError, match="goal: must hold the texts budget and schedule"):
-        ControllerState.from_bytes(json.dumps(body).encode())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,8 @@ from hypothesis import strategies as st
 from snip_megatron.config import GuardSettings
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.runtime.guard import Alarm, Guard, predicted_loss
+from snip_megatron.runtime.guard import Alarm, Guard, GuardState, predicted_loss
+from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures
 
 NAMES = ["decoder.layers.0.mlp.linear_fc1"]
@@ -144,6 +143,13 @@ def test_a_map_under_a_time_budget_is_judged_by_its_loss() -> None:
     assert predicted_loss(a_map(objective=7.0)) == 7.0
 
 
+def stored(guard: Guard) -> GuardState:
+    """What the checkpoint of a guard gives back."""
+    found = ControllerState.from_bytes(ControllerState(guard=guard.saved()).to_bytes()).guard
+    assert found is not None
+    return found
+
+
 # -- checkpoint ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stop", [5, 22, 26, 27, 33])
 def test_a_restored_guard_judges_as_the_uninterrupted_one(stop: int) -> None:
@@ -157,9 +163,7 @@ def test_a_restored_guard_judges_as_the_uninterrupted_one(stop: int) -> None:
             if seen[-1] is not None:
                 guard.taken_back(a_map())
             if step == stop:
-                state = json.loads(json.dumps(guard.as_dict()))
-                guard = Guard(SETTINGS)
-                guard.restore(state, "here")
+                guard = Guard(SETTINGS, stored(guard))
         return seen
 
     assert run(stop) == run(None)
@@ -172,8 +176,7 @@ def test_a_guard_that_a_resumed_run_switches_off_neither_takes_back_nor_refuses(
     feed(guard, range(20))
     guard.adopted(20)
     assert feed(guard, range(20, 22), lambda step: 6.0, a_map()) is None
-    off = Guard(GuardSettings(steps=0))
-    off.restore(guard.as_dict(), "here")
+    off = Guard(GuardSettings(steps=0), stored(guard))
     assert feed(off, range(22, 30), lambda step: 6.0, a_map()) is None
     assert off.refuses(a_map()) is None
 
@@ -187,46 +190,12 @@ def test_spikes_on_probation_do_not_count_with_those_outside_it(on_probation: bo
         guard.adopted(20)
     feed(guard, range(20, 22), lambda _: 6.0)
     for settings in (GuardSettings(steps=0, window=SETTINGS.window), SETTINGS):
-        state, guard = guard.as_dict(), Guard(settings)
-        guard.restore(state, "here")
+        guard = Guard(settings, stored(guard))
     left = SETTINGS.window - (0 if on_probation else 2)
     feed(guard, range(22, 22 + left - 1), lambda _: 6.0)
-    assert guard.as_dict()["losses"]
+    assert guard.saved().losses
     feed(guard, range(22 + left - 1, 22 + left), lambda _: 6.0)
-    assert guard.as_dict()["losses"] == []
-
-
-@pytest.mark.parametrize("probation", [18, None])
-def test_the_state_of_an_earlier_release_has_one_count(probation: int | None) -> None:
-    """Of the spikes on probation, or of those outside it."""
-    guard = Guard(SETTINGS)
-    feed(guard, range(20))
-    state = guard.as_dict() | {"probation": probation, "strikes": SETTINGS.patience - 1}
-    del state["spikes"]
-    guard.restore(state, "here")
-    assert (feed(guard, range(20, 21), lambda _: 6.0) is not None) == (probation is not None)
-    assert guard.as_dict()["spikes"] == (0 if probation is not None else SETTINGS.patience)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"losses": "x"},
-        {"losses": [float("nan")]},
-        {"losses": [True]},
-        {"probation": -1},
-        {"strikes": None},
-        {"spikes": -1},
-        {"refusals": 1.5},
-        {"bar": float("inf")},
-        {"good": 3},
-        {"good": "{"},
-    ],
-)
-def test_damaged_state_is_one_line(damage: dict[str, object]) -> None:
-    guard = Guard(SETTINGS)
-    with pytest.raises(SnipError, match=r"^here"):
-        guard.restore(guard.as_dict() | damage, "here")
+    assert guard.saved().losses == ()
 
 
 @pytest.mark.parametrize(

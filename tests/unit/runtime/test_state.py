@@ -1,21 +1,33 @@
-"""The checkpoint's state: it survives a round trip; anything else there is a SnipError."""
+"""The checkpoint's state: figures on their way survive it; anything else there is a SnipError."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from snip_megatron.config import GuardSettings
 from snip_megatron.errors import SnipError
-from snip_megatron.runtime.guard import Guard
+from snip_megatron.runtime.budget_spent import BudgetSpent
+from snip_megatron.runtime.goal import Goal
+from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures
+from snip_megatron.runtime.trigger import SETTLE, TriggerState
+
+FULL = ControllerState(
+    grad_norm=1.5,
+    guard=GuardState((3.0, 2.5), 18, strikes=1, bar=0.5, good='{"schema": "snip.map/1", "choices": {}}'),
+    alarm=Alarm(7, "a spike", 6.0, 5.0),
+    trigger=TriggerState(40, SETTLE + 1, (1.0, 2.0), (1.0, 1.0)),
+    in_flight=StepFigures(6, 3.0, 0.5, broken=True, gradients=(1.0, 2.0), answered=True),
+    spent=BudgetSpent(0, 7, 3.5, 6.0, 20),
+    goal=Goal("fp4=0.5", "static"),
+)
 
 
-def test_figures_on_their_way_are_the_same_afterwards() -> None:
-    figures = StepFigures(6, 3.0, 0.5, broken=True, gradients=(1.0, 2.0), answered=True)
-    assert ControllerState.from_bytes(ControllerState(in_flight=figures).to_bytes()).in_flight == figures
+def test_every_part_is_the_same_afterwards() -> None:
+    assert ControllerState.from_bytes(FULL.to_bytes()) == FULL
 
 
 def test_figures_of_an_older_release_do_not_say_that_an_update_was_answered() -> None:
@@ -26,11 +38,48 @@ def test_figures_of_an_older_release_do_not_say_that_an_update_was_answered() ->
 
 @pytest.mark.parametrize("place", [("guard", "bar"), ("in_flight", "loss"), ("in_flight", "grad_norm"), ("grad_norm",)])
 def test_an_integer_beyond_float64_is_refused(place: tuple[str, ...]) -> None:
-    state = ControllerState(guard=Guard(GuardSettings()).as_dict(), in_flight=StepFigures(6, 3.0, 0.5))
+    state = ControllerState(guard=GuardState(), in_flight=StepFigures(6, 3.0, 0.5))
     body = json.loads(state.to_bytes())
     owner = body
     for key in place[:-1]:
         owner = owner[key]
     owner[place[-1]] = 10**400
     with pytest.raises(SnipError, match=rf"{'.'.join(place)}: must be a .*number"):
+        ControllerState.from_bytes(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("guard", {"losses": "x"}, "guard.losses: must be a list of finite numbers"),
+        ("guard", {"losses": [float("nan")]}, "guard.losses"),
+        ("guard", {"losses": [True]}, "guard.losses"),
+        ("guard", {"probation": -1}, r"guard.probation: must be an integer in \[0, 2\^31\)"),
+        ("guard", {"strikes": None}, "guard.strikes"),
+        ("guard", {"refusals": 1.5}, "guard.refusals"),
+        ("guard", {"bar": float("inf")}, "guard.bar: must be a finite number"),
+        ("guard", {"good": 3}, "guard.good: must be a text"),
+        ("guard", {"good": "{"}, "guard.good"),
+        ("trigger", {"since": True}, "trigger.since"),
+        ("trigger", {"looks": None}, "trigger.looks"),
+        ("trigger", {"average": [1.0, "x"]}, "trigger.average"),
+        ("trigger", {"reference": [1.0]}, "trigger.reference: must be as long as trigger.average"),
+        ("trigger", {"reference": []}, "trigger.reference: missing after"),
+        ("in_flight", {"broken": 1}, "in_flight.broken: must be true or false"),
+        ("alarm", {"reason": 1}, "alarm.reason: must be a text"),
+        ("ledger", {"shares": -1.0}, "ledger.shares: must be 0 or more"),
+        ("goal", {"budget": 1}, "goal.budget: must be a text"),
+    ],
+)
+def test_damage_is_one_line(part: str, change: dict[str, Any], words: str) -> None:
+    body = json.loads(FULL.to_bytes())
+    body[part] |= change
+    with pytest.raises(SnipError, match=rf"^SNIP state in the checkpoint: {words}") as caught:
+        ControllerState.from_bytes(json.dumps(body).encode())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_part_that_is_no_object_is_refused() -> None:
+    body = json.loads(FULL.to_bytes()) | {"trigger": [3]}
+    with pytest.raises(SnipError, match="trigger: must be an object"):
         ControllerState.from_bytes(json.dumps(body).encode())
