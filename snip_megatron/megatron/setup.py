@@ -34,6 +34,7 @@ from snip_megatron.megatron.model_linears import (
     model_linears,
     unquantised_flops,
 )
+from snip_megatron.megatron.oracle import Oracle
 from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
@@ -92,6 +93,7 @@ class SnipRun:
         self._coordinator: RankZeroCoordinator | None = None
         self._host: Host | None = None
         self._probes: ProbeRunner | None = None
+        self._oracle: Oracle | None = None
         self._norms: GradientNorms | None = None
         self.scheduler: Any = None  # of the learning rate; known from the first step on
         self._checkpoint: SnipState | None = None
@@ -283,8 +285,11 @@ class SnipRun:
             assert self._probes is not None
             step = self._host_step(self._graphs.probed(call))
             refusal = self._probes.shortage(step, self._graphs.idle_bytes)
+            if refusal is not None:
+                return refusal
             with self._graphs.beside(call.model):
-                return refusal or self._probes.run(step, clip)
+                result = self._probes.run(step, clip)
+                return result if self._oracle is None else self._oracle.add(step, result)
 
         controller.before_step(call.step, probe)
         self._graphs.renew(call.step)
@@ -338,6 +343,7 @@ class SnipRun:
         weighs_updates = needs_forward_noise(request)
         self._probes = ProbeRunner(host, registry, config, weighs_updates=weighs_updates)
         self._probes.check_optimizer(self._host_step(call))
+        self._oracle = Oracle(registry, host) if config.truth else None
         if is_rank_zero():
             self._coordinator = self._make_coordinator(args, registry, request, linears, step)
         restored = self._restored_state()

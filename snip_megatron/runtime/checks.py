@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -21,15 +19,14 @@ def parse[T](kind: type[T], body: Any, where: str) -> T:
     """
     if not isinstance(body, dict):
         raise SnipError(f"{where}: must be an object")
-    hints, found = typing.get_type_hints(kind), {}
+    found = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        hint, value = hints[field.name], body.get(field.name)
-        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        says, fits = _KINDS.get(kinds[0], ("", None))
+        hint, value = str(field.type), body.get(field.name)  # a text: its module postpones annotations
+        says, fits = _KINDS.get(hint.removesuffix(_OR_NONE), ("", None))
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if fits is None or (optional and field.name not in body):
             continue
-        if not (fits(value) or (value is None and types.NoneType in kinds)):
+        if not (fits(value) or (value is None and hint.endswith(_OR_NONE))):
             raise SnipError(f"{where}.{field.name}: must be {says}")
         found[field.name] = tuple(value) if isinstance(value, list) else value
     try:
@@ -46,10 +43,11 @@ def _are_finite(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_finite, value))
 
 
-_KINDS: dict[Any, tuple[str, Callable[[Any], bool] | None]] = {
-    int: ("an integer in [0, 2^31)", _is_count),
-    float: ("a finite number", is_finite),
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    str: ("a text", lambda value: isinstance(value, str)),
-    tuple[float, ...]: ("a list of finite numbers", _are_finite),
+_OR_NONE = " | None"
+_KINDS: dict[str, tuple[str, Callable[[Any], bool] | None]] = {
+    "int": ("an integer in [0, 2^31)", _is_count),
+    "float": ("a finite number", is_finite),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "tuple[float, ...]": ("a list of finite numbers", _are_finite),
 }

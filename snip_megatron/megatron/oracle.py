@@ -7,8 +7,10 @@ change of the gradient and nothing else, in FP32. All other GEMMs run in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +22,12 @@ from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.probing.drift_probe import DriftProbe
-from snip_megatron.megatron.probing.probe_call import LoopShape, StepCall, run_schedule, undisturbed
+from snip_megatron.megatron.host import MegatronStep
 from snip_megatron.optimizers.updates import Update
 from snip_megatron.optimizers.weight_drift import StepScale
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.runtime.host import Host
+from snip_megatron.runtime.protocols import ProbeResult
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.statistics.truth import Trial, Truth, plan_trials, truth_of
 
@@ -58,88 +60,91 @@ class _Owner:
 
 
 class Oracle:
-    """Forces options. Every rank has one, and all ranks call :meth:`measure` at the same step.
+    """Forces options. Every rank has one, and all ranks call its methods at the same step.
 
     Args:
         registry: Linears of this rank.
-        shape: Sizes of the training loop.
-        groups: Process groups.
-        drift: Lists the parameters beside the linears.
-        multiple_of: Size of the groups of microbatches in an interleaved schedule; 1 in other schedules.
+        host: The training loop.
 
     Raises:
         SnipError: If the model has experts.
     """
 
-    def __init__(
-        self, registry: LinearRegistry, shape: LoopShape, groups: ProbeGroups, drift: DriftProbe, multiple_of: int
-    ) -> None:
+    def __init__(self, registry: LinearRegistry, host: Host) -> None:
         if any(handle.expert is not None for handle in registry):
             raise SnipError("options are not forced alone in a mixture of experts")
         self._registry = registry
-        self._shape = shape
-        self._groups = groups
-        self._drift = drift
-        self._multiple_of = multiple_of
-        self._tp_size, self._tp_rank = dist.get_world_size(groups.tp), dist.get_rank(groups.tp)
+        self._host = host
+        self._tp_rank = host.groups.tp_rank
+
+    def add(self, step: MegatronStep, result: ProbeResult) -> ProbeResult:
+        """Return what an update measured together with the truth, on its microbatches and on others. Collective."""
+        started, used = time.perf_counter(), result.passes["statistics"]
+        truth, passes = self.measure(step, result.table, range(used), result.scale)
+        again, more = self.measure(step, result.table, range(used, 2 * used), result.scale)
+        table = replace(result.table, truth=truth, truth_again=again)
+        seconds = result.seconds | {"truth": time.perf_counter() - started}
+        return replace(result, table=table, seconds=seconds, passes=result.passes | {"truth": passes + more})
 
     def measure(
-        self, call: StepCall, table: StatisticsTable, microbatches: Sequence[int], scale: StepScale
+        self, step: MegatronStep, table: StatisticsTable, microbatches: Sequence[int], scale: StepScale
     ) -> tuple[Truth, int]:
         """Force every option of ``table``. Returns the truth, equal on all ranks, and the number of microbatch passes.
 
         Args:
-            call: Arguments of the training step before which this runs.
+            step: The training step before which this runs.
             table: Statistics of the same step.
             microbatches: Microbatches that each trial runs, 0 being the first of the step.
             scale: Scales of the gradient.
         """
         names = [row.name for row in table.linears]
-        trials, owners = plan_trials(names, table.formats), self._owners(call, names)
-        device = next(call.model[0].parameters()).device
+        trials, owners = plan_trials(names, table.formats), self._owners(step, names)
+        device = self._host.device
         drift2 = torch.zeros(len(trials), len(names) + len(table.sinks), dtype=torch.float64, device=device)
         loss = torch.zeros(len(trials), dtype=torch.float64, device=device)
         plain = [_Pass(microbatch, 1) for microbatch in microbatches]
         both = [_Pass(microbatch, sign) for microbatch in microbatches for sign in (1, -1)]
-        both += [_Pass(microbatches[0], 0)] * (-len(both) % self._multiple_of)
+        both += [_Pass(microbatches[0], 0)] * (-len(both) % self._host.pass_group)
         random: dict[tuple[int, int], compat.RandomState] = {}
-        with undisturbed(call, self._registry.context) as states:
+        with step.undisturbed(), self._forcing_ends():
             for index, trial in enumerate([None, *trials]):
-                compat.set_rng_state(states)
-                self._registry.start_step(call.step)
+                step.rewind()
+                self._registry.start_step(step.step)
                 passes = plain if trial is None else both
-                made = _Call(call, self._registry, trial, passes, len(microbatches), random).run(self._shape)
+                made = _Call(step, self._registry, trial, passes, len(microbatches), random).run()
                 for owner in owners:
-                    self._read(owner, scale, None if trial is None else drift2[index - 1])
+                    self._read(step, owner, scale, None if trial is None else drift2[index - 1])
                 if trial is not None:  # tensor parallel ranks see the same loss, and shards of G and E
                     change = made.loss if self._tp_rank == 0 else 0.0
                     loss[index - 1] = (change + made.first_order) * scale.gradient
         for sums in (drift2, loss):
-            dist.all_reduce(sums, group=self._groups.world)
+            dist.all_reduce(sums, group=self._host.groups.world)
         w2 = np.concatenate([table.linear["w2"], table.sink_w2])
         truth = truth_of(trials, drift2.cpu().numpy(), loss.cpu().numpy(), w2, names, table.formats)
         return truth, len(plain) + len(both) * len(trials)
 
-    def _owners(self, call: StepCall, names: Sequence[str]) -> list[_Owner]:
+    @contextmanager
+    def _forcing_ends(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._registry.context.forcing = None
+
+    def _owners(self, step: MegatronStep, names: Sequence[str]) -> list[_Owner]:
         owned = [(names.index(handle.name), handle.weight, True) for handle in self._registry]
-        for index, weight, replicated, _ in self._drift.local_sinks():
-            owned.append((len(names) + index, weight, not replicated or self._tp_rank == 0))
-        return [
-            _Owner(row, weight, compat.update_of(call.optimizer, weight, call.step) if first else None)
-            for row, weight, first in owned
-        ]
+        sinks = self._host.local_sinks
+        owned += [(len(names) + s.row, s.weight, not s.replicated or self._tp_rank == 0) for s in sinks]
+        return [_Owner(row, weight, step.update_of(weight) if first else None) for row, weight, first in owned]
 
     @torch.no_grad()
-    def _read(self, owner: _Owner, scale: StepScale, drift2: torch.Tensor | None) -> None:
+    def _read(self, step: MegatronStep, owner: _Owner, scale: StepScale, drift2: torch.Tensor | None) -> None:
         """Reduce the accumulator, and add the squared drift that it causes to ``drift2`` [owners]; None for the
         gradient without any option, which is kept instead. Collective.
         """
-        gradient: torch.Tensor = owner.weight.main_grad  # type: ignore[attr-defined]
-        if self._tp_size > 1 and getattr(owner.weight, "sequence_parallel", False):
-            dist.all_reduce(gradient, group=self._groups.tp)  # ranks of a norm see different tokens
-        if self._groups.dp_size > 1:
-            dist.all_reduce(gradient, group=self._groups.dp)
-        if owner.update is None or not self._drift.reports:
+        gradient, groups = step.gradient(owner.weight), self._host.groups
+        if groups.dp_size > 1:
+            dist.all_reduce(gradient, group=groups.dp)
+        if owner.update is None or not (self._host.sharded or groups.dp_rank == 0):
             return
         own = gradient.reshape(-1)[owner.update.start : owner.update.end] * (scale.gradient * scale.clip)
         if drift2 is None:
@@ -162,16 +167,17 @@ class _Call:
 
     def __init__(
         self,
-        call: StepCall,
+        step: MegatronStep,
         registry: LinearRegistry,
         trial: Trial | None,
         passes: Sequence[_Pass],
         microbatches: int,
         random: dict[tuple[int, int], compat.RandomState],
     ) -> None:
+        call = step.call
         device = next(call.model[0].parameters()).device
         self.loss, self.first_order = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
-        self._call = call
+        self._step = step
         self._registry = registry
         self._trial = trial
         self._passes = passes
@@ -185,10 +191,10 @@ class _Call:
         self._loss_factor = 1.0 if self._per_token else len(passes) / microbatches
         self._microbatches = microbatches
 
-    def run(self, shape: LoopShape) -> _Call:
+    def run(self) -> _Call:
         """Run all passes."""
         self._registry.context.forcing = self._forced
-        run_schedule(self._call, shape, [each.microbatch for each in self._passes], self._forward_step)
+        self._step.schedule([each.microbatch for each in self._passes], self._forward_step)
         return self
 
     # -- Megatron's forward step -------------------------------------------------------------------------------
@@ -201,7 +207,7 @@ class _Call:
             compat.set_rng_state(self._random[chunk, own.microbatch])
         else:
             self._random[chunk, own.microbatch] = compat.rng_state()
-        output, loss_function = self._call.forward_step_func(data_iterator, model, *rest)
+        output, loss_function = self._step.call.forward_step_func(data_iterator, model, *rest)
         output.register_hook(partial(self._begin_backward, own))
         return output, partial(self._loss, own, loss_function)
 
