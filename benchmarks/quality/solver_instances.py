@@ -87,7 +87,7 @@ def instance(model: Model, formats: int, seed: int) -> Problem:
             stage=int(block[i] * model.stages // model.blocks),
             cost=float(cost[i]),
             choices=tuple(
-                Choice(f, float(f"{losses[i, j]:.4g}"), float(share[i, j] * cost[i])) for j, f in enumerate(candidates)
+                Choice(f, (float(f"{losses[i, j]:.4g}"),), float(share[i, j] * cost[i])) for j, f in enumerate(candidates)
             ),
         )
         for i in range(n)
@@ -111,7 +111,7 @@ def granular(items: int, seed: int) -> Problem:
                 f"block.{i}",
                 i * 8 // items,
                 c,
-                (Choice(Format.BF16, 0.0, 0.0), Choice(Format.FP8, 0.02 * x, 0.5 * c), Choice(Format.FP4, x, 0.75 * c)),
+                (Choice(Format.BF16, (0.0,), 0.0), Choice(Format.FP8, (0.02 * x,), 0.5 * c), Choice(Format.FP4, (x,), 0.75 * c)),
             )
             for i, (c, x) in enumerate(rows)
         ),

@@ -1,9 +1,22 @@
-"""The integer program: chooses a format for every item, with a proof of optimality (README.md beside this file)."""
+"""The integer program: chooses a format for every item, with a certified gap (README.md beside this file)."""
 
 from snip_megatron.solver.api import solve
-from snip_megatron.solver.items import Budget, Choice, Item
+from snip_megatron.solver.infeasible import infeasibility
+from snip_megatron.solver.items import Budget, Choice, Item, Phase, Spent
 from snip_megatron.solver.pareto import sweep
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Infeasibility, Solution
 
-__all__ = ["Budget", "Choice", "Infeasibility", "Item", "Problem", "Solution", "solve", "sweep"]
+__all__ = [
+    "Budget",
+    "Choice",
+    "Infeasibility",
+    "Item",
+    "Phase",
+    "Problem",
+    "Solution",
+    "Spent",
+    "infeasibility",
+    "solve",
+    "sweep",
+]

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Format
-from snip_megatron.solver.collector import collector_paused
-from snip_megatron.solver.fastest import solve_fastest
-from snip_megatron.solver.greedy import solve_greedy
-from snip_megatron.solver.infeasible import why_infeasible
-from snip_megatron.solver.limits import Limits, Outcome
+from snip_megatron.solver.infeasible import infeasibility
+from snip_megatron.solver.limits import GAP, Limits, Outcome
 from snip_megatron.solver.problem import Problem
-from snip_megatron.solver.solution import Solution, saved_share, speedup_of
-from snip_megatron.solver.spanning import solve_spanning, spanning_groups
-from snip_megatron.solver.table import ChoiceTable, Ints
-from snip_megatron.solver.units import decision_units
+from snip_megatron.solver.solution import Solution
+from snip_megatron.solver.table import Floats, Ints, Table
 
 SOLVERS = ("cpsat", "greedy")
 DEFAULT_SECONDS = 60.0
-_LEAST_SECONDS = 1e-3
+Hint = Mapping[str, Format] | Sequence[Mapping[str, Format]]
+"""Item id → format, for all phases or one mapping for each of them."""
 
 
 def solve(
@@ -33,11 +27,11 @@ def solve(
     time_limit_s: float | None = None,
     deterministic_time: float | None = None,
     seed: int = 0,
-    hint: Mapping[str, Format] | None = None,
+    hint: Hint | None = None,
     change_penalty: float = 0.0,
     solver: str = "cpsat",
 ) -> Solution:
-    """Choose one format for every item of a problem, within its budget.
+    """Choose one format for every item of a problem, or for every item and phase, within its budget.
 
     Args:
         problem: the problem.
@@ -46,10 +40,9 @@ def solve(
         deterministic_time: limit of the whole solve in CP-SAT's deterministic seconds. Use it if results must be
             repeatable.
         seed: CP-SAT's seed. Equal seeds give equal results.
-        hint: item id → format, for example the choices of the previous map. Unknown ids and formats are ignored.
-        change_penalty: loss that is added for every item whose format differs from the hint.
-        solver: ``cpsat``, which proves that its solution is optimal, or ``greedy``, which makes one pass and gives a
-            bound.
+        hint: formats to start from, for example the previous map. Unknown ids and formats are ignored.
+        change_penalty: loss that is added for every item, in each phase, whose format differs from the hint.
+        solver: ``cpsat``, which proves how good its solution is, or ``greedy``, which rounds and gives a bound.
 
     Returns:
         The solution. Its status is ``infeasible`` if no choice of formats meets the budget.
@@ -58,121 +51,135 @@ def solve(
         SnipError: an argument is invalid.
     """
     started = time.perf_counter()
-    limits = make_limits(time_limit_s, deterministic_time, seed)
+    for name, value in (("time_limit_s", time_limit_s), ("deterministic_time", deterministic_time)):
+        if value is not None and not value > 0:
+            raise SnipError(f"{name} must be above 0, got {value}")
     if solver not in SOLVERS:
         raise SnipError(f"solver {quoted(solver)} is not one of {', '.join(SOLVERS)}")
     if not (math.isfinite(change_penalty) and change_penalty >= 0):
         raise SnipError(f"change_penalty must be 0 or more, got {change_penalty}")
     if change_penalty and problem.budget.kind == "loss":
         raise SnipError("change_penalty has no meaning under a loss budget: time is what is minimised there")
-    spanning = spanning_groups(problem)
-    if spanning:
+    hints = _hints(hint, len(problem.phases))
+    from snip_megatron.solver.search import search  # imports OR-Tools, which training ranks do not need
 
-        def part(within: Problem, by: str) -> Solution:
-            solution = solve(
-                within,
-                time_limit_s=max(limits.seconds, _LEAST_SECONDS),
-                deterministic_time=max(limits.left, _LEAST_SECONDS),
-                seed=seed,
-                hint=hint,
-                change_penalty=change_penalty,
-                solver=by,
-            )
-            limits.spend(solution.deterministic_seconds)
-            return solution
-
-        best = solve_spanning(problem, spanning, solver, part)
-        return replace(best, solve_seconds=time.perf_counter() - started)
-    with collector_paused():
-        table = ChoiceTable.build(problem, hint, change_penalty)
-    start = _hinted(table, hint)
-    if problem.budget.kind == "loss":
-        outcome = solve_fastest(table, problem.budget, lambda t, pick: _run(t, _better(t, start, pick), solver, limits))
-    elif table.feasible(table.most_saving()):
-        outcome = _run(table, start, solver, limits)
+    if time_limit_s is None:
+        time_limit_s = DEFAULT_SECONDS if deterministic_time is None else math.inf
+    most = math.inf if deterministic_time is None else deterministic_time
+    limits = Limits(started + time_limit_s, most, seed)
+    table = Table.build(problem, hints, change_penalty)
+    found = search(table, _hinted(table, hints), limits, exact=solver == "cpsat")
+    if found is None:
+        fault = infeasibility(problem)
+        solution = Solution({}, "infeasible", problem.budget.wanted, fault=fault, kind=problem.budget.kind)
     else:
-        outcome = None
-    if outcome is None:
-        return Solution(
-            choices={},
-            status="infeasible",
-            target=problem.budget.wanted,
-            kind=problem.budget.kind,
-            solve_seconds=time.perf_counter() - started,
-            fault=why_infeasible(table, problem.budget),
-        )
-    solution = _solution(table, problem, outcome, penalised=change_penalty > 0)
+        solution = _solution(problem, table, found)
     return replace(solution, solve_seconds=time.perf_counter() - started, deterministic_seconds=limits.spent)
 
 
-def make_limits(time_limit_s: float | None, deterministic_time: float | None, seed: int) -> Limits:
-    """Return the limits of one solve. Raises SnipError if a limit is not above 0."""
-    for name, value in (("time_limit_s", time_limit_s), ("deterministic_time", deterministic_time)):
-        if value is not None and not value > 0:
-            raise SnipError(f"{name} must be above 0, got {value}")
-    if time_limit_s is None:
-        time_limit_s = DEFAULT_SECONDS if deterministic_time is None else math.inf
-    return Limits(
-        time.perf_counter() + time_limit_s, math.inf if deterministic_time is None else deterministic_time, seed
+def _solution(problem: Problem, table: Table, found: Outcome) -> Solution:
+    """Return what was found. Every figure except the bound is computed from the choices."""
+    budget, rows = problem.budget, table.rows
+    savings = table.savings(found.pick)
+    worth, unit = table.worth(savings), rows.reference or 1.0
+    times = rows.reference - unit * worth
+    chosen = _chosen(table, found.pick)
+    losses = [_losses(problem, p, formats) for p, formats in enumerate(chosen)]
+    if budget.kind == "loss":
+        total = float(table.steps.sum())
+        objective = math.fsum((table.steps * times).tolist())
+        bound = rows.reference * total + unit * found.bound
+    else:
+        objective, bound = table.total_loss(found.pick), table.least + found.bound
+    status = "optimal" if found.gap <= GAP else "feasible"
+    each = tuple(
+        Solution(
+            choices={item.id: formats[item.id] for item in problem.items},
+            status=status,
+            target=budget.wanted,
+            kind=budget.kind,
+            objective=losses[p],
+            loss=losses[p],
+            achieved=_share(float(savings[p, 0]), float(table.cost[0])),
+            achieved_per_stage={
+                stage: _share(float(saved), float(cost))
+                for stage, saved, cost in zip(table.stages, savings[p, 1:], table.cost[1:], strict=True)
+            },
+            speedup=None if budget.kind == "target" else _speedup(rows.reference, float(times[p])),
+        )
+        for p, formats in enumerate(chosen)
+    )
+    figures = {"objective": objective, "bound": min(objective, bound), "gap": found.gap}
+    if not problem.phases:
+        return replace(each[0], **figures)
+    return Solution(
+        choices={},
+        status=status,
+        target=budget.wanted,
+        kind=budget.kind,
+        achieved=_average(problem, table, savings, times),
+        loss=math.fsum(losses),
+        phases=each,
+        steps=tuple(phase.steps for phase in problem.phases),
+        **figures,
     )
 
 
-def _run(table: ChoiceTable, start: Ints | None, solver: str, limits: Limits) -> Outcome:
-    """Solve a feasible problem once."""
-    if solver == "greedy":
-        return solve_greedy(table, start)
-    from snip_megatron.solver.exact import solve_exact  # imports OR-Tools, which training ranks do not need
-
-    return solve_exact(table, start, limits)
-
-
-def _better(table: ChoiceTable, start: Ints | None, pick: Ints) -> Ints:
-    """Return the hint if it is feasible and better than ``pick``, otherwise ``pick``."""
-    if start is None or not table.feasible(start):
-        return pick
-    return start if table.difference(start, pick) < 0 else pick
+def _chosen(table: Table, pick: Ints) -> list[dict[str, Format]]:
+    """Return item id → format of each phase."""
+    chosen: list[dict[str, Format]] = [{} for _ in table.steps]
+    for name, (first, last), j in zip(table.ids, table.span.tolist(), pick.tolist(), strict=True):
+        for p in range(first, last):
+            chosen[p][name] = table.formats[j]
+    return chosen
 
 
-def _hinted(table: ChoiceTable, hint: Mapping[str, Format] | None) -> Ints | None:
-    """Return the hint as picks. A row without a usable hint gets the format that saves most."""
-    if not hint:
+def _losses(problem: Problem, phase: int, formats: Mapping[str, Format]) -> float:
+    """Return Σ loss of one phase as given, without penalties."""
+    return math.fsum(
+        next(c.losses[phase] for c in item.choices if c.format is formats[item.id]) for item in problem.items
+    )
+
+
+def _average(problem: Problem, table: Table, savings: Floats, times: Floats) -> float:
+    """Return the mean share of the run, or its reference time / time, with what is spent."""
+    done, achieved = (0, 1.0) if problem.spent is None else (problem.spent.steps, problem.spent.achieved)
+    if problem.budget.kind == "target":
+        shares = [_share(float(saved), float(table.cost[0])) for saved in savings[:, 0]]
+        return math.fsum([*(table.steps * shares).tolist(), done * achieved]) / problem.steps
+    reference = table.rows.reference
+    taken = math.fsum([*(table.steps * times).tolist(), done * reference / achieved])
+    return _speedup(reference * problem.steps, taken)
+
+
+def _share(saved: float, cost: float) -> float:
+    return saved / cost if cost > 0 else 0.0
+
+
+def _speedup(reference: float, time: float) -> float:
+    if time > 0:
+        return reference / time
+    return 1.0 if reference == 0 else math.inf
+
+
+def _hints(hint: Hint | None, phases: int) -> list[Mapping[str, Format]]:
+    """Return one hint for each phase; an empty list for none."""
+    if hint is None:
+        return []
+    each = [hint] * (phases or 1) if isinstance(hint, Mapping) else list(hint)
+    if len(each) != (phases or 1):
+        raise SnipError(f"hint: must have one entry for each of the {phases or 1} phases, has {len(each)}")
+    return each
+
+
+def _hinted(table: Table, hints: Sequence[Mapping[str, Format]]) -> Ints | None:
+    """Return the hint as picks. A decision without a usable hint gets the format that saves most."""
+    if not hints:
         return None
     pick = table.most_saving()
     column = {f: j for j, f in enumerate(table.formats)}
-    for i, name in enumerate(table.ids):
-        j = column.get(hint[name]) if name in hint else None
-        if j is not None and np.isfinite(table.loss[i, j]):
+    for i, (name, first) in enumerate(zip(table.ids, table.span[:, 0].tolist(), strict=True)):
+        j = column.get(hints[first][name]) if name in hints[first] else None
+        if j is not None and table.allowed[i, j]:
             pick[i] = j
     return pick
-
-
-def _solution(table: ChoiceTable, problem: Problem, outcome: Outcome, *, penalised: bool) -> Solution:
-    """Return the outcome as a Solution. Every figure except the bound is computed from the choices."""
-    budget, pick = problem.budget, outcome.pick
-    formats = [table.formats[j] for j in pick.tolist()]
-    if len(formats) == len(problem.items):
-        chosen = dict(zip(table.ids, formats, strict=True))
-    else:
-        units = decision_units(problem.items)
-        chosen = {name: fmt for unit, fmt in zip(units, formats, strict=True) for name in unit.ids}
-    loss = math.fsum(next(c.loss for c in item.choices if c.format is chosen[item.id]) for item in problem.items)
-    slowest = None if budget.kind == "target" else table.slowest(pick, budget)
-    objective = table.objective(pick) if penalised else loss
-    if budget.kind == "loss" and slowest is not None:
-        objective = slowest
-    total, per_stage = table.savings(pick)
-    return Solution(
-        choices={item.id: chosen[item.id] for item in problem.items},
-        status="optimal" if outcome.optimal else "feasible",
-        target=budget.wanted,
-        kind=budget.kind,
-        objective=objective,
-        bound=min(objective, outcome.bound),
-        achieved=saved_share(total, table.cost),
-        achieved_per_stage={
-            stage: saved_share(float(saved), float(cost))
-            for stage, saved, cost in zip(table.stages, per_stage, table.stage_cost, strict=True)
-        },
-        loss=loss,
-        speedup=None if slowest is None else speedup_of(table.reference(budget), slowest),
-    )

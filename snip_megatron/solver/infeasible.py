@@ -1,65 +1,96 @@
-"""Explains why a budget cannot be met: which stage limits it, and what can be reached."""
+"""Explains why a budget cannot be met: which stage or phase limits it, and what can be reached."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from snip_megatron.solver.items import Budget
+import numpy as np
+
+from snip_megatron.precision.budget import MAX_SPEEDUP
+from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Infeasibility
-from snip_megatron.solver.table import ChoiceTable
+from snip_megatron.solver.table import Floats, Table
 
 _DIGITS = 1e9  # reachable values are rounded so that a budget of the printed value can be met
 
 
-def why_infeasible(table: ChoiceTable, budget: Budget) -> Infeasibility:
-    """Return the explanation for an infeasible budget.
+def infeasibility(problem: Problem) -> Infeasibility | None:
+    """Return why no choices meet the budget, or None if some do.
 
-    The limit follows from the choices that save most on every item, or for a budget of kind ``loss`` from those with
-    the least loss.
+    The limit follows from the choices that save most on every item, or under ``loss`` from those of the least loss.
     """
-    return {"target": _target, "speedup": _speedup, "loss": _loss}[budget.kind](table, budget)
+    table = Table.build(problem)
+    if problem.budget.loss is not None:
+        if table.least <= problem.budget.loss:
+            return None
+        return Infeasibility(f"the smallest reachable loss is {table.least:.17g}", None, table.least)
+    most = table.most_saving()
+    return None if table.saves_enough(most) else _why(problem, table, table.savings(most))
 
 
-def _target(table: ChoiceTable, budget: Budget) -> Infeasibility:
-    total, per_stage = table.savings(table.most_saving())
-    reach = {
-        stage: saved / cost if cost > 0 else -math.inf
-        for stage, saved, cost in zip(table.stages, per_stage.tolist(), table.stage_cost.tolist(), strict=True)
-        if cost > 0 or saved < 0
-    }
-    lowest = min(reach, key=lambda stage: (reach[stage], stage))
-    limit = total / table.cost if table.cost > 0 else -math.inf
-    tolerance = budget.stage_tolerance
-    by_stage = tolerance is not None and reach[lowest] + tolerance < limit
-    if by_stage and tolerance is not None:
-        limit = reach[lowest] + tolerance
-    why = f"stage {lowest} saves at most {reach[lowest]:.6g} of its cost"
-    if not by_stage:
-        why = f"all stages together save too little (lowest: {why})"
-    if limit < 0:
-        return Infeasibility(f"{why}; no target is reachable", lowest, None)
-    limit = math.floor(limit * _DIGITS) / _DIGITS
-    if not table.asking(replace(budget, target=limit)).feasible(table.most_saving()):
-        limit = max(0.0, limit - 1 / _DIGITS)
-    return Infeasibility(f"{why}; the highest reachable target is {limit:.9g}", lowest, limit)
+def _why(problem: Problem, table: Table, savings: Floats) -> Infeasibility:
+    worth, limit = table.worth(savings), _limit(problem, table)
+    lowest, why = _lowest(problem, table, savings[0])
+    if not problem.phases:
+        what = problem.budget.kind
+        if limit is None:
+            return Infeasibility(f"{why}; no {what} is reachable", lowest, None)
+        return Infeasibility(f"{why}; the highest reachable {what} is {limit:.12g}", lowest, limit)
+    for p, (reached, floor) in enumerate(zip(worth.tolist(), table.floor.tolist(), strict=True)):
+        if reached < floor:
+            if problem.budget.kind == "speedup":
+                reached = 1 / (1 - reached) if reached < 1 else math.inf
+            shown = math.floor(min(reached, _DIGITS) * _DIGITS) / _DIGITS
+            return Infeasibility(
+                f"phase {p} reaches at most {shown:.9g} (lowest stage: {lowest}), less than its own target of"
+                f" {problem.phases[p].target:g}",
+                lowest,
+                None,
+            )
+    spent = "" if problem.spent is None else f" after {problem.spent.steps} steps at {problem.spent.achieved:.6g}"
+    if limit is None:
+        return Infeasibility(f"no {problem.budget.kind} over the whole run is reachable{spent}", lowest, None)
+    what = f"the highest reachable {problem.budget.kind} over the whole run is {limit:.12g}"
+    return Infeasibility(f"{what}{spent} (lowest stage: {lowest})", lowest, limit)
 
 
-def _speedup(table: ChoiceTable, budget: Budget) -> Infeasibility:
-    fastest = table.most_saving()
-    costs = table.costs(budget) - table.savings(fastest)[1]
-    times = dict(budget.fixed_cost) | dict(zip(table.stages, costs.tolist(), strict=True))
-    slowest = max(times, key=lambda stage: (times[stage], -stage))
-    limit = math.floor(table.reference(budget) / times[slowest] * _DIGITS) / _DIGITS
-    why = f"stage {slowest} costs at least {times[slowest]:.6g}"
-    if limit < 1:
-        return Infeasibility(f"{why}, more than the reference; no speedup is reachable", slowest, None)
-    if not table.asking(replace(budget, speedup=limit)).feasible(fastest):
-        limit = max(1.0, limit - 1 / _DIGITS)
-    # With only nine significant digits, a number above 1 could be rounded up to a speedup that is not reachable.
-    return Infeasibility(f"{why}; the highest reachable speedup is {limit:.12g}", slowest, limit)
+def _lowest(problem: Problem, table: Table, savings: Floats) -> tuple[int, str]:
+    """Return the stage that saves the least, and what it reaches in words, from the savings of a step [K + 1]."""
+    values = savings / table.rows.divisor + table.rows.offset
+    if problem.budget.kind == "speedup":
+        rows = table.rows
+        times = dict(problem.budget.fixed_cost) | {
+            stage: rows.reference - float(value) * (rows.reference or 1.0)
+            for stage, value in zip(table.stages, values[1:], strict=True)
+        }
+        slowest = max(times, key=lambda stage: (times[stage], -stage))
+        return slowest, f"stage {slowest} costs at least {times[slowest]:.6g}"
+    cost = table.cost[1:]
+    shares = np.where(cost > 0, savings[1:] / np.where(cost > 0, cost, 1.0), np.where(savings[1:] < 0, -np.inf, np.inf))
+    at = int(shares.argmin())
+    why = f"stage {table.stages[at]} saves at most {shares[at]:.6g} of its cost"
+    by_stage = table.rows.hard[1 + at] or (table.rows.active[1 + at] and values[1 + at] < values[0])
+    return table.stages[at], why if by_stage else f"all stages together save too little (lowest: {why})"
 
 
-def _loss(table: ChoiceTable, budget: Budget) -> Infeasibility:
-    least = math.fsum(table.true_loss.min(axis=1))
-    return Infeasibility(f"the smallest reachable loss is {least:.17g}", None, least)
+def _limit(problem: Problem, table: Table) -> float | None:
+    """Return the highest budget that the picks which save most meet, rounded down; None if they meet none."""
+    most, spent, steps = table.most_saving(), problem.spent, problem.steps
+    done, achieved = (0, 1.0) if spent is None else (spent.steps, spent.achieved)
+    worth = table.spent(table.worth(table.savings(most)))
+    if problem.budget.kind == "target":
+        limit, least, highest = math.fsum([worth, done * achieved]) / steps, 0.0, 1.0
+    else:
+        taken = math.fsum([steps - done, -worth, done / achieved])
+        limit, least, highest = steps / taken if taken > 0 else MAX_SPEEDUP, 1.0, MAX_SPEEDUP
+    limit = math.floor(min(limit, highest) * _DIGITS) / _DIGITS
+    for _ in range(3):
+        if limit < least:
+            return None
+        reached = replace(problem, budget=problem.budget.with_wanted(limit))
+        if Table.build(reached).saves_enough(most):
+            return limit
+        limit = limit - 1 / _DIGITS if limit > least else -1.0
+        limit = max(limit, least) if limit >= 0 else limit
+    return None

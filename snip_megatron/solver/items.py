@@ -1,7 +1,8 @@
-"""The parts of a problem: a budget, and items with a choice of formats."""
+"""The parts of a problem: a budget, items with a choice of formats, phases."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from snip_megatron.precision import Format
@@ -16,36 +17,68 @@ class Choice:
 
     Attributes:
         format: the number format.
-        loss: the loss of quality in any unit. It may be negative.
-        saving: the part of the item's cost that the format saves. It is negative if the format is slower than the
-            reference.
+        losses: the loss of quality in any unit, which may be negative: one number, or one for each phase, all of the
+            phase's steps together.
+        saving: the part of the item's cost that the format saves in a step. It is negative if the format is slower than
+            the reference.
     """
 
     format: Format
-    loss: float
+    losses: tuple[float, ...]
     saving: float
+
+    @property
+    def loss(self) -> float:
+        """Σ of the losses."""
+        return self.losses[0] if len(self.losses) == 1 else math.fsum(self.losses)
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One decision: the format of a GEMM (granularity ``gemm``) or of a whole linear (``layer``).
+    """What gets one format in each phase: a GEMM (granularity ``gemm``) or a whole linear (``layer``).
 
     Attributes:
         id: unique non-empty text. A training run uses names such as ``decoder.layers.0.mlp.linear_fc1:fprop``.
         stage: pipeline stage. All chunks of a virtual pipeline have the same stage.
-        cost: FLOPs or seconds in the reference format, at most 1e18.
+        cost: FLOPs or seconds of a step in the reference format, at most 1e18.
         choices: at least one; each format at most once.
-        group: name of a group. All items of a group take the same format, also if they lie on different stages. None:
-            the item belongs to no group.
         pin: the format that the item must take, one of its choices. None: any choice.
+        keeps: indices of the phases, from 1 on, in which the item keeps the preceding phase's format.
     """
 
     id: str
     stage: int
     cost: float
     choices: tuple[Choice, ...]
-    group: str | None = None
     pin: Format | None = None
+    keeps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase of what remains of a run.
+
+    Attributes:
+        steps: number of training steps, 1 or more.
+        target: the share that this phase itself must reach, or under a ``speedup`` budget its speedup. None: only the
+            average counts.
+    """
+
+    steps: int
+    target: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """The part of a run that is over.
+
+    Attributes:
+        steps: number of training steps.
+        achieved: mean share of these steps; under a ``speedup`` budget their speedup, the harmonic mean.
+    """
+
+    steps: int
+    achieved: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +87,7 @@ class Budget:
 
     With ``speedup`` and ``loss``, costs are times. A stage takes the cost of its items less their savings, plus its
     ``fixed_cost``. A step takes as long as its slowest stage. The reference time is that of a step without any saving.
+    Over phases, shares and times are means over all steps.
 
     Attributes:
         target: minimise Σ loss so that Σ saving ≥ target · Σ cost over all items; in [0, 1].

@@ -7,27 +7,25 @@ from dataclasses import dataclass
 
 from snip_megatron.solver.table import Ints
 
+GAP = 1e-4
+"""A solution is optimal if its certified gap is at most this: scores are estimates good to tens of percent."""
+
 
 @dataclass
 class Limits:
-    """What a solve may spend.
-
-    All parts of one solve share one object, or objects that :meth:`within` derives from it. Equal limits give equal
-    results, unless the deadline ends the search.
+    """What a solve may spend. Equal limits give equal results, unless the deadline ends the search.
 
     Attributes:
         deadline: value of ``time.perf_counter()`` at which the search ends; may be inf.
         deterministic: limit in CP-SAT's deterministic seconds; may be inf.
         seed: CP-SAT's seed.
         spent: deterministic seconds spent so far.
-        whole: the limits from which these are derived. What is spent here is spent there, too.
     """
 
     deadline: float
     deterministic: float
     seed: int
     spent: float = 0.0
-    whole: Limits | None = None
 
     @property
     def seconds(self) -> float:
@@ -44,27 +42,17 @@ class Limits:
         """Whether one of the limits is spent."""
         return self.left <= 0 or self.seconds <= 0
 
-    def within(self, deterministic: float) -> Limits:
-        """Return limits for a part of the solve, which may spend at most ``deterministic`` of what is left."""
-        return Limits(self.deadline, min(deterministic, self.left), self.seed, whole=self)
 
-    def spend(self, deterministic: float) -> None:
-        """Record deterministic seconds that were spent."""
-        self.spent += deterministic
-        if self.whole is not None:
-            self.whole.spend(deterministic)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """The result of one search.
+    """The result of a search.
 
     Attributes:
-        pick: column of every decision, [n]. The picks meet every need.
-        bound: lower bound of Σ loss (as given).
-        optimal: whether the picks were proven optimal.
+        pick: the best picks, which meet the budget.
+        bound: lower bound of their score.
+        gap: their certified gap.
     """
 
     pick: Ints
     bound: float
-    optimal: bool
+    gap: float

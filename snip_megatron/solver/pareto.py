@@ -14,10 +14,10 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import MAX_SPEEDUP
 from snip_megatron.solver.api import solve
-from snip_megatron.solver.infeasible import why_infeasible
+from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
-from snip_megatron.solver.table import ChoiceTable
+from snip_megatron.solver.table import Table
 
 SWEEP_SCHEMA = "snip.sweep/1"
 DEFAULT_POINTS = 41
@@ -58,15 +58,14 @@ def asking(problem: Problem, wanted: float) -> Problem:
 
 def reachable(problem: Problem) -> tuple[float, float]:
     """Return the lowest and the highest useful budget. Beyond the latter nothing is feasible, or nothing is gained."""
-    table, budget = ChoiceTable.build(problem), problem.budget
+    budget = problem.budget
     if budget.kind == "loss":
-        least = float(table.true_loss.min(axis=1).sum())
-        return float(np.nextafter(least, np.inf)), max(least, table.objective(table.most_saving()))
-    lowest = 0.0 if budget.kind == "target" else 1.0
-    most = budget.with_wanted(1.0 if budget.kind == "target" else MAX_SPEEDUP)
-    if table.asking(most).feasible(table.most_saving()):
-        return lowest, most.wanted
-    fault = why_infeasible(table.asking(most), most)
+        table = Table.build(problem)
+        return float(np.nextafter(table.least, np.inf)), max(table.least, table.total_loss(table.most_saving()))
+    lowest, most = (0.0, 1.0) if budget.kind == "target" else (1.0, MAX_SPEEDUP)
+    fault = infeasibility(asking(problem, most))
+    if fault is None:
+        return lowest, most
     if fault.reachable is None:
         raise SnipError(f"nothing to sweep: {fault.why}", exit_code=3)
     return lowest, fault.reachable

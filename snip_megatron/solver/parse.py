@@ -1,53 +1,60 @@
-"""Reads ``snip.problem/1``. Every error names the file, the JSON path and what is wrong."""
+"""Reads ``snip.problem/1`` and ``/2``. Every error names the file, the JSON path and what is wrong."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.precision.phases import MOST_PHASES
 from snip_megatron.precision import Format
-from snip_megatron.solver.collector import collector_paused
-from snip_megatron.solver.items import KINDS, Budget, Choice, Item
+from snip_megatron.solver.items import KINDS, Budget, Choice, Item, Phase, Spent
 
-_CHOICE_FIELDS = ("format", "loss", "saving")
+PROBLEM_SCHEMA = "snip.problem/1"
+PHASED_SCHEMA = "snip.problem/2"
 _FORMATS = {f.value: f for f in Format}
 _MISSING = object()
+Parts = tuple[Budget, tuple[Item, ...], tuple[Phase, ...], Spent | None]
 
 
-def parse_problem(
-    text: str | bytes, where: str, schema: str, others: Sequence[str] = ()
-) -> tuple[Budget, tuple[Item, ...]]:
-    """Parse the budget and the items of a problem.
-
-    Args:
-        text: the problem.
-        where: names the file in errors.
-        schema: the schema of the problem.
-        others: schemas that the caller takes as well. The error about another schema names them.
-
-    Raises:
-        SnipError: "<where>: <JSON path>: <what is wrong>".
-    """
+def parse_problem(text: str | bytes, where: str) -> Parts:
+    """Return the parts of a problem. Raises SnipError("<where>: <JSON path>: <what is wrong>")."""
     with collector_paused():
-        return _parse(load_object(text, where), where, schema, others)
+        body = _load_object(text, where)
+        try:
+            schema = _field(body, "schema", "")
+            if schema not in (PROBLEM_SCHEMA, PHASED_SCHEMA):
+                raise SnipError(f'schema: must be "{PROBLEM_SCHEMA}" or "{PHASED_SCHEMA}"')
+            budget = _budget(_object(body, "budget", ""))
+            phased = schema == PHASED_SCHEMA
+            raw_phases = _array(body, "phases", "") if phased else []
+            if phased and not raw_phases:
+                raise SnipError(f"phases: must hold 1 to {MOST_PHASES} phases, got 0")
+            phases = tuple(_phase(raw, f"phases[{p}]") for p, raw in enumerate(raw_phases))
+            items = tuple(
+                _item(raw, f"items[{i}]", phased) for i, raw in enumerate(_array(body, "items", "", " of objects"))
+            )
+            return budget, items, phases, _spent(body) if phased else None
+        except SnipError as error:
+            raise SnipError(f"{where}: {error}") from None
 
 
-def _parse(body: dict[str, Any], where: str, schema: str, others: Sequence[str]) -> tuple[Budget, tuple[Item, ...]]:
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Disable cyclic garbage collection while millions of objects without cycles are made. It would double the time."""
+    collecting = gc.isenabled()
+    gc.disable()
     try:
-        if field_of(body, "schema", "") != schema:
-            raise SnipError(f"schema: must be {' or '.join(f'"{name}"' for name in (schema, *others))}")
-        budget = parse_budget(object_of(body, "budget", ""))
-        raw = field_of(body, "items", "")
-        if not isinstance(raw, list):
-            raise SnipError("items: must be an array of objects")
-        return budget, tuple(_parse_item(item, f"items[{i}]") for i, item in enumerate(raw))
-    except SnipError as error:
-        raise SnipError(f"{where}: {error}") from None
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
-def load_object(text: str | bytes, where: str) -> dict[str, Any]:
+def _load_object(text: str | bytes, where: str) -> dict[str, Any]:
     """Return the top-level object. Text that does not start with ``{`` is refused before it is parsed."""
     start = text[:4096].lstrip()
     if text and start[:1] not in ("{", b"{"):
@@ -81,22 +88,21 @@ def _pairs(pairs: list[tuple[str, Any]]) -> Any:
     return body
 
 
-def parse_budget(raw: dict[str, Any]) -> Budget:
-    """Return the budget of a problem."""
+def _budget(raw: dict[str, Any]) -> Budget:
     known = (*KINDS, "stage_tolerance", "fixed_cost")
     for key in raw:
         if key not in known:
             raise SnipError(f"budget.{cut(key)}: unknown field (known: {', '.join(known)})")
     if not any(kind in raw for kind in KINDS):
         raise SnipError("budget.target: missing")
-    wanted = {kind: parse_number(raw[kind], f"budget.{kind}") for kind in KINDS if kind in raw}
-    tolerance = field_of(raw, "stage_tolerance", "budget.") if "target" in raw else raw.get("stage_tolerance")
+    wanted = {kind: _number(raw[kind], f"budget.{kind}") for kind in KINDS if kind in raw}
+    tolerance = _field(raw, "stage_tolerance", "budget.") if "target" in raw else raw.get("stage_tolerance")
     fixed = raw.get("fixed_cost", {})
     if not isinstance(fixed, dict):
         raise SnipError("budget.fixed_cost: must be an object of <stage>: cost")
     return Budget(
-        stage_tolerance=None if tolerance is None else parse_number(tolerance, "budget.stage_tolerance"),
-        fixed_cost=tuple((_stage(key), parse_number(cost, f"budget.fixed_cost.{key}")) for key, cost in fixed.items()),
+        stage_tolerance=None if tolerance is None else _number(tolerance, "budget.stage_tolerance"),
+        fixed_cost=tuple((_stage(key), _number(cost, f"budget.fixed_cost.{key}")) for key, cost in fixed.items()),
         **wanted,
     )
 
@@ -107,56 +113,74 @@ def _stage(text: str) -> int:
     return int(text)
 
 
-def _parse_item(raw: Any, path: str) -> Item:
+def _phase(raw: Any, path: str) -> Phase:
+    if not isinstance(raw, dict):
+        raise SnipError(f"{path}: must be an object")
+    target = raw.get("target")
+    steps = _whole(_field(raw, "steps", f"{path}."), f"{path}.steps")
+    return Phase(steps, None if target is None else _number(target, f"{path}.target"))
+
+
+def _spent(body: dict[str, Any]) -> Spent | None:
+    if body.get("spent") is None:
+        return None
+    raw = _object(body, "spent", "")
+    steps = _whole(_field(raw, "steps", "spent."), "spent.steps")
+    return Spent(steps, _number(_field(raw, "achieved", "spent."), "spent.achieved"))
+
+
+def _item(raw: Any, path: str, phased: bool) -> Item:
     if not isinstance(raw, dict):
         raise SnipError(f"{path}: must be an object")
     prefix = path + "."
-    choices = field_of(raw, "choices", prefix)
-    id_, stage, cost, group, pin = parse_identity(raw, path)
-    if not isinstance(choices, list):
-        raise SnipError(f"{path}.choices: must be an array of objects")
-    parsed = tuple([_parse_choice(c, f"{path}.choices[{j}]") for j, c in enumerate(choices)])
-    return Item(id_, stage, cost, parsed, group, pin)
-
-
-def parse_identity(raw: dict[str, Any], path: str) -> tuple[str, int, float, str | None, Format | None]:
-    """Return the id, stage, cost, group and pin of an item."""
-    prefix = path + "."
-    id_, stage = field_of(raw, "id", prefix), field_of(raw, "stage", prefix)
+    choices = _array(raw, "choices", prefix, " of objects")
+    id_, stage = _field(raw, "id", prefix), _field(raw, "stage", prefix)
     if not isinstance(id_, str):
         raise SnipError(f"{path}.id: must be a non-empty string")
     if isinstance(stage, bool) or not isinstance(stage, int):
         raise SnipError(f"{path}.stage: must be a stage number, got {quoted(stage)}")
-    cost = parse_number(field_of(raw, "cost", prefix), f"{path}.cost")
-    group, pin = raw.get("group"), raw.get("pin")
-    if group is not None and not isinstance(group, str):
-        raise SnipError(f"{path}.group: must be a non-empty string or absent")
-    return id_, stage, cost, group, None if pin is None else parse_format(pin, f"{path}.pin")
+    cost = _number(_field(raw, "cost", prefix), f"{path}.cost")
+    if raw.get("group") is not None:
+        raise SnipError(f"{path}.group: items no longer share formats; leave it out, or pin the items")
+    pin = None if raw.get("pin") is None else _format(raw["pin"], f"{path}.pin")
+    parse = _phased_choice if phased else _choice
+    parsed = tuple([parse(c, f"{path}.choices[{j}]") for j, c in enumerate(choices)])
+    keeps = _array(raw, "keeps", prefix) if phased and raw.get("keeps") is not None else []
+    return Item(id_, stage, cost, parsed, pin, tuple([_whole(p, f"{path}.keeps[{j}]") for j, p in enumerate(keeps)]))
 
 
-def _parse_choice(raw: Any, path: str) -> Choice:
+def _choice(raw: Any, path: str) -> Choice:
     if isinstance(raw, dict):
-        prefix = path + "."
-        raw = tuple(field_of(raw, key, prefix) for key in _CHOICE_FIELDS)
+        raw = tuple(_field(raw, key, path + ".") for key in ("format", "loss", "saving"))
     elif not isinstance(raw, tuple):
         raise SnipError(f"{path}: must be an object")
     name, loss, saving = raw
+    fmt = _format(name, f"{path}.format")
+    return Choice(fmt, (_number(loss, f"{path}.loss"),), _number(saving, f"{path}.saving"))
+
+
+def _phased_choice(raw: Any, path: str) -> Choice:
+    if isinstance(raw, tuple):  # a complete choice of snip.problem/1, see _pairs
+        raise SnipError(f"{path}.losses: missing")
+    if not isinstance(raw, dict):
+        raise SnipError(f"{path}: must be an object")
+    prefix = path + "."
+    losses = _array(raw, "losses", prefix)
     return Choice(
-        parse_format(name, f"{path}.format"),
-        loss if type(loss) is float else parse_number(loss, f"{path}.loss"),
-        saving if type(saving) is float else parse_number(saving, f"{path}.saving"),
+        _format(_field(raw, "format", prefix), f"{path}.format"),
+        tuple([_number(loss, f"{path}.losses[{p}]") for p, loss in enumerate(losses)]),
+        _number(_field(raw, "saving", prefix), f"{path}.saving"),
     )
 
 
-def parse_format(name: Any, path: str) -> Format:
-    """Return the format with this name."""
+def _format(name: Any, path: str) -> Format:
     fmt = _FORMATS.get(name) if isinstance(name, str) else None
     if fmt is None:
         raise SnipError(f"{path}: unknown format {quoted(name)} (known: {', '.join(_FORMATS)})")
     return fmt
 
 
-def field_of(body: dict[str, Any], key: str, prefix: str) -> Any:
+def _field(body: dict[str, Any], key: str, prefix: str) -> Any:
     """Return the value of a required key."""
     value = body.get(key, _MISSING)
     if value is _MISSING:
@@ -164,19 +188,31 @@ def field_of(body: dict[str, Any], key: str, prefix: str) -> Any:
     return value
 
 
-def object_of(body: dict[str, Any], key: str, prefix: str) -> dict[str, Any]:
-    """Return the object under a required key."""
-    value = field_of(body, key, prefix)
+def _object(body: dict[str, Any], key: str, prefix: str) -> dict[str, Any]:
+    value = _field(body, key, prefix)
     if not isinstance(value, dict):
         raise SnipError(f"{prefix}{key}: must be an object")
     return value
 
 
-def parse_number(value: Any, path: str) -> float:
-    """Return a number as float64."""
+def _array(body: dict[str, Any], key: str, prefix: str, of: str = "") -> list[Any]:
+    value = _field(body, key, prefix)
+    if not isinstance(value, list):
+        raise SnipError(f"{prefix}{key}: must be an array{of}")
+    return value
+
+
+def _number(value: Any, path: str) -> float:
+    """Return a number as float64. NaN and Infinity are refused with their range, by Problem."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SnipError(f"{path}: must be a number, got {quoted(value)}")
     try:
-        return float(value)  # NaN and Infinity are refused with their range, by Problem
+        return float(value)
     except OverflowError:
         raise SnipError(f"{path}: must be a finite number") from None
+
+
+def _whole(value: Any, path: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SnipError(f"{path}: must be a whole number")
+    return value

@@ -1,176 +1,131 @@
-"""Lagrangian relaxation: prices of saving, a lower bound of the loss, and the reduced cost of every choice.
+"""A lower bound: HiGHS solves the linear relaxation, and its prices give a Lagrangian bound.
 
-Saving has the price p_k = λ + μ_k ≥ 0 on stage k, where λ belongs to the need of the whole model and μ_k to that of the
-stage. With these prices every item decides alone: it takes the choice with the smallest loss − p·saving. For any such
-prices and any feasible picks with objective z (Everett 1963; Fisher 1981)
-
-    z = bound + Σ reduced cost of the picks + λ·(total − need) + Σ_k μ_k·(saving_k − need_k),
-
-where all terms after the bound are ≥ 0. Their sum is the *gap*, which bounds the distance to the optimum. A choice
-whose reduced cost exceeds the gap is in no better solution. No term is computed as a difference of large sums, so that
-small losses keep their order beside large ones.
+The bound and the *reduced costs* of the choices are computed from the prices in float64 and hold for any prices, so
+that nothing depends on HiGHS' tolerances (Everett 1963; Fisher 1981).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_array, hstack, vstack
 
-from snip_megatron.solver.table import ChoiceTable, Floats, Ints
-
-_TOP = int(np.array(1e300).view(np.int64))
-_MOST = 2.0**930  # a price beyond which price·saving may overflow
-_SETTLE_EVERY = 4  # halvings
-_TIE = 2.0**-40  # ratios of loss to saving this close count as equal when picks are rounded
-_EPS = 4.0 * np.finfo(np.float64).eps
+from snip_megatron.solver.table import Bools, Floats, Table
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The result of :func:`relax`.
+    """A bound on the score of every pick among the given choices.
 
     Attributes:
-        total_price: λ, loss per unit of saving.
-        stage_price: p_k = λ + μ_k, [K].
-        pick: [n], columns with the smallest priced loss at the lowest prices that suffice. They meet every need.
-        cheap: [n], the same just below these prices.
-        reduced: [n, F], reduced costs ≥ 0; inf if the format is not a choice.
-        error: [n, F], bound of the rounding error of ``reduced``.
+        bound: lower bound of the score.
+        reduced: by how much the score of a pick with this choice exceeds the bound at least, [D, F]; inf if the choice
+            was not given.
+        worth: w of each phase in the relaxation, [P].
     """
 
-    total_price: float
-    stage_price: Floats
-    pick: Ints
-    cheap: Ints
+    bound: float
     reduced: Floats
-    error: Floats
+    worth: Floats
 
 
-def relax(table: ChoiceTable) -> Relaxation:
-    """Find the prices that maximise the bound of a feasible problem, by bisection over all float64 numbers.
+def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
+    """Return the bound over the open choices [D, F], or None if HiGHS finds no prices.
 
-    At a given λ the stages are independent, and the saving of a stage does not fall with its price. The best prices are
-    therefore p_k = max(own price, λ), where the own price of each stage is bisected first and λ second.
+    Args:
+        table: the problem.
+        open_: the choices that count; one or more of each decision.
+        scale: Σ shifted loss of a typical pick, in which HiGHS sees all losses.
     """
-    # Units are powers of two, so that nothing is rounded, and bring values near 1, so that no product overflows.
-    loss_unit, saving_unit = _power_of_two(table.loss), _power_of_two(table.saving)
-    loss, saving = table.loss / loss_unit, table.saving / saving_unit
-    need, stage_need = table.need / saving_unit, table.stage_need / saving_unit
-
-    demand = _Demand(loss, saving, table.stage, len(table.stages))
-
-    own = _bisect(lambda p: demand.at(p) >= stage_need, len(table.stages), demand.settle)
-    demand = _Demand(loss, saving, table.stage, len(table.stages))
-
-    def total_saved(price: Floats) -> float:
-        # Because of ties, a stage may save far more than its need just above its own price. There it counts with its
-        # need.
-        saved = np.where((own > 0) & (own >= price), stage_need, demand.at(np.maximum(own, price)))
-        return float(saved.sum())
-
-    total = _bisect(
-        lambda p: np.array([total_saved(p) >= need]),
-        1,
-        lambda low, high: demand.settle(np.maximum(own, low), np.maximum(own, high)),
+    rows, columns = np.nonzero(open_)
+    low, high = worth_range(table)
+    most_loss = math.inf if table.limit == math.inf else (table.limit - table.least) / scale
+    upper, limits = _upper_rows(table, rows, columns)
+    weights = table.steps / table.steps.sum()
+    if table.limit == math.inf:
+        objective = np.concatenate([table.loss[rows, columns] / scale, np.zeros(len(weights))])
+        last, last_limit = np.concatenate([np.zeros(len(rows)), -weights]), -table.need / table.steps.sum()
+    else:
+        objective = np.concatenate([np.zeros(len(rows)), -weights])
+        last, last_limit = np.concatenate([table.loss[rows, columns] / scale, np.zeros(len(weights))]), most_loss
+    one = coo_array((np.ones(len(rows)), (rows, np.arange(len(rows)))), shape=(len(open_), len(objective)))
+    result = linprog(
+        objective,
+        A_ub=vstack([upper, coo_array(last[None, :])]).tocsr(),
+        b_ub=np.append(limits, last_limit),
+        A_eq=one.tocsr(),
+        b_eq=np.ones(len(open_)),
+        bounds=np.array([[0.0, 1.0]] * len(rows) + list(zip(low, high, strict=True))),
+        method="highs",
     )
-    prices = np.maximum(own, total)
-    pick = _cheapest(loss, saving, prices[table.stage])
-    # Any prices ≥ 0 give a valid bound, so prices that would overflow are replaced by smaller ones.
-    stage_price, total_price = (_MOST * np.minimum(p * (loss_unit / _MOST) / saving_unit, 1.0) for p in (prices, total))
-    reduced, error = _reduced_costs(table, stage_price)
-    return Relaxation(
-        total_price=float(total_price[0]),
-        stage_price=stage_price,
-        pick=pick if table.feasible(pick) else table.most_saving(),
-        cheap=_cheapest(loss, saving, prices[table.stage] * (1 - _TIE)),
-        reduced=reduced,
-        error=error,
-    )
+    if result.x is None:
+        return None
+    prices = np.maximum(-result.ineqlin.marginals, 0.0)
+    of_rows = np.zeros((len(weights), len(table.cost)))
+    of_rows[:, table.rows.active] = prices[:-1].reshape(len(weights), -1)
+    if table.limit == math.inf:
+        bound = _bound(table, open_, 1.0, of_rows * scale, prices[-1] * scale / table.steps.sum())
+    else:
+        total = float(table.steps.sum())
+        bound = _bound(table, open_, prices[-1] * total / scale, of_rows * total, 1.0)
+    return Relaxation(*bound, result.x[len(rows) :])
 
 
-def gap(table: ChoiceTable, relaxation: Relaxation, pick: Ints) -> float:
-    """Return an upper bound of objective(pick) − optimum, for feasible picks."""
-    rows = np.arange(len(pick))
-    # A rounded reduced cost may be zero although the true one is not, so its error is added for every item.
-    above = relaxation.reduced[rows, pick] + relaxation.error[rows, pick]
-    saved = table.pick_saving(pick)
-    terms = [math.fsum(above)]
-    if relaxation.total_price > 0:
-        terms.append(relaxation.total_price * math.fsum([*saved, -table.need]))
-    for k, price in enumerate(relaxation.stage_price):
-        extra = float(price) - relaxation.total_price
-        if extra > 0:
-            terms.append(extra * math.fsum([*saved[table.stage == k], -float(table.stage_need[k])]))
-    return math.fsum(terms) * (1 + 1e-12)
+def worth_range(table: Table) -> tuple[Floats, Floats]:
+    """Return the smallest and the largest w of each phase that picks which save enough can have, [P] each."""
+    high = table.worth(table.savings(table.most_saving()))
+    others = table.spent(high) - table.steps * high
+    low = np.maximum(table.floor, (table.need - others) / table.steps)
+    least = np.where(table.allowed, table.saving, np.inf).min(axis=1)
+    lowest = table.worth(table.savings(np.where(table.saving == least[:, None], table.loss, np.inf).argmin(axis=1)))
+    error = 1e-12 * (1 + np.abs(high))
+    return np.minimum(np.maximum(low, lowest) - error, high), high + error
 
 
-def _reduced_costs(table: ChoiceTable, prices: Floats) -> tuple[Floats, Floats]:
-    """Return (reduced costs, bounds of their rounding errors), [n, F] each.
+def _upper_rows(table: Table, rows: Floats, columns: Floats) -> tuple[coo_array, Floats]:
+    """Return w − Σ saving / divisor · x ≤ offset of every phase and active row, in the order of both."""
+    active = np.nonzero(table.rows.active)[0]
+    at, to, values = [], [], []
+    for p, on in enumerate(table.on):
+        for j, row in enumerate(active.tolist()):
+            mine = np.nonzero(on[rows] & ((table.stage[rows] == row - 1) | (row == 0)))[0]
+            at.append(np.full(len(mine), p * len(active) + j))
+            to.append(mine)
+            values.append(-table.saving[rows[mine], columns[mine]] / table.rows.divisor[row])
+    phases = len(table.steps)
+    shape = (phases * len(active), len(rows))
+    left = coo_array((np.concatenate(values), (np.concatenate(at), np.concatenate(to))), shape=shape)
+    right = np.repeat(np.eye(phases), len(active), axis=0)
+    return hstack([left, coo_array(right)]), np.tile(table.rows.offset[active], phases)
 
-    A reduced cost is loss − p·saving minus the smallest such value of the item.
+
+def _bound(
+    table: Table, open_: Bools, loss_price: float, row_prices: Floats, need_price: float
+) -> tuple[float, Floats]:
+    """Return the Lagrangian bound of these prices, which are 0 or more, and the reduced costs.
+
+    Args:
+        table: the problem.
+        open_: the choices that count, [D, F].
+        loss_price: factor of the losses.
+        row_prices: [P, K + 1]: of w ≤ Σ saving / divisor + offset.
+        need_price: of Σ steps · w; 1 under a limit.
     """
-    paid = prices[table.stage][:, None] * table.saving
-    priced = table.loss - paid
-    size = _EPS * (np.abs(np.where(table.allowed, table.loss, 0.0)) + np.abs(paid))
-    best = priced.argmin(axis=1)[:, None]
-    reduced = priced - np.take_along_axis(priced, best, axis=1)
-    return reduced, size + np.take_along_axis(size, best, axis=1)
-
-
-class _Demand:
-    """The saving of every stage if each item takes its cheapest choice at given prices."""
-
-    def __init__(self, loss: Floats, saving: Floats, stage: Ints, stages: int) -> None:
-        self.loss, self.saving, self.stage = loss, saving, stage
-        self.settled = np.zeros(stages)
-
-    def at(self, prices: Floats) -> Floats:
-        """Return the savings [K] at prices [K]."""
-        return self.settled + self._saved(_cheapest(self.loss, self.saving, prices[self.stage]), slice(None))
-
-    def settle(self, low: Floats, high: Floats) -> None:
-        """Restrict prices to [low, high] from now on. Items that pick the same at both ends are decided."""
-        low_pick = _cheapest(self.loss, self.saving, low[self.stage])
-        moving = low_pick != _cheapest(self.loss, self.saving, high[self.stage])
-        self.settled += self._saved(low_pick, ~moving)
-        self.loss, self.saving, self.stage = self.loss[moving], self.saving[moving], self.stage[moving]
-
-    def _saved(self, pick: Ints, rows: slice | NDArray[np.bool_]) -> Floats:
-        saved = np.take_along_axis(self.saving, pick[:, None], axis=1)[rows, 0]
-        return np.bincount(self.stage[rows], saved, len(self.settled))
-
-
-def _cheapest(loss: Floats, saving: Floats, price: Floats) -> Ints:
-    """Return the columns [n] with the smallest loss − price·saving, the first one among equals."""
-    return (loss - price[:, None] * saving).argmin(axis=1)
-
-
-def _bisect(
-    enough: Callable[[Floats], NDArray[np.bool_]], count: int, settle: Callable[[Floats, Floats], None]
-) -> Floats:
-    """Return the smallest ``count`` independent prices ≥ 0 for which ``enough`` is true.
-
-    The order of positive floats is that of their bits, so 63 halvings find adjacent numbers over the whole range. After
-    every few halvings ``settle`` is called with the bounds, [count] each.
-    """
-    low = np.zeros(count, dtype=np.int64)
-    high = np.where(enough(np.zeros(count)), 0, _TOP)
-    halvings = 0
-    while (high - low > 1).any():
-        middle = low + (high - low) // 2
-        ok = enough(middle.view(np.float64))
-        high, low = np.where(ok, middle, high), np.where(ok, low, middle)
-        halvings += 1
-        if halvings % _SETTLE_EVERY == 0:
-            settle(low.view(np.float64), high.view(np.float64))
-    return high.view(np.float64)
-
-
-def _power_of_two(values: Floats) -> float:
-    """Return the power of two at or above the largest finite magnitude; 1 if all values are zero."""
-    largest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
-    return 2.0 ** math.frexp(largest)[1] if largest > 0 else 1.0
+    each = row_prices / table.rows.divisor
+    price = sum(on * (own[0] + own[1:][table.stage]) for on, own in zip(table.on, each, strict=True))
+    assert isinstance(price, np.ndarray)
+    value = np.where(open_, loss_price * np.where(open_, table.loss, 0.0) - price[:, None] * table.saving, np.inf)
+    least = value.min(axis=1)
+    low, high = worth_range(table)
+    slope = row_prices.sum(axis=1) - need_price * table.steps
+    terms = [*least.tolist(), *np.where(slope > 0, slope * low, slope * high).tolist()]
+    terms += (-row_prices * table.rows.offset).ravel().tolist()
+    if table.limit == math.inf:
+        terms.append(need_price * table.need if need_price else 0.0)
+    else:
+        terms.append(-loss_price * (table.limit - table.least))
+    magnitude = math.fsum(map(abs, terms)) + math.fsum((price * np.abs(table.saving).max(axis=1)).tolist())
+    return math.fsum(terms) - 1e-14 * magnitude, value - least[:, None]

@@ -1,63 +1,131 @@
-"""Rounds a relaxation to good feasible picks: resolves ties at the prices, then improves one item at a time."""
+"""Picks from prices: a first solution by one price, and one that rounds the relaxation and repairs it."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
 from snip_megatron.solver.relaxation import Relaxation
-from snip_megatron.solver.table import ChoiceTable, Ints
+from snip_megatron.solver.table import Bools, Floats, Ints, Table
 
-MOVES = 300
-
-
-def round_picks(table: ChoiceTable, relaxation: Relaxation) -> Ints:
-    """Return feasible picks [n] close to the optimum of the relaxation."""
-    filled = _fill(table, relaxation)
-    start = filled if table.feasible(filled) else relaxation.pick
-    return improve(table, start)
+_HALVINGS = 50
+_MOST_WORK = 1e7  # trimmed choices · size of the table: a million items are not trimmed one by one
 
 
-def improve(table: ChoiceTable, pick: Ints, moves: int = MOVES) -> Ints:
-    """Change one item at a time, the one that lowers the loss most, while every need stays met."""
-    rows = np.arange(len(pick))
-    pick = pick.copy()
-    for _ in range(moves):
-        total, per_stage = table.savings(pick)
-        room = np.minimum(total - table.need, per_stage - table.stage_need)[table.stage]
-        gain = table.loss[rows, pick][:, None] - table.loss
-        change = table.saving - table.saving[rows, pick][:, None]
-        gain[change < -room[:, None]] = 0.0
-        best = int(gain.argmax())
-        row, column = divmod(best, gain.shape[1])
+def first_picks(table: Table) -> Ints | None:
+    """Return picks that meet the budget by one price of savings for all decisions, or None if none do.
+
+    The picks save the least that this price allows; under a limit of the loss they save the most.
+    """
+    most, least = table.most_saving(), _cheapest(table, 0.0)
+    bounded = table.limit < math.inf
+    start = least if bounded else most
+    if not table.feasible(start):
+        return None
+    ratios = table.loss[(table.loss > 0) & table.allowed & (table.saving != 0)]
+    if not len(ratios):
+        return most if bounded and table.feasible(most) else least if table.feasible(least) else start
+    steps = (table.on * table.steps[:, None]).sum(axis=0)
+    savings = np.abs(table.saving[table.allowed & (table.saving != 0)])
+    low = math.log(float(ratios.min()) / float(savings.max()) / float(steps.max())) - 1
+    high = math.log(float(ratios.max()) / float(savings.min()) / float(steps.min())) + 1
+    best = start
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        pick = _cheapest(table, math.exp(middle) * steps[:, None])
+        if bounded:
+            fits = table.total_loss(pick) <= table.limit
+        else:
+            fits = table.saves_enough(pick, exact=False)
+        best = pick if fits else best
+        low, high = (middle, high) if fits == bounded else (low, middle)
+    return best if table.feasible(best) else start
+
+
+def _cheapest(table: Table, price: Floats | float) -> Ints:
+    """Return the picks of least loss − price · saving; of equals those that save more."""
+    value = np.where(table.allowed, table.loss - price * table.saving, np.inf)
+    best = value <= value.min(axis=1, keepdims=True)
+    return np.where(best, table.saving, -np.inf).argmax(axis=1).astype(np.int64)
+
+
+def round_picks(table: Table, relaxation: Relaxation, start: Ints) -> Ints:
+    """Return feasible picks near the relaxation, at best as good as it; ``start`` is feasible."""
+    near = relaxation.reduced.argmin(axis=1).astype(np.int64)
+    if table.limit == math.inf:
+        worth = np.maximum(relaxation.worth, table.floor)
+        return _within(table, near, worth + max(0.0, table.need - table.spent(worth)) / table.steps.sum(), start)
+    best, low, high = start, 0.0, 1.0
+    base = table.worth(table.savings(start))
+    for _ in range(8):  # how far the phases come towards the relaxation's w within the limit
+        middle = high if best is start and low == 0.0 and high == 1.0 else (low + high) / 2
+        pick = _within(table, near, base + middle * (relaxation.worth - base), start)
+        if table.feasible(pick) and table.score(pick) <= table.score(best):
+            best, low = pick, middle
+        else:
+            high = middle
+    return best
+
+
+def _within(table: Table, pick: Ints, worth: Floats, start: Ints) -> Ints:
+    """Return picks whose phases are worth at least this, [P], near ``pick``; ``start`` if they cannot be."""
+    needs = np.where(table.rows.active, (worth[:, None] - table.rows.offset) * table.rows.divisor, -np.inf)
+    needs = np.where(np.isfinite(needs), needs + 1e-13 * np.abs(needs), needs)
+    repaired = _repair(table, pick.copy(), needs)
+    if repaired is None:
+        return start
+    trimmed = _trim(table, repaired, needs)
+    return trimmed if table.limit < math.inf or table.feasible(trimmed) else start
+
+
+def _repair(table: Table, pick: Ints, needs: Floats) -> Ints | None:
+    """Change picks, the cheapest for what they save first, until Σ saving meets ``needs`` [P, K + 1]."""
+    for _ in range(len(pick) * len(table.formats)):
+        short = np.maximum(needs - table.savings(pick, exact=False), 0.0)
+        if not short.any():
+            return pick
+        more = table.saving - np.take_along_axis(table.saving, pick[:, None], axis=1)
+        gain = _gain(table, np.maximum(more, 0.0), short)
+        cost = np.where(table.allowed, table.loss - np.take_along_axis(table.loss, pick[:, None], axis=1), np.inf)
+        ratio = np.where((gain > 0) & table.allowed, np.maximum(cost, 0.0) / np.where(gain > 0, gain, 1.0), np.inf)
+        column = ratio.argmin(axis=1)
+        each = np.take_along_axis(ratio, column[:, None], axis=1)[:, 0]
+        order = np.argsort(each, kind="stable")
+        order = order[np.isfinite(each[order])]
+        if not len(order):
+            return None
+        saved = np.cumsum(gain[order, column[order]])
+        count = max(1, int(np.searchsorted(saved, 0.5 * float((short / table.rows.divisor).sum()))))
+        pick[order[:count]] = column[order[:count]]
+    return None
+
+
+def _gain(table: Table, more: Floats, short: Floats) -> Floats:
+    """Return how much of what is short more savings [D, F] make up for, in shares of the rows' divisors."""
+    gain = np.zeros_like(more)
+    for on, own in zip(table.on, short, strict=True):
+        total = np.minimum(more, own[0]) / table.rows.divisor[0]
+        stage = np.minimum(more, own[1:][table.stage][:, None]) / table.rows.divisor[1:][table.stage][:, None]
+        gain += on[:, None] * (total + stage)
+    return gain
+
+
+def _trim(table: Table, pick: Ints, needs: Floats) -> Ints:
+    """Change picks to choices of less loss, the largest difference first, while Σ saving meets ``needs``."""
+    savings = table.savings(pick, exact=False)
+    for _ in range(1 + int(_MOST_WORK / table.loss.size)):
+        spare = savings - needs
+        room = np.full(len(pick), np.inf)
+        for on, own in zip(table.on, spare, strict=True):
+            room = np.where(on, np.minimum(room, np.minimum(own[0], own[1:][table.stage])), room)
+        less = np.take_along_axis(table.saving, pick[:, None], axis=1) - table.saving
+        gain = np.take_along_axis(table.loss, pick[:, None], axis=1) - table.loss
+        gain = np.where(table.allowed & (less <= room[:, None]), gain, -np.inf)
+        row, column = divmod(int(gain.argmax()), gain.shape[1])
         if gain[row, column] <= 0:
             break
-        before, pick[row] = pick[row], column
-        if not table.feasible(pick):  # the room above is rounded
-            pick[row] = before
-            break
+        first, last = table.span[row]
+        savings[first:last, [0, 1 + table.stage[row]]] -= less[row, column]
+        pick[row] = column
     return pick
-
-
-def _fill(table: ChoiceTable, relaxation: Relaxation) -> Ints:
-    """Change items from their choice just below the prices to that just above, one by one, until the needs are met.
-
-    All items that change at a price have the same ratio of loss to saving, so any of them may change. Changing all of
-    them may save far more than is needed, since equal scores are common.
-    """
-    cheap, dear = relaxation.cheap, relaxation.pick
-    pick = cheap.copy()
-    step = table.pick_saving(dear) - table.pick_saving(cheap)
-    for k in range(len(table.stages)):
-        rows = np.nonzero((table.stage == k) & (cheap != dear))[0]
-        saved = table.pick_saving(pick)[table.stage == k].sum()
-        _take(pick, dear, rows, step, float(table.stage_need[k] - saved))
-    rows = np.nonzero(pick != dear)[0]
-    _take(pick, dear, rows, step, float(table.need - table.pick_saving(pick).sum()))
-    return pick
-
-
-def _take(pick: Ints, dear: Ints, rows: Ints, step: np.ndarray, missing: float) -> None:
-    """Change as many of ``rows``, in their order, as are needed to save ``missing``."""
-    if missing > 0 and len(rows):
-        count = int(np.searchsorted(np.cumsum(step[rows]), missing)) + 1
-        pick[rows[:count]] = dear[rows[:count]]

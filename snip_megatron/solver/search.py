@@ -1,157 +1,141 @@
-"""The search that problems with and without phases share: remove choices, improve on small cores, prove with CP-SAT."""
+"""The search: relax, round, remove what no better solution has, and solve growing cores until the gap is proven."""
 
 from __future__ import annotations
 
 import math
-import sys
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from snip_megatron.solver.core import CoreResult
-from snip_megatron.solver.limits import Limits, Outcome
-from snip_megatron.solver.table import Floats, Ints
+from snip_megatron.solver.core import solve_core
+from snip_megatron.solver.limits import GAP, Limits, Outcome
+from snip_megatron.solver.relaxation import Relaxation, relax
+from snip_megatron.solver.rounding import first_picks, round_picks
+from snip_megatron.solver.table import Bools, Ints, Table
 
-CORES = ((60, 0.05), (120, 0.1), (240, 0.2), (480, 0.4))
-"""Cores of the improving rounds: number of open choices beyond one per decision, limit in deterministic seconds."""
-CONFLICT_EFFORT = 5.0
-"""Limit, in deterministic seconds, of the proof that branches on conflicts. It takes at most half of what is left.
-
-A proof that branches on the LP relaxation takes the rest. Each of the two proves instances that the other does not.
-"""
+_CORES = (100, 400, 1600)
+_FINER = 1e-3  # if rounding gains more than this factor, the relaxation is solved again in the new scale
 
 
-class Picked(Protocol):
-    """The arrays of a problem that a search needs. Picks are the column of every decision, [n]."""
+def search(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) -> Outcome | None:
+    """Return the best picks found, or None if none meet the budget.
 
-    @property
-    def loss(self) -> Floats:
-        """Losses [n, F]. The smallest loss of every decision is 0."""
+    Args:
+        table: the problem.
+        hint: picks to start from if they are feasible and better; or None.
+        limits: what CP-SAT may spend.
+        exact: whether to run CP-SAT.
+    """
+    start = first_picks(table)
+    if start is None:
+        return None
+    found = _Search(table, start, limits)
+    if hint is not None:
+        found.offer(hint)
+    found.relax()
+    if exact:
+        found.grow()
+    if table.limit < math.inf:
+        return _least_loss(table, found, limits, exact=exact)
+    return found.outcome()
 
-    def objective(self, pick: Ints) -> float:
-        """Return Σ loss as given."""
 
-    def difference(self, pick: Ints, other: Ints) -> float:
-        """Return objective(pick) − objective(other)."""
+def _least_loss(table: Table, found: _Search, limits: Limits, *, exact: bool) -> Outcome:
+    """Of the picks that are as fast as the best, return some with the least loss."""
+    spent = table.spent(table.worth(table.savings(found.pick)))
+    fast = replace(table, need=spent, limit=math.inf)
+    last = _Search(fast, found.pick, limits)
+    last.relax()
+    if exact:
+        last.grow()
+    return replace(found.outcome(), pick=last.pick)
 
-    def feasible(self, pick: Ints) -> bool:
-        """Return whether the picks meet every need."""
 
+class _Search:
+    """The best picks so far, and what is known of all others.
 
-class Search(ABC):
-    """A search: the best picks so far, the choices that are still open, and the limits."""
+    Attributes:
+        pick: the best picks. score: their score.
+        bound: lower bound of every pick's score.
+    """
 
-    def __init__(self, table: Picked, reduced: Floats, pick: Ints, limits: Limits) -> None:
-        """Start a search.
-
-        Args:
-            table: the problem.
-            reduced: reduced costs [n, F] minus bounds of their rounding errors.
-            pick: feasible picks.
-            limits: what the search may spend.
-        """
-        self.picked, self.reduced, self.limits = table, reduced, limits
-        self.bound = -np.inf
-        self.pick = pick
-        self.gap = self.gap_of(pick)
-        self.lift = np.zeros(1)
-        self.lift_of = np.zeros(len(pick), dtype=np.int64)
-
-    @abstractmethod
-    def gap_of(self, pick: Ints) -> float:
-        """Return an upper bound of objective(pick) − optimum."""
-
-    @abstractmethod
-    def solve_core(self, open_: NDArray[np.bool_], limits: Limits, *, by_lp: bool) -> CoreResult:
-        """Minimise Σ loss over the open choices [n, F], starting from the best picks."""
-
-    def offer(self, pick: Ints) -> None:
-        """Take ``pick`` as the best picks if they are feasible and better."""
-        if self.picked.feasible(pick) and self.picked.difference(pick, self.pick) < 0:
-            self.pick = pick
-            self.gap = min(self.gap, self.gap_of(pick))
+    def __init__(self, table: Table, pick: Ints, limits: Limits) -> None:
+        self.table, self.limits = table, limits
+        self.pick, self.score = pick, table.score(pick)
+        self.bound = 0.0 if table.limit == math.inf else -table.spent(table.worth(table.savings(table.most_saving())))
+        self.relaxation: Relaxation | None = None
 
     @property
-    def distance(self) -> float:
-        """Upper bound of the distance of the best picks from the optimum."""
-        return max(0.0, self.gap - math.fsum(self.lift))
+    def gap(self) -> float:
+        """The certified gap of the best picks."""
+        return self.table.gap(self.score, self.bound)
 
-    def left_open(self) -> int:
-        """Return the number of open choices beyond one per decision."""
-        return int(self.open_choices().sum()) - len(self.pick)
-
-    def open_choices(self, most: int | None = None) -> NDArray[np.bool_]:
-        """Return which choices are open, bool [n, F]: those that a better solution may have.
-
-        With ``most`` only the likeliest ones: as many choices beyond one per decision.
-        """
-        # A solution with this choice exceeds the relaxation's bound by its reduced cost and by the lifts of the other
-        # stages. It exceeds the bound that includes all lifts by the following difference.
-        above = self.reduced - self.lift[self.lift_of][:, None]
-        open_: NDArray[np.bool_] = above <= self.distance
-        open_[np.arange(len(self.pick)), self.pick] = True
-        return open_ if most is None else open_ & self.likeliest(above, most)
-
-    def likeliest(self, rank: Floats, most: int) -> NDArray[np.bool_]:
-        """Return the choices of lowest finite rank, bool [n, F]: as many as there are decisions and ``most`` more.
-
-        The best picks are among them.
-        """
-        order = np.argsort(rank, axis=None, kind="stable")[: len(self.pick) + most]
-        first = np.zeros(rank.size, dtype=bool)
-        first[order] = True
-        chosen: NDArray[np.bool_] = first.reshape(rank.shape) & np.isfinite(rank)
-        chosen[np.arange(len(self.pick)), self.pick] = True
-        return chosen
-
-    def run(self, open_: NDArray[np.bool_], limits: Limits, *, by_lp: bool = False) -> CoreResult | None:
-        """Solve one core. Returns None if the limits are spent."""
-        if limits.over:
-            return None
-        result = self.solve_core(open_, limits, by_lp=by_lp)
-        if result.pick is not None:
-            self.offer(result.pick)
-        return result
-
-    def improve(self, cores: Sequence[tuple[int, float]] = CORES) -> None:
-        """Solve growing cores, until the next one would hold everything that is open."""
-        for most, effort in cores:
-            if self.left_open() <= most:
-                return
-            self.run(self.open_choices(most), self.limits.within(effort))
-
-    def prove(self) -> bool:
-        """Solve everything that is open. Returns whether the best picks were proven optimal.
-
-        Losses are integers in units of 2^-60 of the sum of the open choices. If this unit is coarse relative to the
-        objective, and if the proof has closed choices by finding better picks, the proof is repeated: with fewer open
-        choices the unit is finer.
-        """
-        effort = min(CONFLICT_EFFORT, self.limits.left / 2)
-        return self.attempt(self.limits.within(effort)) or self.attempt(self.limits, by_lp=True)
-
-    def attempt(self, limits: Limits, *, by_lp: bool = False) -> bool:
-        """Solve everything that is open within ``limits``. Returns whether the best picks were proven optimal."""
-        left = self.left_open()
-        result = self.run(self.open_choices(), limits, by_lp=by_lp)
-        while result is not None and result.optimal and self._is_coarse(result) and self.left_open() < left:
-            left = self.left_open()
-            result = self.run(self.open_choices(), limits, by_lp=by_lp)
-        if result is None:
+    def offer(self, pick: Ints) -> bool:
+        """Take the picks if they are feasible and better."""
+        if not self.table.feasible(pick):
             return False
-        self.bound = max(self.bound, result.bound)
-        return result.optimal
+        score = self.table.score(pick)
+        if score < self.score:
+            self.pick, self.score = pick, score
+        return True
 
-    def outcome(self, *, optimal: bool) -> Outcome:
-        """Return the best picks with their bound."""
-        objective = self.picked.objective(self.pick)
-        bound = min(objective, max(self.bound, objective - self.distance))
-        return Outcome(self.pick, bound, optimal)
+    def relax(self) -> None:
+        """Solve the relaxation, and round it. Losses that are too large for any better solution are left out."""
+        table = self.table
+        while self.gap > GAP:
+            before = table.shifted_loss(self.pick)
+            open_ = table.allowed if table.limit < math.inf else table.allowed & (table.loss <= before)
+            relaxation = relax(table, open_, before or 1.0)
+            if relaxation is None:
+                return
+            if relaxation.bound >= self.bound or self.relaxation is None:
+                self.relaxation = relaxation
+                self.bound = max(self.bound, relaxation.bound)
+            self.offer(round_picks(table, relaxation, self.pick))
+            if table.limit < math.inf or self.score > _FINER * before:
+                return
 
-    def _is_coarse(self, result: CoreResult) -> bool:
-        rows = np.arange(len(self.pick))
-        objective = math.fsum(self.picked.loss[rows, self.pick])
-        return result.resolution > sys.float_info.epsilon * objective > 0
+    def grow(self) -> None:
+        """Solve cores of the choices with the least reduced costs. The last core holds all that are open."""
+        if self.relaxation is None:
+            return
+        for size in (*_CORES, math.inf):
+            if self.gap <= GAP or self.limits.over:
+                return
+            core, beyond, last = self._core(size)
+            result = solve_core(self.table, core, self.pick, self.limits, share=1.0 if last else 0.5, gap=GAP / 2)
+            self._learn(result.bound, beyond)
+            if result.pick is not None and not self.offer(result.pick):
+                again = solve_core(self.table, core, self.pick, self.limits, share=0.5, gap=GAP / 2, strict=True)
+                if again.pick is not None:
+                    self.offer(again.pick)
+            if last:
+                return
+
+    def _good_enough(self) -> float:
+        """Return the score from which on a choice cannot be part of a solution that is better by more than the gap."""
+        return self.score - 0.9 * GAP * (
+            self.score if self.table.limit == math.inf else self.table.steps.sum() + self.score
+        )
+
+    def _core(self, size: float) -> tuple[Bools, float, bool]:
+        """Return up to ``size`` open choices of least reduced cost, the bound of all picks with another, and whether
+        these are all that are open."""
+        assert self.relaxation is not None
+        lowest = self.relaxation.bound + self.relaxation.reduced
+        end = self._good_enough()
+        best = self.relaxation.reduced == 0.0  # one or more of each decision, which a core always has
+        core = (lowest < end) | best
+        if core.sum() - best.sum() > size:
+            least = np.sort(lowest[core & ~best])
+            core = (lowest < min(end, float(least[int(size)]))) | best
+        beyond = float(lowest[~core].min(initial=math.inf))
+        core[np.arange(len(core)), self.pick] = True
+        return core, beyond, beyond >= end
+
+    def _learn(self, bound: float, beyond: float) -> None:
+        self.bound = max(self.bound, min(bound, beyond))
+
+    def outcome(self) -> Outcome:
+        """Return the best picks."""
+        return Outcome(self.pick, min(self.bound, self.score), self.gap)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import Format, PrecisionMap
 
 
@@ -29,24 +31,31 @@ class Infeasibility:
 
 @dataclass(frozen=True)
 class Solution:
-    """The result of one solve.
+    """The result of one solve: of one map, or of a plan whose ``phases`` each hold a map.
 
     Attributes:
-        choices: item id → format, in the order of the problem's items; empty if infeasible.
-        status: ``optimal`` (proven), ``feasible`` (meets the budget; ``bound`` says how good it is) or ``infeasible``.
+        choices: item id → format, in the order of the problem's items; empty for a plan and if infeasible.
+        status: ``optimal`` (``gap`` is at most 1e-4), ``feasible`` (meets the budget; ``gap`` says how good it is) or
+            ``infeasible``.
         target: the value of the budget: a share, a speedup or a loss.
         kind: the kind of the budget: ``target``, ``speedup`` or ``loss``.
         objective: what was minimised, computed in float64 from the numbers of the problem: Σ loss with the penalties of
-            changed choices, or for a budget of kind ``loss`` the time of the slowest stage. None if infeasible.
-        bound: lower bound of the objective over all feasible choices. If optimal, it equals the objective up to
-            rounding.
-        achieved: Σ saving / Σ cost; 0 if all costs are 0.
-        achieved_per_stage: the same for each stage number.
+            changed choices, or for a budget of kind ``loss`` the time of the slowest stage, of a plan Σ steps · time.
+            None if infeasible.
+        bound: lower bound of the objective over all feasible choices.
+        gap: certified: (objective − bound) / (objective − Σ of each decision's least loss), or for a budget of kind
+            ``loss`` (objective − bound) / objective. None if infeasible.
+        achieved: Σ saving / Σ cost; 0 if all costs are 0. Of a plan the mean over all steps, those spent included, or
+            for budgets of time reference time / time.
+        achieved_per_stage: Σ saving / Σ cost for each stage number; empty for a plan.
         loss: Σ loss of the choices as given, without penalties.
-        speedup: reference time / time of the slowest stage; None for a budget of kind ``target``.
+        speedup: reference time / time of the slowest stage; None for a budget of kind ``target`` and for a plan.
         solve_seconds: wall-clock time of the solve.
         deterministic_seconds: CP-SAT's own measure of its work, which is the same on every machine.
         fault: the reason of an infeasible budget, otherwise None.
+        phases: of a plan, the solution of every phase: its choices, loss and figures of one step. Its target is the
+            budget over all phases.
+        steps: of a plan, the number of training steps of every phase.
     """
 
     choices: Mapping[str, Format]
@@ -54,6 +63,7 @@ class Solution:
     target: float
     objective: float | None = None
     bound: float | None = None
+    gap: float | None = None
     achieved: float | None = None
     achieved_per_stage: Mapping[int, float] = field(default_factory=dict)
     loss: float | None = None
@@ -62,11 +72,8 @@ class Solution:
     deterministic_seconds: float = 0.0
     fault: Infeasibility | None = None
     kind: str = "target"
-
-    @property
-    def gap(self) -> float | None:
-        """(objective − bound) / max(|objective|, |bound|); 0 if both are equal, None if infeasible."""
-        return relative_gap(self.objective, self.bound)
+    phases: tuple[Solution, ...] = ()
+    steps: tuple[int, ...] = ()
 
     @property
     def finite_speedup(self) -> float | None:
@@ -91,26 +98,25 @@ class Solution:
             speedup=self.finite_speedup,
         )
 
-    def to_map_json(self, version: int = 0) -> str:
-        """Return the text of a ``snip.map/1`` file. ``budget``, ``loss`` and ``speedup`` are left out for a target."""
-        return self.to_precision_map(version).to_json()
+    def to_plan(self, begins: Sequence[int] | None = None, version: int = 0) -> PrecisionPlan:
+        """Return the phases as a plan. Raises SnipError if the phases' first steps and lengths do not fit.
 
-
-def relative_gap(objective: float | None, bound: float | None) -> float | None:
-    """Return (objective − bound) / max(|objective|, |bound|); 0 if both are equal, None if one is None."""
-    if objective is None or bound is None:
-        return None
-    distance = max(0.0, objective - bound)
-    return 0.0 if distance == 0.0 else distance / max(abs(objective), abs(bound))
-
-
-def saved_share(saved: float, cost: float) -> float:
-    """Return the share of ``cost`` that is saved; 0 if the cost is 0."""
-    return saved / cost if cost > 0 else 0.0
-
-
-def speedup_of(reference: float, time: float) -> float:
-    """Return reference / time; 1 if both are 0."""
-    if time > 0:
-        return reference / time
-    return 1.0 if reference == 0 else math.inf
+        Args:
+            begins: first step of every phase; by default the steps are counted from 0.
+            version: number of the plan and of its maps.
+        """
+        counted = [0, *itertools.accumulate(self.steps)]
+        begins = counted[:-1] if begins is None else begins
+        return PrecisionPlan(
+            phases=tuple(
+                PlanPhase(begin, phase.to_precision_map(version))
+                for begin, phase in zip(begins, self.phases, strict=True)
+            ),
+            last=begins[-1] + self.steps[-1],
+            version=version,
+            status=self.status,
+            objective=self.objective,
+            bound=self.bound,
+            target=self.target,
+            achieved=self.achieved,
+        )

@@ -1,7 +1,13 @@
-"""A problem as arrays. A row is a decision (an item, or a group of items), a column is a format.
+"""A problem as arrays: the one model that every budget, with and without phases, is solved by.
 
-Rows are sorted by id, and columns by the order of ``Format``, so that the solution does not depend on the order of
-items in a file.
+A *decision* is an item over a run of phases in which it keeps one format. A *row* is everything (row 0) or one stage
+(row k + 1). In a phase, a row is worth Σ saving / divisor + offset, and the phase is worth w, the smallest of its rows:
+
+- under ``target``, w is the effective share: the share of all cost, or of a stage's cost plus the tolerance;
+- under ``speedup`` and ``loss``, w is the part of the reference time that the slowest stage saves.
+
+Σ steps · w must reach ``need`` with the least Σ loss; under ``loss`` it becomes largest with Σ loss ≤ ``limit``.
+Decisions are sorted by id and formats by code, so that the order of a file does not matter.
 """
 
 from __future__ import annotations
@@ -9,191 +15,271 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.precision import Format
-from snip_megatron.solver.items import Budget
+from snip_megatron.solver.items import Budget, Choice, Item, Phase
+from snip_megatron.solver.parse import collector_paused
 from snip_megatron.solver.problem import Problem
-from snip_megatron.solver.units import Unit, decision_units
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 SLACK = 1e-9
-"""Relative slack of every saving constraint: Σ saving ≥ need, with need = target·Σ cost·(1 − 1e-9) in float64."""
+"""Relative slack of a budget: Σ saving ≥ target·Σ cost·(1 − 1e-9) in float64."""
 
 
 @dataclass(frozen=True)
-class ChoiceTable:
-    """The arrays of one problem with n decisions, F formats and K stages.
+class Rows:
+    """The rows of a phase, [R] each.
 
     Attributes:
-        ids: item ids, sorted.
-        formats: the columns.
-        loss: [n, F] float64, shifted so that the smallest loss of a decision is 0; inf if the format is not a choice.
-        true_loss: [n, F] float64 as given; inf if the format is not a choice.
-        saving: [n, F] float64; 0 if the format is not a choice.
-        stage: [n] int64, index into ``stages``.
+        active: whether the row counts.
+        divisor, offset: as above.
+        hard: whether the row costs nothing, so that its savings must not be negative.
+        cap: the most that a phase is worth, whatever is saved; may be inf.
+        reference: time of the slowest stage when nothing is saved; 1 under ``target``.
+    """
+
+    active: Bools
+    divisor: Floats
+    offset: Floats
+    hard: Bools
+    cap: float
+    reference: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """The arrays of D decisions, F formats, P phases, K stages.
+
+    Attributes:
+        ids: item id of each decision.
+        span: the decision's first phase and the one behind its last, [D, 2].
+        stage: [D], index into ``stages``.
         stages: the stage numbers, ascending.
-        cost: Σ cost.
-        stage_cost: [K], Σ cost of each stage.
-        need: the smallest Σ saving of the whole model that meets the budget.
-        stage_need: [K], the same for each stage; -inf without a constraint.
+        formats: the columns.
+        loss: [D, F], shifted so that a decision's smallest loss is 0; inf if the format is not a choice.
+        true_loss: [D, F] as given, with the penalties of changes; inf if the format is not a choice.
+        saving: [D, F] of one step; 0 if the format is not a choice.
+        cost: [K + 1], Σ cost of each row.
+        steps: of every phase, [P].
+        rows: the rows.
+        floor: the least worth of every phase, [P]; -inf for none.
+        need: the least Σ steps · w.
+        limit: the largest Σ true loss. If it is finite, Σ steps · w is what is maximised.
     """
 
     ids: tuple[str, ...]
+    span: Ints
+    stage: Ints
+    stages: tuple[int, ...]
     formats: tuple[Format, ...]
     loss: Floats
     true_loss: Floats
     saving: Floats
-    stage: Ints
-    stages: tuple[int, ...]
-    cost: float
-    stage_cost: Floats
+    cost: Floats
+    steps: Floats
+    rows: Rows
+    floor: Floats
     need: float
-    stage_need: Floats
+    limit: float
 
     @classmethod
-    def build(cls, problem: Problem, previous: Mapping[str, Format] | None = None, penalty: float = 0.0) -> ChoiceTable:
-        """Build the arrays of ``problem``.
+    def build(cls, problem: Problem, previous: Sequence[Mapping[str, Format]] = (), penalty: float = 0.0) -> Table:
+        """Build the arrays of a problem.
 
-        Each group, and each item without a group, is a row with the id of its first item. ``penalty`` is added to the
-        loss of a choice for every item whose format differs from ``previous``.
+        Args:
+            problem: the problem.
+            previous: item id → format by phase. ``penalty`` is added to the loss for every phase in which an item's
+                format differs from it.
+            penalty: see ``previous``.
         """
-        units = decision_units(problem.items)
-        formats = tuple(sorted({f for unit in units for f in unit.formats}, key=lambda f: f.code))
-        column = {f: j for j, f in enumerate(formats)}
-        true_loss = np.full((len(units), len(formats)), np.inf)
-        saving = np.zeros_like(true_loss)
-        rows = [i for i, unit in enumerate(units) for _ in unit.formats]
-        columns = [column[f] for unit in units for f in unit.formats]
-        true_loss[rows, columns] = [x for unit in units for x in unit.losses]
-        saving[rows, columns] = [x for unit in units for x in unit.savings]
+        phases = problem.phases or (Phase(1),)
+        with collector_paused():
+            items = sorted(problem.items, key=lambda item: item.id)
+            stages = tuple(sorted({item.stage for item in items}))
+            cost = _costs(items, stages)
+            rows = _rows(problem.budget, cost, stages)
+            parts = [(item, span) for item in items for span in _spans(item, len(phases))]
+            options = [_options(item, rows, stages) for item, _ in parts]
+            formats = tuple(sorted({c.format for own in options for c in own}, key=lambda f: f.code))
+            column = {f: j for j, f in enumerate(formats)}
+            true_loss = np.full((len(parts), len(formats)), np.inf)
+            saving = np.zeros_like(true_loss)
+            at = [i for i, own in enumerate(options) for _ in own], [column[c.format] for own in options for c in own]
+            true_loss[at] = [
+                c.losses[a] if b == a + 1 else math.fsum(c.losses[a:b])
+                for (_, (a, b)), own in zip(parts, options, strict=True)
+                for c in own
+            ]
+            saving[at] = [c.saving for own in options for c in own]
         if penalty and previous:
-            true_loss += penalty * _changes(units, formats, previous)
-        stages, stage = np.unique(np.array([unit.stage for unit in units], dtype=np.int64), return_inverse=True)
-        costs = np.array([unit.cost for unit in units], dtype=np.float64)
-        stage_cost = np.array([math.fsum(costs[stage == k]) for k in range(len(stages))])
+            true_loss += penalty * _changes(parts, formats, previous)
+        place = {stage: k for k, stage in enumerate(stages)}
         table = cls(
-            ids=tuple(unit.ids[0] for unit in units),
+            ids=tuple(item.id for item, _ in parts),
+            span=np.array([span for _, span in parts], dtype=np.int64),
+            stage=np.array([place[item.stage] for item, _ in parts], dtype=np.int64),
+            stages=stages,
             formats=formats,
             loss=true_loss - true_loss.min(axis=1, keepdims=True),
             true_loss=true_loss,
             saving=saving,
-            stage=stage.astype(np.int64),
-            stages=tuple(int(s) for s in stages),
-            cost=math.fsum(costs),
-            stage_cost=stage_cost,
-            need=-np.inf,
-            stage_need=np.full(len(stages), -np.inf),
+            cost=cost,
+            steps=np.array([phase.steps for phase in phases], dtype=np.float64),
+            rows=rows,
+            floor=np.array([_floor(phase.target, problem.budget, rows) for phase in phases]),
+            need=0.0,
+            limit=math.inf,
         )
-        return table.asking(problem.budget)
+        return replace(
+            table, need=_need(problem, rows), limit=math.inf if problem.budget.loss is None else problem.budget.loss
+        )
 
-    def asking(self, budget: Budget) -> ChoiceTable:
-        """Return the same choices with another budget. A budget of kind ``loss`` has no need of saving."""
-        if budget.target is not None:
-            need, stage_need = _share_needs(budget.target, budget.stage_tolerance, self)
-        elif budget.speedup is not None:
-            time = self.reference(budget) / budget.speedup
-            # No saving can speed up a stage without items.
-            need = np.inf if self.elsewhere(budget) > time * (1 + SLACK) else -np.inf
-            stage_need = self.costs(budget) - time
-            stage_need -= SLACK * np.abs(stage_need)
-        else:
-            need, stage_need = -np.inf, np.full(len(self.stages), -np.inf)
-        return replace(self, need=need, stage_need=stage_need)
-
-    @property
-    def allowed(self) -> NDArray[np.bool_]:
-        """Whether each format is a choice, bool [n, F]."""
+    @cached_property
+    def allowed(self) -> Bools:
+        """Whether each format is a choice, [D, F]."""
         return np.isfinite(self.loss)
 
-    # -- time --------------------------------------------------------------------------------------------------
-    def fixed(self, budget: Budget) -> Floats:
-        """Return the fixed cost of each stage, [K]."""
-        fixed = dict(budget.fixed_cost)
-        return np.array([fixed.get(stage, 0.0) for stage in self.stages])
+    @cached_property
+    def on(self) -> Bools:
+        """Whether each decision lies in each phase, [P, D]."""
+        phase = np.arange(len(self.steps))[:, None]
+        return (self.span[:, 0] <= phase) & (phase < self.span[:, 1])
 
-    def costs(self, budget: Budget) -> Floats:
-        """Return the cost of each stage if nothing is saved, [K]."""
-        return self.fixed(budget) + self.stage_cost
+    @cached_property
+    def cells(self) -> list[list[Ints]]:
+        """The decisions of each phase and row, by [P][K + 1]."""
+        of_stage = [self.stage == k for k in range(len(self.stages))]
+        return [[np.nonzero(on)[0], *(np.nonzero(on & own)[0] for own in of_stage)] for on in self.on]
 
-    def elsewhere(self, budget: Budget) -> float:
-        """Return the largest fixed cost of a stage that has no items."""
-        return max([cost for stage, cost in budget.fixed_cost if stage not in self.stages], default=0.0)
+    @cached_property
+    def least(self) -> float:
+        """Σ of each decision's least loss."""
+        return math.fsum(self.true_loss.min(axis=1))
 
-    def reference(self, budget: Budget) -> float:
-        """Return the cost of the slowest stage if nothing is saved."""
-        return max(float(self.costs(budget).max()), self.elsewhere(budget))
+    # -- picks: the column of each decision, [D] ---------------------------------------------------------------
+    def savings(self, pick: Ints, *, exact: bool = True) -> Floats:
+        """Return Σ saving of a step by phase and row, [P, K + 1]. If exact, all sums are correctly rounded."""
+        saved = np.take_along_axis(self.saving, pick[:, None], axis=1)[:, 0]
+        if exact:
+            return np.array([[math.fsum(saved[cell]) for cell in row] for row in self.cells])
+        by_stage = [np.bincount(self.stage, saved * on, len(self.stages)) for on in self.on]
+        return np.array([[own.sum(), *own] for own in by_stage])
 
-    def slowest(self, pick: Ints, budget: Budget) -> float:
-        """Return the cost of the slowest stage with these picks."""
-        return max(float((self.costs(budget) - self.savings(pick)[1]).max()), self.elsewhere(budget))
+    def worth(self, savings: Floats) -> Floats:
+        """Return w of each phase, [P], from :meth:`savings`."""
+        values = savings / self.rows.divisor + self.rows.offset
+        worth: Floats = np.where(self.rows.active, values, np.inf).min(axis=1, initial=self.rows.cap)
+        return worth
 
-    def part(self, rows: Ints, loss: Floats, need: float) -> ChoiceTable:
-        """Return the problem of some rows, with other losses [rows, F] and a single need."""
-        return ChoiceTable(
-            ids=tuple(self.ids[i] for i in rows),
-            formats=self.formats,
-            loss=loss - loss.min(axis=1, keepdims=True),
-            true_loss=loss,
-            saving=self.saving[rows],
-            stage=np.zeros(len(rows), dtype=np.int64),
-            stages=(0,),
-            cost=0.0,
-            stage_cost=np.zeros(1),
-            need=need,
-            stage_need=np.full(1, -np.inf),
-        )
+    def spent(self, worth: Floats) -> float:
+        """Return Σ steps · w."""
+        return math.fsum((self.steps * worth).tolist())
 
-    def pick_saving(self, pick: Ints) -> Floats:
-        """Return the saving of the picked columns, [n]."""
-        return np.take_along_axis(self.saving, pick[:, None], axis=1)[:, 0]
-
-    def objective(self, pick: Ints) -> float:
+    def total_loss(self, pick: Ints) -> float:
         """Return Σ loss as given, correctly rounded."""
         return math.fsum(np.take_along_axis(self.true_loss, pick[:, None], axis=1)[:, 0])
 
-    def difference(self, pick: Ints, other: Ints) -> float:
-        """Return objective(pick) − objective(other). The sign is exact even if both sums are large."""
-        return math.fsum(
-            [
-                *np.take_along_axis(self.loss, pick[:, None], 1)[:, 0],
-                *-np.take_along_axis(self.loss, other[:, None], 1)[:, 0],
-            ]
-        )
+    def shifted_loss(self, pick: Ints) -> float:
+        """Return Σ loss above each decision's least, correctly rounded."""
+        return math.fsum(np.take_along_axis(self.loss, pick[:, None], axis=1)[:, 0])
 
-    def savings(self, pick: Ints) -> tuple[float, Floats]:
-        """Return Σ saving over all rows, and Σ saving of each stage [K], all correctly rounded."""
-        saved = self.pick_saving(pick)
-        return math.fsum(saved), np.array([math.fsum(saved[self.stage == k]) for k in range(len(self.stages))])
+    def saves_enough(self, pick: Ints, *, exact: bool = True) -> bool:
+        """Return whether the picks meet every row, floor and the need."""
+        savings = self.savings(pick, exact=exact)
+        if bool((savings[:, self.rows.hard] < 0).any()):
+            return False
+        worth = self.worth(savings)
+        return bool((worth >= self.floor).all()) and self.spent(worth) >= self.need
 
     def feasible(self, pick: Ints) -> bool:
-        """Return whether the picks meet every need."""
-        total, per_stage = self.savings(pick)
-        return total >= self.need and bool((per_stage >= self.stage_need).all())
+        """Return whether the picks meet the budget."""
+        return (self.limit == math.inf or self.total_loss(pick) <= self.limit) and self.saves_enough(pick)
 
     def most_saving(self) -> Ints:
-        """Return the columns [n] that save most. If these picks are infeasible, so are all others."""
-        return np.where(self.allowed, self.saving, -np.inf).argmax(axis=1).astype(np.int64)
+        """Return the picks that save most, of equals those that lose least. If they save too little, so do all."""
+        saved = np.where(self.allowed, self.saving, -np.inf)
+        best = saved >= saved.max(axis=1, keepdims=True)
+        return np.where(best, self.loss, np.inf).argmin(axis=1).astype(np.int64)
+
+    def score(self, pick: Ints) -> float:
+        """Return what is minimised: Σ shifted loss, or under a limit −Σ steps · w."""
+        return self.shifted_loss(pick) if self.limit == math.inf else -self.spent(self.worth(self.savings(pick)))
+
+    def gap(self, score: float, bound: float) -> float:
+        """Return how far a score is from its bound: relative to Σ shifted loss, or under a limit to the time."""
+        whole = score if self.limit == math.inf else float(self.steps.sum()) + score
+        return 0.0 if score <= bound else (score - bound) / whole if whole > 0 else math.inf
 
 
-def _share_needs(target: float, tolerance: float | None, table: ChoiceTable) -> tuple[float, Floats]:
-    """Return the smallest Σ saving of the whole model and of each stage."""
-    need = target * table.cost
-    stage_need = np.full(len(table.stages), -np.inf)
-    if tolerance is not None:
-        stage_need = (target - tolerance) * table.stage_cost
-        stage_need -= SLACK * np.abs(stage_need)
-    return need - SLACK * abs(need), stage_need
+def _costs(items: Sequence[Item], stages: Sequence[int]) -> Floats:
+    own: dict[int, list[float]] = {stage: [] for stage in stages}
+    for item in items:
+        own[item.stage].append(item.cost)
+    return np.array([math.fsum(item.cost for item in items), *(math.fsum(own[stage]) for stage in stages)])
 
 
-def _changes(units: Sequence[Unit], formats: Sequence[Format], previous: Mapping[str, Format]) -> Floats:
-    """Return how many items of each unit would change their format, [n, F].
+def _rows(budget: Budget, cost: Floats, stages: Sequence[int]) -> Rows:
+    if budget.target is not None:
+        counts = np.array([True] + [budget.stage_tolerance is not None] * len(stages))
+        offset = np.array([0.0] + [budget.stage_tolerance or 0.0] * len(stages))
+        active = counts & (cost > 0)
+        divisor = np.where(cost > 0, cost, 1.0)
+        return Rows(active, divisor, offset, counts & (cost == 0), math.inf if active.any() else 1.0, 1.0)
+    fixed = dict(budget.fixed_cost)
+    times = cost + np.array([0.0, *(fixed.get(stage, 0.0) for stage in stages)])
+    elsewhere = max([time for stage, time in budget.fixed_cost if stage not in stages], default=0.0)
+    reference = max(float(times[1:].max()), elsewhere)
+    unit = reference or 1.0
+    active = np.arange(len(cost)) > 0
+    offset = np.where(active, (reference - times) / unit, 0.0)
+    hard = np.zeros(len(cost), dtype=bool)
+    return Rows(active, np.full(len(cost), unit), offset, hard, (reference - elsewhere) / unit, reference)
 
-    Items without a previous format do not count.
-    """
-    before = [[previous[i] for i in unit.ids if i in previous] for unit in units]
+
+def _spans(item: Item, phases: int) -> list[tuple[int, int]]:
+    """Return the runs of phases in which an item keeps one format."""
+    begins = [p for p in range(phases) if p not in item.keeps]
+    return list(zip(begins, [*begins[1:], phases], strict=True))
+
+
+def _options(item: Item, rows: Rows, stages: Sequence[int]) -> list[Choice]:
+    """Return the choices of an item. Where nothing costs, a choice that saves less than nothing is none."""
+    own = [c for c in item.choices if item.pin is None or c.format is item.pin]
+    if rows.hard[0] or rows.hard[1 + stages.index(item.stage)]:
+        return [c for c in own if c.saving >= 0] or own
+    return own
+
+
+def _changes(
+    parts: Sequence[tuple[Item, tuple[int, int]]], formats: Sequence[Format], previous: Sequence[Mapping[str, Format]]
+) -> Floats:
+    """Return in how many phases each choice differs from the previous one, [D, F]. Items without one do not count."""
+    before = [[previous[p][item.id] for p in range(a, b) if item.id in previous[p]] for item, (a, b) in parts]
     return np.array([[sum(old is not f for old in known) for f in formats] for known in before], dtype=np.float64)
+
+
+def _floor(target: float | None, budget: Budget, rows: Rows) -> float:
+    """Return the least worth of a phase with a target of its own."""
+    if target is None:
+        return -math.inf
+    if budget.target is not None:
+        return target * (1 - SLACK)
+    return 1 - (1 + SLACK) / target if rows.reference else 0.0
+
+
+def _need(problem: Problem, rows: Rows) -> float:
+    """Return the least Σ steps · w of the remaining phases: what is spent counts."""
+    budget, spent, steps = problem.budget, problem.spent, problem.steps
+    done, achieved = (0, 1.0) if spent is None else (spent.steps, spent.achieved)
+    if budget.target is not None:
+        return math.fsum([budget.target * steps * (1 - SLACK), -done * achieved])
+    if budget.speedup is not None and rows.reference:
+        return math.fsum([steps - done, done / achieved, -steps / budget.speedup * (1 + SLACK)])
+    return 0.0 if budget.speedup is not None else -math.inf

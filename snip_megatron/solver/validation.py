@@ -6,45 +6,41 @@ import math
 from collections.abc import Iterator, Sequence
 
 from snip_megatron.errors import quoted
-from snip_megatron.precision import Format
 from snip_megatron.precision.budget import MAX_LOSS, MAX_SPEEDUP
-from snip_megatron.solver.items import KINDS, Budget, Item
+from snip_megatron.precision.phases import MOST_PHASES
+from snip_megatron.solver.items import KINDS, Budget, Item, Phase, Spent
 
 MAX_COST = 1e18
 MAX_STAGE = 2**20
+MAX_STEPS = 10**12
 _ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums rounded to float64
+Faults = Iterator[tuple[str, str]]
+"""(JSON path, what is wrong), in order."""
 
 
-def faults(budget: Budget, items: Sequence[Item]) -> Iterator[tuple[str, str]]:
-    """Yield (JSON path, what is wrong) for each fault, in order."""
+def faults(budget: Budget, items: Sequence[Item], phases: Sequence[Phase], spent: Spent | None) -> Faults:
+    """Yield each fault of a problem."""
     yield from budget_faults(budget)
+    if len(phases) > MOST_PHASES:
+        yield "phases", f"must hold 1 to {MOST_PHASES} phases, got {len(phases)}"
+    for p, phase in enumerate(phases):
+        yield from _phase_faults(budget, phase, f"phases[{p}]")
+    if spent is not None:
+        yield from _spent_faults(budget, spent)
     if not items:
         yield "items", "must hold at least one item"
     seen: dict[str, int] = {}
-    groups: dict[str, list[Item]] = {}
     for i, item in enumerate(items):
         if not item.id:
             yield f"items[{i}].id", "must be a non-empty string"
         first = seen.setdefault(item.id, i)
         if first != i:
             yield f"items[{i}].id", f"{quoted(item.id)} is also the id of items[{first}]"
-        if not 0 <= item.stage < MAX_STAGE:
-            yield f"items[{i}].stage", f"must be a stage number from 0 to {MAX_STAGE - 1}, got {quoted(item.stage)}"
-        if not 0 <= item.cost <= MAX_COST:
-            yield f"items[{i}].cost", f"must be a finite number from 0 to {MAX_COST:g}, got {item.cost}"
-        yield from _choice_faults(item, f"items[{i}].choices")
-        if item.group is not None:
-            groups.setdefault(item.group, []).append(item)
-            if not item.group:
-                yield f"items[{i}].group", "must be a non-empty string or absent"
-        if item.pin is not None and item.pin not in _formats(item):
-            yield f"items[{i}].pin", f"{quoted(item.pin.value)} is not among the item's choices"
-    for name, members in groups.items():
-        yield from _unity_faults(name, members)
+        yield from _item_faults(item, len(phases), f"items[{i}]")
 
 
-def budget_faults(budget: Budget) -> Iterator[tuple[str, str]]:
-    """Yield (JSON path, what is wrong) for each fault of a budget."""
+def budget_faults(budget: Budget) -> Faults:
+    """Yield each fault of a budget."""
     given = [kind for kind in KINDS if getattr(budget, kind) is not None]
     if len(given) != 1:
         yield "budget", f"must have exactly one of {', '.join(KINDS)}, has {' and '.join(given) or 'none'}"
@@ -66,33 +62,53 @@ def budget_faults(budget: Budget) -> Iterator[tuple[str, str]]:
             yield f"budget.fixed_cost.{stage}", f"must be a finite number from 0 to {MAX_COST:g}, got {cost}"
 
 
-def _choice_faults(item: Item, path: str) -> Iterator[tuple[str, str]]:
+def _phase_faults(budget: Budget, phase: Phase, path: str) -> Faults:
+    if not 1 <= phase.steps <= MAX_STEPS:
+        yield f"{path}.steps", f"must be a number of steps from 1 to {MAX_STEPS:g}, got {phase.steps}"
+    if phase.target is not None:
+        if budget.kind == "loss":
+            yield f"{path}.target", "has no meaning beside loss: what remains is made as fast as the bound allows"
+        if budget.kind == "target" and not 0 <= phase.target <= 1:
+            yield f"{path}.target", f"must be a share from 0 to 1, got {phase.target}"
+        if budget.kind == "speedup" and not 1 <= phase.target <= MAX_SPEEDUP:
+            yield f"{path}.target", f"must be a factor from 1 to {MAX_SPEEDUP:g}, got {phase.target}"
+
+
+def _spent_faults(budget: Budget, spent: Spent) -> Faults:
+    if budget.kind == "loss":
+        yield "spent", "has no meaning beside loss: what remains is made as fast as the bound allows"
+    if not 0 <= spent.steps <= MAX_STEPS:
+        yield "spent.steps", f"must be a number of steps from 0 to {MAX_STEPS:g}, got {spent.steps}"
+    if budget.kind == "speedup" and not (math.isfinite(spent.achieved) and spent.achieved > 0):
+        yield "spent.achieved", f"must be a factor above 0, got {spent.achieved}"
+    if budget.kind == "target" and not 0 <= spent.achieved <= 1:
+        yield "spent.achieved", f"must be a share from 0 to 1, got {spent.achieved}"
+
+
+def _item_faults(item: Item, phases: int, path: str) -> Faults:
+    if not 0 <= item.stage < MAX_STAGE:
+        yield f"{path}.stage", f"must be a stage number from 0 to {MAX_STAGE - 1}, got {quoted(item.stage)}"
+    if not 0 <= item.cost <= MAX_COST:
+        yield f"{path}.cost", f"must be a finite number from 0 to {MAX_COST:g}, got {item.cost}"
     if not item.choices:
-        yield path, "must hold at least one choice"
+        yield f"{path}.choices", "must hold at least one choice"
     for j, choice in enumerate(item.choices):
-        if not abs(choice.loss) <= MAX_LOSS:
-            yield f"{path}[{j}].loss", f"must be a finite number of at most {MAX_LOSS:g}, got {choice.loss}"
+        here = f"{path}.choices[{j}]"
+        if len(choice.losses) != (phases or 1):
+            yield f"{here}.losses", f"must hold {phases or 1} numbers, one a phase, got {len(choice.losses)}"
+        for p, loss in enumerate(choice.losses):
+            if not abs(loss) <= MAX_LOSS:
+                name = f"{here}.losses[{p}]" if phases else f"{here}.loss"
+                yield name, f"must be a finite number of at most {MAX_LOSS:g}, got {loss}"
         if not math.isfinite(choice.saving) or choice.saving > item.cost * (1 + _ROUNDING):
-            yield f"{path}[{j}].saving", f"must be a finite number of at most the item's cost, got {choice.saving}"
+            yield f"{here}.saving", f"must be a finite number of at most the item's cost, got {choice.saving}"
         if choice.saving < -MAX_COST:
-            yield f"{path}[{j}].saving", f"must be at least {-MAX_COST:g}, got {choice.saving}"
-    formats = _formats(item)
+            yield f"{here}.saving", f"must be at least {-MAX_COST:g}, got {choice.saving}"
+    formats = [choice.format for choice in item.choices]
     if len(set(formats)) != len(formats):
         j = next(j for j, f in enumerate(formats) if f in formats[:j])
-        yield f"{path}[{j}].format", f"{quoted(formats[j].value)} stands twice in one item"
-
-
-def _unity_faults(name: str, members: list[Item]) -> Iterator[tuple[str, str]]:
-    """Yield a fault if no format is allowed for all members of a group."""
-    shared = set(_formats(members[0])).intersection(*(_formats(item) for item in members))
-    pins = {item.pin for item in members if item.pin is not None}
-    if not shared:
-        yield "items", f"group {quoted(name)}: its {len(members)} items have no format in common"
-    elif len(pins) > 1:
-        yield "items", f"group {quoted(name)}: pinned to {' and '.join(sorted(p.value for p in pins))}"
-    elif not pins <= shared:
-        yield "items", f"group {quoted(name)}: pinned to {next(iter(pins)).value}, which not all its items may take"
-
-
-def _formats(item: Item) -> list[Format]:
-    return [choice.format for choice in item.choices]
+        yield f"{path}.choices[{j}].format", f"{quoted(formats[j].value)} stands twice in one item"
+    if item.pin is not None and item.pin not in formats:
+        yield f"{path}.pin", f"{quoted(item.pin.value)} is not among the item's choices"
+    if not all(1 <= p < phases for p in item.keeps) or len(set(item.keeps)) != len(item.keeps):
+        yield f"{path}.keeps", f"must hold distinct indices of phases that follow another, from 1 to {phases - 1}"
