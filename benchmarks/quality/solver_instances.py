@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
-from snip_megatron.solver import Budget, Choice, Item, Problem
+from snip_megatron.precision.budget import Budget
+from snip_megatron.sensitivity import carried_weights
+from snip_megatron.solver import Choice, Item, Phase, Problem
 
 TOKENS = 4e6  # of a step
 TOLERANCE = 0.02
@@ -87,12 +90,13 @@ def instance(model: Model, formats: int, seed: int) -> Problem:
             stage=int(block[i] * model.stages // model.blocks),
             cost=float(cost[i]),
             choices=tuple(
-                Choice(f, (float(f"{losses[i, j]:.4g}"),), float(share[i, j] * cost[i])) for j, f in enumerate(candidates)
+                Choice(f, (float(f"{losses[i, j]:.4g}"),), float(share[i, j] * cost[i]))
+                for j, f in enumerate(candidates)
             ),
         )
         for i in range(n)
     )
-    return Problem(Budget(target, TOLERANCE), items)
+    return Problem(Budget("fp4", target), items, stage_tolerance=TOLERANCE)
 
 
 def granular(items: int, seed: int) -> Problem:
@@ -105,14 +109,57 @@ def granular(items: int, seed: int) -> Problem:
     loss = np.exp(rng.normal(0, 2, items))
     rows = zip(cost.tolist(), loss.tolist(), strict=True)
     return Problem(
-        Budget(0.55, TOLERANCE),
+        Budget("fp4", 0.55),
         tuple(
             Item(
                 f"block.{i}",
                 i * 8 // items,
                 c,
-                (Choice(Format.BF16, (0.0,), 0.0), Choice(Format.FP8, (0.02 * x,), 0.5 * c), Choice(Format.FP4, (x,), 0.75 * c)),
+                (
+                    Choice(Format.BF16, (0.0,), 0.0),
+                    Choice(Format.FP8, (0.02 * x,), 0.5 * c),
+                    Choice(Format.FP4, (x,), 0.75 * c),
+                ),
             )
             for i, (c, x) in enumerate(rows)
         ),
+        stage_tolerance=TOLERANCE,
     )
+
+
+STEPS = (250, 125, 75, 50)
+STANDING = 0.8
+STRUCTURES = {
+    "run": "losses as a run has them: κ · q of a falling learning rate, a standing part of fprops in the last phase",
+    "bf16": "κ · q alone: deployed in bf16",
+    "independent": "every loss of every phase with a factor of its own (log-normal, σ 1)",
+    "equal": "a constant learning rate, deployed in bf16: all phases alike",
+}
+
+
+def phased_instance(structure: str, seed: int) -> Problem:
+    """Return a problem of 70B: 960 items, bf16, fp8 and fp4, 8 stages, four phases."""
+    static = instance(MODELS[0], 3, seed)
+    begins = [sum(STEPS[:p]) for p in range(len(STEPS))]
+    cosine = [1 + math.cos(math.pi * i / 100) for i in range(101)]
+    carried = carried_weights(0, begins, sum(STEPS), [1.0] if structure == "equal" else cosine)
+    rng = np.random.default_rng([seed, 7])
+
+    def losses(item: str, loss: float) -> tuple[float, ...]:
+        if structure == "independent":
+            return tuple(
+                float(f"{loss * n / sum(STEPS) * x:.4g}") for n, x in zip(STEPS, rng.lognormal(0, 1, 4), strict=True)
+            )
+        share = STANDING if structure == "run" and item.endswith(":fprop") else 0.0
+        stands = (0.0, 0.0, 0.0, 1.0)
+        return tuple(loss * (share * s + (1 - share) * c) for s, c in zip(stands, carried, strict=True))
+
+    items = tuple(
+        replace(i, choices=tuple(replace(c, losses=losses(i.id, c.loss)) for c in i.choices)) for i in static.items
+    )
+    return replace(static, items=items, phases=tuple(Phase(n) for n in STEPS))
+
+
+def timed(problem: Problem, kind: str, value: float) -> Problem:
+    """Return the problem with a budget of time; its costs are taken as seconds."""
+    return replace(problem, budget=Budget(kind, value), stage_tolerance=None)

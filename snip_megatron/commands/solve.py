@@ -15,9 +15,7 @@ from snip_megatron.records.output_file import check_folder, deliver
 
 if TYPE_CHECKING:
     from snip_megatron.records.replay import Change, Stored
-    from snip_megatron.solver import Budget as SolverBudget
     from snip_megatron.solver import Problem
-    from snip_megatron.solver.phased import PhasedProblem
 
 INFEASIBLE_EXIT = 3
 
@@ -110,12 +108,13 @@ def run(args: argparse.Namespace) -> int:
     """
     from snip_megatron.solver import solve, sweep
     from snip_megatron.solver.pareto import sweep_json
-    from snip_megatron.solver.phased import PhasedProblem
 
     check_folder("--out", args.out)
     problem, stored = _problem(args)
-    if isinstance(problem, PhasedProblem):
-        return _solve_phases(problem, args)
+    if problem.phases:
+        for name, given in (("sweep", args.sweep is not None), ("change-penalty", args.change_penalty != 0)):
+            if given:
+                raise SnipError(f"--{name}: {args.problem} has phases; that is for one map only")
     options: dict[str, Any] = {"time_limit_s": args.time_limit, "solver": args.solver, "hint": _previous(args)}
     options["change_penalty"] = args.change_penalty
     if args.sweep is not None:
@@ -124,56 +123,37 @@ def run(args: argparse.Namespace) -> int:
     solution = solve(problem, **options)
     if solution.fault is not None:
         raise SnipError(f"{args.problem}: {solution.fault}", exit_code=INFEASIBLE_EXIT)
+    if problem.phases:  # a plan, whose steps are counted from 0
+        deliver("--out", args.out, solution.to_plan().to_json())
+        return 0
     precision_map = solution.to_precision_map()
     deliver("--out", args.out, (precision_map if stored is None else stored.with_fp4_share(precision_map)).to_json())
     return 0
 
 
-def _solve_phases(problem: PhasedProblem, args: argparse.Namespace) -> int:
-    """Solve a problem over phases and write its plan, whose steps are counted from 0."""
-    from snip_megatron.solver.phased import solve_phased
-
-    for name, given in (("sweep", args.sweep is not None), ("change-penalty", args.change_penalty != 0)):
-        if given:
-            raise SnipError(f"--{name}: {args.problem} has phases; that is for one map only")
-    previous = _previous(args)
-    solution = solve_phased(
-        problem,
-        time_limit_s=args.time_limit,
-        solver=args.solver,
-        hint=None if previous is None else [previous] * len(problem.phases),
-    )
-    if solution.fault is not None:
-        raise SnipError(f"{args.problem}: {solution.fault}", exit_code=INFEASIBLE_EXIT)
-    deliver("--out", args.out, solution.to_plan().to_json())
-    return 0
-
-
-def _problem(args: argparse.Namespace) -> tuple[Problem | PhasedProblem, Stored | None]:
+def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
     """Return the problem to solve, and the update of a run that it came from or None."""
+    from snip_megatron.precision.budget import Budget
     from snip_megatron.records.replay import find_stored, is_statistics, rebuild
-    from snip_megatron.solver.phased import read_problem
+    from snip_megatron.solver import Problem
 
     change = _change(args)
     stored = find_stored(args.problem, args.step)
+    asked = None if args.budget is None else Budget.parse(args.budget, "--budget")
     if stored is None:
         if change or is_statistics(args.problem):
             what = "--policy, --schedule and the like" if change else "statistics"
             raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {what} need")
-        problem = read_problem(_read(args.problem), where=str(args.problem))
+        problem = Problem.from_json(_read(args.problem), where=str(args.problem))
+        if asked is not None and asked.timed != problem.budget.timed:  # neither says anything about the other's budget
+            problem = replace(problem, stage_tolerance=None, fixed_cost=())
     elif change or not stored.path("problems").exists() or is_statistics(args.problem):
-        return rebuild(stored, change, _asked(args, stored.request().budget)), stored
+        return rebuild(stored, change, asked), stored
     else:
         problem = stored.problem()
-        budget = _asked(args, problem.budget)
-        # Costs are FLOPs for fp4= budgets and seconds for the others.
-        if (budget.kind == "target") != (problem.budget.kind == "target"):
-            return rebuild(stored, change, budget), stored
-    return replace(problem, budget=_asked(args, problem.budget)), stored
-
-
-def _asked(args: argparse.Namespace, old: SolverBudget) -> SolverBudget:
-    return old if args.budget is None else _other_budget(args.budget, old)
+        if asked is not None and asked.timed != problem.budget.timed:
+            return rebuild(stored, change, asked), stored  # costs are FLOPs for fp4= budgets and seconds for the others
+    return problem if asked is None else replace(problem, budget=asked), stored
 
 
 def _change(args: argparse.Namespace) -> Change:
@@ -193,19 +173,6 @@ def _change(args: argparse.Namespace) -> Change:
     if args.stage_tolerance is not None:
         fields["stage_tolerance"] = parse_tolerance(args.stage_tolerance, "--")
     return Change(fields, args.cost, static=args.schedule == "static")
-
-
-def _other_budget(text: str, old: SolverBudget) -> SolverBudget:
-    """Parse ``KIND=X``. Stage tolerance or fixed cost of the old budget are kept if they apply to the new kind."""
-    from snip_megatron.precision.budget import Budget
-    from snip_megatron.solver.items import Budget as SolverBudget
-
-    asked = Budget.parse(text, "--budget")
-    if asked.kind == "fp4":
-        return SolverBudget(target=asked.value, stage_tolerance=old.stage_tolerance)
-    if asked.kind == "speedup":
-        return SolverBudget(speedup=asked.value, fixed_cost=old.fixed_cost)
-    return SolverBudget(loss=asked.value, fixed_cost=old.fixed_cost)
 
 
 def _previous(args: argparse.Namespace) -> dict[str, Format] | None:

@@ -48,16 +48,15 @@ def _solver() -> Check:
     if importlib.util.find_spec("ortools") is None:
         return fail(ROOM, "solver", "ortools is not installed", "pip install ortools")
     from snip_megatron.precision import Format
+    from snip_megatron.precision.budget import Budget
     from snip_megatron.solver.api import solve
-    from snip_megatron.solver.items import Budget, Choice, Item
+    from snip_megatron.solver.items import Choice, Item
     from snip_megatron.solver.problem import Problem
 
-    items = tuple(
-        Item(id=str(i), stage=0, cost=1.0, choices=(Choice(Format.FP8, 0.0, 0.0), Choice(Format.FP4, 1.0 + i, 1.0)))
-        for i in range(8)
-    )
+    precise = Choice(Format.FP8, (0.0,), 0.0)
+    items = tuple(Item(str(i), 0, 1.0, (precise, Choice(Format.FP4, (1.0 + i,), 1.0))) for i in range(8))
     began = time.monotonic()
-    solution = solve(Problem(items=items, budget=Budget(target=0.5, stage_tolerance=None)))
+    solution = solve(Problem(items=items, budget=Budget("fp4", 0.5)))
     took = time.monotonic() - began
     chosen = sorted(item for item, fmt in solution.choices.items() if fmt is Format.FP4)
     if solution.status != "optimal" or chosen != ["0", "1", "2", "3"]:

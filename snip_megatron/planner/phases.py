@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
@@ -16,8 +16,7 @@ from snip_megatron.precision.phases import Schedule
 from snip_megatron.sensitivity.persistence import STANDING_SHARE, STANDING_WEIGHTS, carried_weights
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.phased_problem import phased_items
-from snip_megatron.solver import Problem, Solution
-from snip_megatron.solver.phased import Phase, PhasedProblem, PhasedSolution, solve_phased
+from snip_megatron.solver import Phase, Problem, Solution, solve
 from snip_megatron.timing.shapes import ALL_BF16
 
 ASSUMPTIONS = (
@@ -66,8 +65,8 @@ def plan_phases(step: StepModel, question: Question, static: Problem, fixed: Sol
     request = _request(run)
     items = phased_items(static.items, [_forward(item.id) for item in static.items], request, STANDING_SHARE)
     phases = tuple(Phase(n, target) for n, target in zip(request.steps, request.budgets, strict=True))
-    problem = PhasedProblem(static.budget, phases, items)
-    solution = solve_phased(problem, time_limit_s=_SOLVE_SECONDS, hint=[fixed.choices] * len(phases))
+    problem = replace(static, items=items, phases=phases)
+    solution = solve(problem, time_limit_s=_SOLVE_SECONDS, hint=fixed.choices)
     if solution.fault is not None:
         raise SnipError(
             f"--budget {cut(question.text)} over --schedule {cut(run.name)}: {solution.fault}; lower the budget, or"
@@ -108,7 +107,7 @@ def _forward(option: str) -> dict[str, float]:
     return {fmt.value: part for fmt in Format}
 
 
-def _static_loss(problem: PhasedProblem, fixed: Solution) -> float:
+def _static_loss(problem: Problem, fixed: Solution) -> float:
     """Σ loss over all phases of one map for the whole run."""
     return math.fsum(
         loss
@@ -136,7 +135,7 @@ def _phase(step: StepModel, bf16: StepTime, begin: int, steps: int, solution: So
     }
 
 
-def _averages(bf16: StepTime, rows: Sequence[Body], solution: PhasedSolution) -> Body:
+def _averages(bf16: StepTime, rows: Sequence[Body], solution: Solution) -> Body:
     """The averages over the run: of times, those of the means."""
     steps = sum(row["steps"] for row in rows)
 

@@ -16,7 +16,6 @@ from snip_megatron.planner.synthetic import synthetic_losses
 from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, LinearId, candidates_fault, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.policies import UNSOLVED
-from snip_megatron.solver.items import Budget as SolverBudget
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
@@ -137,19 +136,12 @@ def parse_question(
 def pose(question: Question, step: StepModel) -> Problem:
     """Build the Problem of a question. Raises SnipError if the statistics are of another model or lack a format."""
     layout = step.layout
-    budget = SolverBudget(target=question.wanted, stage_tolerance=question.tolerance)
-    if question.kind != "fp4":
-        budget = SolverBudget(target=0.0)
-    base = Problem(budget, tuple(_items(question, layout)))
     if question.kind == "fp4":
-        return base
-    if question.kind == "loss":
-        budget = SolverBudget(loss=question.wanted)
-    elif question.kind == "step":
-        budget = SolverBudget(speedup=question.wanted, fixed_cost=tuple(step.fixed_seconds().items()))
-    else:
-        budget = SolverBudget(speedup=question.wanted)
-    return with_times(base, step.shapes, step.model, budget, step.charge)
+        return Problem(Budget("fp4", question.wanted), tuple(_items(question, layout)), question.tolerance)
+    budget = Budget("loss" if question.kind == "loss" else "speedup", question.wanted)
+    base = Problem(budget, tuple(_items(question, layout)))
+    fixed = step.fixed_seconds() if question.kind == "step" else None
+    return with_times(base, step.shapes, step.model, budget, step.charge, fixed)
 
 
 def training_budget(question: Question, problem: Problem, solution: Solution) -> str | None:
@@ -177,7 +169,7 @@ def training_budget(question: Question, problem: Problem, solution: Solution) ->
         least[item.stage] += item.cost - max(savings.values())
     most = max(planned.values())
     if question.kind == "step":
-        fixed = dict(problem.budget.fixed_cost)
+        fixed = dict(problem.fixed_cost)
         step = max(fixed[stage] + seconds for stage, seconds in bf16.items()) / question.wanted
         most = min((step - fixed[stage] for stage in bf16 if fixed[stage] + bf16[stage] > step), default=math.inf)
     speedup = math.floor(max(1.0, max(bf16.values()) / most) * _DIGITS) / _DIGITS
@@ -193,7 +185,7 @@ def _items(question: Question, layout: Layout) -> list[Item]:
         linear, gemm = split_option_id(key)
         n, k = layout.model.linears[linear.kind]
         cost = 2.0 * layout.seq_length * layout.global_batch_size * n * k * (1 if gemm is not None else 3)
-        choices = tuple(Choice(fmt, loss, cost if fmt in FOUR_BIT else 0.0) for fmt, loss in by_format.items())
+        choices = tuple(Choice(fmt, (loss,), cost if fmt in FOUR_BIT else 0.0) for fmt, loss in by_format.items())
         items.append(Item(key, stages[linear.layer], cost, choices))
     return items
 

@@ -18,14 +18,13 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, PrecisionMap, candidates_fault, fp4_fraction
+from snip_megatron.precision.budget import Budget
 from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, read_events, step_files, step_of, step_path
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.phased_problem import build_phased_problem
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.solver.items import Budget
-from snip_megatron.solver.phased import PhasedProblem, read_problem
 from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.loading import load_cost_model
@@ -48,14 +47,14 @@ class Stored:
         """Return the path of the update's file in ``folder``. The file need not exist."""
         return step_path(self.run, folder, self.step)
 
-    def problem(self) -> Problem | PhasedProblem:
+    def problem(self) -> Problem:
         """Return the problem that the run solved, of either kind. Raises SnipError if it cannot be read."""
         path = self.path("problems")
         try:
             content = path.read_bytes()
         except OSError as error:
             raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
-        return read_problem(content, where=str(path))
+        return Problem.from_json(content, where=str(path))
 
     def table(self) -> StatisticsTable:
         """Return the statistics. Raises SnipError if they cannot be read."""
@@ -78,7 +77,7 @@ class Stored:
         ]
         if submitted:  # the last one: a resumed run may have made the update again
             return PhasedRequest.from_dict(submitted[-1], f"{self.run}: submit event of step {self.step}")
-        if self.path("problems").exists() and isinstance(self.problem(), PhasedProblem):
+        if self.path("problems").exists() and self.problem().phases:
             raise SnipError(
                 f"{self.run}: the update of step {self.step} planned phases, and its events.jsonl does not say which;"
                 " give --schedule static for one map, or another --step"
@@ -187,7 +186,7 @@ def is_statistics(path: Path) -> bool:
     return os.path.isfile(path) and zipfile.is_zipfile(path)
 
 
-def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem | PhasedProblem:
+def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
     """Build a new problem from stored statistics: over the phases that the run planned, or of one map.
 
     Args:
@@ -203,11 +202,10 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem | 
     phases = None if change.static else stored.phases()
     budget = budget or request.budget
     _check_unit(stored, phases, request.budget, budget)
-    wanted: dict[str, Any] = {"speedup": budget.speedup, "loss": budget.loss}
-    if budget.target is not None:
-        wanted["target"] = budget.target
+    wanted: dict[str, Any] = {"speedup": None, "loss": None}
+    wanted["target" if budget.kind == "fp4" else budget.kind] = budget.value
     fields = dict(change.fields)
-    if budget.kind == "target" and "formats" not in fields:
+    if budget.kind == "fp4" and "formats" not in fields:
         # bf16 is a candidate only under budgets of time or loss: under a share of FLOPs it costs nothing.
         fields["formats"] = tuple(f for f in request.formats if f != Format.BF16.value)
     request = dataclasses.replace(request, **wanted, **fields, phases=phases, prefix="--")
@@ -216,7 +214,7 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem | 
             f"--granularity {request.granularity}: {stored.run} planned phases, which weigh a linear's three GEMMs one"
             " by one; give --schedule static too"
         )
-    share = budget.kind == "target"
+    share = budget.kind == "fp4"
     if (why := candidates_fault(request.formats, granularity=request.granularity, share=share)) is not None:
         raise SnipError(f"--formats {cut(','.join(request.formats))}: {why}")
     if request.timed and (request.unquantised_flops or request.unquantised_stage_flops):

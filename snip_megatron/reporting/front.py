@@ -15,11 +15,11 @@ import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
+from snip_megatron.precision.budget import Budget
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.run_data import Update
-from snip_megatron.solver import Budget, Problem, Solution, solve
+from snip_megatron.solver import Problem, Solution, solve
 from snip_megatron.solver.pareto import asking, reachable
-from snip_megatron.solver.phased import PhasedProblem, read_problem
 
 POINTS = 17
 SECONDS = 10.0
@@ -88,8 +88,8 @@ def latest_front(
         step = max(files)
         if files[step].stat().st_size > MAX_BYTES:
             raise SnipError(f"{files[step]}: larger than {MAX_BYTES >> 20} MiB; draw it with snip solve --sweep")
-        problem = read_problem(files[step].read_bytes(), where=str(files[step]))
-        if isinstance(problem, PhasedProblem):  # one over the phases of a run has no such front
+        problem = Problem.from_json(files[step].read_bytes(), where=str(files[step]))
+        if problem.phases:  # one over the phases of a run has no such front
             return None
         return _front(step, problem, _chosen(problem, step, updates), points, seconds)
     except OSError as error:
@@ -102,9 +102,9 @@ def latest_front(
 def _front(step: int, problem: Problem, chosen: tuple[float, float] | None, points: int, seconds: float) -> Front:
     started = time.perf_counter()
     budget = problem.budget
-    kind = "target" if budget.kind == "target" else "speedup"
+    kind = "target" if budget.kind == "fp4" else "speedup"
     if budget.kind == "loss":  # the same trade-off, drawn over the predicted speedup
-        problem = replace(problem, budget=Budget(speedup=1.0, fixed_cost=budget.fixed_cost))
+        problem = replace(problem, budget=Budget("speedup", 1.0))
     low, high = reachable(problem)
     found: list[Point] = []
     hint: Mapping[str, Format] | None = None
@@ -116,12 +116,19 @@ def _front(step: int, problem: Problem, chosen: tuple[float, float] | None, poin
         if solution.choices:
             hint = solution.choices
             found += _points(problem, solution)
-    return Front(step, kind, found[::-1], (budget.kind, budget.wanted), chosen, time.perf_counter() - started)
+    return Front(
+        step,
+        kind,
+        found[::-1],
+        ("target" if budget.kind == "fp4" else budget.kind, budget.value),
+        chosen,
+        time.perf_counter() - started,
+    )
 
 
 def _points(problem: Problem, solution: Solution) -> list[Point]:
     """Return the solution as a point, or nothing if the solution has no finite x or no loss."""
-    x = solution.achieved if solution.kind == "target" else solution.finite_speedup
+    x = solution.achieved if solution.budget.kind == "fp4" else solution.finite_speedup
     if x is None or solution.loss is None:
         return []
     cost: dict[Format, float] = defaultdict(float)
@@ -136,7 +143,7 @@ def _chosen(problem: Problem, step: int, updates: Sequence[Update]) -> tuple[flo
     """Return (x, sum of losses) of the map that the run solved from this Problem, or None."""
     for update in updates:
         if update.step == step:
-            share = problem.budget.kind == "target"
+            share = problem.budget.kind == "fp4"
             x, loss = (update.achieved, update.objective) if share else (update.speedup, update.loss)
             loss = loss if update.loss is None else update.loss  # the objective may also hold the change penalty
             if x is not None and loss is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from snip_megatron.errors import SnipError, cut, quoted
@@ -10,12 +11,12 @@ from snip_megatron.precision import split_option_id
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.problem import Scores, make_item, score_options
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.solver.items import Item
-from snip_megatron.solver.phased import Phase, PhasedChoice, PhasedItem, PhasedProblem, Spent
+from snip_megatron.solver.items import Choice, Item, Phase, Spent
+from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
 
 
-def build_phased_problem(table: StatisticsTable, request: SolveRequest) -> tuple[PhasedProblem, Scores]:
+def build_phased_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Problem, Scores]:
     """Return the problem of one update over ``request.phases``, and the scores behind it.
 
     The loss of an option in a phase is q · (s · standing + (1 − s) · carried), with the phase's weights; s is
@@ -33,12 +34,12 @@ def build_phased_problem(table: StatisticsTable, request: SolveRequest) -> tuple
     parts = [dict(zip(request.formats, each, strict=True)) for each in forward.tolist()]
     remaining = tuple(Phase(steps, target) for steps, target in zip(phases.steps, phases.budgets, strict=True))
     phased = phased_items(items, parts, phases, request.standing_share)
-    return PhasedProblem(request.budget, remaining, phased, _spent(request, phases)), scores
+    return Problem(request.budget, phased, request.tolerance, phases=remaining, spent=_spent(request, phases)), scores
 
 
 def phased_items(
     items: Sequence[Item], forward: Sequence[Mapping[str, float]], phases: PhasedRequest, standing_share: float
-) -> tuple[PhasedItem, ...]:
+) -> tuple[Item, ...]:
     """Return items whose losses are those of every phase.
 
     Args:
@@ -57,7 +58,7 @@ def phased_items(
 
 def _phased_item(
     item: Item, parts: Mapping[str, float], phases: PhasedRequest, standing_share: float, keeps: tuple[int, ...]
-) -> PhasedItem:
+) -> Item:
     choices = []
     for choice in item.choices:
         share = standing_share * parts.get(choice.format.value, 0.0)
@@ -65,8 +66,8 @@ def _phased_item(
             share * stands + (1.0 - share) * carries
             for stands, carries in zip(phases.standing, phases.carried, strict=True)
         ]
-        choices.append(PhasedChoice(choice.format, choice.saving, tuple(choice.loss * w for w in weights)))
-    return PhasedItem(item.id, item.stage, item.cost, tuple(choices), pin=item.pin, keeps=keeps)
+        choices.append(Choice(choice.format, tuple(choice.loss * w for w in weights), choice.saving))
+    return replace(item, choices=tuple(choices), keeps=keeps)
 
 
 def _keeps(ids: Sequence[str], phases: PhasedRequest) -> list[tuple[int, ...]]:
@@ -98,5 +99,5 @@ def _spent(request: SolveRequest, phases: PhasedRequest) -> Spent | None:
     """
     if not phases.spent_steps or request.budget.kind == "loss":
         return None
-    achieved = min(phases.spent, 1.0) if request.budget.kind == "target" else phases.spent
+    achieved = min(phases.spent, 1.0) if request.budget.kind == "fp4" else phases.spent
     return Spent(phases.spent_steps, achieved)

@@ -14,10 +14,9 @@ from snip_megatron.sensitivity.loss_divergence import FPROP, FloatArray
 from snip_megatron.sensitivity.policies import divergences, pinned_formats, policy_scores
 from snip_megatron.sensitivity.quality import monotone, rounded
 from snip_megatron.sensitivity.request import SolveRequest, is_four_bit
-from snip_megatron.solver.infeasible import why_infeasible
+from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.solver.problem import Problem
-from snip_megatron.solver.table import ChoiceTable
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 
 Scores = dict[str, dict[str, dict[str, float]]]
@@ -137,15 +136,14 @@ def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, toke
 
 def _check_reachable_speedup(options: Sequence[Option], request: SolveRequest) -> None:
     items = tuple(make_item(option, request, {}) for option in options)
-    problem = Problem(items=items, budget=request.budget)  # raises for a format without a predicted time
+    problem = Problem(request.budget, items)  # raises for a format without a predicted time
     if request.speedup is None:
         return
-    choices = ChoiceTable.build(problem)
-    if not choices.feasible(choices.most_saving()):
+    if (fault := infeasibility(problem)) is not None:
         raise SnipError(
             f"--snip-budget speedup={request.speedup:g} is unreachable with --snip-formats"
             f" {','.join(request.formats)} and the pins: by the times of {request.times and request.times.model},"
-            f" {why_infeasible(choices, problem.budget).why} (seconds a step in the decoder's linears)"
+            f" {fault.why} (seconds a step in the decoder's linears)"
         )
 
 
@@ -158,7 +156,7 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
     """
     options, scores, _ = score_options(table, request)
     items = tuple(make_item(option, request, scores[option.id]) for option in options)
-    return Problem(items=items, budget=request.budget), scores
+    return Problem(request.budget, items, request.tolerance), scores
 
 
 def score_options(table: StatisticsTable, request: SolveRequest) -> tuple[list[Option], Scores, FloatArray]:
@@ -243,10 +241,7 @@ def make_item(option: Option, request: SolveRequest, scores: dict[str, dict[str,
     cost, savings = option.cost, {fmt: option.flops if is_four_bit(fmt) else 0.0 for fmt in formats}
     if request.timed:
         cost, savings = _times(option.id, formats, request)
-    choices = tuple(
-        Choice(format=Format(fmt), loss=scores[fmt]["q"] if fmt in scores else 0.0, saving=savings[fmt])
-        for fmt in formats
-    )
+    choices = tuple(Choice(Format(fmt), (scores[fmt]["q"] if fmt in scores else 0.0,), savings[fmt]) for fmt in formats)
     return Item(id=option.id, stage=option.stage, cost=cost, choices=choices)
 
 

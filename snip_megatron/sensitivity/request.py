@@ -10,11 +10,10 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
-from snip_megatron.precision.budget import MAX_SPEEDUP
+from snip_megatron.precision.budget import MAX_SPEEDUP, Budget
 from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.solver.items import Budget
 
 BITS: Mapping[str, int] = {fmt.value: fmt.bits for fmt in Format}
 """Name of a format → bits of an element. Formats of four bits count towards the fp4 share."""
@@ -105,9 +104,14 @@ class SolveRequest:
     @property
     def budget(self) -> Budget:
         """The budget of the Problem."""
-        if self.speedup is not None or self.loss is not None:
-            return Budget(speedup=self.speedup, loss=self.loss)
-        return Budget(self.target, self.stage_tolerance)
+        if self.speedup is not None:
+            return Budget("speedup", self.speedup)
+        return Budget("fp4", self.target) if self.loss is None else Budget("loss", self.loss)
+
+    @property
+    def tolerance(self) -> float | None:
+        """The stage tolerance of the Problem."""
+        return None if self.timed else self.stage_tolerance
 
     @property
     def timed(self) -> bool:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Format
 from snip_megatron.solver.infeasible import infeasibility
-from snip_megatron.solver.limits import GAP, Limits, Outcome
+from snip_megatron.solver.limits import Limits, Outcome
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
-from snip_megatron.solver.table import Floats, Ints, Table
+from snip_megatron.solver.table import GAP, Floats, Ints, Table
 
 SOLVERS = ("cpsat", "greedy")
 DEFAULT_SECONDS = 60.0
@@ -71,7 +71,7 @@ def solve(
     found = search(table, _hinted(table, hints), limits, exact=solver == "cpsat")
     if found is None:
         fault = infeasibility(problem)
-        solution = Solution({}, "infeasible", problem.budget.wanted, fault=fault, kind=problem.budget.kind)
+        solution = Solution({}, "infeasible", problem.budget, fault=fault)
     else:
         solution = _solution(problem, table, found)
     return replace(solution, solve_seconds=time.perf_counter() - started, deterministic_seconds=limits.spent)
@@ -96,8 +96,7 @@ def _solution(problem: Problem, table: Table, found: Outcome) -> Solution:
         Solution(
             choices={item.id: formats[item.id] for item in problem.items},
             status=status,
-            target=budget.wanted,
-            kind=budget.kind,
+            budget=budget,
             objective=losses[p],
             loss=losses[p],
             achieved=_share(float(savings[p, 0]), float(table.cost[0])),
@@ -105,23 +104,24 @@ def _solution(problem: Problem, table: Table, found: Outcome) -> Solution:
                 stage: _share(float(saved), float(cost))
                 for stage, saved, cost in zip(table.stages, savings[p, 1:], table.cost[1:], strict=True)
             },
-            speedup=None if budget.kind == "target" else _speedup(rows.reference, float(times[p])),
+            speedup=None if budget.kind == "fp4" else _speedup(rows.reference, float(times[p])),
         )
         for p, formats in enumerate(chosen)
     )
-    figures = {"objective": objective, "bound": min(objective, bound), "gap": found.gap}
+    bound = min(objective, bound)
     if not problem.phases:
-        return replace(each[0], **figures)
+        return replace(each[0], objective=objective, bound=bound, gap=found.gap)
     return Solution(
         choices={},
         status=status,
-        target=budget.wanted,
-        kind=budget.kind,
+        budget=budget,
         achieved=_average(problem, table, savings, times),
         loss=math.fsum(losses),
         phases=each,
         steps=tuple(phase.steps for phase in problem.phases),
-        **figures,
+        objective=objective,
+        bound=bound,
+        gap=found.gap,
     )
 
 
@@ -144,7 +144,7 @@ def _losses(problem: Problem, phase: int, formats: Mapping[str, Format]) -> floa
 def _average(problem: Problem, table: Table, savings: Floats, times: Floats) -> float:
     """Return the mean share of the run, or its reference time / time, with what is spent."""
     done, achieved = (0, 1.0) if problem.spent is None else (problem.spent.steps, problem.spent.achieved)
-    if problem.budget.kind == "target":
+    if problem.budget.kind == "fp4":
         shares = [_share(float(saved), float(table.cost[0])) for saved in savings[:, 0]]
         return math.fsum([*(table.steps * shares).tolist(), done * achieved]) / problem.steps
     reference = table.rows.reference

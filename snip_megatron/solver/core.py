@@ -24,7 +24,7 @@ class CoreResult:
     Attributes:
         pick: picks among the open choices that are best for the rounded numbers, and may miss a need by rounding; None
             if none were found.
-        bound: lower bound of the score over all feasible picks among the open choices.
+        bound: lower bound of Σ shifted loss over all feasible picks among the open choices.
     """
 
     pick: Ints | None
@@ -32,9 +32,9 @@ class CoreResult:
 
 
 def solve_core(
-    table: Table, open_: Bools, hint: Ints, limits: Limits, *, share: float, gap: float, strict: bool = False
+    table: Table, open_: Bools, hint: Ints, limits: Limits, *, effort: float, gap: float, strict: bool = False
 ) -> CoreResult:
-    """Minimise the score over the open choices [D, F], starting from ``hint``.
+    """Minimise Σ loss over the open choices [D, F], starting from ``hint``.
 
     Numbers are rounded so that no feasible picks are lost; the bound holds. With ``strict`` they are rounded to the
     other side, so that all picks are feasible and the bound holds for nothing.
@@ -44,7 +44,7 @@ def solve_core(
         open_: the open choices; those of ``hint``, which is feasible, are among them.
         hint: where the search starts.
         limits: the limits of the whole solve.
-        share: the part of what is left of ``limits`` that this core may spend.
+        effort: deterministic seconds that this core may spend.
         gap: stop at this gap.
         strict: see above.
     """
@@ -53,12 +53,12 @@ def solve_core(
         if limits.over:
             break
         solver = cp_model.CpSolver()
-        _configure(solver, limits, share, gap, presolve=presolve)
+        _configure(solver, limits, effort, gap, presolve=presolve)
         status = solver.solve(model.model)
         limits.spent += float(solver.response_proto.deterministic_time)
         result = model.result(solver, status)
         # An answer that rules the hint out is wrong, and CP-SAT is run again without presolve.
-        if strict or (status != cp_model.INFEASIBLE and result.bound <= table.score(hint) + model.resolution):
+        if strict or (status != cp_model.INFEASIBLE and result.bound <= table.shifted_loss(hint) + model.resolution):
             return result
     return CoreResult(None, -math.inf)
 
@@ -67,7 +67,7 @@ class _Model:
     """The CP-SAT model: a Boolean for every open choice of decisions with several, and w of every phase.
 
     Attributes:
-        resolution: by how much rounding may move the score.
+        resolution: by how much rounding may move Σ loss.
     """
 
     def __init__(self, table: Table, open_: Bools, hint: Ints, *, strict: bool) -> None:
@@ -77,8 +77,9 @@ class _Model:
         self.fixed = np.nonzero(~free)[0]
         self.rows, self.columns = np.nonzero(open_ & free[:, None])
         self.variables = np.array([self.model.new_bool_var("") for _ in self.rows], dtype=object)
-        for own in np.split(self.variables, np.nonzero(np.diff(self.rows))[0] + 1) if len(self.rows) else []:
-            self.model.add_exactly_one(own.tolist())
+        for own in np.split(self.variables, np.nonzero(np.diff(self.rows))[0] + 1):
+            if len(own):
+                self.model.add_exactly_one(own.tolist())
         for variable, chosen in zip(self.variables, (hint[self.rows] == self.columns).tolist(), strict=True):
             self.model.add_hint(variable, chosen)
         self.worth = self._add_worth(hint)
@@ -93,7 +94,7 @@ class _Model:
         table = self.table
         steps = table.steps / math.gcd(*map(int, table.steps))
         bits = min(BITS, _ROOM - 2 - math.ceil(math.log2(max(len(self.rows) * 1.0, float(steps.sum()), 1.0))))
-        self.steps, self.unit = [int(n) for n in steps], math.ldexp(1.0, -bits)
+        self.steps, self.bits = [int(n) for n in steps], bits
         most = int(_LARGEST * 2**bits)
         cap = most if table.rows.cap == math.inf else self._round(np.array([table.rows.cap]), bits, up=True)[0]
         worth = []
@@ -115,7 +116,7 @@ class _Model:
         return worth
 
     def _add_goal(self) -> None:
-        """Add the need or the limit, and the objective."""
+        """Add the need and the objective."""
         table = self.table
         losses, known = table.loss[self.rows, self.columns], table.loss[self.fixed, self.pick[self.fixed]]
         whole = max(float(losses.max(initial=0.0)), float(known.max(initial=0.0))) or 1.0
@@ -125,29 +126,16 @@ class _Model:
         loss = cp_model.LinearExpr.weighted_sum(self.variables.tolist(), integers)
         spent = cp_model.LinearExpr.weighted_sum(self.worth, self.steps)
         factor = float(table.steps[0]) / self.steps[0]
-        if table.limit == math.inf:
-            if table.need > -math.inf:
-                need = math.ldexp(table.need / factor, round(-math.log2(self.unit)))
-                self.model.add(spent >= (math.ceil(need) if self.strict else math.floor(need)))
-            self.model.minimize(loss + int(self.known / self.loss_unit))
-            self.score_unit, self.resolution = self.loss_unit, len(losses) * self.loss_unit
-        else:
-            limit = (table.limit - table.least - self.known) / self.loss_unit
-            self.model.add(loss <= math.floor(limit))
-            total = int(math.ldexp(sum(self.steps), round(-math.log2(self.unit))))
-            self.model.minimize(total - spent)  # the time, which the gap is relative to
-            self.score_unit = self.unit * factor
-            self.resolution = len(losses) * self.score_unit * max(self.steps)
+        if table.need > -math.inf:
+            need = math.ldexp(table.need / factor, self.bits)
+            self.model.add(spent >= (math.ceil(need) if self.strict else math.floor(need)))
+        self.model.minimize(loss + int(self.known / self.loss_unit))
+        self.resolution = len(losses) * self.loss_unit
 
     def result(self, solver: cp_model.CpSolver, status: cp_model.CpSolverStatus) -> CoreResult:
         """Return CP-SAT's answer."""
-        bound = float(solver.best_objective_bound) * self.score_unit
-        if self.table.limit < math.inf:
-            bound -= float(self.table.steps.sum())
-        else:
-            bound += self.known - int(self.known / self.loss_unit) * self.loss_unit
-        if self.strict:
-            bound = -math.inf
+        rest = self.known - int(self.known / self.loss_unit) * self.loss_unit
+        bound = -math.inf if self.strict else float(solver.best_objective_bound) * self.loss_unit + rest
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return CoreResult(None, bound)
         on = np.array([solver.boolean_value(v) for v in self.variables], dtype=bool)
@@ -156,7 +144,7 @@ class _Model:
         return CoreResult(pick, bound)
 
 
-def _configure(solver: cp_model.CpSolver, limits: Limits, share: float, gap: float, *, presolve: bool) -> None:
+def _configure(solver: cp_model.CpSolver, limits: Limits, effort: float, gap: float, *, presolve: bool) -> None:
     parameters = solver.parameters
     parameters.cp_model_presolve = presolve
     parameters.random_seed = limits.seed
@@ -169,5 +157,5 @@ def _configure(solver: cp_model.CpSolver, limits: Limits, share: float, gap: flo
     parameters.presolve_inclusion_work_limit = 0
     if math.isfinite(limits.seconds):
         parameters.max_time_in_seconds = max(limits.seconds, 0.01)
-    if math.isfinite(limits.deterministic):
-        parameters.max_deterministic_time = share * limits.left
+    if math.isfinite(most := min(effort, limits.left)):
+        parameters.max_deterministic_time = most

@@ -21,8 +21,8 @@ def infeasibility(problem: Problem) -> Infeasibility | None:
     The limit follows from the choices that save most on every item, or under ``loss`` from those of the least loss.
     """
     table = Table.build(problem)
-    if problem.budget.loss is not None:
-        if table.least <= problem.budget.loss:
+    if problem.budget.kind == "loss":
+        if table.least <= problem.budget.value:
             return None
         return Infeasibility(f"the smallest reachable loss is {table.least:.17g}", None, table.least)
     most = table.most_saving()
@@ -32,8 +32,8 @@ def infeasibility(problem: Problem) -> Infeasibility | None:
 def _why(problem: Problem, table: Table, savings: Floats) -> Infeasibility:
     worth, limit = table.worth(savings), _limit(problem, table)
     lowest, why = _lowest(problem, table, savings[0])
+    what = "target" if problem.budget.kind == "fp4" else problem.budget.kind
     if not problem.phases:
-        what = problem.budget.kind
         if limit is None:
             return Infeasibility(f"{why}; no {what} is reachable", lowest, None)
         return Infeasibility(f"{why}; the highest reachable {what} is {limit:.12g}", lowest, limit)
@@ -50,9 +50,9 @@ def _why(problem: Problem, table: Table, savings: Floats) -> Infeasibility:
             )
     spent = "" if problem.spent is None else f" after {problem.spent.steps} steps at {problem.spent.achieved:.6g}"
     if limit is None:
-        return Infeasibility(f"no {problem.budget.kind} over the whole run is reachable{spent}", lowest, None)
-    what = f"the highest reachable {problem.budget.kind} over the whole run is {limit:.12g}"
-    return Infeasibility(f"{what}{spent} (lowest stage: {lowest})", lowest, limit)
+        return Infeasibility(f"no {what} over the whole run is reachable{spent}", lowest, None)
+    why = f"the highest reachable {what} over the whole run is {limit:.12g}"
+    return Infeasibility(f"{why}{spent} (lowest stage: {lowest})", lowest, limit)
 
 
 def _lowest(problem: Problem, table: Table, savings: Floats) -> tuple[int, str]:
@@ -60,7 +60,7 @@ def _lowest(problem: Problem, table: Table, savings: Floats) -> tuple[int, str]:
     values = savings / table.rows.divisor + table.rows.offset
     if problem.budget.kind == "speedup":
         rows = table.rows
-        times = dict(problem.budget.fixed_cost) | {
+        times = dict(problem.fixed_cost) | {
             stage: rows.reference - float(value) * (rows.reference or 1.0)
             for stage, value in zip(table.stages, values[1:], strict=True)
         }
@@ -79,7 +79,7 @@ def _limit(problem: Problem, table: Table) -> float | None:
     most, spent, steps = table.most_saving(), problem.spent, problem.steps
     done, achieved = (0, 1.0) if spent is None else (spent.steps, spent.achieved)
     worth = table.spent(table.worth(table.savings(most)))
-    if problem.budget.kind == "target":
+    if problem.budget.kind == "fp4":
         limit, least, highest = math.fsum([worth, done * achieved]) / steps, 0.0, 1.0
     else:
         taken = math.fsum([steps - done, -worth, done / achieved])
@@ -88,7 +88,7 @@ def _limit(problem: Problem, table: Table) -> float | None:
     for _ in range(3):
         if limit < least:
             return None
-        reached = replace(problem, budget=problem.budget.with_wanted(limit))
+        reached = replace(problem, budget=replace(problem.budget, value=limit))
         if Table.build(reached).saves_enough(most):
             return limit
         limit = limit - 1 / _DIGITS if limit > least else -1.0

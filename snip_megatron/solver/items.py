@@ -1,4 +1,4 @@
-"""The parts of a problem: a budget, items with a choice of formats, phases."""
+"""The parts of a problem: items with a choice of formats, and phases."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import math
 from dataclasses import dataclass
 
 from snip_megatron.precision import Format
-
-KINDS = ("target", "speedup", "loss")
-"""Kinds of budgets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,43 +76,3 @@ class Spent:
 
     steps: int
     achieved: float
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The budget of a problem. Exactly one of ``target``, ``speedup`` and ``loss`` is set.
-
-    With ``speedup`` and ``loss``, costs are times. A stage takes the cost of its items less their savings, plus its
-    ``fixed_cost``. A step takes as long as its slowest stage. The reference time is that of a step without any saving.
-    Over phases, shares and times are means over all steps.
-
-    Attributes:
-        target: minimise Σ loss so that Σ saving ≥ target · Σ cost over all items; in [0, 1].
-        stage_tolerance: with ``target``, on every stage Σ saving ≥ (target − tolerance) · cost of the stage. None: no
-            constraint on stages.
-        speedup: minimise Σ loss so that reference time / time ≥ speedup; 1 or more.
-        loss: minimise the time so that Σ loss ≤ loss.
-        fixed_cost: (stage, cost) pairs of the time that no choice changes, such as attention. Stages that are not named
-            have 0.
-    """
-
-    target: float | None = None
-    stage_tolerance: float | None = None
-    speedup: float | None = None
-    loss: float | None = None
-    fixed_cost: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def kind(self) -> str:
-        """``target``, ``speedup`` or ``loss``."""
-        return next((k for k in KINDS if getattr(self, k) is not None), KINDS[0])
-
-    @property
-    def wanted(self) -> float:
-        """The value of the budget."""
-        return float(getattr(self, self.kind))
-
-    def with_wanted(self, wanted: float) -> Budget:
-        """Return a budget of the same kind with another value."""
-        figures = {kind: wanted if kind == self.kind else None for kind in KINDS}
-        return Budget(stage_tolerance=self.stage_tolerance, fixed_cost=self.fixed_cost, **figures)

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from snip_megatron.solver.table import Ints
 
-GAP = 1e-4
-"""A solution is optimal if its certified gap is at most this: scores are estimates good to tens of percent."""
-
 
 @dataclass
 class Limits:

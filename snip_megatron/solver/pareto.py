@@ -48,12 +48,12 @@ def sweep(problem: Problem, points: int = DEFAULT_POINTS, **options: Any) -> lis
             wanted = high - (wanted - low)
         found.append(solve(asking(problem, wanted), hint=hint, **options))
         hint = found[-1].choices or hint
-    return sorted(found, key=lambda solution: solution.target)
+    return sorted(found, key=lambda solution: solution.budget.value)
 
 
 def asking(problem: Problem, wanted: float) -> Problem:
     """Return the problem with another value of its budget."""
-    return replace(problem, budget=problem.budget.with_wanted(wanted))
+    return replace(problem, budget=replace(problem.budget, value=wanted))
 
 
 def reachable(problem: Problem) -> tuple[float, float]:
@@ -62,7 +62,7 @@ def reachable(problem: Problem) -> tuple[float, float]:
     if budget.kind == "loss":
         table = Table.build(problem)
         return float(np.nextafter(table.least, np.inf)), max(table.least, table.total_loss(table.most_saving()))
-    lowest, most = (0.0, 1.0) if budget.kind == "target" else (1.0, MAX_SPEEDUP)
+    lowest, most = (0.0, 1.0) if budget.kind == "fp4" else (1.0, MAX_SPEEDUP)
     fault = infeasibility(asking(problem, most))
     if fault is None:
         return lowest, most
@@ -76,11 +76,11 @@ def sweep_json(problem: Problem, solutions: Sequence[Solution]) -> str:
     cost = {item.id: item.cost for item in problem.items}
     body = {
         "schema": SWEEP_SCHEMA,
-        "kind": problem.budget.kind,
-        "stage_tolerance": problem.budget.stage_tolerance,
+        "kind": "target" if problem.budget.kind == "fp4" else problem.budget.kind,
+        "stage_tolerance": problem.stage_tolerance,
         "points": [
             {
-                "budget": s.target,
+                "budget": s.budget.value,
                 "status": s.status,
                 "objective": s.objective,
                 "bound": s.bound,

@@ -9,26 +9,27 @@ from collections.abc import Iterator
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
-from snip_megatron.precision.phases import MOST_PHASES
 from snip_megatron.precision import Format
-from snip_megatron.solver.items import KINDS, Budget, Choice, Item, Phase, Spent
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.phases import MOST_PHASES
+from snip_megatron.solver.items import Choice, Item, Phase, Spent
 
 PROBLEM_SCHEMA = "snip.problem/1"
 PHASED_SCHEMA = "snip.problem/2"
 _FORMATS = {f.value: f for f in Format}
+_KINDS = {"target": "fp4", "speedup": "speedup", "loss": "loss"}  # field of a file → kind of the Budget
 _MISSING = object()
-Parts = tuple[Budget, tuple[Item, ...], tuple[Phase, ...], Spent | None]
 
 
-def parse_problem(text: str | bytes, where: str) -> Parts:
-    """Return the parts of a problem. Raises SnipError("<where>: <JSON path>: <what is wrong>")."""
+def parse_problem(text: str | bytes, where: str) -> dict[str, Any]:
+    """Return the fields of a problem. Raises SnipError("<where>: <JSON path>: <what is wrong>")."""
     with collector_paused():
         body = _load_object(text, where)
         try:
             schema = _field(body, "schema", "")
             if schema not in (PROBLEM_SCHEMA, PHASED_SCHEMA):
                 raise SnipError(f'schema: must be "{PROBLEM_SCHEMA}" or "{PHASED_SCHEMA}"')
-            budget = _budget(_object(body, "budget", ""))
+            fields = _budget(_object(body, "budget", ""))
             phased = schema == PHASED_SCHEMA
             raw_phases = _array(body, "phases", "") if phased else []
             if phased and not raw_phases:
@@ -37,7 +38,7 @@ def parse_problem(text: str | bytes, where: str) -> Parts:
             items = tuple(
                 _item(raw, f"items[{i}]", phased) for i, raw in enumerate(_array(body, "items", "", " of objects"))
             )
-            return budget, items, phases, _spent(body) if phased else None
+            return fields | {"items": items, "phases": phases, "spent": _spent(body) if phased else None}
         except SnipError as error:
             raise SnipError(f"{where}: {error}") from None
 
@@ -88,23 +89,32 @@ def _pairs(pairs: list[tuple[str, Any]]) -> Any:
     return body
 
 
-def _budget(raw: dict[str, Any]) -> Budget:
-    known = (*KINDS, "stage_tolerance", "fixed_cost")
+def _budget(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a problem that its object ``budget`` holds."""
+    known = (*_KINDS, "stage_tolerance", "fixed_cost")
     for key in raw:
         if key not in known:
             raise SnipError(f"budget.{cut(key)}: unknown field (known: {', '.join(known)})")
-    if not any(kind in raw for kind in KINDS):
+    given = [key for key in _KINDS if key in raw]
+    if not given:
         raise SnipError("budget.target: missing")
-    wanted = {kind: _number(raw[kind], f"budget.{kind}") for kind in KINDS if kind in raw}
-    tolerance = _field(raw, "stage_tolerance", "budget.") if "target" in raw else raw.get("stage_tolerance")
+    if len(given) > 1:
+        raise SnipError(f"budget: must have exactly one of {', '.join(_KINDS)}, has {' and '.join(given)}")
+    (key,) = given
+    value = _number(raw[key], f"budget.{key}")
+    try:
+        budget = Budget(_KINDS[key], value)
+    except SnipError as error:
+        raise SnipError(f"budget.{key}: {error}, got {value}") from None
+    tolerance = _field(raw, "stage_tolerance", "budget.") if key == "target" else raw.get("stage_tolerance")
     fixed = raw.get("fixed_cost", {})
     if not isinstance(fixed, dict):
         raise SnipError("budget.fixed_cost: must be an object of <stage>: cost")
-    return Budget(
-        stage_tolerance=None if tolerance is None else _number(tolerance, "budget.stage_tolerance"),
-        fixed_cost=tuple((_stage(key), _number(cost, f"budget.fixed_cost.{key}")) for key, cost in fixed.items()),
-        **wanted,
-    )
+    return {
+        "budget": budget,
+        "stage_tolerance": None if tolerance is None else _number(tolerance, "budget.stage_tolerance"),
+        "fixed_cost": tuple((_stage(k), _number(cost, f"budget.fixed_cost.{k}")) for k, cost in fixed.items()),
+    }
 
 
 def _stage(text: str) -> int:

@@ -1,6 +1,6 @@
-"""The problem that the solver takes: a choice of format for every item, and a budget, for one map or for phases of a run.
+"""The problem that the solver takes: a choice of format for every item, and a budget.
 
-Its JSON forms are ``snip.problem/1`` (one map) and ``snip.problem/2`` (phases), which
+Its JSON forms are ``snip.problem/1`` (one map) and ``snip.problem/2`` (the phases of a run), which
 :mod:`snip_megatron.solver.parse` reads (docs/file-formats.md).
 """
 
@@ -11,22 +11,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.errors import SnipError
-from snip_megatron.solver.items import Budget, Item, Phase, Spent
+from snip_megatron.precision.budget import Budget
+from snip_megatron.solver.items import Item, Phase, Spent
 from snip_megatron.solver.parse import PHASED_SCHEMA, PROBLEM_SCHEMA, parse_problem
 from snip_megatron.solver.validation import faults
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Minimise Σ loss within the budget, with one choice for every item, or for every item and phase.
+    """One choice for every item, or for every item and phase, within a budget. One map is one phase of one step.
 
-    The *effective share* of a phase under ``target`` is the smaller of its share over everything and, with a stage
-    tolerance, of every stage's share plus the tolerance. Its mean over all steps, those spent included, must reach the
-    target. One map is the same as one phase of one step.
+    Under ``fp4``, Σ loss is minimised so that the mean *effective share* of all steps, those spent included, reaches
+    the budget. That of a phase is the smaller of Σ saving / Σ cost and, with a stage tolerance, of every stage's share
+    plus the tolerance.
+
+    Under ``speedup`` and ``loss``, costs are times. A stage takes the cost of its items less their savings, plus its
+    fixed cost, and a step takes as long as its slowest stage. The reference time is that of a step without any saving.
+    ``speedup`` minimises Σ loss so that reference time / mean time reaches the budget. ``loss`` minimises the time so
+    that Σ loss is at most the budget.
 
     Attributes:
-        budget: the budget.
+        budget: the budget, of the kinds ``fp4``, ``speedup`` and ``loss``.
         items: the items.
+        stage_tolerance: how far the share of a stage may stay below an ``fp4`` budget; in [0, 1]. None: no constraint.
+        fixed_cost: (stage, cost) pairs of the time that no choice changes, such as attention. Others have 0.
         phases: what remains of the run, in the order of time; empty for one map.
         spent: what is over of the run; None for nothing.
 
@@ -36,11 +44,13 @@ class Problem:
 
     budget: Budget
     items: tuple[Item, ...]
+    stage_tolerance: float | None = None
+    fixed_cost: tuple[tuple[int, float], ...] = ()
     phases: tuple[Phase, ...] = ()
     spent: Spent | None = None
 
     def __post_init__(self) -> None:
-        for path, message in faults(self.budget, self.items, self.phases, self.spent):
+        for path, message in faults(self):
             raise SnipError(f"{path}: {message}")
 
     @property
@@ -54,7 +64,7 @@ class Problem:
         """Parse the text of a problem file of either schema; ``where`` names the file in errors. Raises SnipError."""
         parts = parse_problem(text, where)
         try:
-            return cls(*parts)
+            return cls(**parts)
         except SnipError as error:
             raise SnipError(f"{where}: {error}") from None
 
@@ -62,7 +72,7 @@ class Problem:
         """Return the text of a problem file. Floats round-trip exactly; unused fields are left out."""
         body: dict[str, Any] = {
             "schema": PHASED_SCHEMA if self.phases else PROBLEM_SCHEMA,
-            "budget": _budget_body(self.budget),
+            "budget": _budget_body(self),
         }
         if self.phases:
             targets = [{} if phase.target is None else {"target": phase.target} for phase in self.phases]
@@ -73,12 +83,13 @@ class Problem:
         return json.dumps(body, allow_nan=False) + "\n"
 
 
-def _budget_body(budget: Budget) -> dict[str, Any]:
-    body: dict[str, Any] = {budget.kind: budget.wanted}
-    if budget.kind == "target":
-        body["stage_tolerance"] = budget.stage_tolerance
-    if budget.fixed_cost:
-        body["fixed_cost"] = {str(stage): cost for stage, cost in budget.fixed_cost}
+def _budget_body(problem: Problem) -> dict[str, Any]:
+    budget = problem.budget
+    body: dict[str, Any] = {"target" if budget.kind == "fp4" else budget.kind: budget.value}
+    if budget.kind == "fp4":
+        body["stage_tolerance"] = problem.stage_tolerance
+    if problem.fixed_cost:
+        body["fixed_cost"] = {str(stage): cost for stage, cost in problem.fixed_cost}
     return body
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, hstack, vstack
 
-from snip_megatron.solver.table import Bools, Floats, Table
+from snip_megatron.solver.table import Bools, Floats, Ints, Table
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,17 @@ def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
     """
     rows, columns = np.nonzero(open_)
     low, high = worth_range(table)
-    most_loss = math.inf if table.limit == math.inf else (table.limit - table.least) / scale
     upper, limits = _upper_rows(table, rows, columns)
     weights = table.steps / table.steps.sum()
     if table.limit == math.inf:
         objective = np.concatenate([table.loss[rows, columns] / scale, np.zeros(len(weights))])
-        last, last_limit = np.concatenate([np.zeros(len(rows)), -weights]), -table.need / table.steps.sum()
+        last, last_limit = np.concatenate([np.zeros(len(rows)), -weights]), -table.need / float(table.steps.sum())
     else:
         objective = np.concatenate([np.zeros(len(rows)), -weights])
-        last, last_limit = np.concatenate([table.loss[rows, columns] / scale, np.zeros(len(weights))]), most_loss
+        last, last_limit = (
+            np.concatenate([table.loss[rows, columns] / scale, np.zeros(len(weights))]),
+            (table.limit - table.least) / scale,
+        )
     one = coo_array((np.ones(len(rows)), (rows, np.arange(len(rows)))), shape=(len(open_), len(objective)))
     result = linprog(
         objective,
@@ -85,7 +87,7 @@ def worth_range(table: Table) -> tuple[Floats, Floats]:
     return np.minimum(np.maximum(low, lowest) - error, high), high + error
 
 
-def _upper_rows(table: Table, rows: Floats, columns: Floats) -> tuple[coo_array, Floats]:
+def _upper_rows(table: Table, rows: Ints, columns: Ints) -> tuple[coo_array, Floats]:
     """Return w − Σ saving / divisor · x ≤ offset of every phase and active row, in the order of both."""
     active = np.nonzero(table.rows.active)[0]
     at, to, values = [], [], []

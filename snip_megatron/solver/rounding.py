@@ -7,40 +7,34 @@ import math
 import numpy as np
 
 from snip_megatron.solver.relaxation import Relaxation
-from snip_megatron.solver.table import Bools, Floats, Ints, Table
+from snip_megatron.solver.table import Floats, Ints, Table
 
 _HALVINGS = 50
+_MOST_EXPONENT = 600.0
 _MOST_WORK = 1e7  # trimmed choices · size of the table: a million items are not trimmed one by one
 
 
 def first_picks(table: Table) -> Ints | None:
-    """Return picks that meet the budget by one price of savings for all decisions, or None if none do.
-
-    The picks save the least that this price allows; under a limit of the loss they save the most.
-    """
-    most, least = table.most_saving(), _cheapest(table, 0.0)
-    bounded = table.limit < math.inf
-    start = least if bounded else most
-    if not table.feasible(start):
+    """Return picks that meet the need, all decisions at the lowest price of savings that does; None if none do."""
+    best = table.most_saving()
+    if not table.saves_enough(best):
         return None
-    ratios = table.loss[(table.loss > 0) & table.allowed & (table.saving != 0)]
-    if not len(ratios):
-        return most if bounded and table.feasible(most) else least if table.feasible(least) else start
-    steps = (table.on * table.steps[:, None]).sum(axis=0)
-    savings = np.abs(table.saving[table.allowed & (table.saving != 0)])
-    low = math.log(float(ratios.min()) / float(savings.max()) / float(steps.max())) - 1
-    high = math.log(float(ratios.max()) / float(savings.min()) / float(steps.min())) + 1
-    best = start
+    prices = table.loss[(table.loss > 0) & table.allowed]
+    savings = np.abs(table.saving[table.saving != 0])
+    if not len(prices) or not len(savings):
+        pick = _cheapest(table, 0.0)
+        return pick if table.saves_enough(pick) else best
+    steps = table.on.T @ table.steps
+    low = math.log(float(prices.min()) / float(savings.max()) / float(steps.max())) - 1
+    high = math.log(float(prices.max()) / float(savings.min()) / float(steps.min())) + 1
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        pick = _cheapest(table, math.exp(middle) * steps[:, None])
-        if bounded:
-            fits = table.total_loss(pick) <= table.limit
+        pick = _cheapest(table, math.exp(min(middle, _MOST_EXPONENT)) * steps[:, None])
+        if table.saves_enough(pick, exact=False):
+            best, high = pick, middle
         else:
-            fits = table.saves_enough(pick, exact=False)
-        best = pick if fits else best
-        low, high = (middle, high) if fits == bounded else (low, middle)
-    return best if table.feasible(best) else start
+            low = middle
+    return best if table.saves_enough(best) else table.most_saving()
 
 
 def _cheapest(table: Table, price: Floats | float) -> Ints:
@@ -51,32 +45,16 @@ def _cheapest(table: Table, price: Floats | float) -> Ints:
 
 
 def round_picks(table: Table, relaxation: Relaxation, start: Ints) -> Ints:
-    """Return feasible picks near the relaxation, at best as good as it; ``start`` is feasible."""
-    near = relaxation.reduced.argmin(axis=1).astype(np.int64)
-    if table.limit == math.inf:
-        worth = np.maximum(relaxation.worth, table.floor)
-        return _within(table, near, worth + max(0.0, table.need - table.spent(worth)) / table.steps.sum(), start)
-    best, low, high = start, 0.0, 1.0
-    base = table.worth(table.savings(start))
-    for _ in range(8):  # how far the phases come towards the relaxation's w within the limit
-        middle = high if best is start and low == 0.0 and high == 1.0 else (low + high) / 2
-        pick = _within(table, near, base + middle * (relaxation.worth - base), start)
-        if table.feasible(pick) and table.score(pick) <= table.score(best):
-            best, low = pick, middle
-        else:
-            high = middle
-    return best
-
-
-def _within(table: Table, pick: Ints, worth: Floats, start: Ints) -> Ints:
-    """Return picks whose phases are worth at least this, [P], near ``pick``; ``start`` if they cannot be."""
+    """Return feasible picks near the relaxation, which reach its w in every phase; ``start`` if there are none."""
+    worth = np.maximum(relaxation.worth, table.floor)
+    worth = worth + max(0.0, table.need - table.spent(worth)) / table.steps.sum()
     needs = np.where(table.rows.active, (worth[:, None] - table.rows.offset) * table.rows.divisor, -np.inf)
-    needs = np.where(np.isfinite(needs), needs + 1e-13 * np.abs(needs), needs)
-    repaired = _repair(table, pick.copy(), needs)
-    if repaired is None:
+    needs[:, table.rows.active] *= 1 + np.sign(needs[:, table.rows.active]) * 1e-13
+    pick = _repair(table, relaxation.reduced.argmin(axis=1).astype(np.int64), needs)
+    if pick is None:
         return start
-    trimmed = _trim(table, repaired, needs)
-    return trimmed if table.limit < math.inf or table.feasible(trimmed) else start
+    pick = _trim(table, pick, needs)
+    return pick if table.saves_enough(pick) else start
 
 
 def _repair(table: Table, pick: Ints, needs: Floats) -> Ints | None:

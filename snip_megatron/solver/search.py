@@ -8,13 +8,16 @@ from dataclasses import replace
 import numpy as np
 
 from snip_megatron.solver.core import solve_core
-from snip_megatron.solver.limits import GAP, Limits, Outcome
+from snip_megatron.solver.limits import Limits, Outcome
 from snip_megatron.solver.relaxation import Relaxation, relax
 from snip_megatron.solver.rounding import first_picks, round_picks
-from snip_megatron.solver.table import Bools, Ints, Table
+from snip_megatron.solver.table import GAP, Bools, Ints, Table
 
-_CORES = (100, 400, 1600)
-_FINER = 1e-3  # if rounding gains more than this factor, the relaxation is solved again in the new scale
+_CORES = (100, 400, 1600, math.inf)
+_CORE_EFFORT = 0.25
+"""Deterministic seconds of all cores but the last."""
+_PROBE_EFFORT = 0.5
+_FINER = 1e-3  # if rounding lowers Σ loss below this share of it, the relaxation is solved again in the new scale
 
 
 def search(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) -> Outcome | None:
@@ -26,116 +29,127 @@ def search(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) -> O
         limits: what CP-SAT may spend.
         exact: whether to run CP-SAT.
     """
-    start = first_picks(table)
-    if start is None:
-        return None
-    found = _Search(table, start, limits)
-    if hint is not None:
-        found.offer(hint)
-    found.relax()
-    if exact:
-        found.grow()
     if table.limit < math.inf:
-        return _least_loss(table, found, limits, exact=exact)
-    return found.outcome()
+        return _fastest(table, hint, limits, exact=exact)
+    start = first_picks(table)
+    return None if start is None else _Search(table, start, hint, limits, exact=exact).run()
 
 
-def _least_loss(table: Table, found: _Search, limits: Limits, *, exact: bool) -> Outcome:
-    """Of the picks that are as fast as the best, return some with the least loss."""
-    spent = table.spent(table.worth(table.savings(found.pick)))
-    fast = replace(table, need=spent, limit=math.inf)
-    last = _Search(fast, found.pick, limits)
-    last.relax()
-    if exact:
-        last.grow()
-    return replace(found.outcome(), pick=last.pick)
+def _fastest(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) -> Outcome | None:
+    """Return the picks with the largest Σ steps · w within the limit of Σ loss; of equals some with the least loss.
+
+    The relaxation bounds the largest. Needs below this bound are tried, near ones first, by rounding and then by cores,
+    until the largest that can be met is known up to the gap. CP-SAT with the limit as a constraint took 10 s and more.
+    """
+    if table.least > table.limit:
+        return None
+    best = table.loss.argmin(axis=1)
+    for pick in (hint, table.most_saving()):
+        if pick is not None and table.total_loss(pick) <= table.limit and table.spends(pick) > table.spends(best):
+            best = pick
+    low, proven, total = table.spends(best), table.spends(table.most_saving()), float(table.steps.sum())
+    relaxation = relax(table, table.allowed, table.limit - table.least or 1.0) if low < proven else None
+    proven = proven if relaxation is None else min(proven, -relaxation.bound)
+    for by_cores in (False, True) if exact else (False,):
+        high, step = proven, GAP * (total - proven)
+        enough = table.goal if by_cores else GAP
+        while high - low > enough * (total - low) and not limits.over:
+            need = max(high - step, (low + high) / 2)
+            asked = replace(table, need=need, limit=math.inf)
+            start = first_picks(asked)
+            if start is not None:
+                search = _Search(asked, start, hint, limits, exact=by_cores)
+                found = search.run(enough=table.limit - table.least, effort=_PROBE_EFFORT)
+                if table.total_loss(found.pick) <= table.limit:
+                    best, low = found.pick, table.spends(found.pick)
+                    continue
+                if found.bound > table.limit - table.least:
+                    proven = min(proven, need)
+            high, step = need, 4 * step
+    last = _Search(replace(table, need=low, limit=math.inf), best, hint, limits, exact=exact).run(effort=_PROBE_EFFORT)
+    return Outcome(last.pick, -proven, (proven - low) / (total - low) if proven > low else 0.0)
 
 
 class _Search:
-    """The best picks so far, and what is known of all others.
+    """The picks of least Σ loss so far, and what is known of all others.
 
     Attributes:
-        pick: the best picks. score: their score.
-        bound: lower bound of every pick's score.
+        pick: the best picks.
+        score: their Σ shifted loss.
+        bound: lower bound of every pick's Σ shifted loss.
     """
 
-    def __init__(self, table: Table, pick: Ints, limits: Limits) -> None:
-        self.table, self.limits = table, limits
-        self.pick, self.score = pick, table.score(pick)
-        self.bound = 0.0 if table.limit == math.inf else -table.spent(table.worth(table.savings(table.most_saving())))
+    def __init__(self, table: Table, pick: Ints, hint: Ints | None, limits: Limits, *, exact: bool) -> None:
+        self.table, self.limits, self.exact = table, limits, exact
+        self.pick, self.score, self.bound = pick, table.shifted_loss(pick), 0.0
         self.relaxation: Relaxation | None = None
+        if hint is not None:
+            self._offer(hint)
 
-    @property
-    def gap(self) -> float:
-        """The certified gap of the best picks."""
-        return self.table.gap(self.score, self.bound)
+    def run(self, enough: float = math.nan, effort: float = math.inf) -> Outcome:
+        """Search until the gap is proven; or until Σ shifted loss is known to reach ``enough`` or not to.
 
-    def offer(self, pick: Ints) -> bool:
-        """Take the picks if they are feasible and better."""
-        if not self.table.feasible(pick):
-            return False
-        score = self.table.score(pick)
-        if score < self.score:
+        The last core may take ``effort`` deterministic seconds.
+        """
+        self.enough, self.effort = enough, effort
+        self._relax()
+        if self.exact and self.relaxation is not None:
+            for size in _CORES:
+                if self._done() or self.limits.over or self._solve_core(self.relaxation, size):
+                    break
+        return Outcome(self.pick, min(self.bound, self.score), self._gap())
+
+    def _gap(self) -> float:
+        return (self.score - self.bound) / self.score if self.score > self.bound else 0.0
+
+    def _done(self) -> bool:
+        return self._gap() <= self.table.goal or self.score <= self.enough or self.bound > self.enough
+
+    def _offer(self, pick: Ints) -> bool:
+        """Take the picks if they are better. Returns whether they are feasible."""
+        feasible = self.table.saves_enough(pick)
+        score = self.table.shifted_loss(pick)
+        if feasible and score < self.score:
             self.pick, self.score = pick, score
-        return True
+        return feasible
 
-    def relax(self) -> None:
+    def _relax(self) -> None:
         """Solve the relaxation, and round it. Losses that are too large for any better solution are left out."""
-        table = self.table
-        while self.gap > GAP:
-            before = table.shifted_loss(self.pick)
-            open_ = table.allowed if table.limit < math.inf else table.allowed & (table.loss <= before)
-            relaxation = relax(table, open_, before or 1.0)
+        while not self._done():
+            before = self.score
+            relaxation = relax(self.table, self.table.loss <= before, before)
             if relaxation is None:
                 return
-            if relaxation.bound >= self.bound or self.relaxation is None:
-                self.relaxation = relaxation
-                self.bound = max(self.bound, relaxation.bound)
-            self.offer(round_picks(table, relaxation, self.pick))
-            if table.limit < math.inf or self.score > _FINER * before:
+            self.relaxation, self.bound = relaxation, max(self.bound, relaxation.bound)
+            self._offer(round_picks(self.table, relaxation, self.pick))
+            if not self.score <= _FINER * before:
                 return
 
-    def grow(self) -> None:
-        """Solve cores of the choices with the least reduced costs. The last core holds all that are open."""
-        if self.relaxation is None:
-            return
-        for size in (*_CORES, math.inf):
-            if self.gap <= GAP or self.limits.over:
-                return
-            core, beyond, last = self._core(size)
-            result = solve_core(self.table, core, self.pick, self.limits, share=1.0 if last else 0.5, gap=GAP / 2)
-            self._learn(result.bound, beyond)
-            if result.pick is not None and not self.offer(result.pick):
-                again = solve_core(self.table, core, self.pick, self.limits, share=0.5, gap=GAP / 2, strict=True)
-                if again.pick is not None:
-                    self.offer(again.pick)
-            if last:
-                return
-
-    def _good_enough(self) -> float:
-        """Return the score from which on a choice cannot be part of a solution that is better by more than the gap."""
-        return self.score - 0.9 * GAP * (
-            self.score if self.table.limit == math.inf else self.table.steps.sum() + self.score
-        )
-
-    def _core(self, size: float) -> tuple[Bools, float, bool]:
-        """Return up to ``size`` open choices of least reduced cost, the bound of all picks with another, and whether
-        these are all that are open."""
-        assert self.relaxation is not None
-        lowest = self.relaxation.bound + self.relaxation.reduced
-        end = self._good_enough()
-        best = self.relaxation.reduced == 0.0  # one or more of each decision, which a core always has
+    def _solve_core(self, relaxation: Relaxation, size: float) -> bool:
+        """Solve the ``size`` open choices of least reduced cost. Returns whether these are all that are open."""
+        lowest = relaxation.bound + relaxation.reduced
+        end = self.score * (
+            1 - 0.9 * self.table.goal
+        )  # no pick with a choice from here on is better by more than the gap
+        best = relaxation.reduced == 0.0  # one or more of each decision, which a core always has
         core = (lowest < end) | best
         if core.sum() - best.sum() > size:
-            least = np.sort(lowest[core & ~best])
-            core = (lowest < min(end, float(least[int(size)]))) | best
+            end = float(np.sort(lowest[core & ~best])[int(size)])
+            core = (lowest < end) | best
         beyond = float(lowest[~core].min(initial=math.inf))
         core[np.arange(len(core)), self.pick] = True
-        return core, beyond, beyond >= end
+        complete = end == self.score * (1 - 0.9 * self.table.goal)
+        effort = self.effort if complete else _CORE_EFFORT
+        result = solve_core(self.table, core, self.pick, self.limits, effort=effort, gap=self.table.goal / 2)
+        self.bound = max(self.bound, min(result.bound, beyond))
+        if result.pick is not None and not self._offer(result.pick):
+            self._repair(core)
+        return complete
 
-    def _learn(self, bound: float, beyond: float) -> None:
-        self.bound = max(self.bound, min(bound, beyond))
-
-    def outcome(self) -> Outcome:
-        """Return the best picks."""
-        return Outcome(self.pick, min(self.bound, self.score), self.gap)
+    def _repair(self, core: Bools) -> None:
+        """Solve a core again whose picks missed a need by rounding, with numbers rounded to the other side."""
+        again = solve_core(
+            self.table, core, self.pick, self.limits, effort=_CORE_EFFORT, gap=self.table.goal / 2, strict=True
+        )
+        if again.pick is not None:
+            self._offer(again.pick)

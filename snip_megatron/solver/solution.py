@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class Solution:
         choices: item id → format, in the order of the problem's items; empty for a plan and if infeasible.
         status: ``optimal`` (``gap`` is at most 1e-4), ``feasible`` (meets the budget; ``gap`` says how good it is) or
             ``infeasible``.
-        target: the value of the budget: a share, a speedup or a loss.
-        kind: the kind of the budget: ``target``, ``speedup`` or ``loss``.
+        budget: the budget that was asked for.
         objective: what was minimised, computed in float64 from the numbers of the problem: Σ loss with the penalties of
             changed choices, or for a budget of kind ``loss`` the time of the slowest stage, of a plan Σ steps · time.
             None if infeasible.
@@ -49,7 +49,7 @@ class Solution:
             for budgets of time reference time / time.
         achieved_per_stage: Σ saving / Σ cost for each stage number; empty for a plan.
         loss: Σ loss of the choices as given, without penalties.
-        speedup: reference time / time of the slowest stage; None for a budget of kind ``target`` and for a plan.
+        speedup: reference time / time of the slowest stage; None for a budget of kind ``fp4`` and for a plan.
         solve_seconds: wall-clock time of the solve.
         deterministic_seconds: CP-SAT's own measure of its work, which is the same on every machine.
         fault: the reason of an infeasible budget, otherwise None.
@@ -60,7 +60,7 @@ class Solution:
 
     choices: Mapping[str, Format]
     status: str
-    target: float
+    budget: Budget
     objective: float | None = None
     bound: float | None = None
     gap: float | None = None
@@ -71,7 +71,6 @@ class Solution:
     solve_seconds: float = 0.0
     deterministic_seconds: float = 0.0
     fault: Infeasibility | None = None
-    kind: str = "target"
     phases: tuple[Solution, ...] = ()
     steps: tuple[int, ...] = ()
 
@@ -82,18 +81,18 @@ class Solution:
 
     def to_precision_map(self, version: int = 0) -> PrecisionMap:
         """Return the choices as a map with these figures. Names are not checked here, but when the map is loaded."""
-        timed = self.kind != "target"
+        timed = self.budget.timed
         return PrecisionMap(
             choices=self.choices,
             version=version,
             status=self.status,
             objective=self.objective,
             bound=self.bound,
-            target=self.target,
+            target=self.budget.value,
             achieved=self.achieved,
             achieved_per_stage={str(stage): share for stage, share in self.achieved_per_stage.items()},
             solve_seconds=self.solve_seconds,
-            budget=self.kind if timed else None,
+            budget=self.budget.kind if timed else None,
             loss=self.loss if timed else None,
             speedup=self.finite_speedup,
         )
@@ -117,6 +116,6 @@ class Solution:
             status=self.status,
             objective=self.objective,
             bound=self.bound,
-            target=self.target,
+            target=self.budget.value,
             achieved=self.achieved,
         )

@@ -3,7 +3,7 @@
 A *decision* is an item over a run of phases in which it keeps one format. A *row* is everything (row 0) or one stage
 (row k + 1). In a phase, a row is worth Σ saving / divisor + offset, and the phase is worth w, the smallest of its rows:
 
-- under ``target``, w is the effective share: the share of all cost, or of a stage's cost plus the tolerance;
+- under ``fp4``, w is the effective share: the share of all cost, or of a stage's cost plus the tolerance;
 - under ``speedup`` and ``loss``, w is the part of the reference time that the slowest stage saves.
 
 Σ steps · w must reach ``need`` with the least Σ loss; under ``loss`` it becomes largest with Σ loss ≤ ``limit``.
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.precision import Format
-from snip_megatron.solver.items import Budget, Choice, Item, Phase
+from snip_megatron.solver.items import Choice, Item, Phase
 from snip_megatron.solver.parse import collector_paused
 from snip_megatron.solver.problem import Problem
 
@@ -29,6 +29,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+GAP = 1e-4
+"""A solution is optimal if its certified gap is at most this: scores are estimates good to tens of percent."""
+COUPLED_GAP = 1e-2
+"""The search stops here for budgets of time over phases: all stages bind in every phase, and proofs take minutes."""
 SLACK = 1e-9
 """Relative slack of a budget: Σ saving ≥ target·Σ cost·(1 − 1e-9) in float64."""
 
@@ -42,7 +46,7 @@ class Rows:
         divisor, offset: as above.
         hard: whether the row costs nothing, so that its savings must not be negative.
         cap: the most that a phase is worth, whatever is saved; may be inf.
-        reference: time of the slowest stage when nothing is saved; 1 under ``target``.
+        reference: time of the slowest stage when nothing is saved; 1 under ``fp4``.
     """
 
     active: Bools
@@ -104,7 +108,7 @@ class Table:
             items = sorted(problem.items, key=lambda item: item.id)
             stages = tuple(sorted({item.stage for item in items}))
             cost = _costs(items, stages)
-            rows = _rows(problem.budget, cost, stages)
+            rows = _rows(problem, cost, stages)
             parts = [(item, span) for item in items for span in _spans(item, len(phases))]
             options = [_options(item, rows, stages) for item, _ in parts]
             formats = tuple(sorted({c.format for own in options for c in own}, key=lambda f: f.code))
@@ -133,12 +137,12 @@ class Table:
             cost=cost,
             steps=np.array([phase.steps for phase in phases], dtype=np.float64),
             rows=rows,
-            floor=np.array([_floor(phase.target, problem.budget, rows) for phase in phases]),
+            floor=np.array([_floor(phase.target, problem, rows) for phase in phases]),
             need=0.0,
             limit=math.inf,
         )
         return replace(
-            table, need=_need(problem, rows), limit=math.inf if problem.budget.loss is None else problem.budget.loss
+            table, need=_need(problem, rows), limit=problem.budget.value if problem.budget.kind == "loss" else math.inf
         )
 
     @cached_property
@@ -157,6 +161,11 @@ class Table:
         """The decisions of each phase and row, by [P][K + 1]."""
         of_stage = [self.stage == k for k in range(len(self.stages))]
         return [[np.nonzero(on)[0], *(np.nonzero(on & own)[0] for own in of_stage)] for on in self.on]
+
+    @property
+    def goal(self) -> float:
+        """The gap at which the search stops."""
+        return GAP if self.rows.active[0] or len(self.steps) == 1 else COUPLED_GAP
 
     @cached_property
     def least(self) -> float:
@@ -182,6 +191,10 @@ class Table:
         """Return Σ steps · w."""
         return math.fsum((self.steps * worth).tolist())
 
+    def spends(self, pick: Ints) -> float:
+        """Return Σ steps · w of picks."""
+        return self.spent(self.worth(self.savings(pick)))
+
     def total_loss(self, pick: Ints) -> float:
         """Return Σ loss as given, correctly rounded."""
         return math.fsum(np.take_along_axis(self.true_loss, pick[:, None], axis=1)[:, 0])
@@ -198,24 +211,11 @@ class Table:
         worth = self.worth(savings)
         return bool((worth >= self.floor).all()) and self.spent(worth) >= self.need
 
-    def feasible(self, pick: Ints) -> bool:
-        """Return whether the picks meet the budget."""
-        return (self.limit == math.inf or self.total_loss(pick) <= self.limit) and self.saves_enough(pick)
-
     def most_saving(self) -> Ints:
         """Return the picks that save most, of equals those that lose least. If they save too little, so do all."""
         saved = np.where(self.allowed, self.saving, -np.inf)
         best = saved >= saved.max(axis=1, keepdims=True)
         return np.where(best, self.loss, np.inf).argmin(axis=1).astype(np.int64)
-
-    def score(self, pick: Ints) -> float:
-        """Return what is minimised: Σ shifted loss, or under a limit −Σ steps · w."""
-        return self.shifted_loss(pick) if self.limit == math.inf else -self.spent(self.worth(self.savings(pick)))
-
-    def gap(self, score: float, bound: float) -> float:
-        """Return how far a score is from its bound: relative to Σ shifted loss, or under a limit to the time."""
-        whole = score if self.limit == math.inf else float(self.steps.sum()) + score
-        return 0.0 if score <= bound else (score - bound) / whole if whole > 0 else math.inf
 
 
 def _costs(items: Sequence[Item], stages: Sequence[int]) -> Floats:
@@ -225,16 +225,16 @@ def _costs(items: Sequence[Item], stages: Sequence[int]) -> Floats:
     return np.array([math.fsum(item.cost for item in items), *(math.fsum(own[stage]) for stage in stages)])
 
 
-def _rows(budget: Budget, cost: Floats, stages: Sequence[int]) -> Rows:
-    if budget.target is not None:
-        counts = np.array([True] + [budget.stage_tolerance is not None] * len(stages))
-        offset = np.array([0.0] + [budget.stage_tolerance or 0.0] * len(stages))
+def _rows(problem: Problem, cost: Floats, stages: Sequence[int]) -> Rows:
+    if problem.budget.kind == "fp4":
+        counts = np.array([True] + [problem.stage_tolerance is not None] * len(stages))
+        offset = np.array([0.0] + [problem.stage_tolerance or 0.0] * len(stages))
         active = counts & (cost > 0)
         divisor = np.where(cost > 0, cost, 1.0)
         return Rows(active, divisor, offset, counts & (cost == 0), math.inf if active.any() else 1.0, 1.0)
-    fixed = dict(budget.fixed_cost)
+    fixed = dict(problem.fixed_cost)
     times = cost + np.array([0.0, *(fixed.get(stage, 0.0) for stage in stages)])
-    elsewhere = max([time for stage, time in budget.fixed_cost if stage not in stages], default=0.0)
+    elsewhere = max([time for stage, time in problem.fixed_cost if stage not in stages], default=0.0)
     reference = max(float(times[1:].max()), elsewhere)
     unit = reference or 1.0
     active = np.arange(len(cost)) > 0
@@ -265,11 +265,11 @@ def _changes(
     return np.array([[sum(old is not f for old in known) for f in formats] for known in before], dtype=np.float64)
 
 
-def _floor(target: float | None, budget: Budget, rows: Rows) -> float:
+def _floor(target: float | None, problem: Problem, rows: Rows) -> float:
     """Return the least worth of a phase with a target of its own."""
     if target is None:
         return -math.inf
-    if budget.target is not None:
+    if problem.budget.kind == "fp4":
         return target * (1 - SLACK)
     return 1 - (1 + SLACK) / target if rows.reference else 0.0
 
@@ -278,8 +278,8 @@ def _need(problem: Problem, rows: Rows) -> float:
     """Return the least Σ steps · w of the remaining phases: what is spent counts."""
     budget, spent, steps = problem.budget, problem.spent, problem.steps
     done, achieved = (0, 1.0) if spent is None else (spent.steps, spent.achieved)
-    if budget.target is not None:
-        return math.fsum([budget.target * steps * (1 - SLACK), -done * achieved])
-    if budget.speedup is not None and rows.reference:
-        return math.fsum([steps - done, done / achieved, -steps / budget.speedup * (1 + SLACK)])
-    return 0.0 if budget.speedup is not None else -math.inf
+    if budget.kind == "fp4":
+        return math.fsum([budget.value * steps * (1 - SLACK), -done * achieved])
+    if budget.kind == "speedup" and rows.reference:
+        return math.fsum([steps - done, done / achieved, -steps / budget.value * (1 + SLACK)])
+    return 0.0 if budget.kind == "speedup" else -math.inf

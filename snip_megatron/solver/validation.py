@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from snip_megatron.errors import quoted
-from snip_megatron.precision.budget import MAX_LOSS, MAX_SPEEDUP
+from snip_megatron.precision.budget import BUDGETS, MAX_LOSS, MAX_SPEEDUP, Budget
 from snip_megatron.precision.phases import MOST_PHASES
-from snip_megatron.solver.items import KINDS, Budget, Item, Phase, Spent
+from snip_megatron.solver.items import Item, Phase, Spent
+
+if TYPE_CHECKING:
+    from snip_megatron.solver.problem import Problem
 
 MAX_COST = 1e18
 MAX_STAGE = 2**20
@@ -18,19 +22,20 @@ Faults = Iterator[tuple[str, str]]
 """(JSON path, what is wrong), in order."""
 
 
-def faults(budget: Budget, items: Sequence[Item], phases: Sequence[Phase], spent: Spent | None) -> Faults:
+def faults(problem: Problem) -> Faults:
     """Yield each fault of a problem."""
-    yield from budget_faults(budget)
+    phases, spent = problem.phases, problem.spent
+    yield from _budget_faults(problem)
     if len(phases) > MOST_PHASES:
         yield "phases", f"must hold 1 to {MOST_PHASES} phases, got {len(phases)}"
     for p, phase in enumerate(phases):
-        yield from _phase_faults(budget, phase, f"phases[{p}]")
+        yield from _phase_faults(problem.budget, phase, f"phases[{p}]")
     if spent is not None:
-        yield from _spent_faults(budget, spent)
-    if not items:
+        yield from _spent_faults(problem.budget, spent)
+    if not problem.items:
         yield "items", "must hold at least one item"
     seen: dict[str, int] = {}
-    for i, item in enumerate(items):
+    for i, item in enumerate(problem.items):
         if not item.id:
             yield f"items[{i}].id", "must be a non-empty string"
         first = seen.setdefault(item.id, i)
@@ -39,25 +44,17 @@ def faults(budget: Budget, items: Sequence[Item], phases: Sequence[Phase], spent
         yield from _item_faults(item, len(phases), f"items[{i}]")
 
 
-def budget_faults(budget: Budget) -> Faults:
-    """Yield each fault of a budget."""
-    given = [kind for kind in KINDS if getattr(budget, kind) is not None]
-    if len(given) != 1:
-        yield "budget", f"must have exactly one of {', '.join(KINDS)}, has {' and '.join(given) or 'none'}"
-    if budget.target is not None and not 0 <= budget.target <= 1:
-        yield "budget.target", f"must be a share from 0 to 1, got {budget.target}"
-    if budget.speedup is not None and not 1 <= budget.speedup <= MAX_SPEEDUP:
-        yield "budget.speedup", f"must be a factor from 1 to {MAX_SPEEDUP:g}, got {budget.speedup}"
-    if budget.loss is not None and not abs(budget.loss) <= MAX_LOSS:
-        yield "budget.loss", f"must be a number from {-MAX_LOSS:g} to {MAX_LOSS:g}, got {budget.loss}"
-    if budget.stage_tolerance is not None:
-        if budget.target is None:
-            yield "budget.stage_tolerance", f"has no meaning beside {budget.kind}: a stage's time is what counts there"
-        if not 0 <= budget.stage_tolerance <= 1:
-            yield "budget.stage_tolerance", f"must be null or a share from 0 to 1, got {budget.stage_tolerance}"
-    if budget.fixed_cost and budget.target is not None:
+def _budget_faults(problem: Problem) -> Faults:
+    kind, tolerance = problem.budget.kind, problem.stage_tolerance
+    if kind not in BUDGETS:
+        yield "budget", f"must be one of {', '.join(BUDGETS)}, got {kind}"
+    if tolerance is not None and kind != "fp4":
+        yield "budget.stage_tolerance", f"has no meaning beside {kind}: a stage's time is what counts there"
+    if tolerance is not None and not 0 <= tolerance <= 1:
+        yield "budget.stage_tolerance", f"must be null or a share from 0 to 1, got {tolerance}"
+    if problem.fixed_cost and kind == "fp4":
         yield "budget.fixed_cost", "has no meaning beside target"
-    for stage, cost in budget.fixed_cost:
+    for stage, cost in problem.fixed_cost:
         if not 0 <= cost <= MAX_COST:
             yield f"budget.fixed_cost.{stage}", f"must be a finite number from 0 to {MAX_COST:g}, got {cost}"
 
@@ -68,7 +65,7 @@ def _phase_faults(budget: Budget, phase: Phase, path: str) -> Faults:
     if phase.target is not None:
         if budget.kind == "loss":
             yield f"{path}.target", "has no meaning beside loss: what remains is made as fast as the bound allows"
-        if budget.kind == "target" and not 0 <= phase.target <= 1:
+        if budget.kind == "fp4" and not 0 <= phase.target <= 1:
             yield f"{path}.target", f"must be a share from 0 to 1, got {phase.target}"
         if budget.kind == "speedup" and not 1 <= phase.target <= MAX_SPEEDUP:
             yield f"{path}.target", f"must be a factor from 1 to {MAX_SPEEDUP:g}, got {phase.target}"
@@ -81,7 +78,7 @@ def _spent_faults(budget: Budget, spent: Spent) -> Faults:
         yield "spent.steps", f"must be a number of steps from 0 to {MAX_STEPS:g}, got {spent.steps}"
     if budget.kind == "speedup" and not (math.isfinite(spent.achieved) and spent.achieved > 0):
         yield "spent.achieved", f"must be a factor above 0, got {spent.achieved}"
-    if budget.kind == "target" and not 0 <= spent.achieved <= 1:
+    if budget.kind == "fp4" and not 0 <= spent.achieved <= 1:
         yield "spent.achieved", f"must be a share from 0 to 1, got {spent.achieved}"
 
 

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, LinearId, split_option_id
-from snip_megatron.solver.items import Budget, Choice, Item
+from snip_megatron.precision.budget import Budget
+from snip_megatron.solver.items import Choice, Item
 from snip_megatron.solver.problem import Problem
 from snip_megatron.timing.shapes import Formats, LinearShape
 
@@ -94,6 +95,7 @@ def with_times(
     model: CostModel,
     budget: Budget,
     exchanges: Callable[[str, Gemm, Format], float] | None = None,
+    fixed_cost: Mapping[int, float] | None = None,
 ) -> Problem:
     """Return a Problem with the same items and losses, and with seconds as costs.
 
@@ -103,9 +105,10 @@ def with_times(
         problem: the Problem.
         shapes: shapes by the name of a linear, or by its kind if all blocks are alike.
         model: predicts the times.
-        budget: the new budget; its ``fixed_cost`` is in seconds a step of each stage.
+        budget: the new budget, of time.
         exchanges: kind of linear, GEMM, format → seconds of a step in which ranks exchange what this GEMM takes or
             makes. None: no exchange depends on a format.
+        fixed_cost: stage → seconds of a step that no choice changes; none by default.
 
     Raises:
         SnipError: an item has no shape, or the model cannot predict a format.
@@ -124,10 +127,11 @@ def with_times(
         linear, gemm = split_option_id(item.id)
         key = (linear.kind, _shape_of(linear, shapes), gemm)
         cost = seconds(*key, Format.BF16)
-        choices = tuple(Choice(c.format, c.loss, cost - seconds(*key, c.format)) for c in item.choices)
+        choices = tuple(Choice(c.format, c.losses, cost - seconds(*key, c.format)) for c in item.choices)
         return replace(item, cost=cost, choices=choices)
 
-    return Problem(budget=budget, items=tuple(timed(item) for item in problem.items))
+    fixed = tuple((fixed_cost or {}).items())
+    return Problem(budget, tuple(timed(item) for item in problem.items), fixed_cost=fixed)
 
 
 def _shape_of(linear: LinearId, shapes: Mapping[str, LinearShape]) -> LinearShape:

@@ -11,7 +11,6 @@ import pytest
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import PrecisionPlan, Schedule
 from snip_megatron.solver import Problem, solve
-from snip_megatron.solver.phased.problem import PhasedProblem
 from snip_megatron.timing.table import TimingTable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +18,7 @@ PAGE = (ROOT / "docs" / "file-formats.md").read_text(encoding="utf-8")
 EXAMPLES = {json.loads(text)["schema"]: text for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)}
 READERS = {
     "snip.problem/1": Problem.from_json,
-    "snip.problem/2": PhasedProblem.from_json,
+    "snip.problem/2": Problem.from_json,
     "snip.map/1": PrecisionMap.from_json,
     "snip.schedule/1": Schedule.from_json,
     "snip.phases/1": PrecisionPlan.from_json,

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.solver import Budget, Choice, Item, Problem
+from snip_megatron.solver import Choice, Item, Problem
 from snip_megatron.statistics.table import (
     BOUNDARY_COLUMNS,
     FORMAT_COLUMNS,
@@ -61,11 +62,11 @@ def problem_of(scores: dict[str, dict[str, dict[str, float]]]) -> Problem:
     items = tuple(
         Item(
             key, stage_of(key.partition(":")[0]), 1e12,
-            tuple(Choice(Format(f), s["q"], 1e12 if f == "fp4" else 0.0) for f, s in by_format.items()),
+            tuple(Choice(Format(f), (s["q"],), 1e12 if f == "fp4" else 0.0) for f, s in by_format.items()),
         )
         for key, by_format in scores.items()
     )  # fmt: skip
-    return Problem(Budget(TARGET, 0.02), items)
+    return Problem(Budget("fp4", TARGET), items, 0.02)
 
 
 def map_of(version: int, scores: dict[str, dict[str, dict[str, float]]]) -> PrecisionMap:

@@ -12,7 +12,7 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.sidecar.messages import OutOfReach, SidecarFailure, SidecarResult, SolveJob
 
 if TYPE_CHECKING:
-    from snip_megatron.solver.phased.solution import PhasedSolution
+    from snip_megatron.solver.solution import Solution
 
 
 class SolverInProcess:
@@ -76,19 +76,25 @@ def _solve_plan(job: SolveJob) -> SidecarResult:
     finds that value infeasible as well, the job fails.
     """
     from snip_megatron.sensitivity.phased_problem import build_phased_problem
-    from snip_megatron.solver.phased.api import solve_phased
+    from snip_megatron.solver import solve
 
     started = time.perf_counter()
     limits: dict[str, Any] = {"deterministic_time": job.request.deterministic_time, "seed": job.request.seed % 2**31}
+    limits["hint"] = job.hint
     problem, scores = build_phased_problem(job.table, job.request)
     between = time.perf_counter()
-    solution = solve_phased(problem, **limits)
+    solution = solve(problem, **limits)
     out_of_reach = None
     if solution.fault is not None and solution.fault.reachable is not None:
         budget = problem.budget
-        out_of_reach = OutOfReach(budget.kind, budget.wanted, solution.fault.reachable, solution.fault.why)
-        problem = dataclasses.replace(problem, budget=budget.with_wanted(solution.fault.reachable))
-        solution = solve_phased(problem, **limits)
+        out_of_reach = OutOfReach(
+            "target" if budget.kind == "fp4" else budget.kind,
+            budget.value,
+            solution.fault.reachable,
+            solution.fault.why,
+        )
+        problem = dataclasses.replace(problem, budget=dataclasses.replace(budget, value=solution.fault.reachable))
+        solution = solve(problem, **limits)
     timings = {"build": between - started, "solve": time.perf_counter() - between}
     rest: dict[str, Any] = {"problem_json": problem.to_json(), "scores": scores, "timings": timings}
     if solution.status == "infeasible":
@@ -100,7 +106,7 @@ def _solve_plan(job: SolveJob) -> SidecarResult:
     return SidecarResult(plan=_plan(job, solution, scores), out_of_reach=out_of_reach, **rest)
 
 
-def _plan(job: SolveJob, solution: PhasedSolution, scores: Mapping[str, Any]) -> PrecisionPlan:
+def _plan(job: SolveJob, solution: Solution, scores: Mapping[str, Any]) -> PrecisionPlan:
     """Return the plan of a solution. Every map also holds its loss if it stayed, which the guard compares."""
     assert job.request.phases is not None
     plan = solution.to_plan(job.request.phases.begins, job.request.version)

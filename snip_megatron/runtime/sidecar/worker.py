@@ -40,7 +40,7 @@ def main(parent: str, path: str) -> int:
     os.dup2(2, 1)  # what a library prints is no answer
     module, _, function = path.partition(":")
     solve: Callable[[SolveJob], SidecarResult] = getattr(importlib.import_module(module), function)
-    import snip_megatron.solver.exact  # noqa: F401  loads OR-Tools before the first job
+    import snip_megatron.solver.search  # noqa: F401  loads OR-Tools before the first job
 
     while True:
         try:

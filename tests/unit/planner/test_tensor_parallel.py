@@ -21,8 +21,9 @@ from snip_megatron.planner.rates import Links
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.variants import formats_of_map
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, option_id
+from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import AUTO
-from snip_megatron.solver import Budget, Problem, Solution, solve
+from snip_megatron.solver import Problem, Solution, solve
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.timing.collectives import Exchange
 from snip_megatron.timing.cost_model import CostModel, FlopsModel, with_times
@@ -113,10 +114,10 @@ def _problem(step: StepModel, budget: str, granularity: str, formats: str = "bf1
 
 def _problem_of(step: StepModel, losses: Mapping[str, Mapping[Format, float]], budget: Budget) -> Problem:
     items = tuple(
-        Item(key, 0, 1.0, tuple(Choice(fmt, loss, 0.0) for fmt, loss in by_format.items()))
+        Item(key, 0, 1.0, tuple(Choice(fmt, (loss,), 0.0) for fmt, loss in by_format.items()))
         for key, by_format in losses.items()
     )
-    return with_times(Problem(Budget(target=0.0), items), step.shapes, step.model, budget, step.charge)
+    return with_times(Problem(Budget("fp4", 0.0), items), step.shapes, step.model, budget, step.charge)
 
 
 def _options(granularity: str) -> list[str]:
@@ -135,7 +136,7 @@ def test_where_gemms_take_equally_long_the_cheapest_exchange_is_chosen(communica
     """All losses are equal, so that the fastest map has the fewest bytes wherever an exchange is exposed."""
     step = step_of(communication)
     losses = {key: {BF16: 0.0, FP8: 0.0, FP4: 0.0} for key in _options(granularity)}
-    found = solve(_problem_of(step, losses, Budget(loss=1.0)))
+    found = solve(_problem_of(step, losses, Budget("loss", 1.0)))
     if communication == "bf16":
         assert found.speedup == pytest.approx(1.0)
         return
@@ -159,7 +160,7 @@ def test_a_gather_in_two_parts_that_takes_longer_is_not_chosen() -> None:
     table = replace(formula_table(), collectives=same)
     step = step_of("gather", _EqualTable(table))
     losses = {key: dict.fromkeys((BF16, FP8, FP4, Format.FP8_TENSOR), 0.0) for key in _options("gemm")}
-    problem = _problem_of(step, losses, Budget(loss=1.0))
+    problem = _problem_of(step, losses, Budget("loss", 1.0))
     chosen = solve(problem).to_precision_map()
     for kind in LINEAR_KINDS:
         gather = Gemm.FPROP if kind in COLUMN_PARALLEL else Gemm.DGRAD
@@ -196,7 +197,7 @@ def test_whole_linears_are_chosen_as_by_brute_force_over_planned_steps(
     given_losses = {
         key: {BF16: 0.0, FP8: min(pair), FP4: max(pair)} for key, pair in zip(_options("layer"), losses, strict=True)
     }
-    found = solve(_problem_of(step, given_losses, Budget(loss=float(bound))))
+    found = solve(_problem_of(step, given_losses, Budget("loss", float(bound))))
     best = math.inf
     for formats in itertools.product((BF16, FP8, FP4), repeat=4):
         if math.fsum(by[f] for by, f in zip(given_losses.values(), formats, strict=True)) <= bound:
@@ -219,7 +220,7 @@ def test_single_gemms_are_chosen_as_by_brute_force_within_the_shared_gather(
     of = dict(zip(_options("gemm"), losses, strict=True))
     given_losses = {key: {FP8: 0.0, FP4: loss} for key, loss in of.items()}
     fixed = tuple(step.fixed_seconds().items())
-    problem = _problem_of(step, given_losses, Budget(speedup=speedup, fixed_cost=fixed))
+    problem = _problem_of(step, given_losses, Budget("speedup", speedup))
     found = solve(problem)
     reference = step.step(lambda block, kind: ALL_BF16).total
     if found.fault is not None:

@@ -12,12 +12,12 @@ from sensitivity.synthetic import SHAPES, make_table
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, PrecisionMap
+from snip_megatron.precision.budget import Budget
 from snip_megatron.records.replay import Change, Stored, find_stored, is_statistics, rebuild
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_phased_problem, build_problem
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.solver import Budget, Problem
-from snip_megatron.solver.phased import PhasedProblem
+from snip_megatron.solver import Problem
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import local_shape
 
@@ -104,13 +104,13 @@ def test_another_policy_and_rule(share: Path) -> None:
         expected, _ = build_problem(table, dataclasses.replace(request, **fields))
         assert rebuild(stored(share), Change(fields), None) == expected
     pins = (("*.mlp.linear_fc2", "fp4"),)
-    problem = rebuild(stored(share), Change({"pins": pins, "stage_tolerance": None}), Budget(0.9))
-    assert (problem.budget.target, problem.budget.stage_tolerance) == (0.9, None)
+    problem = rebuild(stored(share), Change({"pins": pins, "stage_tolerance": None}), Budget("fp4", 0.9))
+    assert (problem.budget.value, problem.stage_tolerance) == (0.9, None)
     assert {len(i.choices) for i in problem.items if "linear_fc2" in i.id} == {1}
 
 
 def test_from_a_share_to_a_speedup_needs_times(share: Path) -> None:
-    budget = Budget(speedup=1.4)
+    budget = Budget("speedup", 1.4)
     with pytest.raises(SnipError, match="give --cost"):
         rebuild(stored(share), Change(), budget)
     change = Change({"formats": ("bf16", "fp8", "fp8_tensor"), "pins": ()}, cost="h200")
@@ -128,7 +128,7 @@ def test_exchanges_are_those_of_the_run_with_other_times_too(tmp_path: Path) -> 
     times = dataclasses.replace(
         times, exchanges={"self_attention.linear_qkv": dict.fromkeys(("fprop", "dgrad", "wgrad"), row)}
     )
-    budget, change = Budget(speedup=1.4), Change({"formats": formats, "pins": ()}, cost="h200")
+    budget, change = Budget("speedup", 1.4), Change({"formats": formats, "pins": ()}, cost="h200")
     timed = write_run(tmp_path / "timed", SolveRequest(formats=formats, speedup=1.5, times=times))
     share = write_run(tmp_path / "share", SolveRequest(target=0.5))
     config = json.loads((share / "config.json").read_text())
@@ -146,12 +146,12 @@ def test_exchanges_are_those_of_the_run_with_other_times_too(tmp_path: Path) -> 
 
 def test_from_a_speedup_to_a_share_leaves_bf16_to_pins(timed: Path) -> None:
     with pytest.raises(SnipError, match="bf16 is no candidate"):
-        rebuild(stored(timed), Change({"formats": ("bf16", "fp4")}), Budget(0.5, 0.02))
-    problem = rebuild(stored(timed), Change({"formats": ("fp8", "fp4")}), Budget(0.5, 0.02))
-    assert problem.budget == Budget(0.5, 0.02)
+        rebuild(stored(timed), Change({"formats": ("bf16", "fp4")}), Budget("fp4", 0.5))
+    problem = rebuild(stored(timed), Change({"formats": ("fp8", "fp4")}), Budget("fp4", 0.5))
+    assert problem.budget == Budget("fp4", 0.5)
     row = stored(timed).table().linears[0]
     assert problem.items[0].cost == 2.0 * 4096 * row.n * row.k
-    kept = rebuild(stored(timed), Change(), Budget(0.0, None))
+    kept = rebuild(stored(timed), Change(), Budget("fp4", 0.0))
     assert [c.format.value for c in kept.items[0].choices] == ["fp8", "fp8_tensor"]
 
 
@@ -159,8 +159,8 @@ def test_times_of_experts_outside_of_the_map_are_not_predicted(tmp_path: Path) -
     run = write_run(tmp_path / "experts", SolveRequest(target=0.3, unquantised_stage_flops={0: 1e12, 1: 1e12}))
     change = Change({"formats": ("bf16", "fp8", "fp8_tensor")}, cost="h200")
     with pytest.raises(SnipError, match="times of its shared experts are not predicted"):
-        rebuild(stored(run), change, Budget(speedup=1.4))
-    assert rebuild(stored(run), Change(), Budget(0.2)).budget.target == 0.2
+        rebuild(stored(run), change, Budget("speedup", 1.4))
+    assert rebuild(stored(run), Change(), Budget("fp4", 0.2)).budget.value == 0.2
 
 
 def test_formats_that_were_not_measured(share: Path) -> None:
@@ -181,7 +181,7 @@ def test_records_of_earlier_versions_and_damaged_ones(tmp_path: Path) -> None:
     old = write_run(tmp_path / "old", SolveRequest(), facts={})
     with pytest.raises(SnipError, match=r"facts.request: missing; an earlier version"):
         rebuild(stored(old), Change({"q": "paper"}), None)
-    assert stored(old).problem().budget.target == 0.75
+    assert stored(old).problem().budget.value == 0.75
     damaged = write_run(tmp_path / "damaged", SolveRequest(), facts={"request": 3, "linear_shapes": {"a": 1}})
     with pytest.raises(SnipError, match=r"facts.request: not a request"):
         stored(damaged).request()
@@ -223,9 +223,9 @@ def write_planned(path: Path, phases: PhasedRequest = PHASES, *, recorded: bool 
 def test_an_update_of_phases_is_solved_over_its_phases(tmp_path: Path) -> None:
     run = write_planned(tmp_path / "planned")
     assert rebuild(run, Change(), None) == run.problem()
-    other = rebuild(run, Change({"policy": "fisher"}), Budget(0.7, 0.02))
-    assert isinstance(other, PhasedProblem)
-    assert ([phase.steps for phase in other.phases], other.budget.target) == ([28, 40], 0.7)
+    other = rebuild(run, Change({"policy": "fisher"}), Budget("fp4", 0.7))
+    assert other.phases
+    assert ([phase.steps for phase in other.phases], other.budget.value) == ([28, 40], 0.7)
     assert other.spent is not None
     assert (other.spent.steps, other.spent.achieved) == (32, 0.9)
     static = rebuild(run, Change(static=True), None)
@@ -243,10 +243,10 @@ def test_phases_choose_a_format_for_each_gemm(tmp_path: Path) -> None:
 def test_what_was_spent_in_another_unit_is_refused(tmp_path: Path) -> None:
     run = write_planned(tmp_path / "planned")
     with pytest.raises(SnipError, match=r"counts in fp4=, what was spent before step 32 .*--schedule static"):
-        rebuild(run, Change(cost="flops"), Budget(speedup=1.2))
+        rebuild(run, Change(cost="flops"), Budget("speedup", 1.2))
     floored = write_planned(tmp_path / "floored", dataclasses.replace(PHASES, budgets=(None, 0.3)))
     with pytest.raises(SnipError, match="counts in fp4="):
-        rebuild(floored, Change(cost="flops"), Budget(loss=1.0))
+        rebuild(floored, Change(cost="flops"), Budget("loss", 1.0))
 
 
 def test_phases_that_are_not_recorded_are_refused(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ import pytest
 import synthetic_run
 
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision.budget import Budget
 from snip_megatron.records.run_data import Update, load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.figures import front_figure
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.report import write_report
-from snip_megatron.solver import Budget, Problem, solve
+from snip_megatron.solver import Problem, solve
 
 LAST = synthetic_run.FIRST + (synthetic_run.UPDATES - 1) * synthetic_run.INTERVAL
 
@@ -67,7 +68,7 @@ def test_the_run_s_own_map_lies_on_the_front_of_its_latest_update(whole: Path) -
     assert figure["layout"]["shapes"][0]["x0"] == 0.75
 
 
-@pytest.mark.parametrize("budget", [Budget(speedup=1.3), Budget(loss=0.05)])
+@pytest.mark.parametrize("budget", [Budget("speedup", 1.3), Budget("loss", 0.05)])
 def test_time_and_loss_budgets_share_an_axis_of_speedup(tmp_path: Path, budget: Budget) -> None:
     asked = in_seconds(problem(), budget)
     run = store(tmp_path / "run", problem(), asked)
@@ -111,7 +112,7 @@ def test_what_cannot_be_drawn_is_named_and_the_page_is_written(tmp_path: Path) -
 
 
 def test_a_run_by_speedup_shows_what_was_asked_and_predicted(tmp_path: Path) -> None:
-    asked = in_seconds(problem(), Budget(speedup=1.3))
+    asked = in_seconds(problem(), Budget("speedup", 1.3))
     own = solve(asked)
     made = replace(own.to_precision_map(1), fp4_share=0.47)
     assert isinstance(made, PrecisionMap)

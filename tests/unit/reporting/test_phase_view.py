@@ -16,7 +16,8 @@ from snip_megatron.reporting.phases_of_run import differences, phases_of, remain
 from snip_megatron.reporting.report import render
 from snip_megatron.reporting.worth import judge
 from snip_megatron.reporting.worth_text import headline
-from snip_megatron.solver.phased import PHASED_SCHEMA, PhasedProblem, read_problem
+from snip_megatron.solver import Problem
+from snip_megatron.solver.parse import PHASED_SCHEMA
 
 FP4 = PrecisionMap.uniform(synthetic_run.LINEARS, Format.FP4)
 PRECISE = {option_id(name, Gemm.FPROP): Format.FP8 for name in synthetic_run.LINEARS}
@@ -130,7 +131,7 @@ def test_a_problem_over_phases_is_no_unreadable_file(path: Path) -> None:
         "items": [item],
     }
     text = json.dumps(body)
-    assert isinstance(read_problem(text), PhasedProblem)
+    assert Problem.from_json(text).phases
     (path / "problems" / "step_10.json").write_text(text)
     assert "could not be read" not in render(load_run(path))
 

@@ -9,7 +9,7 @@ import pytest
 
 from snip_megatron.errors import SnipError
 from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_phased_problem, build_problem
-from snip_megatron.solver.phased import PhasedItem, PhasedProblem, Spent, solve_phased
+from snip_megatron.solver import Item, Problem, Spent, solve
 
 from .synthetic import make_table
 
@@ -26,11 +26,11 @@ PHASES = PhasedRequest(
 REQUEST = SolveRequest(target=0.8, phases=PHASES, standing_share=0.75)
 
 
-def built(**changes: Any) -> PhasedProblem:
+def built(**changes: Any) -> Problem:
     return build_phased_problem(make_table(layers=2, stages=2), replace(REQUEST, **changes))[0]
 
 
-def losses(item: PhasedItem) -> tuple[float, ...]:
+def losses(item: Item) -> tuple[float, ...]:
     return item.choices[-1].losses
 
 
@@ -77,7 +77,7 @@ def test_a_linear_stands_by_the_part_of_its_fprop() -> None:
 
 
 def test_a_late_switch_of_fprops_is_what_comes_out() -> None:
-    solution = solve_phased(built(), deterministic_time=5)
+    solution = solve(built(), deterministic_time=5)
     assert solution.status == "optimal"
     assert solution.achieved is not None
     assert solution.achieved >= 0.8 * (1 - 1e-9)

@@ -11,10 +11,11 @@ import pytest
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, split_option_id
+from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import SolveRequest, build_problem, check_reachable
 from snip_megatron.sensitivity.problem import change_penalty
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.solver import Budget, solve
+from snip_megatron.solver import solve
 from snip_megatron.timing.cost_model import option_seconds, with_times
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import local_shape
@@ -44,7 +45,7 @@ def request(**fields: object) -> SolveRequest:
 def test_costs_and_savings_are_those_of_the_cost_model(granularity: str) -> None:
     table = make_table(layers=3, formats=("fp8", "fp8_tensor"))
     problem, scores = build_problem(table, request(granularity=granularity))
-    assert problem.budget == Budget(speedup=1.3)
+    assert problem.budget == Budget("speedup", 1.3)
     model = load_cost_model("h200")
     # The cost model's own way from a problem of FLOPs to one of seconds.
     shapes = {k: local_shape(k, *LLAMA[k], tokens=8192, tensor_parallel=8, microbatches=4) for k in LINEAR_KINDS}
@@ -75,7 +76,7 @@ def test_the_map_reaches_the_speedup_on_every_stage_and_keeps_bf16_where_it_may(
         reference[item.stage] += times().of(str(linear), gemm, "bf16")
     assert solution.speedup == pytest.approx(max(reference.values()) / max(seconds.values()))
     assert Format.BF16 in solution.choices.values()
-    by_loss = solve(replace(problem, budget=Budget(loss=solution.loss)))
+    by_loss = solve(replace(problem, budget=Budget("loss", solution.loss)))
     assert by_loss.speedup is not None
     assert by_loss.speedup >= solution.speedup * (1 - 1e-9)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
-from snip_megatron.solver import Budget
-from snip_megatron.solver.phased import Phase, PhasedChoice, PhasedItem, PhasedProblem, Spent
+from snip_megatron.precision.budget import Budget
+from snip_megatron.solver import Choice, Item, Phase, Problem, Spent
 
 FINITE = st.floats(-1e3, 1e3)
 
@@ -42,7 +42,7 @@ def body() -> dict[str, Any]:
 
 def refused(text: str | bytes) -> str:
     with pytest.raises(SnipError) as caught:
-        PhasedProblem.from_json(text, where="p.json")
+        Problem.from_json(text, where="p.json")
     message = str(caught.value)
     assert message.startswith("p.json: ")
     assert "\n" not in message
@@ -51,52 +51,51 @@ def refused(text: str | bytes) -> str:
 
 
 def test_the_example_of_the_format() -> None:
-    problem = PhasedProblem.from_json(json.dumps(body()))
-    assert problem.budget == Budget(0.9, 0.02)
+    problem = Problem.from_json(json.dumps(body()))
+    assert problem.budget == Budget("fp4", 0.9)
     assert problem.phases == (Phase(250), Phase(50, 0.7))
     assert problem.spent == Spent(100, 0.8)
     assert problem.steps == 400
-    assert problem.items[1] == PhasedItem(
+    assert problem.items[1] == Item(
         "decoder.layers.1.mlp.linear_fc1:fprop",
         0,
         4.0,
-        (PhasedChoice(Format.FP8, 0.0, (0.0, 1e-4)), PhasedChoice(Format.FP4, 4.0, (1e-3, 2e-2))),
+        (Choice(Format.FP8, (0.0, 1e-4), 0.0), Choice(Format.FP4, (1e-3, 2e-2), 4.0)),
         keeps=(1,),
     )
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> PhasedProblem:
+def problems(draw: st.DrawFn) -> Problem:
     phases = draw(st.integers(1, 3))
     formats = draw(st.lists(st.sampled_from(list(Format)), min_size=1, max_size=3, unique=True))
-    kind = draw(st.sampled_from(("target", "speedup", "loss")))
+    kind = draw(st.sampled_from(("fp4", "speedup", "loss")))
     items = tuple(
-        PhasedItem(
+        Item(
             f"i{i}",
             draw(st.integers(0, 2)),
             1e3,
-            tuple(PhasedChoice(f, draw(FINITE), tuple(draw(FINITE) for _ in range(phases))) for f in formats),
-            draw(st.sampled_from((None, "g"))),
+            tuple(Choice(f, tuple(draw(FINITE) for _ in range(phases)), draw(FINITE)) for f in formats),
             formats[0] if draw(st.booleans()) else None,
             tuple(p for p in range(1, phases) if draw(st.booleans())),
         )
         for i in range(draw(st.integers(1, 4)))
     )
-    budget = {
-        "target": Budget(0.5, 0.1),
-        "speedup": Budget(speedup=1.5, fixed_cost=((1, 2.5),)),
-        "loss": Budget(loss=1.0),
-    }
-    floor = draw(st.none() | st.floats(0, 1)) if kind == "target" else None
+    floor = draw(st.none() | st.floats(0, 1)) if kind == "fp4" else None
     spent = draw(st.none() | st.builds(Spent, st.integers(0, 10), st.floats(0.1, 1))) if kind != "loss" else None
-    return PhasedProblem(
-        budget[kind], tuple(Phase(draw(st.integers(1, 9)), floor) for _ in range(phases)), items, spent
+    return Problem(
+        Budget(kind, {"fp4": 0.5, "speedup": 1.5, "loss": 1.0}[kind]),
+        items,
+        0.1 if kind == "fp4" else None,
+        ((1, 2.5),) if kind == "speedup" else (),
+        tuple(Phase(draw(st.integers(1, 9)), floor) for _ in range(phases)),
+        spent,
     )
 
 
 @given(problems())
-def test_json_round_trip(problem: PhasedProblem) -> None:
-    assert PhasedProblem.from_json(problem.to_json()) == problem
+def test_json_round_trip(problem: Problem) -> None:
+    assert Problem.from_json(problem.to_json()) == problem
 
 
 def paths(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
@@ -123,11 +122,11 @@ def test_any_damage_is_refused_or_harmless(place: tuple[str | int, ...], junk: A
         owner[place[-1]] = junk
     text = json.dumps(root)
     try:
-        problem = PhasedProblem.from_json(text)
+        problem = Problem.from_json(text)
     except SnipError:
         refused(text)
     else:
-        assert PhasedProblem.from_json(problem.to_json()) == problem
+        assert Problem.from_json(problem.to_json()) == problem
 
 
 def at(*place: str | int, value: Any) -> str:
@@ -142,7 +141,6 @@ def at(*place: str | int, value: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (at("schema", value="snip.problem/1"), 'schema: must be "snip.problem/2"'),
         (at("phases", value=[]), "phases: must hold 1 to 64 phases, got 0"),
         (at("phases", value={}), "phases: must be an array"),
         (at("phases", 1, value=3), "phases[1]: must be an object"),

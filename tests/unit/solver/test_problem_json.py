@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
-from snip_megatron.solver import Budget, Choice, Item, Problem
+from snip_megatron.precision.budget import Budget
+from snip_megatron.solver import Choice, Item, Problem
 
 from .test_solve import problems
 
@@ -47,17 +48,18 @@ def refused(text: str | bytes) -> str:
 
 def test_the_example_of_the_contract() -> None:
     problem = Problem.from_json(json.dumps(body()))
-    assert problem.budget == Budget(0.75, 0.02)
+    assert problem.budget == Budget("fp4", 0.75)
+    assert problem.stage_tolerance == 0.02
     first = problem.items[0]
     assert first == Item(
         "decoder.layers.0.mlp.linear_fc1:fprop",
         0,
         1e12,
-        (Choice(Format.FP8, 1e-4, 0.0), Choice(Format.FP4, 2e-2, 1e12)),
+        (Choice(Format.FP8, (1e-4,), 0.0), Choice(Format.FP4, (2e-2,), 1e12)),
     )
     relaxed = body()
     relaxed["budget"]["stage_tolerance"] = None
-    assert Problem.from_json(json.dumps(relaxed)).budget.stage_tolerance is None
+    assert Problem.from_json(json.dumps(relaxed)).stage_tolerance is None
 
 
 @given(problems())
@@ -88,15 +90,18 @@ def test_a_missing_field_is_named(path: str) -> None:
 
 
 BAD_VALUES = [
-    ("schema", "snip.problem/2", '"snip.problem/1"'),
+    ("schema", "snip.problem/3", '"snip.problem/1" or "snip.problem/2"'),
     ("budget", [], "object"),
-    ("budget.target", 1.0000001, "from 0 to 1"),
-    ("budget.target", -0.1, "from 0 to 1"),
+    ("budget.target", 1.0000001, "between 0 and 1"),
+    ("budget.target", -0.1, "between 0 and 1"),
     ("budget.target", "0.5", "number"),
     ("budget.target", True, "number"),
     ("budget.target", float("nan"), "nan"),
     ("budget.stage_tolerance", -0.1, "null or a share"),
     ("budget.stage_tolerance", float("inf"), "null or a share"),
+    ("budget.fixed_cost", {"0": 1.0}, "no meaning beside target"),
+    ("items[1].group", "g", "no longer share formats"),
+    ("items[1].pin", "bf16", "not among the item's choices"),
     ("items", {}, "array"),
     ("items", [], "at least one item"),
     ("items[1]", 3, "object"),
@@ -181,6 +186,32 @@ def test_a_choice_with_its_fields_in_another_order() -> None:
     assert Problem.from_json(json.dumps(root)) == Problem.from_json(json.dumps(body()))
 
 
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ({"speedup": 0.9}, "budget.speedup: must be a factor from 1"),
+        ({"speedup": 1.5, "loss": 1.0}, "budget: must have exactly one of target, speedup, loss, has speedup and loss"),
+        ({"loss": 0.1, "stage_tolerance": 0.02}, "budget.stage_tolerance: has no meaning beside loss"),
+        ({"speedup": 1.2, "fixed_cost": {"0": -1.0}}, "budget.fixed_cost.0: must be a finite number from 0"),
+        ({"speedup": 1.2, "fixed_cost": {"a": 1.0}}, "budget.fixed_cost: 'a' is not a stage number"),
+    ],
+)
+def test_budgets_of_time(budget: dict[str, Any], words: str) -> None:
+    assert refused(json.dumps(body() | {"budget": budget})).startswith(words)
+
+
 def test_problems_made_in_python_are_checked_too() -> None:
-    with pytest.raises(SnipError, match=r"budget.target: must be a share from 0 to 1, got 1.5"):
-        Problem(Budget(1.5), (Item("a", 0, 1.0, (Choice(Format.FP4, 0.0, 0.0),)),))
+    with pytest.raises(SnipError, match=r"items\[0\].cost: must be a finite number"):
+        Problem(Budget("fp4", 0.5), (Item("a", 0, -1.0, (Choice(Format.FP4, (0.0,), 0.0),)),))
+
+
+def test_pins_and_costs_survive_json() -> None:
+    choices = (Choice(Format.BF16, (0.0,), 0.0), Choice(Format.FP4, (1.0,), 1.0))
+    items = (Item("a", 0, 1.0, choices, Format.FP4), Item("b", 1, 1.0, choices))
+    fixed = ((0, 2.0), (7, 0.5))
+    for problem in (
+        Problem(Budget("fp4", 0.5), items, 0.1),
+        Problem(Budget("speedup", 1.5), items, fixed_cost=fixed),
+        Problem(Budget("loss", -0.25), items),
+    ):
+        assert Problem.from_json(problem.to_json()) == problem

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
-from snip_megatron.solver import Budget, Choice, Item, Problem, solve
+from snip_megatron.precision.budget import Budget
+from snip_megatron.solver import Choice, Item, Problem, solve
 from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel, option_seconds, with_times
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import ALL_BF16, LinearShape, local_shape
@@ -178,10 +179,10 @@ def test_features_that_cannot_be_split() -> None:
 def problem(granularity: str = "gemm") -> Problem:
     names = [f"decoder.layers.{layer}.{kind}" for layer in range(2) for kind in LINEAR_KINDS]
     ids = [f"{name}:{g.value}" for name in names for g in Gemm] if granularity == "gemm" else names
-    choices = (Choice(BF16, 0.0, 0.0), Choice(FP8, 0.1, 0.0), Choice(FP4, 1.0, 1.0))
+    choices = (Choice(BF16, (0.0,), 0.0), Choice(FP8, (0.1,), 0.0), Choice(FP4, (1.0,), 1.0))
     items = tuple(Item(key, int(key.split(".")[2]), 1.0, choices, pin=FP8 if i == 0 else None)
                   for i, key in enumerate(ids))  # fmt: skip
-    return Problem(Budget(target=0.0), items)
+    return Problem(Budget("fp4", 0.0), items)
 
 
 def shapes() -> dict[str, LinearShape]:
@@ -190,7 +191,7 @@ def shapes() -> dict[str, LinearShape]:
 
 @pytest.mark.parametrize("granularity", ["gemm", "layer"])
 def test_a_problem_in_seconds(granularity: str) -> None:
-    timed = with_times(problem(granularity), shapes(), MODEL, Budget(speedup=1.2))
+    timed = with_times(problem(granularity), shapes(), MODEL, Budget("speedup", 1.2))
     first = timed.items[0]
     gemms = None if granularity == "layer" else Gemm.FPROP
     assert first.cost == option_seconds(MODEL, SHAPE, gemms, BF16)
@@ -208,13 +209,13 @@ def test_a_problem_in_seconds(granularity: str) -> None:
 def test_a_format_slower_than_bf16_saves_less_than_nothing() -> None:
     tiny = LinearShape(64, 64, 64)
     slow = TimingModel(formula_table(shared=0.0))
-    timed = with_times(problem("layer"), dict.fromkeys(LINEAR_KINDS, tiny), slow, Budget(speedup=1.0))
+    timed = with_times(problem("layer"), dict.fromkeys(LINEAR_KINDS, tiny), slow, Budget("speedup", 1.0))
     assert timed.items[0].choices[1].saving < 0
 
 
 def test_a_linear_without_a_shape() -> None:
     with pytest.raises(SnipError, match=r"decoder\.layers\.0\.self_attention\.linear_qkv: its shape"):
-        with_times(problem(), {"decoder.layers.1.mlp.linear_fc1": SHAPE}, MODEL, Budget(speedup=1.0))
+        with_times(problem(), {"decoder.layers.1.mlp.linear_fc1": SHAPE}, MODEL, Budget("speedup", 1.0))
 
 
 # -- loading -------------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from snip_megatron.precision import Format
+from snip_megatron.precision.budget import Budget
 from snip_megatron.runtime.sidecar import SidecarResult, SolveJob
-from snip_megatron.solver import Budget, Choice, Item, Problem, solve
+from snip_megatron.solver import Choice, Item, Problem, solve
 
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
@@ -19,10 +20,10 @@ RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", 
 def plain(job: SolveJob) -> SidecarResult:
     """One item a linear; the loss of fp4 is ‖X‖² of the table."""
     items = tuple(
-        Item(row.name, row.stage, 1.0, (Choice(Format.FP8, 0.0, 0.0), Choice(Format.FP4, float(x2), 1.0)))
+        Item(row.name, row.stage, 1.0, (Choice(Format.FP8, (0.0,), 0.0), Choice(Format.FP4, (float(x2),), 1.0)))
         for row, x2 in zip(job.table.linears, job.table.linear["x2"], strict=True)
     )
-    problem = Problem(Budget(job.request.target, None), items)
+    problem = Problem(Budget("fp4", job.request.target), items)
     scores = {"pid": float(os.getpid())}
     return SidecarResult(solution=solve(problem), problem_json=problem.to_json(), scores=scores)
 
