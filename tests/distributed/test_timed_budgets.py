@@ -73,7 +73,7 @@ def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> No
     solved = [e for e in read_events(run) if e["event"] == "solved"]
     assert [e["speedup"] for e in solved] == [m.speedup for m in maps.values()]
     problem = Problem.from_json((run / "problems" / "step_2.json").read_text())
-    assert problem.budget.speedup == 1.25
+    assert problem.budget.value == 1.25
     # Layer 3 stays in bf16: its stage needs faster formats elsewhere, the other stage does not.
     chosen = [maps[6].format_of(f"decoder.layers.{layer}.mlp.linear_fc1", Gemm.FPROP) for layer in (2, 3)]
     assert chosen == [Format.FP8_TENSOR, Format.BF16]

@@ -112,12 +112,17 @@ def _problem(step: StepModel, budget: str, granularity: str, formats: str = "bf1
     return pose(question(budget, formats, granularity=granularity), step)
 
 
-def _problem_of(step: StepModel, losses: Mapping[str, Mapping[Format, float]], budget: Budget) -> Problem:
+def _problem_of(
+    step: StepModel,
+    losses: Mapping[str, Mapping[Format, float]],
+    budget: Budget,
+    fixed: Mapping[int, float] | None = None,
+) -> Problem:
     items = tuple(
         Item(key, 0, 1.0, tuple(Choice(fmt, (loss,), 0.0) for fmt, loss in by_format.items()))
         for key, by_format in losses.items()
     )
-    return with_times(Problem(Budget("fp4", 0.0), items), step.shapes, step.model, budget, step.charge)
+    return with_times(Problem(Budget("fp4", 0.0), items), step.shapes, step.model, budget, step.charge, fixed)
 
 
 def _options(granularity: str) -> list[str]:
@@ -219,8 +224,8 @@ def test_single_gemms_are_chosen_as_by_brute_force_within_the_shared_gather(
     step = step_of(communication)
     of = dict(zip(_options("gemm"), losses, strict=True))
     given_losses = {key: {FP8: 0.0, FP4: loss} for key, loss in of.items()}
-    fixed = tuple(step.fixed_seconds().items())
-    problem = _problem_of(step, given_losses, Budget("speedup", speedup))
+    fixed = step.fixed_seconds()
+    problem = _problem_of(step, given_losses, Budget("speedup", speedup), fixed)
     found = solve(problem)
     reference = step.step(lambda block, kind: ALL_BF16).total
     if found.fault is not None:
@@ -246,7 +251,7 @@ def test_single_gemms_are_chosen_as_by_brute_force_within_the_shared_gather(
     ]
     least, least_charged = math.inf, math.inf
     for combination in itertools.product(*rows):
-        seconds = fixed[0][1] + math.fsum(row[0] for row in combination)
+        seconds = fixed[0] + math.fsum(row[0] for row in combination)
         loss = math.fsum(row[2] for row in combination)
         if reference / seconds >= speedup:
             least = min(least, loss)

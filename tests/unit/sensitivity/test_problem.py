@@ -54,8 +54,8 @@ def test_items_costs_and_savings() -> None:
     assert first.cost == 2 * 4096 * 192 * 64
     assert [(c.format, c.saving) for c in first.choices] == [(Format.FP8, 0.0), (Format.FP4, first.cost)]
     assert {i.stage for i in problem.items if i.id.startswith("decoder.layers.1.")} == {1}
-    assert problem.budget.target == 0.75
-    assert problem.budget.stage_tolerance == 0.02
+    assert problem.budget.value == 0.75
+    assert problem.stage_tolerance == 0.02
     for item in problem.items:
         for choice in item.choices:
             assert choice.loss == scores[item.id][choice.format.value]["q"]
