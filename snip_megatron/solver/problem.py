@@ -7,14 +7,23 @@ Its JSON forms are ``snip.problem/1`` (one map) and ``snip.problem/2`` (the phas
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from snip_megatron.errors import SnipError
-from snip_megatron.precision.budget import Budget
+from snip_megatron.errors import SnipError, quoted
+from snip_megatron.precision.budget import BUDGETS, MAX_LOSS, MAX_SPEEDUP, Budget
+from snip_megatron.precision.phases import MOST_PHASES
 from snip_megatron.solver.items import Item, Phase, Spent
 from snip_megatron.solver.parse import PHASED_SCHEMA, PROBLEM_SCHEMA, parse_problem
-from snip_megatron.solver.validation import faults
+
+_MAX_COST = 1e18
+_MAX_STAGE = 2**20
+_MAX_STEPS = 10**12
+_ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums rounded to float64
+_Faults = Iterator[tuple[str, str]]
+"""(JSON path, what is wrong), in order."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class Problem:
     spent: Spent | None = None
 
     def __post_init__(self) -> None:
-        for path, message in faults(self):
+        for path, message in _faults(self):
             raise SnipError(f"{path}: {message}")
 
     @property
@@ -106,3 +115,92 @@ def _item_body(item: Item, *, phased: bool) -> dict[str, Any]:
     if item.keeps:
         body["keeps"] = list(item.keeps)
     return body
+
+
+def _faults(problem: Problem) -> _Faults:
+    """Yield each fault of a problem."""
+    phases, spent = problem.phases, problem.spent
+    yield from _budget_faults(problem)
+    if len(phases) > MOST_PHASES:
+        yield "phases", f"must hold 1 to {MOST_PHASES} phases, got {len(phases)}"
+    for p, phase in enumerate(phases):
+        yield from _phase_faults(problem.budget, phase, f"phases[{p}]")
+    if spent is not None:
+        yield from _spent_faults(problem.budget, spent)
+    if not problem.items:
+        yield "items", "must hold at least one item"
+    seen: dict[str, int] = {}
+    for i, item in enumerate(problem.items):
+        if not item.id:
+            yield f"items[{i}].id", "must be a non-empty string"
+        first = seen.setdefault(item.id, i)
+        if first != i:
+            yield f"items[{i}].id", f"{quoted(item.id)} is also the id of items[{first}]"
+        yield from _item_faults(item, len(phases), f"items[{i}]")
+
+
+def _budget_faults(problem: Problem) -> _Faults:
+    kind, tolerance = problem.budget.kind, problem.stage_tolerance
+    if kind not in BUDGETS:
+        yield "budget", f"must be one of {', '.join(BUDGETS)}, got {kind}"
+    if tolerance is not None and kind != "fp4":
+        yield "budget.stage_tolerance", f"has no meaning beside {kind}: a stage's time is what counts there"
+    if tolerance is not None and not 0 <= tolerance <= 1:
+        yield "budget.stage_tolerance", f"must be null or a share from 0 to 1, got {tolerance}"
+    if problem.fixed_cost and kind == "fp4":
+        yield "budget.fixed_cost", "has no meaning beside target"
+    for stage, cost in problem.fixed_cost:
+        if not 0 <= cost <= _MAX_COST:
+            yield f"budget.fixed_cost.{stage}", f"must be a finite number from 0 to {_MAX_COST:g}, got {cost}"
+
+
+def _phase_faults(budget: Budget, phase: Phase, path: str) -> _Faults:
+    if not 1 <= phase.steps <= _MAX_STEPS:
+        yield f"{path}.steps", f"must be a number of steps from 1 to {_MAX_STEPS:g}, got {phase.steps}"
+    if phase.target is not None:
+        if budget.kind == "loss":
+            yield f"{path}.target", "has no meaning beside loss: what remains is made as fast as the bound allows"
+        if budget.kind == "fp4" and not 0 <= phase.target <= 1:
+            yield f"{path}.target", f"must be a share from 0 to 1, got {phase.target}"
+        if budget.kind == "speedup" and not 1 <= phase.target <= MAX_SPEEDUP:
+            yield f"{path}.target", f"must be a factor from 1 to {MAX_SPEEDUP:g}, got {phase.target}"
+
+
+def _spent_faults(budget: Budget, spent: Spent) -> _Faults:
+    if budget.kind == "loss":
+        yield "spent", "has no meaning beside loss: what remains is made as fast as the bound allows"
+    if not 0 <= spent.steps <= _MAX_STEPS:
+        yield "spent.steps", f"must be a number of steps from 0 to {_MAX_STEPS:g}, got {spent.steps}"
+    if budget.kind == "speedup" and not (math.isfinite(spent.achieved) and spent.achieved > 0):
+        yield "spent.achieved", f"must be a factor above 0, got {spent.achieved}"
+    if budget.kind == "fp4" and not 0 <= spent.achieved <= 1:
+        yield "spent.achieved", f"must be a share from 0 to 1, got {spent.achieved}"
+
+
+def _item_faults(item: Item, phases: int, path: str) -> _Faults:
+    if not 0 <= item.stage < _MAX_STAGE:
+        yield f"{path}.stage", f"must be a stage number from 0 to {_MAX_STAGE - 1}, got {quoted(item.stage)}"
+    if not 0 <= item.cost <= _MAX_COST:
+        yield f"{path}.cost", f"must be a finite number from 0 to {_MAX_COST:g}, got {item.cost}"
+    if not item.choices:
+        yield f"{path}.choices", "must hold at least one choice"
+    for j, choice in enumerate(item.choices):
+        here = f"{path}.choices[{j}]"
+        if len(choice.losses) != (phases or 1):
+            yield f"{here}.losses", f"must hold {phases or 1} numbers, one a phase, got {len(choice.losses)}"
+        for p, loss in enumerate(choice.losses):
+            if not abs(loss) <= MAX_LOSS:
+                name = f"{here}.losses[{p}]" if phases else f"{here}.loss"
+                yield name, f"must be a finite number of at most {MAX_LOSS:g}, got {loss}"
+        if not math.isfinite(choice.saving) or choice.saving > item.cost * (1 + _ROUNDING):
+            yield f"{here}.saving", f"must be a finite number of at most the item's cost, got {choice.saving}"
+        if choice.saving < -_MAX_COST:
+            yield f"{here}.saving", f"must be at least {-_MAX_COST:g}, got {choice.saving}"
+    formats = [choice.format for choice in item.choices]
+    if len(set(formats)) != len(formats):
+        j = next(j for j, f in enumerate(formats) if f in formats[:j])
+        yield f"{path}.choices[{j}].format", f"{quoted(formats[j].value)} stands twice in one item"
+    if item.pin is not None and item.pin not in formats:
+        yield f"{path}.pin", f"{quoted(item.pin.value)} is not among the item's choices"
+    if not all(1 <= p < phases for p in item.keeps) or len(set(item.keeps)) != len(item.keeps):
+        yield f"{path}.keeps", f"must hold distinct indices of phases that follow another, from 1 to {phases - 1}"
