@@ -17,7 +17,6 @@ from snip_megatron.quantization.rounding import Key, random_bits, round_to_eleme
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRANULARITIES = ("tile", "block")
 ROUNDINGS = ("nearest", "stochastic")
-_SMALLEST_NORMAL = 2.0**-126
 
 Factors = tuple[Tensor, Tensor]
 """The factors of nvfp4's scales: the E4M3 scales of tiles, in FP32, and the 0-dim FP32 scale of the tensor."""
@@ -162,14 +161,12 @@ def _quantized_tiles(
         factors = (scale, _tensor_scale(whole, spec)) if spec.scaling is Scaling.E4M3_FP32 else None
         return torch.empty_like(tiled), scale, tile, factors
     bits = _draws(x, rounding, seed, offset, rows, cols)
+    draws = None if bits is None else _tiled(_padded(bits, tile), tile)
     amax = _amax(tiled)
     if spec.scaling is Scaling.FP32_TENSOR and tensor_amax is not None:
         amax = tensor_amax.to(torch.float32).view(1, 1, 1, 1)
     divisor, scale, factors = _scales(amax, spec, tensor_amax, tiled)
-    if bits is None:
-        return round_to_element(tiled / divisor, spec.element), scale, tile, factors
-    bits = _tiled(_padded(bits, tile), tile)
-    return round_to_element(_times_reciprocal(tiled, divisor), spec.element, bits), scale, tile, factors
+    return round_to_element(tiled / divisor, spec.element, draws), scale, tile, factors
 
 
 def squared_error(x: Tensor, xq: Tensor, dim: int | None = None) -> Tensor:
@@ -218,21 +215,6 @@ def _draws(
             raise SnipError(f"stochastic rounding: {name} has shape {tuple(given.shape)}, expected ({size},)")
         ids.append(given)
     return random_bits(seed, ids[0], ids[1])
-
-
-def _times_reciprocal(x: Tensor, divisor: Tensor) -> Tensor:
-    """Return x · (1 / divisor). The reciprocal is rounded to nearest, the product towards zero.
-
-    The mantissa of a subnormal divisor has few bits, so the rounded divisor could let the largest x of its tile exceed
-    the format. The reciprocal of such a divisor is reduced by a factor of 1 − 2^-12.
-    """
-    mantissa, exponent = torch.frexp(divisor)  # so that no reciprocal overflows
-    inverse = torch.where(divisor < _SMALLEST_NORMAL, (1.0 / mantissa) * (1.0 - 2.0**-12), 1.0 / mantissa)
-    reciprocal = torch.ldexp(inverse.to(torch.float64), -exponent)
-    product = x.to(torch.float64).mul_(torch.where(divisor.isinf(), 0.0, reciprocal))  # exact
-    nearest = product.to(torch.float32)
-    above = nearest.abs().to(torch.float64) > product.abs_()
-    return nearest.view(torch.int32).sub_(above.to(torch.int32)).view(torch.float32)
 
 
 def _amax(tiled: Tensor) -> Tensor:
@@ -295,19 +277,19 @@ def _divisor(scale: Tensor) -> Tensor:
 def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor) -> Factors:
     """Return the two factors of nvfp4's scale: E4M3 scales of tiles, and the FP32 scale of a tensor.
 
-    The amax of the tensor is taken over the finite tiles, so that a NaN or Inf affects its own tile only.
+    The amax of the tensor is that of its finite numbers, so that a NaN or Inf affects its own tile only.
 
     Args:
         amax: FP32 max|x| of each tile.
         spec: the format.
-        tensor_amax: max|x| of the whole tensor, 0-dim; None: that of ``amax``.
+        tensor_amax: max|x| of the whole tensor, 0-dim; None: that of ``tiled``.
         tiled: x in tiles, which four-over-six chooses by.
 
     Returns:
         The scales of tiles in the shape of ``amax``, NaN where it is not finite, and the 0-dim scale of the tensor.
     """
     if tensor_amax is None:
-        tensor_amax = torch.where(torch.isfinite(amax), amax, 0.0).amax()
+        tensor_amax = tiled.nan_to_num(0.0, 0.0, 0.0).abs_().amax()
     tensor_scale = _tensor_scale(tensor_amax, spec)
     tile_scale = round_to_element(_divided(amax, spec.element.maximum) / tensor_scale, E4M3)
     if spec.four_over_six:
@@ -322,7 +304,7 @@ def _tensor_scale(tensor_amax: Tensor, spec: FormatSpec) -> Tensor:
     return _nonzero(_divided(tensor_amax.to(torch.float32), spec.element.maximum * spec.largest_scale))
 
 
-_ERROR_STEP = 2.0**-20
+_ERROR_STEP, _LARGEST_ERROR = 2.0**-20, 2.0**26
 
 
 def _squared_error(tiled: Tensor, tile_scale: Tensor, tensor_scale: Tensor, spec: FormatSpec) -> Tensor:
@@ -332,8 +314,10 @@ def _squared_error(tiled: Tensor, tile_scale: Tensor, tensor_scale: Tensor, spec
     same sum in any order, so that kernels choose alike.
     """
     y = tiled / _divisor(tile_scale * tensor_scale)
-    error = (round_to_element(y.clone(), spec.element) - y).square_().div_(_ERROR_STEP).nan_to_num_(0.0, 0.0, 0.0)
-    total = error.to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
+    error = (round_to_element(y.clone(), spec.element) - y).square_().div_(_ERROR_STEP)
+    total = (
+        error.nan_to_num_(0.0).clamp_(max=_LARGEST_ERROR).to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
+    )
     return total.to(torch.float32) * tile_scale * tile_scale
 
 

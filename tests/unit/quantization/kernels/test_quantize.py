@@ -19,7 +19,8 @@ def quantizers(interpreter: ProcessPoolExecutor) -> Quantizers:
     return Quantizers(interpreter)
 
 
-def assert_same(found: Operand | None, expected: Operand | None) -> None:
+def assert_same(found: Operand | None, expected: Operand | None, *, drawn: bool = False) -> None:
+    """``drawn``: a draw may decide otherwise where a quotient is rounded otherwise."""
     if expected is None:
         assert found is None
         return
@@ -29,14 +30,15 @@ def assert_same(found: Operand | None, expected: Operand | None) -> None:
     assert found.values.shape == expected.values.shape
     known = ~expected.values.float().isnan()
     assert torch.equal(found.values.float().isnan()[:, : found.depth], ~known[:, : found.depth])
-    assert torch.equal(found.values.view(torch.uint8)[known], expected.values.view(torch.uint8)[known])
+    differing = (found.values.view(torch.uint8) != expected.values.view(torch.uint8)) & known
+    assert int(differing.sum()) <= (max(1, differing.numel() // 1000) if drawn else 0)
 
 
 def check_tiles(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: object) -> None:
     found = quantizers.call("quantize_tiles", x, row, col, **options)
     expected = packed.quantize_tiles(x, row, col, **options)
-    assert_same(found.row, expected.row)
-    assert_same(found.col, expected.col)
+    assert_same(found.row, expected.row, drawn="row_seed" in options)
+    assert_same(found.col, expected.col, drawn="col_seed" in options)
     if expected.sums is None:
         assert found.sums is None
     else:
