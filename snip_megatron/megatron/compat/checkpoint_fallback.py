@@ -17,9 +17,9 @@ import megatron.training.checkpointing as checkpointing
 import torch
 import torch.distributed as dist
 from megatron.training import get_args
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron import inert_pickle
 from snip_megatron.megatron.compat.versions import check_signature
 
 check_signature(checkpointing.read_metadata, ("tracker_filename",), "read_metadata")
@@ -140,7 +140,7 @@ def what_is_missing(folder: Path, iteration: int) -> str | None:
         if name not in names:
             return f"{name} is missing"
     try:
-        extents = _extents(path / ".metadata")
+        extents = _extents(path)
     except Exception as error:  # a broken pickle can raise anything
         return f".metadata cannot be read: {type(error).__name__}"
     for name, end in extents.items():
@@ -150,17 +150,10 @@ def what_is_missing(folder: Path, iteration: int) -> str | None:
     return None
 
 
-def _extents(metadata: Path) -> dict[str, int]:
-    """Return the size in bytes that each file must have at least according to torch's checkpoint metadata.
-
-    Returns an empty dictionary if the metadata names no files.
-    """
-    with metadata.open("rb") as file:
-        body = inert_pickle.load(file)
-    stored = getattr(body, "storage_data", None)
+def _extents(folder: Path) -> dict[str, int]:
+    """Return the size in bytes that each file must have at least according to torch's checkpoint metadata."""
     extents: dict[str, int] = {}
-    for place in stored.values() if isinstance(stored, dict) else ():
-        name, offset, length = (getattr(place, field, None) for field in ("relative_path", "offset", "length"))
-        if isinstance(name, str) and isinstance(offset, int) and isinstance(length, int):
-            extents[name] = max(extents.get(name, 0), offset + length)
+    for place in (FileSystemReader(folder).read_metadata().storage_data or {}).values():
+        end = place.offset + place.length
+        extents[place.relative_path] = max(extents.get(place.relative_path, 0), end)
     return extents

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,18 +97,3 @@ def test_other_formats_are_not_judged(saved: Path) -> None:
     (legacy / "model_optim_rng.pt").touch()
     (saved / TRACKER).write_text("16")
     assert read(saved) == (16, False)
-
-
-class _Harm:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return os.mkdir, (str(self.path),)
-
-
-def test_looking_at_a_checkpoint_runs_nothing_in_it(saved: Path, tmp_path: Path) -> None:
-    harm = tmp_path / "harm"
-    (saved / "iter_0000012" / ".metadata").write_bytes(pickle.dumps(_Harm(harm)))
-    fallback.what_is_missing(saved, 12)
-    assert not harm.exists()
