@@ -114,16 +114,15 @@ def collect(inputs: Sequence[Path], globs: Sequence[str], advance: Callable[[int
         for key, path in _walk(source, globs):
             data = _read(path)
             advance(len(data))
-            reason = _unfit(data)
-            if reason is None:
-                found += 1
-                file = TextFile(key, hashlib.sha256(data).hexdigest(), path, len(data))
-                kept = files.setdefault(file.digest, file)
-                if kept is not file:
-                    files[file.digest] = min(kept, file, key=lambda f: f.key)
-                    passed_over["duplicate"] += 1
-            else:
+            if (reason := _unfit(data)) is not None:
                 passed_over[reason] += 1
+                continue
+            found += 1
+            file = TextFile(key, hashlib.sha256(data).hexdigest(), path, len(data))
+            kept = files.setdefault(file.digest, file)
+            if kept is not file:
+                files[file.digest] = min(kept, file, key=lambda f: f.key)
+                passed_over["duplicate"] += 1
         if not found:
             raise SnipError(f"{source}: {_nothing(source, globs, passed_over)}")
         total += passed_over
@@ -145,13 +144,11 @@ def _walk(source: Path, globs: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
     Hidden folders, caches, installed packages and results of this command are left out.
     """
-    if not source.exists():
-        raise SnipError(f"{source}: no such file or folder")
     if source.is_file():
         yield _name(source), source
         return
     if not source.is_dir():
-        raise SnipError(f"{source}: not a regular file or folder")
+        raise SnipError(f"{source}: {'not a regular' if source.exists() else 'no such'} file or folder")
 
     def stop(error: OSError) -> None:
         raise SnipError(f"{error.filename}: cannot be read ({error.strerror}); make it readable or name other inputs")

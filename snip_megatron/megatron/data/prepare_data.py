@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import logging
 import math
-import os
 import shlex
-import shutil
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ with needs_extra("text", "snip prepare-data"):
     from tqdm import tqdm
 
 SCHEMA = "snip.data/1"
-BATCH_BYTES = 4_000_000
+BATCH = 256  # files that the tokenizer processes in parallel
 VOCABULARY = 4096
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = text_tokenizer.BYTES + 1, 2**24
 
@@ -103,21 +103,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def unigram_entropy(counts: NDArray[np.int64]) -> float:
-    """Return the entropy in nats per token of the distribution given by ``counts`` [vocabulary]."""
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log(share)).sum())
-
-
-def unigram_cross_entropy(counts: NDArray[np.int64], model_counts: NDArray[np.int64]) -> float:
-    """Return the cross entropy in nats per token of ``counts`` under the unigram model of ``model_counts``.
-
-    The model is smoothed by adding one to every count.
-    """
-    log_model = np.log(model_counts + 1.0) - math.log(model_counts.sum() + len(model_counts))
-    return float(-(counts / counts.sum() * log_model).sum())
-
-
 def _check(args: argparse.Namespace) -> None:
     if not (math.isfinite(args.holdout) and 0 <= args.holdout < 1):
         raise SnipError(f"--holdout {args.holdout}: expected a share in [0, 1)")
@@ -171,19 +156,18 @@ def _ending_on_signals() -> Iterator[None]:
 def _replacing(output: Path) -> Iterator[Path]:
     """Yield a new folder that replaces ``output`` at the end of the block, or is removed if the block fails."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    folder = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    old = output.with_name(f".{output.name}.{os.getpid()}.old")
-    folder.mkdir()
-    try:
-        yield folder
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.", ignore_cleanup_errors=True) as place:
+        new, old = Path(place, "new"), Path(place, "old")
+        new.mkdir()
+        yield new
         if output.exists():
             output.rename(old)  # including the sample index that Megatron caches beside the data
-        folder.rename(output)
-    finally:
-        if old.exists() and not output.exists():
-            old.rename(output)
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            new.rename(output)
+        except OSError:
+            if old.exists():
+                old.rename(output)
+            raise
 
 
 def _build(corpus: Corpus, request: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -205,9 +189,10 @@ def _build(corpus: Corpus, request: dict[str, Any], folder: Path) -> dict[str, A
         size, tokens = sum(file.size for file in files), int(counts[name].sum())
         parts[name] = {"prefix": name, "files": len(files), "bytes": size, "tokens": tokens}
     if held:
-        parts["valid"]["unigram_entropy_nats"] = unigram_entropy(counts["valid"])
-        parts["valid"]["cross_entropy_under_train_unigram_nats"] = unigram_cross_entropy(
-            counts["valid"], counts["train"]
+        share, trained = counts["valid"] / counts["valid"].sum(), counts["train"] + 1.0
+        parts["valid"]["unigram_entropy_nats"] = float(-(share[share > 0] * np.log(share[share > 0])).sum())
+        parts["valid"]["cross_entropy_under_train_unigram_nats"] = float(
+            -(share * np.log(trained / trained.sum())).sum()
         )
     manifest = {
         "schema": SCHEMA,
@@ -239,11 +224,10 @@ def _write(files: list[TextFile], tokenizer: Tokenizer, prefix: Path, what: str)
     counts = np.zeros(vocab_size, np.int64)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
     with _bar(what, sum(file.size for file in files)) as bar:
-        for batch in _batches(files):
-            for document in text_tokenizer.encode_documents(tokenizer, [file.text() for file in batch]):
+        for batch in itertools.batched(files, BATCH):
+            for document in text_tokenizer.encode_documents(tokenizer, list(_texts(batch, bar))):
                 counts += np.bincount(document, minlength=vocab_size)
                 builder.add_document(document, [len(document)])
-            bar.update(sum(file.size for file in batch))
     builder.finalize(f"{prefix}.idx")
     return counts
 
@@ -252,18 +236,6 @@ def _texts(files: Iterable[TextFile], bar: tqdm[Any]) -> Iterator[str]:
     for file in files:
         yield file.text()
         bar.update(file.size)
-
-
-def _batches(files: list[TextFile]) -> Iterator[list[TextFile]]:
-    """Yield batches of files of about BATCH_BYTES. The tokenizer processes the files of a batch in parallel."""
-    batch: list[TextFile] = []
-    for file in files:
-        batch.append(file)
-        if sum(f.size for f in batch) >= BATCH_BYTES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _bar(what: str, size: int) -> tqdm[Any]:

@@ -331,7 +331,7 @@ def test_a_result_that_cannot_take_its_place_leaves_the_old_one(
     rename = Path.rename
 
     def failing(source: Path, target: Path) -> Path:
-        if source.suffix == ".tmp":
+        if source.name == "new":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(source, target)
 
