@@ -370,8 +370,7 @@ class SnipConfig:
 
     # -- validation --------------------------------------------------------------------------------------------
     def _validate(self) -> None:
-        from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
-        from snip_megatron.sensitivity.quality import Q_RULES
+        from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES
 
         _ = self.wanted, self.tolerance, self.pins, self.guard, self.protected_kinds
         for name, known in (("policy", POLICIES), ("estimator", ESTIMATORS), ("q", Q_RULES)):

@@ -16,8 +16,7 @@ from snip_megatron.evaluation.fields import entry, flag, made_of, number, one_of
 from snip_megatron.evaluation.models import model
 from snip_megatron.precision import GRANULARITIES, Format
 from snip_megatron.sensitivity.fixed import FIXED
-from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
-from snip_megatron.sensitivity.quality import Q_RULES
+from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES
 
 SCHEMA = "snip.experiment/1"
 PHASES = ("from_warm", "from_scratch")

@@ -13,8 +13,8 @@ from snip_megatron.megatron.model_linears import gemm_flops, unquantised_flops
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.timeline import Timeline
-from snip_megatron.sensitivity.late import late_plan
-from snip_megatron.sensitivity.persistence import STANDING_WEIGHTS, carried_weights
+from snip_megatron.sensitivity.fixed import late_plan
+from snip_megatron.sensitivity.phased import STANDING_WEIGHTS, carried_weights
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow
 

@@ -22,10 +22,10 @@ from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import Schedule
 from snip_megatron.runtime.coordinator import replay_schedule
+from snip_megatron.sensitivity.fixed import fixed_map, late_shares
 from snip_megatron.sensitivity.globs import matching_options, no_match_hint
-from snip_megatron.sensitivity.late import late_shares
-from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
-from snip_megatron.sensitivity.policies import fixed_map, needs_forward_noise
+from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE
+from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
 

@@ -26,7 +26,7 @@ from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.optimizers.rehearsal import rehearse_drift, rehearse_sinks
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.runtime.coordinator import replayed_maps
-from snip_megatron.sensitivity.policies import pinned_formats
+from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups
 from snip_megatron.statistics.rehearsal import rehearse_recording

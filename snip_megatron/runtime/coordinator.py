@@ -21,8 +21,8 @@ from snip_megatron.runtime.protocols import Solver
 from snip_megatron.runtime.sidecar import SidecarClient, SidecarResult, SolveJob
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.runtime.transition_overhead import TransitionCost, TransitionOverhead
+from snip_megatron.sensitivity.fixed import fixed_map
 from snip_megatron.sensitivity.phased import PhasedRequest
-from snip_megatron.sensitivity.policies import fixed_map
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 

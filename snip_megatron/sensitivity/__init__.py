@@ -5,11 +5,10 @@ NumPy only: the sidecar process imports this room without torch and without Mega
 
 from __future__ import annotations
 
-from snip_megatron.sensitivity.fixed import FIXED
-from snip_megatron.sensitivity.persistence import carried_weights
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.fixed import FIXED, fixed_map
+from snip_megatron.sensitivity.phased import PhasedRequest, carried_weights
 from snip_megatron.sensitivity.phased_problem import build_phased_problem
-from snip_megatron.sensitivity.policies import POLICIES, fixed_map
+from snip_megatron.sensitivity.policies import POLICIES
 from snip_megatron.sensitivity.problem import build_problem, check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
 

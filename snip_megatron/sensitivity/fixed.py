@@ -1,18 +1,31 @@
-"""Policies with a fixed map, which ignore the budget: one format for all GEMMs, and the recipes of others.
+"""Policies whose maps are known before training, which ignore the scores of options.
 
-``nvidia`` is the recipe of NVIDIA's NVFP4 training (arXiv 2509.25149): the last 15 % of the blocks in bf16, all other
-GEMMs in four bits, Hadamard transforms in wgrad, gradients rounded stochastically. ``mxfp8-forward`` has fprop in mxfp8
-and the backward in four bits, as one of the recipes that Transformer Engine ships.
+One format for all GEMMs, and the recipes of others: ``nvidia`` is the recipe of NVIDIA's NVFP4 training (arXiv
+2509.25149): the last 15 % of the blocks in bf16, all other GEMMs in four bits, Hadamard transforms in wgrad, gradients
+rounded stochastically. ``mxfp8-forward`` has fprop in mxfp8 and the backward in four bits, as one of the recipes that
+Transformer Engine ships.
+
+``late-forward`` and ``late-all`` are plans of two maps: everything in four bits, and better formats for the last steps,
+as many as the average share of the budget allows. ``late-all`` follows NVIDIA's training of a 12 B model, which ends in
+a higher precision. The appendix of its report prefers to switch only the forward GEMMs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
-from snip_megatron.precision import Format, Gemm, LinearId, option_id
+from snip_megatron.errors import SnipError, cut
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, fp4_fraction, option_id
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
+from snip_megatron.sensitivity.globs import pinned_formats
+from snip_megatron.sensitivity.request import BITS, SolveRequest
 
 FIXED = ("uniform-fp8", "uniform-fp4", "bf16", "nvidia", "mxfp8-forward")
 """Policies with a fixed map."""
+
+LATE = ("late-forward", "late-all")
+"""Policies with a fixed plan of two maps."""
 
 TAIL_SHARE = 0.15
 """Share of the blocks, from the end, that NVIDIA's NVFP4 recipe keeps in bf16."""
@@ -65,15 +78,114 @@ def formats_of(policy: str, formats: Sequence[str] = (), pins: Sequence[tuple[st
     return frozenset(own | {Format(fmt) for _, fmt in pins})
 
 
-def fixed_choices(policy: str, linears: Iterable[str], formats: Sequence[str] = ()) -> dict[str, Format]:
-    """Return option id → format of every GEMM of ``linears``. The arguments are those of :func:`fixed_formats`."""
+def fixed_map(
+    policy: str, linears: Iterable[str], pins: Sequence[tuple[str, str]] = (), formats: Sequence[str] = ()
+) -> PrecisionMap | None:
+    """Return the map of a policy of :data:`FIXED` with pins applied, or None for other policies.
+
+    Args:
+        policy, formats: see :func:`fixed_formats`.
+        linears: names of all linears.
+        pins: (glob, format) pairs.
+
+    Raises:
+        SnipError: a pin matches nothing.
+    """
+    if policy not in FIXED:
+        return None
     most, last = fixed_formats(policy, formats)
-    names = list(linears)
-    layer = {name: LinearId.parse(name).layer for name in names}
+    layer = {name: LinearId.parse(name).layer for name in linears}
     blocks = 1 + max(layer.values(), default=0)
     kept = blocks - tail_blocks(blocks)
-    return {option_id(name, gemm): (last if layer[name] >= kept else most)[gemm] for name in names for gemm in Gemm}
+    of_layer = {name: last if at >= kept else most for name, at in layer.items()}
+    choices = {option_id(name, gemm): by_gemm[gemm] for name, by_gemm in of_layer.items() for gemm in Gemm}
+    return PrecisionMap(choices=choices | _pinned(list(layer), pins))
+
+
+def _pinned(names: Sequence[str], pins: Sequence[tuple[str, str]]) -> dict[str, Format]:
+    return {key: Format(fmt) for key, fmt in pinned_formats(names, pins).items()}
 
 
 def _all(fmt: Format) -> dict[Gemm, Format]:
     return dict.fromkeys(Gemm, fmt)
+
+
+# -- plans of two maps ---------------------------------------------------------------------------------------------
+def late_maps(request: SolveRequest, names: Sequence[str]) -> tuple[PrecisionMap, PrecisionMap]:
+    """Return the map of the first steps and the map of the last steps, with the request's pins applied.
+
+    Raises:
+        SnipError: no candidate format has four bits, or a pin is invalid.
+    """
+    low = {gemm: Format(request.formats[request.lowest(gemm)]) for gemm in Gemm}
+    if any(fmt.bits > 4 for fmt in low.values()):
+        raise SnipError(
+            f"--snip-policy {request.policy} begins in four bits, and none of --snip-formats"
+            f" {cut(','.join(request.formats))} has; add fp4"
+        )
+    better = {gemm: Format(max(request.formats_of(gemm), key=BITS.__getitem__)) for gemm in Gemm}
+    better = {gemm: Format.BF16 if fmt.bits == low[gemm].bits else fmt for gemm, fmt in better.items()}
+    switched = (Gemm.FPROP,) if request.policy == "late-forward" else tuple(Gemm)
+    first = {option_id(name, gemm): low[gemm] for name in names for gemm in Gemm}
+    last = first | {option_id(name, gemm): better[gemm] for name in names for gemm in switched}
+    fixed = _pinned(names, request.pins)
+    return PrecisionMap(choices=first | fixed), PrecisionMap(choices=last | fixed)
+
+
+def late_shares(
+    request: SolveRequest, flops: Mapping[str, float], unquantised: float = 0.0
+) -> tuple[tuple[PrecisionMap, float], tuple[PrecisionMap, float]]:
+    """Return both maps of :func:`late_maps` with their fp4 shares.
+
+    Args:
+        request: the request, whose ``target`` is the average share.
+        flops: name of a linear → FLOPs a token of one of its GEMMs.
+        unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
+
+    Raises:
+        SnipError: the average share is above that of the first map, so that no plan reaches it.
+    """
+    first, last = late_maps(request, list(flops))
+    high, low = (fp4_fraction(each, flops, unquantised) for each in (first, last))
+    if high < request.target - 1e-9:
+        raise SnipError(
+            f"--snip-policy {request.policy} reaches an average fp4 share of {math.floor(high * 1e4) / 1e4:.4f} at"
+            f" most, less than the {request.target:g} of --snip-budget; lower the budget or pin less"
+        )
+    return (first, high), (last, low)
+
+
+def late_plan(
+    request: SolveRequest,
+    flops: Mapping[str, float],
+    origin: int,
+    last: int,
+    unquantised: float = 0.0,
+    *,
+    step: int | None = None,
+    spent: float = 0.0,
+) -> PrecisionPlan:
+    """Return the plan of a run over the steps [origin, last): as many precise steps as the average share allows.
+
+    Args:
+        origin: the first step of the run. last: the step before which it ends.
+        step: the first step of the plan, if the run has begun before; None for ``origin``.
+        spent: Σ of the fp4 shares of the steps before ``step``.
+
+    The other arguments and errors are those of :func:`late_shares`.
+    """
+    if request.policy not in LATE:
+        raise ValueError(f"{request.policy} is not one of {', '.join(LATE)}")
+    (early, high), (late, low) = late_shares(request, flops, unquantised)
+    begin = origin if step is None else step
+    steps, rest = last - origin, last - begin
+    spare = max(0.0, math.fsum([spent, rest * high, -request.target * steps]))
+    precise = 0 if high <= low else min(rest, math.floor(spare / (high - low) + 1e-9))
+    parts = [(begin, rest - precise, early, high), (last - precise, precise, late, low)]
+    phases = tuple(
+        PlanPhase(begin, precision_map.with_fields(target=request.target, achieved=share))
+        for begin, count, precision_map, share in parts
+        if count
+    )
+    average = math.fsum([spent, *(count * share for _, count, _, share in parts)]) / steps
+    return PrecisionPlan(phases, last, target=request.target, achieved=average)

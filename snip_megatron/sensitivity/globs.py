@@ -1,11 +1,12 @@
-"""Globs over options."""
+"""Globs over options, and the pins that fix the formats of what they match."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from snip_megatron.precision import Gemm, option_id
+from snip_megatron.errors import SnipError, cut
+from snip_megatron.precision import Format, Gemm, misplaced, option_id, split_option_id
 
 
 def matching_options(glob: str, linears: Sequence[str], granularity: str) -> list[tuple[str, Gemm | None]]:
@@ -33,3 +34,25 @@ def no_match_hint(what: str, glob: str, linears: Sequence[str], granularity: str
     if not linears:
         return "the model has no candidate linear"
     return f"the first option is {option_id(linears[0], _gemms(granularity)[0])}"
+
+
+def pinned_formats(
+    linears: Iterable[str], pins: Iterable[tuple[str, str]], granularity: str = "gemm", prefix: str = "--snip-"
+) -> dict[str, str]:
+    """Return option id → format of every option that a pin fixes. The last matching pin wins.
+
+    ``prefix`` is that of the command's arguments, for errors. Raises SnipError if a pin matches nothing, or a GEMM that
+    cannot run in its format.
+    """
+    names = list(linears)
+    fixed: dict[str, str] = {}
+    for glob, fmt in pins:
+        keys = [option_id(name, gemm) for name, gemm in matching_options(glob, names, granularity)]
+        if not keys:
+            hint = no_match_hint("a pin", glob, names, granularity)
+            raise SnipError(f"{prefix}pin {cut(glob)}={fmt}: matches no option; {hint}")
+        for key in keys:
+            if (why := misplaced(Format(fmt), split_option_id(key)[1])) is not None:
+                raise SnipError(f"{prefix}pin {cut(glob)}={fmt}: matches {key}, and {why}")
+        fixed |= dict.fromkeys(keys, fmt)
+    return fixed

@@ -7,17 +7,15 @@ its FLOPs. The solver weighs score against FLOPs saved, so it then follows the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import Format, Gemm, PrecisionMap, misplaced, option_id, split_option_id
-from snip_megatron.sensitivity.fixed import FIXED, fixed_choices, tail_blocks
-from snip_megatron.sensitivity.globs import matching_options, no_match_hint
+from snip_megatron.precision import Gemm
+from snip_megatron.sensitivity.fixed import FIXED, LATE, tail_blocks
 from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, FloatArray, format_column, second_order
-from snip_megatron.sensitivity.quality import combine
 from snip_megatron.sensitivity.request import BITS, SolveRequest
 from snip_megatron.sensitivity.weight_divergence import added_variance, weight_divergence
 from snip_megatron.statistics.table import StatisticsTable
@@ -25,8 +23,8 @@ from snip_megatron.statistics.table import StatisticsTable
 ESTIMATORS = ("noise", "fisher")
 """Values of ``--snip-estimator``; the first is the default."""
 
-LATE = ("late-forward", "late-all")
-"""Policies with a fixed plan of two maps (``sensitivity.late``): all in four bits, more precise at the end."""
+Q_RULES = ("split", "noise", "paper")
+"""Values of ``--snip-q``; the first is the default."""
 
 # Score of an 8-bit format relative to a 4-bit one, for rules that only say what to keep out of 4 bits. It is enough for
 # the solver to prefer bf16 where that costs nothing.
@@ -47,13 +45,38 @@ def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArr
 
 
 def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
+    """Q, by the rule ``request.q``.
+
+    - ``split``: ΔL₂ for fprop. For dgrad and wgrad ΔW, scaled so that its sum in the lowest format is
+      ``backward_share`` times that of fprop: the ratio of trained loss gaps.
+    - ``noise``: ΔL₂ + ``noise_nats`` · the gradient variance that is added, in nats.
+    - ``paper``: ΔL/ΣΔL + ΔW/ΣΔW. Each sum is over all options in the lowest format.
+    """
     if request.estimator not in ESTIMATORS:
         known = ", ".join(ESTIMATORS)
         raise SnipError(f"{request.prefix}estimator {cut(request.estimator)}: unknown; choose one of {known}")
-    variance = np.zeros_like(loss)
-    if request.q == "noise" and needs_forward_noise(request):
+    if request.q == "split":
+        backward = weight.copy()
+        backward[:, :DGRAD] = 0.0
+        forward_sum, backward_sum = _sum_in_lowest(request, loss), _sum_in_lowest(request, backward)
+        if forward_sum > 0.0 and backward_sum > 0.0:
+            backward *= request.backward_share * forward_sum / backward_sum
+        return loss + backward
+    if request.q == "noise":
+        if not needs_forward_noise(request):
+            return loss
         variance = added_variance(table, request.formats, backward_noise=request.backward_noise)
-    return combine(request, loss, weight, variance)
+        return loss + request.noise_nats * variance
+    if request.q == "paper":
+        sums = [(values, _sum_in_lowest(request, values)) for values in (loss, weight)]
+        q: FloatArray = sum((values / total for values, total in sums if total > 0.0), np.zeros_like(loss))
+        return q
+    raise SnipError(f"{request.prefix}q {cut(request.q)}: unknown; choose one of {', '.join(Q_RULES)}")
+
+
+def _sum_in_lowest(request: SolveRequest, values: FloatArray) -> float:
+    """Sum ``values`` [linears, 3, formats] over all GEMMs, each in its candidate with the fewest bits."""
+    return float(np.stack([values[:, i, request.lowest(gemm)] for i, gemm in enumerate(Gemm)], axis=1).sum())
 
 
 def _fisher(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
@@ -176,49 +199,3 @@ def policy_scores(table: StatisticsTable, request: SolveRequest, loss: FloatArra
         known = ", ".join(POLICIES)
         raise SnipError(f"{request.prefix}policy {cut(request.policy)}: unknown; choose one of {known}")
     return _SCORES[request.policy](table, request, loss, weight)
-
-
-# -- pins --------------------------------------------------------------------------------------------------------
-def pinned_formats(
-    linears: Iterable[str], pins: tuple[tuple[str, str], ...], granularity: str = "gemm", prefix: str = "--snip-"
-) -> dict[str, str]:
-    """Return option id → format of every option that a pin fixes. The last matching pin wins.
-
-    ``prefix`` is that of the command's arguments, for errors. Raises SnipError if a pin matches nothing, or a GEMM that
-    cannot run in its format.
-    """
-    names = list(linears)
-    fixed: dict[str, str] = {}
-    for glob, fmt in pins:
-        keys = [option_id(name, gemm) for name, gemm in matching_options(glob, names, granularity)]
-        if not keys:
-            hint = no_match_hint("a pin", glob, names, granularity)
-            raise SnipError(f"{prefix}pin {cut(glob)}={fmt}: matches no option; {hint}")
-        for key in keys:
-            if (why := misplaced(Format(fmt), split_option_id(key)[1])) is not None:
-                raise SnipError(f"{prefix}pin {cut(glob)}={fmt}: matches {key}, and {why}")
-        fixed |= dict.fromkeys(keys, fmt)
-    return fixed
-
-
-def fixed_map(
-    policy: str,
-    linears: Iterable[str],
-    pins: tuple[tuple[str, str], ...] = (),
-    formats: tuple[str, ...] = (),
-) -> PrecisionMap | None:
-    """Return the map of a policy of :data:`FIXED` with pins applied, or None for other policies.
-
-    Args:
-        policy, linears, formats: see :func:`snip_megatron.sensitivity.fixed.fixed_choices`.
-        pins: formats of options.
-
-    Raises:
-        SnipError: a pin matches nothing.
-    """
-    if policy not in FIXED:
-        return None
-    names = list(linears)
-    choices = fixed_choices(policy, names, formats)
-    choices |= {key: Format(fmt) for key, fmt in pinned_formats(names, pins).items()}
-    return PrecisionMap(choices=choices)

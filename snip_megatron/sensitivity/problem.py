@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, option_id, split_option_id
+from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.loss_divergence import FPROP, FloatArray
-from snip_megatron.sensitivity.policies import divergences, pinned_formats, policy_scores
-from snip_megatron.sensitivity.quality import monotone, rounded
-from snip_megatron.sensitivity.request import SolveRequest, is_four_bit
+from snip_megatron.sensitivity.policies import divergences, policy_scores
+from snip_megatron.sensitivity.request import BITS, SolveRequest, is_four_bit
 from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.solver.problem import Problem
@@ -215,6 +216,30 @@ def _per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
         summed: FloatArray = values.sum(axis=1)
         return summed
     return values.reshape(-1, values.shape[-1])
+
+
+def monotone(scores: FloatArray, formats: tuple[str, ...], candidate: NDArray[np.bool_] | None = None) -> FloatArray:
+    """Raise scores [..., formats] so that fewer bits never score better than all formats of more bits.
+
+    Measured or sampled scores may violate this (docs/method.md, Q: one score per option). Formats of equal bits keep
+    their order.
+    ``candidate``, of the scores' shape, says which formats an option may take; the others limit nothing.
+    """
+    projected = scores.copy()
+    floor = np.full(scores.shape[:-1], -np.inf)
+    for bits in sorted({BITS[f] for f in formats}, reverse=True):
+        columns = [i for i, f in enumerate(formats) if BITS[f] == bits]
+        projected[..., columns] = np.maximum(projected[..., columns], floor[..., None])
+        own = projected[..., columns] if candidate is None else np.where(candidate, projected, np.inf)[..., columns]
+        least = own.min(axis=-1)
+        floor = np.where(np.isfinite(least), least, floor)
+    return projected
+
+
+def rounded(scores: FloatArray) -> FloatArray:
+    """Round scores to 4 significant digits, so that layouts which differ in the last bits agree (docs/method.md)."""
+    # Decimal text gives the same double for the same digits; scaling by powers of ten does not.
+    return np.array([float(f"{value:.3e}") for value in scores.ravel()], dtype=np.float64).reshape(scores.shape)
 
 
 def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray:

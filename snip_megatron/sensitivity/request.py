@@ -11,8 +11,7 @@ from typing import Any
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
 from snip_megatron.precision.budget import MAX_SPEEDUP, Budget
-from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE, PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 
 BITS: Mapping[str, int] = {fmt.value: fmt.bits for fmt in Format}

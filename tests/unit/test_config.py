@@ -17,7 +17,7 @@ from snip_megatron.config import SnipConfig, add_arguments
 from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import AUTO
-from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE
+from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE
 
 FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name not in ("enabled", "truth")}
 

@@ -16,7 +16,7 @@ from snip_megatron.evaluation.data import Data, load_data
 from snip_megatron.evaluation.experiment import Experiment, load_experiment, parse_experiment
 from snip_megatron.evaluation.runs import experiment_runs, fill, warm_arguments, warm_identity
 from snip_megatron.pretrain_gpt import parse_snip_arguments
-from snip_megatron.sensitivity.policies import LATE
+from snip_megatron.sensitivity.fixed import LATE
 
 FILES = sorted((Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments").glob("*.json"))
 NANO = next(json.loads(path.read_text()) for path in FILES if path.stem == "nano")

@@ -17,7 +17,7 @@ from snip_megatron.runtime.budget_spent import BudgetSpent
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity import SolveRequest
-from snip_megatron.sensitivity.late import late_plan
+from snip_megatron.sensitivity.fixed import late_plan
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -6,8 +6,8 @@ import pytest
 
 from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, misplaced
-from snip_megatron.sensitivity.fixed import FIXED, fixed_formats, formats_of
-from snip_megatron.sensitivity.policies import POLICIES, fixed_map
+from snip_megatron.sensitivity.fixed import FIXED, fixed_formats, fixed_map, formats_of
+from snip_megatron.sensitivity.policies import POLICIES
 
 NAMES = decoder_linear_names(20)
 HARDWARE = [("mxfp8", "nvfp4"), ("mxfp8", "mxfp4"), ("bf16", "mxfp8", "nvfp4", "nvfp4_46", "nvfp4_hadamard")]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction
 from snip_megatron.sensitivity import SolveRequest
-from snip_megatron.sensitivity.late import late_maps, late_plan
-from snip_megatron.sensitivity.policies import LATE
+from snip_megatron.sensitivity.fixed import LATE, late_maps, late_plan
 
 FLOPS = {f"decoder.layers.{layer}.mlp.{kind}": 3.0 for layer in (0, 1) for kind in ("linear_fc1", "linear_fc2")}
 NAMES = list(FLOPS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.sensitivity.persistence import FORGETTING, STANDING_SHARE, STANDING_WEIGHTS, carried_weights
+from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE, STANDING_WEIGHTS, carried_weights
 
 COSINE = [(1 + math.cos(math.pi * i / 200)) / 2 for i in range(201)]
 

@@ -8,14 +8,14 @@ import pytest
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.sensitivity.fixed import fixed_map
+from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.policies import (
     ESTIMATORS,
     POLICIES,
     UNSOLVED,
     divergences,
-    fixed_map,
     needs_forward_noise,
-    pinned_formats,
     policy_scores,
 )
 from snip_megatron.sensitivity.request import SolveRequest

@@ -10,16 +10,25 @@ from hypothesis.extra.numpy import arrays
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.sensitivity.quality import combine, monotone, rounded
+from snip_megatron.sensitivity.policies import policy_scores
+from snip_megatron.sensitivity.problem import monotone, rounded
 from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
+from snip_megatron.sensitivity.weight_divergence import added_variance
+
+from .synthetic import make_table
 
 RNG = np.random.default_rng(0)
-LOSS, WEIGHT, VARIANCE = (RNG.uniform(0.1, 1.0, (4, 3, 2)) * [1e-2, 1.0] for _ in range(3))
+TABLE = make_table(1)
+LOSS, WEIGHT = (RNG.uniform(0.1, 1.0, (4, 3, 2)) * [1e-2, 1.0] for _ in range(2))
 LOSS[:, 1:] = 0.0
 
 
+def combine(request: SolveRequest, loss: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return policy_scores(TABLE, request, loss, weight)
+
+
 def test_split_takes_fprop_from_the_loss_and_scales_the_rest() -> None:
-    q = combine(SolveRequest(q="split"), LOSS, WEIGHT, VARIANCE)
+    q = combine(SolveRequest(q="split"), LOSS, WEIGHT)
     np.testing.assert_array_equal(q[:, 0], LOSS[:, 0])
     assert q[:, 1:, 1].sum() == pytest.approx(BACKWARD_SHARE * q[:, 0, 1].sum())
     np.testing.assert_allclose(q[:, 1:] / q[0, 1, 1], WEIGHT[:, 1:] / WEIGHT[0, 1, 1])
@@ -27,33 +36,33 @@ def test_split_takes_fprop_from_the_loss_and_scales_the_rest() -> None:
 
 def test_the_share_of_the_backward_pass_is_an_argument() -> None:
     assert SnipConfig().backward_share == BACKWARD_SHARE
-    q = combine(SolveRequest(q="split", backward_share=0.145), LOSS, WEIGHT, VARIANCE)
+    q = combine(SolveRequest(q="split", backward_share=0.145), LOSS, WEIGHT)
     assert q[:, 1:, 1].sum() == pytest.approx(0.145 * q[:, 0, 1].sum())
 
 
 def test_noise_is_in_nats() -> None:
-    q = combine(SolveRequest(q="noise", noise_nats=0.5), LOSS, WEIGHT, VARIANCE)
-    np.testing.assert_allclose(q, LOSS + 0.5 * VARIANCE)
+    q = combine(SolveRequest(q="noise", noise_nats=0.5), LOSS, WEIGHT)
+    np.testing.assert_allclose(q, LOSS + 0.5 * added_variance(TABLE, ("fp8", "fp4")))
 
 
 def test_paper_sums_normalised_terms() -> None:
-    q = combine(SolveRequest(q="paper"), LOSS, WEIGHT, VARIANCE)
+    q = combine(SolveRequest(q="paper"), LOSS, WEIGHT)
     assert q[:, :, 1].sum() == pytest.approx(2.0)
-    rescaled = combine(SolveRequest(q="paper"), 7 * LOSS, 0.01 * WEIGHT, VARIANCE)
+    rescaled = combine(SolveRequest(q="paper"), 7 * LOSS, 0.01 * WEIGHT)
     np.testing.assert_allclose(rescaled, q)
 
 
-@pytest.mark.parametrize("rule", ["split", "noise", "paper"])
+@pytest.mark.parametrize("rule", ["split", "paper"])
 def test_without_weight_divergence_the_loss_decides_alone(rule: str) -> None:
-    q = combine(SolveRequest(q=rule), LOSS, np.zeros_like(LOSS), np.zeros_like(LOSS))
+    q = combine(SolveRequest(q=rule), LOSS, np.zeros_like(LOSS))
     np.testing.assert_array_equal(np.argsort(q[:, 0, 1]), np.argsort(LOSS[:, 0, 1]))
     assert not q[:, 1:].any()
-    assert np.isfinite(combine(SolveRequest(q=rule), 0 * LOSS, 0 * LOSS, 0 * LOSS)).all()
+    assert np.isfinite(combine(SolveRequest(q=rule), 0 * LOSS, 0 * LOSS)).all()
 
 
 def test_an_unknown_rule_is_named() -> None:
     with pytest.raises(SnipError, match="--snip-q sum: unknown; choose one of split, noise, paper"):
-        combine(SolveRequest(q="sum"), LOSS, WEIGHT, VARIANCE)
+        combine(SolveRequest(q="sum"), LOSS, WEIGHT)
 
 
 def test_fewer_bits_are_never_better() -> None:
