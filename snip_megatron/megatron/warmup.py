@@ -23,14 +23,13 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.rehearsal import Formats, covering, rehearse_gemms, stand_in
 from snip_megatron.megatron.startup import is_rank_zero
-from snip_megatron.optimizers.rehearsal import rehearse_drift, rehearse_sinks
+from snip_megatron.optimizers.warmup import rehearse_drift, rehearse_recording, rehearse_sinks
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.runtime.coordinator import replayed_maps
 from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups
-from snip_megatron.statistics.rehearsal import rehearse_recording
-from snip_megatron.statistics.sums import has_kernels
+from snip_megatron.statistics.squares import has_kernels
 
 _MOST_PROCESSES = 16
 

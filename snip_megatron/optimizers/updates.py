@@ -7,14 +7,14 @@ parameter.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from snip_megatron.statistics.sums import sum_squares
+from snip_megatron.statistics.squares import sum_squares
 
 MUON_SAMPLES = (0.0, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Positions in a sorted list of error sizes at which Muon's drift is evaluated; the others are interpolated.
@@ -23,42 +23,46 @@ Each evaluation takes one orthogonalisation. The drift is proportional to small 
 """
 
 
-class Update(Protocol):
-    """The next update of this rank's elements of a parameter. All tensors are flat, [end − start]."""
+@dataclass(frozen=True)
+class Update(ABC):
+    """The next update of this rank's elements of a parameter. All tensors are flat, [end − start], float32.
 
-    @property
-    def start(self) -> int:
-        """First element in the flattened local parameter."""
+    Attributes:
+        start, end: range in the flattened local parameter.
+        step: number of updates done so far.
+    """
 
-    @property
-    def end(self) -> int:
-        """One past the last element in the flattened local parameter."""
+    start: int
+    end: int
+    step: int
 
+    @abstractmethod
     def mean(self) -> torch.Tensor | None:
         """Return the optimizer's own estimate of the mean gradient, or None before its first step."""
 
+    @abstractmethod
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the squared norms of the first and the second moment, float64 scalars. A moment that the optimizer
         does not keep counts as 0.
         """
 
+    @abstractmethod
     def direction(self, g: torch.Tensor) -> torch.Tensor:
         """Return u(g), the vector that the learning rate is multiplied by. Changes neither g nor the state."""
 
     def squared_drift(
         self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return ‖u(g + ρ·unit) − u(g)‖² for each ρ in ``scales``.
+        """Return ‖u(g + ρ·unit) − u(g)‖² for each ρ in ``scales``, float64 [len(scales)].
 
         Args:
             g: gradient.
             unit: the error at ρ = 1.
             scales: values of ρ.
             base: u(g) if the caller has computed it already.
-
-        Returns:
-            float64 [len(scales)].
         """
+        base = self.direction(g) if base is None else base
+        return torch.stack([sum_squares(self.direction(g + rho * unit) - base) for rho in scales])
 
 
 def gradient_of_a_step(g: torch.Tensor, state: Update, noise: float) -> torch.Tensor:
@@ -77,30 +81,17 @@ def gradient_of_a_step(g: torch.Tensor, state: Update, noise: float) -> torch.Te
     return g if mean is None else torch.lerp(mean, g, noise)
 
 
-def _squared_drift(
-    update: Update, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None
-) -> torch.Tensor:
-    """Evaluate :meth:`Update.squared_drift` by one update for each ρ."""
-    base = update.direction(g) if base is None else base
-    return torch.stack([sum_squares(update.direction(g + rho * unit) - base) for rho in scales])
-
-
 @dataclass(frozen=True)
-class AdamWState:
+class AdamWState(Update):
     """AdamW, with this rank's flat share of one parameter's state, float32.
 
     Attributes:
-        start, end: range in the flattened local parameter.
         exp_avg, exp_avg_sq: first and second moment.
-        step: number of updates done so far.
         beta1, beta2, eps: hyper-parameters.
     """
 
-    start: int
-    end: int
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    step: int
     beta1: float
     beta2: float
     eps: float
@@ -124,28 +115,17 @@ class AdamWState:
         denominator = (v / (1.0 - self.beta2**step)).sqrt_().add_(self.eps)
         return m.div_(1.0 - self.beta1**step).div_(denominator)
 
-    def squared_drift(
-        self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See :class:`Update`."""
-        return _squared_drift(self, g, unit, scales, base)
-
 
 @dataclass(frozen=True)
-class SgdState:
+class SgdState(Update):
     """SGD with momentum: u = μ·b + (1 − d)·g, or g + μ·u with Nesterov momentum.
 
     Attributes:
-        start, end: range in the flattened local parameter.
         momentum_buffer: b, or None before the first step, when u = g.
-        step: number of updates done so far.
         momentum, dampening, nesterov: hyper-parameters.
     """
 
-    start: int
-    end: int
     momentum_buffer: torch.Tensor | None
-    step: int
     momentum: float
     dampening: float = 0.0
     nesterov: bool = False
@@ -186,20 +166,15 @@ class SgdState:
 
 
 @dataclass(frozen=True)
-class LionState:
+class LionState(Update):
     """Lion (Chen et al. 2023): u = sign(β₁·m + (1 − β₁)·g). An error changes each element of u by 2 or not at all.
 
     Attributes:
-        start, end: range in the flattened local parameter.
         exp_avg: m, a running average with β₂ that starts at zero.
-        step: number of updates done so far.
         beta1, beta2: hyper-parameters.
     """
 
-    start: int
-    end: int
     exp_avg: torch.Tensor
-    step: int
     beta1: float
     beta2: float
 
@@ -215,22 +190,14 @@ class LionState:
         """See :class:`Update`."""
         return torch.lerp(self.exp_avg, g, 1.0 - self.beta1).sign_()
 
-    def squared_drift(
-        self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See :class:`Update`."""
-        return _squared_drift(self, g, unit, scales, base)
-
 
 @dataclass(frozen=True)
-class MuonState:
+class MuonState(Update):
     """Muon (Jordan et al. 2024): u = scale · orthogonalised momentum, of the whole matrix.
 
     Attributes:
-        start, end: 0 and the number of elements. Muon's state is never cut inside a matrix.
         shape: [N local, K local] of the parameter.
         momentum_buffer: a running average that starts at zero.
-        step: number of updates done so far.
         momentum, nesterov: hyper-parameters.
         orthogonalize: the optimizer's own function from a matrix to its scaled, orthogonalised matrix, so that splits
             of fused matrices, coefficients and tensor parallel modes are those of training. It may be a collective of
@@ -238,11 +205,8 @@ class MuonState:
             Newton-Schulz iterations in bfloat16 answer small errors with rounding noise.
     """
 
-    start: int
-    end: int
     shape: tuple[int, int]
     momentum_buffer: torch.Tensor
-    step: int
     momentum: float
     nesterov: bool
     orthogonalize: Callable[[torch.Tensor], torch.Tensor]

@@ -16,7 +16,7 @@ from snip_megatron.optimizers.signs import Words, error_signs
 from snip_megatron.optimizers.signs import words as sign_words
 from snip_megatron.optimizers.updates import AdamWState, Update, gradient_of_a_step
 from snip_megatron.statistics.recorder import LinearRecorder
-from snip_megatron.statistics.sums import has_kernels, sum_squares
+from snip_megatron.statistics.squares import has_kernels, sum_squares
 from snip_megatron.statistics.table import RHO_GRID
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from snip_megatron.statistics.recorder import Pass
-from snip_megatron.statistics.squares import sample_rows
-from snip_megatron.statistics.sums import sum_squares
+from snip_megatron.statistics.squares import sample_rows, sum_squares
 from snip_megatron.statistics.table import BOUNDARY_COLUMNS
 
 

@@ -21,8 +21,7 @@ from snip_megatron.precision import Gemm
 from snip_megatron.quantization.formats import resolve
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.statistics import errors
-from snip_megatron.statistics.squares import sample_rows
-from snip_megatron.statistics.sums import has_kernels, sum_squares
+from snip_megatron.statistics.squares import has_kernels, sample_rows, sum_squares
 
 OUTPUT_TOKENS = 512
 """Number of evenly spread tokens of a microbatch for which Y and E are computed (``README.md``).

@@ -1,17 +1,38 @@
-"""Sums of squares in plain torch, which are the reference of the kernels, and the rows that statistics sample."""
+"""Sums of squares, and the rows that statistics sample.
+
+The Triton kernels sum where these run, otherwise plain torch, which is their reference.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 import torch
 
 
-def squares(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether the Triton kernels of this package run on the device of ``x``."""
+    return x.is_cuda and _triton_is_installed()
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def sum_squares(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Return Σ x², accumulated in float64, over everything or over ``dim``; float64, on the device of ``x``."""
-    return (
-        x.float().square().sum(dtype=torch.float64) if dim is None else x.float().square().sum(dim, dtype=torch.float64)
-    )
+    if dim is None and has_kernels(x):
+        from snip_megatron.statistics.kernels import sums
+
+        return sums.sum_squares(x)
+    return squares(x, dim)
+
+
+def squares(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Return what :func:`sum_squares` does, by plain torch."""
+    return x.float().square().sum(dim, dtype=torch.float64)
 
 
 @functools.lru_cache(maxsize=64)

@@ -86,8 +86,8 @@ def test_drift(start: int, end: int) -> None:
         return torch.rand(shape, device="cuda", dtype=torch.float64)
 
     sizes = ErrorSizes(9, rows, cols, norms(2048) * 1e-6, norms(3000), norms(3, 2048) * 1e-13, norms(3, 3000))
-    kept = AdamWState(start, end, m, v, 7, 0.9, 0.95, 1e-8)
-    exact = AdamWState(start, end, m.double(), v.double(), 7, 0.9, 0.95, 1e-8)
+    kept = AdamWState(start, end, 7, m, v, 0.9, 0.95, 1e-8)
+    exact = AdamWState(start, end, 7, m.double(), v.double(), 0.9, 0.95, 1e-8)
     found = drift_sums(g, kept, sizes, RHO_GRID.tolist(), factor=0.7, noise=0.5)
     z = error_signs(9, rows, cols).view(-1)[start:end].double()
     of_step = gradient_of_a_step(g.double() * 0.7, exact, 0.5)

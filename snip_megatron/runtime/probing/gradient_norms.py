@@ -9,7 +9,7 @@ import torch
 
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.runtime.host import Host
-from snip_megatron.statistics.sums import sum_squares
+from snip_megatron.statistics.squares import sum_squares
 
 Held = Callable[[torch.nn.Parameter], tuple[int, int] | None]
 """Returns the range of a flattened parameter whose optimizer state this rank holds."""

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from snip_megatron.statistics.boundaries import Boundary, TokenShard
 from snip_megatron.statistics.recorder import Pass
-from snip_megatron.statistics.squares import sample_rows
-from snip_megatron.statistics.sums import sum_squares
+from snip_megatron.statistics.squares import sample_rows, sum_squares
 
 WHOLE = TokenShard(rank=0, size=1, reports=True)
 S, B, HIDDEN = 32, 2, 8

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from snip_megatron.statistics.gradient_noise import gradient_noise
+from snip_megatron.statistics.reduction import gradient_noise
 
 
 @dataclass(frozen=True)

@@ -205,8 +205,8 @@ def drift_differs(start: int, end: int, step: int, noise: float, device: str = "
         9, rows, cols, norms(50) * 1e-6, norms(130), norms(3, 50) * torch.tensor([[1e-12], [1e-15], [1e-14]]),
         norms(3, 130) * torch.tensor([[10.0], [1e-2], [0.1]]),
     )  # fmt: skip
-    exact = AdamWState(start, end, m.double(), v.double(), step, 0.9, 0.95, 1e-8)
-    kept = AdamWState(start, end, m.to(device), v.to(device), step, 0.9, 0.95, 1e-8)
+    exact = AdamWState(start, end, step, m.double(), v.double(), 0.9, 0.95, 1e-8)
+    kept = AdamWState(start, end, step, m.to(device), v.to(device), 0.9, 0.95, 1e-8)
     found = drift_sums(gradient[start:end].to(device), kept, _moved(sizes, device), RHOS, factor=0.7, noise=noise)
     z = error_signs(9, rows, cols).view(-1)[start:end].double()
     g = gradient_of_a_step(gradient[start:end].double() * 0.7, exact, noise)

@@ -1,14 +1,46 @@
-"""Evaluates AdamW's drift on dummy tensors before training, so that its kernels are compiled by then."""
+"""Records a linear and evaluates AdamW's drift on dummy tensors before training, which compiles their kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from snip_megatron.layers.rehearsal import StandIn
 from snip_megatron.optimizers.updates import AdamWState
 from snip_megatron.optimizers.weight_drift import StepScale, linear_drift, sink_drift
-from snip_megatron.statistics.recorder import LinearRecorder
+from snip_megatron.statistics.recorder import LinearRecorder, Pass
+from snip_megatron.statistics.squares import sum_squares
 
 _SCALE = StepScale(gradient=1.0, clip=1.0, tokens=1, tokens_per_step=2)
+
+
+def rehearse_recording(linear: StandIn, formats: Sequence[str], sample_tokens: int) -> LinearRecorder:
+    """Run the passes of a probe over two microbatches.
+
+    Args:
+        linear: the stand-in of a linear.
+        formats: the formats whose errors are recorded.
+        sample_tokens: number of tokens in the recorder's sample.
+
+    Returns:
+        The recorder with all of its sums.
+    """
+    recorder = LinearRecorder(linear.handle, tuple(formats), sample_tokens)
+    d = torch.zeros_like(linear.x)
+    for phase in Pass:
+        recorder.start(phase)
+        for _ in range(2):
+            recorder.on_backward(linear.x, linear.handle.weight.detach(), linear.g, d, d)
+    _rehearse_squares(linear.x)
+    return recorder
+
+
+def _rehearse_squares(like: torch.Tensor) -> None:
+    """Sum tensors of two lengths, because Triton compiles different kernels for multiples of 16 and other lengths."""
+    for dtype in {like.dtype, torch.float32}:
+        for size in (1024, 1025):
+            sum_squares(torch.zeros(size, dtype=dtype, device=like.device))
 
 
 def rehearse_drift(recorder: LinearRecorder, *, sharded: bool) -> None:
@@ -49,4 +81,4 @@ def _ranges(size: int, sharded: bool) -> list[tuple[int, int]]:
 
 def _state(gradient: torch.Tensor, start: int, end: int) -> AdamWState:
     moment = torch.zeros(end - start, dtype=torch.float32, device=gradient.device)
-    return AdamWState(start, end, moment, moment.clone(), step=1, beta1=0.9, beta2=0.95, eps=1e-8)
+    return AdamWState(start, end, 1, moment, moment.clone(), beta1=0.9, beta2=0.95, eps=1e-8)
