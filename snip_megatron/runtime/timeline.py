@@ -24,9 +24,9 @@ class Timeline:
         fixed: returns the plan of a policy that needs no statistics. Its arguments are the first step of the run,
             ``last``, the first step of the plan, and the Σ of the fp4 shares of the steps before it. None for other
             policies.
-        carried: returns the weight of the carried loss in every phase (``sensitivity.persistence``). Its arguments are
+        carried: returns the weight of the carried loss in every phase (``sensitivity.phased``). Its arguments are
             the first step of the run, the first steps of its remaining phases, and ``last``.
-        standing: weight of the standing loss in the last phase (``sensitivity.persistence.STANDING_WEIGHTS``).
+        standing: weight of the standing loss in the last phase (``sensitivity.phased.STANDING_WEIGHTS``).
         timed: whether the average over the run is one of predicted time instead of the fp4 share.
     """
 

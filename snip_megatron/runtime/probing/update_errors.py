@@ -11,9 +11,8 @@ from snip_megatron.optimizers.signs import KeptWords
 from snip_megatron.optimizers.weight_drift import StepScale, linear_drift, sink_drift
 from snip_megatron.quantization import derive_seed
 from snip_megatron.runtime.host import Host, HostStep, LocalSink
-from snip_megatron.statistics.reduction import gradient_noise
 from snip_megatron.statistics.recorder import LinearRecorder
-from snip_megatron.statistics.reduction import PartialTable, ProbeGroups
+from snip_megatron.statistics.reduction import PartialTable, ProbeGroups, gradient_noise
 from snip_megatron.statistics.squares import sum_squares
 
 _SIGNS = 1  # stream of random numbers derived from --snip-seed
