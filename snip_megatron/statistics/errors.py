@@ -17,7 +17,6 @@ from snip_megatron.quantization import Quantized, fake_quantize, quantize
 from snip_megatron.quantization.formats import SPECS, STOCHASTIC, resolve
 from snip_megatron.quantization.hadamard import Rotation, turned
 from snip_megatron.quantization.rounding import spacing
-from snip_megatron.statistics.squares import squares
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,11 @@ def _weight_error(w: Tensor, fmt: str, amax: Tensor | None) -> Tensor:
     if not _takes(fmt, Gemm.FPROP):  # a format of wgrad alone, which reads no weight
         return torch.zeros((), dtype=torch.float64, device=w.device)
     return squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64)
+
+
+def squares(x: Tensor, dim: int | None = None) -> Tensor:
+    """Return Σ x², accumulated in float64, over everything or over ``dim``; float64, on the device of ``x``."""
+    return x.float().square().sum(dim, dtype=torch.float64)
 
 
 def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,8 @@ import importlib.util
 
 import torch
 
+from snip_megatron.statistics.errors import squares
+
 
 def has_kernels(x: torch.Tensor) -> bool:
     """Whether the Triton kernels of this package run on the device of ``x``."""
@@ -28,11 +30,6 @@ def sum_squares(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 
         return sums.sum_squares(x)
     return squares(x, dim)
-
-
-def squares(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Return what :func:`sum_squares` does, by plain torch."""
-    return x.float().square().sum(dim, dtype=torch.float64)
 
 
 @functools.lru_cache(maxsize=64)
