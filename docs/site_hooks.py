@@ -14,7 +14,9 @@ The site has the paths of the repository, so that a link works in the repository
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import html
+import json
 import posixpath
 import re
 import sys
@@ -200,11 +202,26 @@ def arguments(text: str) -> str:
     if unknown := placed - set(known):
         raise PluginError(f"docs/arguments.md: no such field of SnipConfig: {', '.join(sorted(unknown))}")
     rest = [name for name in known if name not in placed]
-    return re.sub(
+    text = re.sub(
         r"<!-- arguments: (.*?) -->",
         lambda found: rows(rest if found[1] == "rest" else found[1].split(), known),
         text,
     )
+    return text.replace("<!-- settings -->", settings())
+
+
+def settings() -> str:
+    """A table of the fields of ``SnipConfig`` without an argument of their own."""
+    from snip_megatron.config import SnipConfig
+    from snip_megatron.config.options import is_option
+
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(SnipConfig)[1:]:
+        if not is_option(field):
+            default = json.dumps(field.default)
+            meaning = html.escape(str(field.metadata["help"]), quote=False)
+            lines.append(f"| `{field.name}` | `{default}` | {meaning} |")
+    return "\n".join(lines)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -81,7 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Host time of a quantised linear")
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--library", default="auto", help="--snip-gemm-library")
+    parser.add_argument("--library", default="auto", help="--snip-settings gemm_library")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     arguments = parser.parse_args()
     refuse_without_cuda()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snip_megatron.commands.numbers import positive
-from snip_megatron.config.run import COMMUNICATION, GRADIENT_REDUCTION, parse_tolerance
-from snip_megatron.config.schedule import DEPLOYED, load_schedule
+from snip_megatron.config.run import COMMUNICATION, DEPLOYED, GRADIENT_REDUCTION
+from snip_megatron.config.values import load_schedule, parse_tolerance
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.planner.layout import CUDA_GRAPHS, RECOMPUTE, Layout
 from snip_megatron.precision import GRANULARITIES

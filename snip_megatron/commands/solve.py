@@ -158,7 +158,7 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
 
 def _change(args: argparse.Namespace) -> Change:
     """Return how the arguments change the run's own request."""
-    from snip_megatron.config.run import parse_pins, parse_tolerance
+    from snip_megatron.config.values import parse_pins, parse_tolerance
     from snip_megatron.records.replay import Change
 
     fields: dict[str, Any] = {

@@ -1,19 +1,53 @@
-"""Reads SNIP's arguments from a command line that holds Megatron's as well."""
+"""SNIP's arguments on a command line that holds Megatron's as well."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 
-from snip_megatron.config.run import SnipConfig, add_arguments
+from snip_megatron.config.options import add_options
+from snip_megatron.config.run import SnipConfig
 from snip_megatron.errors import SnipError
+
+#: Arguments of earlier releases → what to do instead.
+GONE = {
+    "parameter_gather": "parameters are gathered in bf16; leave it out",
+    "group": "options are chosen one by one; leave it out, or fix formats by --snip-pin",
+    "hessian_probes": "policy hawq is gone; use --snip-policy fisher",
+    "measured_share": "snip validate-proxy measures; use --snip-estimator noise or fisher",
+    "measured_twice": "snip validate-proxy measures; use --snip-estimator noise or fisher",
+    "protect": "use --snip-settings 'protected_kinds=[\"mlp.linear_fc2\"]'",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--snip`` and one ``--snip-*`` argument for each option of :class:`SnipConfig`, and return ``parser``."""
+    group = parser.add_argument_group("SNIP", "choice of number formats during training")
+    group.add_argument("--snip", action="store_true", help="choose the format of every GEMM while training")
+    add_options(group, SnipConfig)
+    return parser
 
 
 def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
-    """Parse SNIP's arguments alone, so that errors in them are reported before torch and Megatron are imported."""
+    """Parse SNIP's arguments alone, so that errors in them are reported before torch and Megatron are imported.
+
+    Raises:
+        SnipError: an argument is invalid, or was one in an earlier release.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     try:
-        known, _ = add_arguments(parser).parse_known_args(argv)
+        known, others = add_arguments(parser).parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise SnipError(str(error)) from None
+    fields = {f.name for f in dataclasses.fields(SnipConfig)}
+    for word in others:
+        argument = word.partition("=")[0]
+        name = argument.removeprefix("--snip-").replace("-", "_")
+        if not argument.startswith("--snip-"):
+            continue
+        if name in GONE:
+            raise SnipError(f"{argument} is no argument any more: {GONE[name]}")
+        if name in fields:
+            raise SnipError(f"{argument} is no argument any more: use --snip-settings {name}=VALUE")
     return SnipConfig.from_args(known)

@@ -1,63 +1,32 @@
-"""Which arguments cannot be combined, beside those of schedules (``schedule.py``).
-
-The functions take the fields of :class:`snip_megatron.config.SnipConfig` by name, and raise SnipError.
-"""
+"""Which values of a configuration cannot be combined."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from snip_megatron.config.run import LATE, SnipConfig
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import FOUR_BIT, Format, candidates_fault
-from snip_megatron.precision.budget import Budget
 
 FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 
 
-def check_formats(values: Mapping[str, Any], wanted: Budget, *, updates: bool) -> None:
-    """Check the candidate formats.
-
-    Args:
-        values: the fields of the configuration.
-        wanted: the budget.
-        updates: whether the run solves maps itself.
-    """
-    kind = wanted.kind
-    formats, budget = values["formats"], f"--snip-budget {cut(values['budget'])}"
-    here = f"--snip-formats {cut(','.join(formats))}"
-    known = (*FORMATS, Format.BF16.value)
-    if set(formats) - set(known) or not formats or len(set(formats)) != len(formats):
-        raise SnipError(f"{here}: expected distinct names of {', '.join(known)}")
-    if (why := candidates_fault(formats, granularity=values["granularity"], share=kind == "fp4")) is not None:
-        raise SnipError(f"{here}: {why}")
-    if updates and kind == "fp4" and wanted.value > 0 and not FOUR_BIT.intersection(formats):
-        raise SnipError(f"{here}: none has four bits, so {budget} cannot be reached; add fp4")
-
-
-def check_cost(values: Mapping[str, Any], wanted: Budget, *, updates: bool) -> None:
-    """Check what a choice saves, with the arguments of :func:`check_formats`."""
-    kind = wanted.kind
-    cost, timings, penalty, policy, q = (values[name] for name in ("cost", "timings", "change_penalty", "policy", "q"))
-    budget = f"--snip-budget {cut(values['budget'])}"
-    if kind == "fp4" and (cost == "time" or timings is not None):
-        argument = "--snip-cost time" if cost == "time" else f"--snip-timings {timings}"
+def check(config: SnipConfig) -> None:
+    """Raise SnipError naming the arguments that cannot be combined."""
+    _check_formats(config)
+    _check_cost(config)
+    if config.phases is None:
+        if config.deploy is not None:
+            raise SnipError(
+                f"--snip-settings deploy={config.deploy} has no effect with --snip-schedule static: use auto or a file"
+                " of phases, or leave it out"
+            )
+    else:
+        _check_phases(config)
+    if config.updates and 0 < config.update_interval <= config.lag:
         raise SnipError(
-            f"{argument} cannot be combined with {budget}, which is a share of FLOPs; use --snip-budget speedup= or"
-            " loss="
+            f"--snip-lag {config.lag}: must be smaller than --snip-update-interval {config.update_interval}, so that an"
+            " update is adopted before the next begins"
         )
-    if cost == "flops" and timings is not None:
-        raise SnipError(f"--snip-timings {timings} cannot be combined with --snip-cost flops: leave one out")
-    if kind == "loss" and penalty:
-        raise SnipError(
-            f"--snip-change-penalty {penalty} cannot be combined with {budget}: the penalty is a loss, and time is what"
-            " is minimised there"
-        )
-    if kind == "loss" and updates and not in_nats(policy, q):
-        raise SnipError(
-            f"{budget} bounds a loss, and the scores of --snip-policy {policy} with --snip-q {q} are none; use"
-            " --snip-policy snip with --snip-q split or noise, or fisher"
-        )
+    _check_fixed_maps(config)
 
 
 def in_nats(policy: str, q: str) -> bool:
@@ -65,21 +34,78 @@ def in_nats(policy: str, q: str) -> bool:
     return policy == "fisher" or (policy == "snip" and q in ("split", "noise"))
 
 
-def check_updates(values: Mapping[str, Any], *, updates: bool) -> None:
-    """Check when updates begin."""
-    interval, lag = values["update_interval"], values["lag"]
-    if updates and 0 < interval <= lag:
+def _check_formats(config: SnipConfig) -> None:
+    formats, wanted = config.formats, config.wanted
+    here = f"--snip-formats {cut(','.join(formats))}"
+    known = (*FORMATS, Format.BF16.value)
+    if set(formats) - set(known) or not formats or len(set(formats)) != len(formats):
+        raise SnipError(f"{here}: expected distinct names of {', '.join(known)}")
+    if (why := candidates_fault(formats, granularity=config.granularity, share=not wanted.timed)) is not None:
+        raise SnipError(f"{here}: {why}")
+    if config.updates and not wanted.timed and wanted.value > 0 and not FOUR_BIT.intersection(formats):
+        budget = f"--snip-budget {cut(config.budget)}"
+        raise SnipError(f"{here}: none has four bits, so {budget} cannot be reached; add fp4")
+
+
+def _check_cost(config: SnipConfig) -> None:
+    kind, budget = config.wanted.kind, f"--snip-budget {cut(config.budget)}"
+    if kind == "fp4" and (config.cost == "time" or config.timings is not None):
+        argument = "--snip-settings cost=time" if config.cost == "time" else f"--snip-timings {config.timings}"
         raise SnipError(
-            f"--snip-lag {lag}: must be smaller than --snip-update-interval {interval}, so that an update is adopted"
-            " before the next begins"
+            f"{argument} cannot be combined with {budget}, which is a share of FLOPs; use --snip-budget speedup= or"
+            " loss="
+        )
+    if config.cost == "flops" and config.timings is not None:
+        raise SnipError(
+            f"--snip-timings {config.timings} cannot be combined with --snip-settings cost=flops: leave one out"
+        )
+    if kind == "loss" and config.change_penalty:
+        raise SnipError(
+            f"--snip-settings change_penalty={config.change_penalty} cannot be combined with {budget}: the penalty is a"
+            " loss, and time is what is minimised there"
+        )
+    if kind == "loss" and config.updates and not in_nats(config.policy, config.q):
+        raise SnipError(
+            f"{budget} bounds a loss, and the scores of --snip-policy {config.policy} with --snip-q {config.q} are"
+            " none; use --snip-policy snip with --snip-q split or noise, or fisher"
+        )
+    if config.policy in LATE and config.wanted.timed:
+        raise SnipError(
+            f"--snip-policy {config.policy} cannot be combined with {budget}: its switch follows from an average share"
+            " of FLOPs; use fp4="
         )
 
 
-def check_fixed_maps(values: Mapping[str, Any]) -> None:
+def _check_phases(config: SnipConfig) -> None:
+    conflicts = (
+        (f"map {config.map}", config.map is not None, "the map is fixed"),
+        (f"replay {config.replay}", config.replay is not None, "what was recorded is adopted, phases included"),
+        ("update-interval 0", not (config.update_interval or config.trigger), "a plan is made by updates"),
+        (f"policy {config.policy}", not config.updates, "its maps are fixed"),
+        (
+            f"granularity {config.granularity}",
+            config.granularity != "gemm",
+            "phases weigh a linear's three GEMMs one by one",
+        ),
+        (
+            f"settings change_penalty={config.change_penalty}",
+            config.change_penalty > 0,
+            "a plan has no penalty of changes",
+        ),
+    )
+    for named, present, why in conflicts:
+        if present:
+            raise SnipError(
+                f"--snip-{named} cannot be combined with --snip-schedule {cut(config.schedule)}: {why}; leave one of"
+                " them out"
+            )
+
+
+def _check_fixed_maps(config: SnipConfig) -> None:
     """Check ``--snip-map`` and ``--snip-replay``, under which no map is solved for."""
-    fixed = [name for name in ("map", "replay") if values[name] is not None]
+    fixed = [name for name in ("map", "replay") if getattr(config, name) is not None]
     if len(fixed) == 2:
         raise SnipError("--snip-map and --snip-replay cannot be combined: both fix the maps; give one")
-    for name in ("pin", "trigger"):
-        if fixed and values[name]:
+    for name, given in (("pin", config.pin), (f"settings trigger={config.trigger}", config.trigger)):
+        if fixed and given:
             raise SnipError(f"--snip-{name} cannot be combined with --snip-{fixed[0]}: its maps are used as they are")

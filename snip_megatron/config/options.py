@@ -1,4 +1,7 @@
-"""Options: fields of a configuration that are command line arguments too. Field ``x_y`` is ``--snip-x-y``."""
+"""Options and settings: fields of a configuration that have an argument of their own, and those that have none.
+
+Option ``x_y`` is the argument ``--snip-x-y``. Settings are set by ``--snip-settings NAME=VALUE``.
+"""
 
 from __future__ import annotations
 
@@ -6,72 +9,87 @@ import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
 
-LISTS = ("formats", "protect")  # comma separated; the other tuples are arguments that may be repeated
+LISTS = ("formats",)  # comma separated; the other tuples are arguments that may be repeated
 
 
-def option(default: Any, text: str, *, least: int | None = None, positive: bool = False, **argument: Any) -> Any:
+def option(default: Any, text: str, *, known: Iterable[str] | None = None, **rest: Any) -> Any:
     """Make a dataclass field that is an option.
 
     Args:
         default: the default value. A bool makes a flag, a tuple a list.
         text: the help.
-        least: the smallest valid number; None for any.
-        positive: whether only numbers above 0 are valid.
-        argument: keyword arguments of ``add_argument``. ``choices`` are checked by :func:`check_option` instead of
-            argparse, so that an error is one line.
+        known: the valid values, which the help does not list.
+        rest: arguments of :func:`setting`, and ``type`` and ``metavar`` of ``add_argument``.
     """
-    metadata = {"help": text, "least": least, "positive": positive, "argument": argument}
-    return dataclasses.field(default=default, metadata=metadata)
+    argument = {name: rest.pop(name) for name in ("type", "metavar") if name in rest}
+    field = setting(default, text, **(rest if known is None else rest | {"choices": tuple(known)}))
+    field.metadata = {**field.metadata, "argument": argument, "listed": known is None}
+    return field
 
 
-def options_of(configuration: Any) -> list[dataclasses.Field[Any]]:
-    """Return the fields of a dataclass that are options."""
-    return [f for f in dataclasses.fields(configuration) if "help" in f.metadata]
+def setting(
+    default: Any,
+    text: str,
+    *,
+    choices: Iterable[str] | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    positive: bool = False,
+) -> Any:
+    """Make a dataclass field that is a setting.
+
+    Args:
+        default: the default value.
+        text: what it means.
+        choices: the valid values.
+        least, most: the smallest and the largest valid number; None for any.
+        positive: whether only numbers above 0 are valid.
+    """
+    limits = {"help": text, "choices": choices, "least": least, "most": most, "positive": positive}
+    return dataclasses.field(default=default, metadata=limits)
 
 
-def flag(name: str) -> str:
-    """Return the argument of a field."""
-    return f"--snip-{name.replace('_', '-')}"
+def is_option(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field has an argument of its own."""
+    return "argument" in field.metadata
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
+def flag(field: dataclasses.Field[Any]) -> str:
+    """Return what stands before a field's value on the command line."""
+    if is_option(field):
+        return f"--snip-{field.name.replace('_', '-')} "
+    return f"--snip-settings {field.name}="
+
+
 def check_option(field: dataclasses.Field[Any], value: Any) -> None:
-    """Raise SnipError if ``value`` is none of the option's choices, or out of its range. None is valid."""
+    """Raise SnipError if ``value`` is none of the field's choices, or out of its range. None is valid."""
+    limits = field.metadata
     if value is None:
         return
-    choices = field.metadata["argument"].get("choices")
-    if choices is not None:
-        check_choice(field.name, value, choices)
-    why = _range_fault(value, field.metadata["least"], field.metadata["positive"])
-    if why is not None:
-        raise SnipError(f"{flag(field.name)} {value}: must be {why}")
-
-
-def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise SnipError if the option ``name`` has a value that is none of ``choices``."""
-    if value not in choices:
-        raise SnipError(f"{flag(name)} {cut(value)}: unknown; choose one of {', '.join(choices)}")
-
-
-def _range_fault(value: Any, least: int | None, positive: bool) -> str | None:
-    if positive and not (math.isfinite(value) and value > 0):
-        return "positive"
+    if limits["choices"] is not None and value not in limits["choices"]:
+        raise SnipError(f"{flag(field)}{cut(value)}: unknown; choose one of {', '.join(limits['choices'])}")
+    least, most = limits["least"], limits["most"]
+    if limits["positive"] and not (math.isfinite(value) and value > 0):
+        raise SnipError(f"{flag(field)}{value}: must be positive")
     if least is not None and not (math.isfinite(value) and value >= least):
-        return f"at least {least}" if isinstance(value, int) else f"a finite number, {least} or more"
-    return None
+        wanted = f"at least {least}" if isinstance(value, int) else f"a finite number, {least} or more"
+        raise SnipError(f"{flag(field)}{value}: must be {wanted}")
+    if most is not None and not value <= most:
+        raise SnipError(f"{flag(field)}{value}: must be at most {most}")
 
 
-# -- the command line --------------------------------------------------------------------------------------------------
 def add_options(group: Any, configuration: Any) -> None:
-    """Add one argument for each option of a dataclass to an argparse group."""
-    for f in options_of(configuration):
+    """Add one argument for each option of a dataclass to an argparse group, and ``--snip-settings``."""
+    for f in dataclasses.fields(configuration):
+        if not is_option(f):
+            continue
+        argument, choices = f.metadata["argument"], f.metadata["choices"] if f.metadata["listed"] else None
         kwargs: dict[str, Any] = {"help": f.metadata["help"], "dest": f"snip_{f.name}", "default": None}
-        argument = f.metadata["argument"]
-        choices = argument.get("choices")
         if choices:
             kwargs["help"] += f" ({', '.join(choices)})"
         if isinstance(f.default, bool):
@@ -83,37 +101,50 @@ def add_options(group: Any, configuration: Any) -> None:
             kwargs |= {"type": argument.get("type", str), "metavar": metavar}
             if f.default is not None:
                 kwargs["help"] += f"; default: {','.join(f.default) if isinstance(f.default, tuple) else f.default}"
-        group.add_argument(flag(f.name), **kwargs)
+        group.add_argument(flag(f).strip(), **kwargs)
+    group.add_argument(
+        "--snip-settings",
+        action="append",
+        metavar="NAME=VALUE",
+        help="value of a setting that has no argument of its own (docs/arguments.md), or a JSON object of several;"
+        " repeatable",
+    )
 
 
 def given_options(args: argparse.Namespace, configuration: Any) -> dict[str, Any]:
-    """Return the values of the options that the arguments of :func:`add_options` set, by field."""
+    """Return the values of the fields that the arguments of :func:`add_options` set."""
     values: dict[str, Any] = {}
-    for f in options_of(configuration):
+    for text in getattr(args, "snip_settings", None) or ():
+        values |= _settings(text, configuration)
+    for f in dataclasses.fields(configuration):
         value = getattr(args, f"snip_{f.name}", None)
-        if value is not None and value is not False:
+        if is_option(f) and value is not None and value is not False:
             values[f.name] = _tuple(f.name, value) if isinstance(f.default, tuple) else value
     return values
 
 
-def settings(text: str | None, configuration: Any) -> dict[str, Any]:
-    """Parse ``--snip-settings``: values of any fields of a dataclass, as a JSON object. Experiment files use it."""
-    if text is None:
-        return {}
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SnipError(f"--snip-settings {cut(text)}: not JSON ({error})") from None
-    fields = {f.name: f for f in dataclasses.fields(configuration)}
+def _settings(text: str, configuration: Any) -> dict[str, Any]:
+    """Parse a value of ``--snip-settings``. Any field of the configuration may stand there."""
+    name, equals, value = text.partition("=")
+    values = _json(text) if text.startswith("{") else {name: _json(value)} if equals else None
+    fields = {f.name: f for f in dataclasses.fields(configuration)[1:]}
     if not isinstance(values, dict) or not values.keys() <= fields.keys():
-        raise SnipError(f"--snip-settings {cut(text)}: expected an object of fields of the configuration")
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    for name, value in (values | lists).items():
+        raise SnipError(f"--snip-settings {cut(text)}: expected NAME=VALUE, or a JSON object, of known settings")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name, value in values.items():
         default = fields[name].default
         wanted = type(default) if isinstance(default, (bool, int, float, str, tuple)) else None
         if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise SnipError(f"--snip-settings: {name}: expected {wanted.__name__}, not {cut(json.dumps(value))}")
-    return values | lists
+            raise SnipError(f"--snip-settings {name}: expected {wanted.__name__}, not {cut(json.dumps(value))}")
+    return values
+
+
+def _json(text: str) -> Any:
+    """Return the value of a JSON text, and any other text as it is."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _tuple(name: str, value: Any) -> tuple[str, ...]:

@@ -1,48 +1,41 @@
-"""The frozen configuration of a run. The ``--snip-*`` arguments are generated from its fields."""
+"""The frozen configuration of a run. The ``--snip-*`` arguments are generated from its options."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from snip_megatron.config.conflicts import check_cost, check_fixed_maps, check_formats, check_updates
-from snip_megatron.config.guard import LEAST_LOSSES, GuardSettings
-from snip_megatron.config.options import (
-    add_options,
-    check_choice,
-    check_option,
-    flag,
-    given_options,
-    option,
-    options_of,
-    settings,
-)
-from snip_megatron.config.schedule import DEPLOYED, check_schedule, load_schedule
+from snip_megatron.config.options import check_option, given_options, option, setting
+from snip_megatron.config.values import LEAST_LOSSES, GuardSettings, load_schedule, parse_pins, parse_tolerance
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.gemm import BACKENDS, LIBRARIES
-from snip_megatron.precision import GRANULARITIES, LINEAR_KINDS, Format
+from snip_megatron.precision import GRANULARITIES, Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import Schedule
+from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE
+from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES, UNSOLVED
 
-EVAL_MODES = ("map", "bf16", "both")
+if TYPE_CHECKING:
+    from snip_megatron.sensitivity.request import SolveRequest
+
 COMMUNICATION = ("bf16", "gather", "all")
 GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")
-FUSIONS = ("none", "auto")
-COSTS = ("auto", "time", "flops")
+DEPLOYED = ("map", "bf16")
 LATE = ("late-forward", "late-all")
 
 
 @dataclass(frozen=True)
 class SnipConfig:
-    """The SNIP settings of a run. Field ``x_y`` is the argument ``--snip-x-y``.
+    """The SNIP settings of a run.
+
+    An option ``x_y`` is the argument ``--snip-x-y``. A setting has no argument of its own: an experiment file of ``snip
+    compare``, ``--snip-settings`` or a script sets it.
 
     Raises:
-        SnipError: ``enabled`` is set, and an argument is invalid or conflicts with another.
+        SnipError: ``enabled`` is set, and a value is invalid or conflicts with another.
     """
 
     enabled: bool = False
@@ -59,42 +52,16 @@ class SnipConfig:
         " snip.schedule/1 file. With phases, the budget is the average over the run",
         metavar="static|auto|FILE",
     )
-    deploy: str | None = option(
-        None,
-        "with phases: formats in which the trained model will be deployed. The plan minimises the loss of this model."
-        " Without this argument: bf16 with --snip-eval bf16, otherwise map",
-        choices=DEPLOYED,
-    )
-    standing_share: float | None = option(
-        None,
-        "with phases: share of an fprop's loss, 0 to 1, that disappears once the fprop runs in a precise format again."
-        " Without this argument: 0.8",
-        type=float,
-        metavar="SHARE",
-    )
-    forgetting: float | None = option(
-        None,
-        "with phases: rate per run, 0 or more, at which later training repairs what imprecise steps leave in the"
-        " weights. Without this argument: 0",
-        type=float,
-        metavar="RATE",
-        least=0,
-    )
     formats: tuple[str, ...] = option(
         ("fp8", "fp4"),
         "candidate formats, comma separated: fp8, fp4, fp8_tensor, nvfp4, mxfp4, mxfp8 and their variants"
         " (docs/choosing.md); with speedup= and loss= also bf16",
         metavar="F,F",
     )
-    cost: str = option(
-        "auto",
-        "what a choice saves: flops or time. auto is flops with a budget of fp4=, and time with speedup= and loss=",
-        choices=COSTS,
-    )
     timings: str | None = option(
         None,
-        "table of measured times for --snip-cost time, which snip calibrate wrote. Without this argument: the package's"
-        " table of this GPU",
+        "table of measured times for a budget of speedup= or loss=, which snip calibrate wrote. Without this argument:"
+        " the package's table of this GPU",
         metavar="FILE",
     )
     granularity: str = option(
@@ -103,19 +70,7 @@ class SnipConfig:
         choices=GRANULARITIES,
     )
     update_interval: int = option(
-        1000,
-        "training steps between two updates of the map; 0: no updates, or with --snip-trigger only those that it starts"
-        " after the first",
-        type=int,
-        metavar="N",
-        least=0,
-    )
-    trigger: float = option(
-        0.0,
-        "start an update early if the coefficient of variation, over linears, of the change of their gradient norms"
-        " exceeds this value; 0: off",
-        type=float,
-        least=0,
+        1000, "training steps between two updates of the map; 0: no updates", type=int, metavar="N", least=0
     )
     first_update: int = option(
         100, "training step, counted from 0, before which the first update starts", type=int, metavar="N", least=0
@@ -135,57 +90,28 @@ class SnipConfig:
         "snip",
         "rule that scores the options: snip, fisher, ... (snip_megatron/sensitivity/README.md)",
         metavar="NAME",
+        known=POLICIES,
     )
     estimator: str = option(
         "noise",
-        "with --snip-policy snip: how loss and weight divergence are estimated (noise, fisher)",
+        f"with --snip-policy snip: how loss and weight divergence are estimated ({', '.join(ESTIMATORS)})",
         metavar="NAME",
+        known=ESTIMATORS,
     )
     q: str = option(
         "split",
         "with --snip-policy snip: rule that combines loss and weight divergence into one score (split, noise, paper)",
         metavar="NAME",
+        known=Q_RULES,
     )
-    backward_share: float = option(
-        0.08,
-        "with --snip-q split: sum of the scores of all dgrads and wgrads over that of all fprops, in the candidates"
-        " with the fewest bits",
-        type=float,
-        metavar="SHARE",
-        least=0,
-    )
-    backward_noise: bool = option(False, "run one more probe pass, with noise in the gradients, as in the paper")
     probe_microbatches: int = option(
         1, "microbatches that a probe runs on each data parallel rank", type=int, metavar="B", least=1
-    )
-    probe_tokens: int = option(
-        512,
-        "tokens of each microbatch at which noise probes compare activations and gradients",
-        type=int,
-        metavar="N",
-        least=1,
-    )
-    probe_noise: float = option(
-        0.03, "size of the noise that noise probes add, relative to that of the tensor", type=float, positive=True
-    )
-    protect: tuple[str, ...] = option(
-        ("fc2", "proj"),
-        "with --snip-policy layer-type: kinds of linears to protect (qkv, proj, fc1, fc2), comma separated, the most"
-        " protected first",
-        metavar="KIND,KIND",
     )
     stage_tolerance: str = option(
         "0.02",
         "with a budget of fp4=: how far the share of a pipeline stage may be below the budget, 0 to 1; none: no"
         " constraint",
         metavar="SHARE",
-    )
-    change_penalty: float = option(
-        0.0,
-        "loss that is added for every option whose format changes, as a multiple of the mean loss of an option's worst"
-        " format",
-        type=float,
-        least=0,
     )
     pin: tuple[str, ...] = option(
         (), "fixed format of all linears or GEMMs that match GLOB; the last match applies; repeatable"
@@ -195,12 +121,6 @@ class SnipConfig:
         None, "repeat the adoptions of another run, given by its run directory, at their steps", metavar="RUN"
     )
     gemm: str = option("auto", "GEMM backend; auto: the one for this device", choices=BACKENDS)
-    gemm_library: str = option(
-        "auto",
-        "library for fp8 and fp4 GEMMs on Hopper. auto: DeepGEMM for fprop and dgrad if it is installed; deepgemm: for"
-        " wgrad too, whose last bits then differ from those of cuBLAS; cublas: cuBLAS alone",
-        choices=LIBRARIES,
-    )
     communication: str = option(
         "bf16",
         "how linears communicate under sequence parallelism. gather: shards of X, and of G where that is less, are"
@@ -218,49 +138,25 @@ class SnipConfig:
         "auto",
         "quantisation in the kernel that computes a tensor. auto: SwiGLU and its gradient are computed with the"
         " quantisation for the linears that read them",
-        choices=FUSIONS,
+        choices=("none", "auto"),
     )
     eval: str = option(
-        "map", "formats of validation: those of the map, bf16, or both on the same batches", choices=EVAL_MODES
-    )
-    solver_time: float = option(
-        10.0,
-        "time limit of the solver for an update, in CP-SAT's deterministic seconds",
-        type=float,
-        metavar="SECONDS",
-        positive=True,
-    )
-    deadline: float = option(
-        600.0,
-        "seconds after which a solver process that does not answer is killed and replaced",
-        type=float,
-        metavar="SECONDS",
-        positive=True,
+        "map",
+        "formats of validation: those of the map, bf16, or both on the same batches",
+        choices=("map", "bf16", "both"),
     )
     guard_steps: int = option(
         100,
         "training steps after an adoption during which the guard watches for loss spikes; 0: no guard",
         type=int,
         metavar="N",
+        least=0,
     )
     guard_sigma: float = option(
-        6.0, "a loss is a spike if it is this many standard deviations above the mean before the adoption", type=float
-    )
-    guard_patience: int = option(
-        3, "number of spikes in a row after which the guard restores the last good map", type=int, metavar="N"
-    )
-    guard_window: int = option(
-        50,
-        f"number of losses, {LEAST_LOSSES} or more, before the adoption from which mean and standard deviation are"
-        " computed",
-        type=int,
-        metavar="N",
-    )
-    guard_bar: float = option(
-        0.9,
-        "after the guard has restored a map: limit of the next map's predicted loss, as a multiple of the predicted"
-        " loss of the map that was taken back",
+        6.0,
+        "a loss is a spike if it is this many standard deviations above the mean before the adoption",
         type=float,
+        positive=True,
     )
     seed: int = option(1234, "seed of stochastic rounding, probes and tie-breaking", type=int, metavar="N")
     dir: str | None = option(
@@ -280,8 +176,88 @@ class SnipConfig:
         metavar="NAME",
     )
 
-    # Not an argument: snip validate-proxy sets it, so that updates force every option alone and record what it does.
-    truth: bool = False
+    deploy: str | None = setting(
+        None,
+        "with phases: formats in which the trained model will be deployed. Without it: bf16 with --snip-eval bf16,"
+        " otherwise map",
+        choices=DEPLOYED,
+    )
+    standing_share: float = setting(
+        STANDING_SHARE,
+        "with phases: share of an fprop's loss that disappears once the fprop runs in a precise format again",
+        least=0,
+        most=1,
+    )
+    forgetting: float = setting(
+        FORGETTING,
+        "with phases: rate per run at which later training repairs what imprecise steps leave in the weights",
+        least=0,
+    )
+    cost: str = setting(
+        "auto",
+        "what a choice saves. auto is flops with a budget of fp4=, and time with speedup= and loss=",
+        choices=("auto", "time", "flops"),
+    )
+    trigger: float = setting(
+        0.0,
+        "start an update early if the coefficient of variation, over linears, of the change of their gradient norms"
+        " exceeds this value; 0: off",
+        least=0,
+    )
+    backward_share: float = setting(
+        0.08,
+        "with --snip-q split: sum of the scores of all dgrads and wgrads over that of all fprops, in the candidates"
+        " with the fewest bits",
+        least=0,
+    )
+    backward_noise: bool = setting(False, "one more probe pass, with noise in the gradients, as in the paper")
+    probe_tokens: int = setting(
+        512, "tokens of each microbatch at which noise probes compare activations and gradients", least=1
+    )
+    probe_noise: float = setting(
+        0.03, "size of the noise that noise probes add, relative to that of the tensor", positive=True
+    )
+    protected_kinds: tuple[str, ...] = setting(
+        ("mlp.linear_fc2", "self_attention.linear_proj"),
+        "with --snip-policy layer-type: kinds of linears to protect, the most protected first",
+    )
+    change_penalty: float = setting(
+        0.0,
+        "loss that is added for every option whose format changes, as a multiple of the mean loss of an option's worst"
+        " format",
+        least=0,
+    )
+    gemm_library: str = setting(
+        "auto",
+        "library for fp8 and fp4 GEMMs on Hopper. auto: DeepGEMM for fprop and dgrad if it is installed; deepgemm: for"
+        " wgrad too; cublas: cuBLAS alone",
+        choices=LIBRARIES,
+    )
+    solver_time: float = setting(
+        10.0, "time limit of the solver for an update, in CP-SAT's deterministic seconds", positive=True
+    )
+    deadline: float = setting(
+        600.0, "seconds after which a solver process that does not answer is killed and replaced", positive=True
+    )
+    guard_patience: int = setting(
+        3, "number of spikes in a row after which the guard restores the last good map", least=1
+    )
+    guard_window: int = setting(
+        50,
+        "number of losses before the adoption from which mean and standard deviation are computed",
+        least=LEAST_LOSSES,
+    )
+    guard_bar: float = setting(
+        0.9,
+        "after the guard has restored a map: limit of the next map's predicted loss, as a multiple of the predicted"
+        " loss of the map that was taken back",
+        positive=True,
+        most=1,
+    )
+    truth: bool = setting(
+        False,
+        "for snip validate-proxy: force every option alone at each update, and record what it does to loss and update",
+    )
 
     def __post_init__(self) -> None:
         if self.enabled:
@@ -297,14 +273,19 @@ class SnipConfig:
         return budget
 
     @property
-    def measured_formats(self) -> tuple[str, ...]:
-        """The candidate formats without bf16. Probes measure their errors relative to bf16."""
-        return tuple(f for f in self.formats if f != Format.BF16.value)
-
-    @property
     def timed(self) -> bool:
         """Whether the budget is one of predicted time or loss, rather than an fp4 share of FLOPs."""
         return self.wanted.timed
+
+    @functools.cached_property
+    def phases(self) -> Schedule | None:
+        """The phases of ``schedule``; None for a static one. A file is read once. Raises SnipError if it is invalid."""
+        return load_schedule(self.schedule, self.wanted.kind)
+
+    @property
+    def measured_formats(self) -> tuple[str, ...]:
+        """The candidate formats without bf16. Probes measure their errors relative to bf16."""
+        return tuple(f for f in self.formats if f != Format.BF16.value)
 
     @property
     def tolerance(self) -> float | None:
@@ -317,24 +298,9 @@ class SnipConfig:
         return parse_pins(self.pin)
 
     @property
-    def protected_kinds(self) -> tuple[str, ...]:
-        """The full names of the kinds of linears in ``protect``."""
-        kinds = {kind.rpartition("linear_")[2]: kind for kind in LINEAR_KINDS}
-        if unknown := [name for name in self.protect if name not in kinds]:
-            raise SnipError(
-                f"--snip-protect {cut(unknown[0])}: unknown kind of linear; choose among {', '.join(kinds)}"
-            )
-        return tuple(kinds[name] for name in self.protect)
-
-    @property
     def guard(self) -> GuardSettings:
-        """The ``--snip-guard-*`` arguments. Raises SnipError if one is out of range."""
+        """The settings of the guard."""
         return GuardSettings(self.guard_steps, self.guard_sigma, self.guard_patience, self.guard_window, self.guard_bar)
-
-    @property
-    def phases(self) -> Schedule | None:
-        """The phases of ``schedule``; None for a static one. Raises SnipError if a file of phases is invalid."""
-        return load_schedule(self.schedule, self.wanted.kind)
 
     @property
     def deployed(self) -> str:
@@ -349,11 +315,8 @@ class SnipConfig:
     @property
     def updates(self) -> bool:
         """Whether the run computes maps itself, rather than using fixed or replayed ones."""
-        from snip_megatron.sensitivity.policies import UNSOLVED
-
-        fixed = self.policy in UNSOLVED
         wanted = self.update_interval > 0 or self.trigger > 0
-        return wanted and self.map is None and self.replay is None and not fixed
+        return wanted and self.map is None and self.replay is None and self.policy not in UNSOLVED
 
     def is_update_step(self, step: int) -> bool:
         """Return whether an update starts before the 0-based ``step``."""
@@ -368,21 +331,34 @@ class SnipConfig:
             return self.first_update
         return None if self.update_interval == 0 else step + -since % self.update_interval
 
+    def request(self, **facts: Any) -> SolveRequest:
+        """Return the request that every update of this run solves.
+
+        Args:
+            facts: fields of the request that the model and the machine decide, such as ``times``.
+        """
+        from snip_megatron.sensitivity.request import SolveRequest
+
+        shared = {f.name for f in dataclasses.fields(SolveRequest)} & {f.name for f in dataclasses.fields(self)}
+        kind, value = self.wanted.kind, self.wanted.value
+        own = {
+            "target": value if kind == "fp4" else 0.0,
+            "speedup": value if kind == "speedup" else None,
+            "loss": value if kind == "loss" else None,
+            "stage_tolerance": self.tolerance,
+            "pins": self.pins,
+            "deterministic_time": self.solver_time,
+        }
+        return SolveRequest(**({name: getattr(self, name) for name in shared} | own | facts))
+
     # -- validation --------------------------------------------------------------------------------------------
     def _validate(self) -> None:
-        from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES
+        from snip_megatron.config import conflicts
 
-        _ = self.wanted, self.tolerance, self.pins, self.guard, self.protected_kinds
-        for name, known in (("policy", POLICIES), ("estimator", ESTIMATORS), ("q", Q_RULES)):
-            check_choice(name, getattr(self, name), known)
-        for field in options_of(self):
+        _ = self.wanted, self.tolerance, self.pins
+        for field in dataclasses.fields(self)[1:]:
             check_option(field, getattr(self, field.name))
-        values = self.as_dict()
-        check_formats(values, self.wanted, updates=self.updates)
-        check_cost(values, self.wanted, updates=self.updates)
-        check_schedule(values, self.phases, updates=self.updates, timed=self.timed)
-        check_updates(values, updates=self.updates)
-        check_fixed_maps(values)
+        conflicts.check(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, as ``config.json`` of the run directory holds them."""
@@ -392,67 +368,16 @@ class SnipConfig:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> SnipConfig:
-        """Build the configuration from the arguments of :func:`add_arguments`.
+        """Build the configuration from the arguments of :func:`snip_megatron.config.add_arguments`.
 
         Raises:
             SnipError: an argument is invalid, conflicts with another, or is given without ``--snip``.
         """
         enabled = bool(getattr(args, "snip", False))
-        values = given_options(args, cls) | settings(getattr(args, "snip_settings", None), cls)
+        values = given_options(args, cls)
         # The entry applies compatibility patches with or without SNIP.
         useless = [] if enabled else [name for name in values if name != "no_compat"]
         if useless:
-            raise SnipError(f"{flag(useless[0])} has no effect without --snip: add --snip, or leave it out")
+            named = f"--snip-{useless[0].replace('_', '-')}"
+            raise SnipError(f"{named} has no effect without --snip: add --snip, or leave it out")
         return cls(enabled=enabled, **values)
-
-
-def parse_pins(pins: Iterable[str], prefix: str = "--snip-") -> tuple[tuple[str, str], ...]:
-    """Parse the values of ``--snip-pin``: (glob, format) pairs.
-
-    Args:
-        pins: the values.
-        prefix: prefix of the argument, for errors.
-
-    Raises:
-        SnipError: A value is not GLOB=FORMAT.
-    """
-    pairs = []
-    for text in pins:
-        glob, equals, fmt = text.rpartition("=")
-        if not equals or not glob or fmt not in Format._value2member_map_:
-            known = ", ".join(f.value for f in Format)
-            raise SnipError(f"{prefix}pin {cut(text)}: expected GLOB=FORMAT with FORMAT one of {known}")
-        pairs.append((glob, fmt))
-    return tuple(pairs)
-
-
-def parse_tolerance(text: str, prefix: str = "--snip-") -> float | None:
-    """Parse the value of ``--snip-stage-tolerance``: a share, or None for no constraint.
-
-    Args:
-        text: the value.
-        prefix: prefix of the argument, for errors.
-
-    Raises:
-        SnipError: The value is neither a share nor ``none``.
-    """
-    return None if text.lower() == "none" else _share(f"{prefix}stage-tolerance", text, text)
-
-
-def _share(argument: str, text: str, value: str) -> float:
-    try:
-        share = float(value)
-    except ValueError:
-        share = math.nan
-    if not 0.0 <= share <= 1.0:
-        raise SnipError(f"{argument} {cut(text)}: the share must be a number between 0 and 1")
-    return share
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--snip`` and one ``--snip-*`` argument for each option of :class:`SnipConfig`, and return ``parser``."""
-    group = parser.add_argument_group("SNIP", "choice of number formats during training")
-    group.add_argument("--snip", action="store_true", help="choose the format of every GEMM while training")
-    add_options(group, SnipConfig)
-    group.add_argument("--snip-settings", metavar="JSON", help=argparse.SUPPRESS)  # fields of snip compare
-    return parser

@@ -72,8 +72,8 @@ def _job(warm: WarmCheckpoint, step: int, folder: Path, fmt: str, microbatches: 
         *training_arguments(warm.experiment, warm.data, warm.warm.seed),
         *("--eval-interval", "1000000000", "--eval-iters", "0", "--exit-interval", str(step + 2)),
         *("--load", "{warm}", "--ckpt-step", str(step), "--ckpt-format", "torch_dist"),
-        *("--snip", "--snip-settings", '{"truth": true}'),
-        *("--snip-backward-noise", "--snip-probe-microbatches", str(microbatches)),
+        *("--snip", "--snip-settings", '{"truth": true, "backward_noise": true}'),
+        *("--snip-probe-microbatches", str(microbatches)),
         # Any format, with four bits or not, meets this budget.
         *("--snip-formats", fmt, "--snip-budget", "fp4=0", "--snip-first-update", str(step + 1)),
         *("--snip-update-interval", "1000000", "--snip-lag", "1", "--snip-dir", "{run}"),

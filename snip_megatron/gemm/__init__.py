@@ -7,5 +7,5 @@ EMULATIONS = ("reference", "emulated")
 """Backends that show what formats do to training, and save no time."""
 
 LIBRARIES = ("auto", "cublas", "deepgemm")
-"""Values of ``--snip-gemm-library``: the library that runs fp8 and fp4 products on Hopper. ``auto`` uses DeepGEMM only
+"""Values of ``gemm_library``: the library that runs fp8 and fp4 products on Hopper. ``auto`` uses DeepGEMM only
 where its results are bitwise those of cuBLASLt."""

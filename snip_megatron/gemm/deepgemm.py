@@ -2,7 +2,7 @@
 
 ``pip install snip_megatron[deepgemm]`` installs it. It compiles each kernel with nvcc at first use and keeps it in a
 cache on disk. The results of its fprop and dgrad are bitwise those of cuBLASLt, so that using it does not change a
-training. Its wgrad sums in another order, with a relative difference of 1e-7. Only ``--snip-gemm-library deepgemm``
+training. Its wgrad sums in another order, with a relative difference of 1e-7. Only ``gemm_library="deepgemm"``
 uses that.
 """
 
@@ -98,7 +98,7 @@ def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | No
 
     Args:
         library: cuBLASLt.
-        required: whether ``--snip-gemm-library deepgemm`` is set. Wgrad then runs by DeepGEMM as well, and it is an
+        required: whether ``gemm_library="deepgemm"`` is set. Wgrad then runs by DeepGEMM as well, and it is an
             error if DeepGEMM cannot be used.
 
     Returns:
@@ -119,7 +119,9 @@ def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | No
     if missing is None:
         return found, f"DeepGEMM {VERSION} for fprop and dgrad" + (" and wgrad" if required else "")
     if required:
-        raise SnipError(f"--snip-gemm-library deepgemm: {missing}; use --snip-gemm-library auto or cublas")
+        raise SnipError(
+            f"--snip-settings gemm_library=deepgemm: {missing}; use --snip-settings gemm_library=auto or cublas"
+        )
     return None, f"cuBLASLt; DeepGEMM {missing}"
 
 

@@ -54,7 +54,7 @@ def select_backend(
             the map.
         formats: the formats that GEMMs will use; None if they are unknown.
         tensor_parallel: whether weights are sharded over tensor parallel ranks.
-        library: ``--snip-gemm-library``, one of ``LIBRARIES``.
+        library: ``gemm_library``, one of ``LIBRARIES``.
         replays: whether C++ may launch the kernels of the Hopper backend.
 
     Raises:
@@ -63,11 +63,12 @@ def select_backend(
     if name not in BACKENDS:
         raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(BACKENDS)}")
     if library not in LIBRARIES:
-        raise SnipError(f"--snip-gemm-library {library}: unknown; choose one of {', '.join(LIBRARIES)}")
+        raise SnipError(f"--snip-settings gemm_library={library}: unknown; choose one of {', '.join(LIBRARIES)}")
     selection = _select(name, formats, tensor_parallel, library, replays)
     if library == "deepgemm" and selection.backend.name != "hopper":
         raise SnipError(
-            f"--snip-gemm-library deepgemm: the {selection.backend.name} GEMMs ({selection.reason}) do not use it"
+            f"--snip-settings gemm_library=deepgemm: the {selection.backend.name} GEMMs ({selection.reason}) do not use"
+            " it"
         )
     return selection
 

@@ -38,7 +38,7 @@ from snip_megatron.megatron.oracle import Oracle
 from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
-from snip_megatron.megatron.timeline import timeline_of
+from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import Rehearsed, WarmUp
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.reporting.sinks import Sinks
@@ -322,6 +322,7 @@ class SnipRun:
 
     def _build(self, call: StepCall) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
+        self._config = with_shared_schedule(self._config)
         args, config, registry = self._args, self._config, self._registry
         model, optimizer, step = call.model, call.optimizer, call.step
         check_optimizer_state(model, optimizer)

@@ -31,7 +31,7 @@ from snip_megatron.timing.shapes import LinearShape, local_shape
 
 
 def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow]) -> OptionTimes:
-    """Predict the times of every linear by the cost model of ``--snip-cost`` and ``--snip-timings``.
+    """Predict the times of every linear by the cost model of ``cost`` and ``--snip-timings``.
 
     Raises:
         SnipError: If there is no table for this device, or if it lacks a candidate or pinned format.
@@ -41,7 +41,7 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
     if wanted == "time" and device is None:
         raise SnipError(
             f"--snip-budget {config.budget} weighs measured times, and a CPU has no table of them:"
-            " give --snip-timings FILE, or --snip-cost flops"
+            " give --snip-timings FILE, or --snip-settings cost=flops"
         )
     try:
         model = load_cost_model(wanted, device)
@@ -58,7 +58,9 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
             )
             times = _with_exchanges(times, exchanges, shapes, {*formats, *model.formats})
     except SnipError as error:
-        argument = f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-cost {config.cost}"
+        argument = (
+            f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-settings cost={config.cost}"
+        )
         raise type(error)(f"{argument} with --snip-budget {config.budget}: {error}") from None
     step = step_model(args, model, config.gradient_reduction, config.communication)
     if step is None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
@@ -21,6 +24,15 @@ from snip_megatron.statistics.table import LinearRow
 _SAMPLES = 1000  # of the learning rate over a run
 _MOST_OF_THE_PRECISION = 0.25
 """Of what a budget leaves for more precise formats: a start that takes more of it is worth a line."""
+
+
+def with_shared_schedule(config: SnipConfig) -> SnipConfig:
+    """Return the configuration with the phases that rank 0 read: a file may differ between nodes. A collective."""
+    if config.phases is None:
+        return config
+    texts = [config.phases.to_json()]
+    torch.distributed.broadcast_object_list(texts)
+    return config if texts[0] == config.phases.to_json() else dataclasses.replace(config, schedule=texts[0])
 
 
 def timeline_of(

@@ -24,7 +24,6 @@ from snip_megatron.precision.phases import Schedule
 from snip_megatron.runtime.coordinator import replay_schedule
 from snip_megatron.sensitivity.fixed import fixed_map, late_shares
 from snip_megatron.sensitivity.globs import matching_options, no_match_hint
-from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
@@ -225,30 +224,11 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0
     Raises:
         SnipError: If the budget needs predicted times and there is no table of them.
     """
-    kind, wanted = config.wanted.kind, config.wanted.value
-    timed = config.timed and config.updates
     unquantised = unquantised_flops(args)
-    return SolveRequest(
-        policy=config.policy,
-        estimator=config.estimator,
-        q=config.q,
-        backward_share=config.backward_share,
-        formats=config.formats,
-        granularity=config.granularity,
-        target=wanted if kind == "fp4" else 0.0,
-        speedup=wanted if kind == "speedup" else None,
-        loss=wanted if kind == "loss" else None,
-        times=option_times(config, args, model_linears(args)) if timed else None,
-        change_penalty=config.change_penalty,
-        stage_tolerance=config.tolerance,
+    return config.request(
+        times=option_times(config, args, model_linears(args)) if config.timed and config.updates else None,
         pins=pins(config, args),
-        protected_kinds=config.protected_kinds,
-        seed=config.seed,
         version=version,
-        deterministic_time=config.solver_time,
-        backward_noise=config.backward_noise,
-        standing_share=STANDING_SHARE if config.standing_share is None else config.standing_share,
-        forgetting=FORGETTING if config.forgetting is None else config.forgetting,
         unquantised_stage_flops={k: v * _tokens_per_step(args) for k, v in unquantised.items()} or None,
     )
 

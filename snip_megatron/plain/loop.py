@@ -32,7 +32,6 @@ from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.fixed import formats_of
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
-from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 
 #: Fields of SnipConfig that need Megatron's loop or a run directory.
@@ -114,7 +113,7 @@ class PlainSnip:
         config: SnipConfig,
         microbatches: int,
     ) -> None:
-        self._config, self._request, self._rows = config, _request(config), _rows(structure)
+        self._config, self._request, self._rows = config, config.request(), _rows(structure)
         self._given = None if config.map is None else _read_map(config.map, [row.name for row in self._rows])
         if config.updates:
             check_reachable(self._rows, self._request)
@@ -223,25 +222,6 @@ def _configuration(options: Mapping[str, Any]) -> SnipConfig:
 
 def _tuple(value: Any) -> tuple[str, ...]:
     return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
-
-
-def _request(config: SnipConfig) -> SolveRequest:
-    return SolveRequest(
-        policy=config.policy,
-        estimator=config.estimator,
-        q=config.q,
-        backward_share=config.backward_share,
-        formats=config.formats,
-        granularity=config.granularity,
-        target=config.wanted.value,
-        stage_tolerance=config.tolerance,
-        change_penalty=config.change_penalty,
-        pins=config.pins,
-        protected_kinds=config.protected_kinds,
-        seed=config.seed,
-        deterministic_time=config.solver_time,
-        backward_noise=config.backward_noise,
-    )
 
 
 def _rows(structure: Structure) -> tuple[LinearRow, ...]:

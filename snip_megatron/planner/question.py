@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from snip_megatron.config.conflicts import in_nats
-from snip_megatron.config.run import SnipConfig, parse_tolerance
+from snip_megatron.config.run import SnipConfig
+from snip_megatron.config.values import parse_tolerance
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel

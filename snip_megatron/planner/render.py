@@ -165,8 +165,8 @@ def _phases(run: Body) -> str:
         f" speedup {run['average_speedup']:.3f} (of the linears {run['average_linears_speedup']:.3f}); saves"
         f" {run['saved_seconds']:.0f} s\n"
         f"  budget {run['asked']}: {run['achieved']:.4f} by the sums over GEMMs that the solver counts\n"
-        f"  in training: --snip-schedule {run['schedule']} --snip-deploy {run['deployed']} --train-iters"
-        f" {run['train_iters']}"
+        f"  in training: --snip-schedule {run['schedule']}"
+        f"{' --snip-eval bf16' if run['deployed'] == 'bf16' else ''} --train-iters {run['train_iters']}"
     )
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from snip_megatron.config.guard import LEAST_LOSSES, GuardSettings
+from snip_megatron.config.values import LEAST_LOSSES, GuardSettings
 from snip_megatron.precision import PrecisionMap
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The trigger, which starts an update early when gradient norms change (``--snip-trigger``).
+"""The trigger, which starts an update early when gradient norms change (``trigger``).
 
 A map depends on the ranking of the linears' sensitivities, and these depend on gradients: ΔL on ‖G‖², ΔW on ‖∇W‖.
 Every :data:`EVERY` steps the ranks sum ‖∇W‖² of each linear, in the collective that carries the loss. The drift
@@ -104,7 +104,7 @@ class Trigger:
         if drift <= self._threshold:
             return None
         return {
-            "reason": f"gradient norms moved against each other by more than --snip-trigger {self._threshold:g}",
+            "reason": f"gradient norms moved against each other by more than the setting trigger={self._threshold:g}",
             "drift": drift,
             "threshold": self._threshold,
             "since": self.state.since,

@@ -32,7 +32,7 @@ AT = 3
 # Pipeline stages have budgets of their own: without a stage constraint all layouts are asked the same.
 SNIP = shlex.split(
     "--snip --snip-update-interval 1000 --snip-wait 240 --snip-stage-tolerance none"
-    " --snip-backward-noise --snip-probe-tokens 96"
+    " --snip-settings backward_noise=true --snip-settings probe_tokens=96"
 )
 SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -82,13 +82,13 @@ MODELS: dict[str, Model] = {
     "experts": Model(
         "experts-world-1",
         f"{_EXPERTS} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
-        "--snip-probe-tokens 4096",
+        "--snip-settings probe_tokens=4096",
         probed=4,
         at=AT + 1,
     ),
     # Without capacity: any number of tokens, none too.
     "experts-dropless": Model(
-        "experts-dropless-world-1", _EXPERTS, "--snip-probe-tokens 4096", probed=4, at=AT + 1, ragged=True
+        "experts-dropless-world-1", _EXPERTS, "--snip-settings probe_tokens=4096", probed=4, at=AT + 1, ragged=True
     ),
     # The same with a shared expert, which stays in bf16. Local layers do not group GEMMs, whatever is asked.
     "experts-bf16": Model(

@@ -32,13 +32,15 @@ EXPERTS = (
     " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
 )
 _TWO_LAYERS = "--num-layers 2"
-_NOISE = "--snip --snip-first-update 3 --snip-update-interval 5 --snip-lag 3 --snip-wait 240 --snip-probe-tokens 32"
+_NOISE = (
+    "--snip --snip-first-update 3 --snip-update-interval 5 --snip-lag 3 --snip-wait 240 --snip-settings probe_tokens=32"
+)
 # Steps 16 to 18 spike: the guard takes the map of 14 back before 20. Then gradient norms are looked at every tenth
 # step, from 50 on there is something to compare with, and the least drift starts an update before 52.
 _EVERYTHING = (
     "--snip --snip-formats fp4 --snip-first-update 10"
-    " --snip-update-interval 0 --snip-lag 4 --snip-wait 240 --snip-probe-tokens 32 --snip-guard-steps 6"
-    " --snip-guard-window 10 --snip-guard-bar 1 --snip-trigger 1e-6"
+    " --snip-update-interval 0 --snip-lag 4 --snip-wait 240 --snip-settings probe_tokens=32 --snip-guard-steps 6"
+    " --snip-settings guard_window=10 --snip-settings guard_bar=1 --snip-settings trigger=1e-6"
 )
 
 

@@ -24,7 +24,7 @@ STARVED = shlex.split(
 )
 SNIP = shlex.split(
     "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 1 --snip-wait 120 --snip-budget fp4=0.9"
-    " --snip-trigger 0.5"
+    " --snip-settings trigger=0.5"
 )
 
 
@@ -72,7 +72,8 @@ ONE = shlex.split(
     " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
 )
 PROBED = shlex.split(
-    "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 1 --snip-wait 120 --snip-backward-noise"
+    "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 1 --snip-wait 120"
+    " --snip-settings backward_noise=true"
     " --snip-probe-microbatches 2 --global-batch-size 4"
 )
 

@@ -19,7 +19,8 @@ pytest.importorskip("tensorboard")
 pytest.importorskip("wandb")
 
 SNIP = shlex.split(
-    "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 2 --snip-wait 120 --snip-probe-tokens 64"
+    "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 2 --snip-wait 120"
+    " --snip-settings probe_tokens=64"
 )
 
 

@@ -22,7 +22,7 @@ RANKS = 2
 # Updates begin before steps 1 and 11, with plans from 3 and 13 on; phases begin at 10, 15 and 18. Due decisions wait.
 SNIP = shlex.split(
     f"--snip --snip-budget fp4={BUDGET} --snip-schedule auto --snip-first-update 1 --snip-update-interval 10"
-    f" --snip-lag 2 --snip-wait 240 --snip-probe-tokens 32 --num-layers 2 {SHARDED}"
+    f" --snip-lag 2 --snip-wait 240 --snip-settings probe_tokens=32 --num-layers 2 {SHARDED}"
 )
 REPLAYED = ("--num-layers", "2", "--use-distributed-optimizer")
 

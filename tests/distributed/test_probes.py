@@ -49,12 +49,12 @@ ALL_BF16 = ("--snip", "--snip-policy", "bf16")
 # Everything pinned to bf16: updates run, maps are solved and adopted, and change nothing.
 PROBES = shlex.split(
     "--snip --snip-budget fp4=0 --snip-pin *=bf16 --snip-first-update 3 --snip-update-interval 3 --snip-lag 2"
-    " --snip-backward-noise --snip-probe-tokens 48"
+    " --snip-settings backward_noise=true --snip-settings probe_tokens=48"
 )
 # Options forced alone; what follows from them is still on its way when the run ends.
 MEASUREMENT = shlex.split(
     "--snip --snip-settings '{\"truth\": true}' --snip-formats fp4 --snip-update-interval 100 --snip-lag 50"
-    " --snip-first-update 3 --snip-probe-tokens 48"
+    " --snip-first-update 3 --snip-settings probe_tokens=48"
 )
 STEPS = 9  # two updates, adopted
 

@@ -23,7 +23,7 @@ from snip_megatron.statistics.table import StatisticsTable
 FORMATS = "bf16,fp8,fp8_tensor"
 # Due decisions wait for the solver, so that every run adopts two maps: before step 6 and before step 12.
 SNIP = shlex.split(
-    "--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 4 --snip-wait 120 --snip-probe-tokens 64"
+    "--snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 4 --snip-wait 120 --snip-settings probe_tokens=64"
 )
 
 
@@ -45,7 +45,7 @@ def slowest(request: SolveRequest, table: StatisticsTable, precision_map: Precis
 
 
 def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> None:
-    pin = ("--snip-pin", "decoder.layers.3.*=bf16", "--snip-change-penalty", "1e-3")
+    pin = ("--snip-pin", "decoder.layers.3.*=bf16", "--snip-settings", "change_penalty=1e-3")
     done = warm.run(
         2, arguments(tmp_path, "speedup=1.25", "--pipeline-model-parallel-size", "2", *pin), tmp=tmp_path, timeout=300
     )
@@ -147,7 +147,7 @@ def test_the_fastest_map_within_a_loss(warm: WarmRanks, tmp_path: Path) -> None:
 def test_a_share_of_flops_with_the_map_in_force_held(warm: WarmRanks, tmp_path: Path) -> None:
     """The penalty makes the second update keep the first one's choices; a share's map file is as ever."""
     run = tmp_path / "run"
-    extra = ("--snip-dir", str(run), "--snip-change-penalty", "1e6")
+    extra = ("--snip-dir", str(run), "--snip-settings", "change_penalty=1e6")
     done = warm.run(1, tiny_llama_args(*SNIP, *extra, iters=14), tmp=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     adopted = [e for e in read_events(run) if e["event"] == "adopt"]
@@ -187,4 +187,4 @@ def test_a_cpu_has_no_times_of_its_own(warm: WarmRanks, tmp_path: Path) -> None:
     (line,) = error_lines(done)
     assert done.returncode == 2
     assert "--snip-timings FILE" in line
-    assert "--snip-cost flops" in line
+    assert "--snip-settings cost=flops" in line

@@ -14,7 +14,7 @@ from snip_megatron.records.readers import read_events, read_metrics
 JUMP, STEPS, SAVED = 60, 78, 71
 # The interval is out of reach: what starts after step 1 the trigger has started.
 SNIP = shlex.split(
-    "--snip --snip-first-update 1 --snip-update-interval 0 --snip-lag 2 --snip-wait 120 --snip-trigger 0.2"
+    "--snip --snip-first-update 1 --snip-update-interval 0 --snip-lag 2 --snip-wait 120 --snip-settings trigger=0.2"
     " --num-layers 2 --lr 1e-4 --min-lr 1e-4 --lr-decay-style constant --lr-warmup-iters 0"
 )
 

@@ -21,7 +21,7 @@ PINNED = "decoder.layers.1.mlp.linear_fc2:wgrad"
 SNIP = shlex.split(
     f"--snip --snip-pin {PINNED}=nvfp4_hadamard"
     f" --snip-formats {CANDIDATES} --snip-first-update 1 --snip-update-interval 100 --snip-lag 1 --snip-wait 240"
-    " --snip-probe-tokens 32"
+    " --snip-settings probe_tokens=32"
 )
 PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 

@@ -25,7 +25,7 @@ TIMEOUT_S = 600.0
 _MODEL = ("--num-layers", "2", "--global-batch-size", "4")
 _SNIP = (
     f"--snip --snip-first-update {FIRST_UPDATE} --snip-update-interval {INTERVAL} --snip-lag {LAG} --snip-wait 300"
-    " --snip-deadline 120"
+    " --snip-settings deadline=120"
 ).split()
 
 

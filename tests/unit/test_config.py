@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.config import SnipConfig, add_arguments
+from snip_megatron.config import SnipConfig, add_arguments, parse_snip_arguments
+from snip_megatron.config.options import is_option
 from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import AUTO
-from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE
 
-FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name not in ("enabled", "truth")}
+FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name != "enabled"}
+OPTIONS = {name: f for name, f in FIELDS.items() if is_option(f)}
 
 
 def parse(*argv: str) -> SnipConfig:
@@ -32,22 +33,31 @@ def flag(name: str) -> str:
 
 
 # -- arguments -------------------------------------------------------------------------------------------------
-def test_every_field_is_an_argument_with_help_and_default() -> None:
+def test_every_option_is_an_argument_with_help_and_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     actions = {action.dest: action for action in parser._actions}
-    assert set(actions) - {"help", "snip", "snip_settings"} == {f"snip_{name}" for name in FIELDS}
-    for name, f in FIELDS.items():
+    assert set(actions) - {"help", "snip", "snip_settings"} == {f"snip_{name}" for name in OPTIONS}
+    assert len(actions) - 1 <= 30  # a user of a job can read them all
+    for name, f in OPTIONS.items():
         action = actions[f"snip_{name}"]
         assert action.option_strings == [flag(name)]
         assert action.help
         if f.default is not None and not isinstance(f.default, bool | tuple):
             assert f"; default: {f.default}" in action.help, name
-    for name, value in (("standing_share", STANDING_SHARE), ("forgetting", FORGETTING)):
-        assert f"Without this argument: {value:g}" in str(actions[f"snip_{name}"].help)
-    for name, choice in (("granularity", "layer"), ("eval", "both"), ("gemm", "reference")):
-        help_text = actions[f"snip_{name}"].help
-        assert help_text is not None
-        assert choice in help_text
+
+
+def test_arguments_that_are_gone_say_what_to_use() -> None:
+    with pytest.raises(SnipError, match=r"^--snip-probe-tokens is no argument any more: use --snip-settings probe_tok"):
+        parse_snip_arguments(["--snip", "--snip-probe-tokens", "64"])
+    with pytest.raises(SnipError, match=r"^--snip-group is no argument any more: .* --snip-pin"):
+        parse_snip_arguments(["--snip", "--snip-group=*.linear_fc1"])
+    assert parse_snip_arguments(["--snip", "--num-layers", "2", "--snipped"]).enabled
+
+
+def test_settings() -> None:
+    config = parse("--snip", "--snip-settings", "probe_tokens=64", "--snip-settings", '{"cost": "flops", "lag": 3}')
+    assert config == SnipConfig(enabled=True, probe_tokens=64, cost="flops", lag=3)
+    assert parse("--snip", "--snip-settings", "lag=5", "--snip-lag", "4").lag == 4  # an argument wins
 
 
 def test_nothing_given_is_the_default_and_disabled() -> None:
@@ -64,45 +74,28 @@ def test_from_args_of_a_foreign_namespace() -> None:
 SAMPLES: dict[str, tuple[list[str], Any]] = {
     "budget": (["fp4=0.5"], "fp4=0.5"),
     "schedule": (["auto"], "auto"),
-    "deploy": (["bf16"], "bf16"),
-    "standing_share": (["0.5"], 0.5),
-    "forgetting": (["1.5"], 1.5),
     "formats": (["nvfp4,mxfp8"], ("nvfp4", "mxfp8")),
-    "cost": (["flops"], "flops"),
     "timings": (["t.json"], "t.json"),
-    "backward_share": (["0.145"], 0.145),
-    "change_penalty": (["0.5"], 0.5),
     "granularity": (["layer"], "layer"),
     "update_interval": (["77"], 77),
-    "trigger": (["0.3"], 0.3),
     "first_update": (["5"], 5),
     "lag": (["3"], 3),
     "wait": (["30"], 30.0),
     "policy": (["random"], "random"),
     "estimator": (["fisher"], "fisher"),
     "q": (["paper"], "paper"),
-    "backward_noise": ([], True),
     "probe_microbatches": (["4"], 4),
-    "probe_tokens": (["64"], 64),
-    "probe_noise": (["0.1"], 0.1),
-    "protect": (["qkv,fc1"], ("qkv", "fc1")),
     "stage_tolerance": (["none"], "none"),
     "pin": (["*.linear_fc2=fp8"], ("*.linear_fc2=fp8",)),
     "map": (["m.json"], "m.json"),
     "replay": (["runs/a"], "runs/a"),
     "gemm": (["reference"], "reference"),
-    "gemm_library": (["cublas"], "cublas"),
     "communication": (["gather"], "gather"),
     "gradient_reduction": (["fp8"], "fp8"),
     "fusions": (["none"], "none"),
     "eval": (["bf16"], "bf16"),
-    "solver_time": (["2.5"], 2.5),
-    "deadline": (["60"], 60.0),
     "guard_steps": (["30"], 30),
     "guard_sigma": (["4.5"], 4.5),
-    "guard_patience": (["2"], 2),
-    "guard_window": (["40"], 40),
-    "guard_bar": (["0.8"], 0.8),
     "seed": (["7"], 7),
     "dir": (["runs/b"], "runs/b"),
     "overwrite": ([], True),
@@ -110,21 +103,14 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
 }
 
 
-# What an argument has no meaning without.
-NEEDS = {
-    "timings": ("--snip-budget", "speedup=1.2"),  # none beside a share of FLOPs
-    **dict.fromkeys(("deploy", "standing_share", "forgetting"), ("--snip-schedule", "auto")),
-}
-
-
-def test_samples_cover_every_field() -> None:
-    assert SAMPLES.keys() == FIELDS.keys()
+def test_samples_cover_every_option() -> None:
+    assert SAMPLES.keys() == OPTIONS.keys()
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_each_argument_reaches_its_field_and_no_other(name: str) -> None:
     values, expected = SAMPLES[name]
-    others = NEEDS.get(name, ())
+    others = ("--snip-budget", "speedup=1.2") if name == "timings" else ()  # none beside a share of FLOPs
     config = parse("--snip", flag(name), *values, *others)
     assert getattr(config, name) == expected != FIELDS[name].default
     assert config == dataclasses.replace(parse("--snip", *others), **{name: expected})
@@ -142,7 +128,7 @@ def test_repeatable_arguments_keep_their_order() -> None:
 def test_as_dict_is_json_and_tells_configurations_apart() -> None:
     config = parse("--snip", "--snip-pin", "*=fp8", "--snip-seed", "3")
     body = json.loads(json.dumps(config.as_dict()))
-    assert body.keys() == {"enabled", "truth", *FIELDS}
+    assert body.keys() == {"enabled", *FIELDS}
     assert body["pin"] == ["*=fp8"]
     assert body != parse("--snip", "--snip-pin", "*=fp8", "--snip-seed", "4").as_dict()
 
@@ -171,19 +157,19 @@ BAD = [
     (("--snip-budget", "loss=nan"), ["--snip-budget loss=nan", "must be a number of nats"]),
     (("--snip-formats", "bf16,fp4"), ["--snip-formats bf16,fp4", "under fp4=", "pin GEMMs"]),
     (("--snip-formats", "bf16", "--snip-budget", "speedup=1"), ["--snip-formats bf16", "nothing to choose"]),
-    (("--snip-cost", "money"), ["--snip-cost money", "flops"]),
-    (("--snip-cost", "time"), ["--snip-cost time", "--snip-budget fp4=0.75", "share of FLOPs"]),
+    (("--snip-settings", "cost=money"), ["--snip-settings cost=money", "flops"]),
+    (("--snip-settings", "cost=time"), ["--snip-settings cost=time", "--snip-budget fp4=0.75", "share of FLOPs"]),
     (("--snip-timings", "t.json"), ["--snip-timings t.json", "--snip-budget fp4=0.75"]),
     (
-        ("--snip-timings", "t.json", "--snip-cost", "flops", "--snip-budget", "speedup=1.1"),
-        ["--snip-timings t.json", "--snip-cost flops"],
+        ("--snip-timings", "t.json", "--snip-settings", "cost=flops", "--snip-budget", "speedup=1.1"),
+        ["--snip-timings t.json", "--snip-settings cost=flops"],
     ),
     (("--snip-budget", "loss=0.1", "--snip-policy", "random"), ["--snip-budget loss=0.1", "--snip-policy random"]),
     (("--snip-budget", "loss=0.1", "--snip-q", "paper"), ["--snip-budget loss=0.1", "--snip-q paper"]),
-    (("--snip-change-penalty", "-1"), ["--snip-change-penalty -1", "0 or more"]),
+    (("--snip-settings", "change_penalty=-1"), ["--snip-settings change_penalty=-1", "at least 0"]),
     (
-        ("--snip-change-penalty", "1", "--snip-budget", "loss=0.1", "--snip-policy", "fisher"),
-        ["--snip-change-penalty 1.0", "--snip-budget loss=0.1"],
+        ("--snip-settings", "change_penalty=1", "--snip-budget", "loss=0.1", "--snip-policy", "fisher"),
+        ["--snip-settings change_penalty=1", "--snip-budget loss=0.1"],
     ),
     (("--snip-wait", "inf"), ["--snip-wait inf", "0 or more"]),
     (("--snip-policy", "best"), ["--snip-policy best", "backward-first"]),
@@ -206,11 +192,15 @@ BAD = [
     (("--snip-lag", "0"), ["--snip-lag 0", "at least 1"]),
     (("--snip-lag", "50", "--snip-update-interval", "50"), ["--snip-lag 50", "--snip-update-interval 50"]),
     (("--snip-probe-microbatches", "0"), ["--snip-probe-microbatches 0"]),
-    (("--snip-probe-tokens", "0"), ["--snip-probe-tokens 0"]),
-    (("--snip-probe-noise", "0"), ["--snip-probe-noise", "positive"]),
-    (("--snip-probe-noise", "inf"), ["--snip-probe-noise", "positive"]),
-    (("--snip-solver-time", "-1"), ["--snip-solver-time", "positive"]),
-    (("--snip-deadline", "nan"), ["--snip-deadline", "positive"]),
+    (("--snip-settings", "probe_tokens=0"), ["--snip-settings probe_tokens=0", "at least 1"]),
+    (("--snip-settings", "probe_noise=0"), ["--snip-settings probe_noise=0", "positive"]),
+    (("--snip-settings", "deadline=NaN"), ["--snip-settings deadline=nan", "positive"]),
+    (("--snip-settings", "guard_bar=1.5"), ["--snip-settings guard_bar=1.5", "at most 1"]),
+    (("--snip-settings", "guard_window=3"), ["--snip-settings guard_window=3", "at least 10"]),
+    (("--snip-settings", "lag=fast"), ["--snip-settings lag", "expected int"]),
+    (("--snip-settings", "speed=1"), ["--snip-settings speed=1", "known settings"]),
+    (("--snip-settings", "probe_tokens"), ["--snip-settings probe_tokens", "NAME=VALUE"]),
+    (("--snip-guard-sigma", "0"), ["--snip-guard-sigma 0", "positive"]),
     (("--snip-map", "a.json", "--snip-replay", "b"), ["--snip-map", "--snip-replay"]),
     (("--snip-map", "a.json", "--snip-pin", "*=fp8"), ["--snip-map", "--snip-pin"]),
     (("--snip-replay", "b", "--snip-pin", "*=fp8"), ["--snip-replay", "--snip-pin"]),
@@ -235,7 +225,7 @@ def test_arguments_without_the_switch_are_refused(name: str) -> None:
         parse(flag(name), *SAMPLES[name][0])
 
 
-@pytest.mark.parametrize("argv", [("--snip-lag", "ten"), ("--snip-probe-noise", "some"), ("--snip-seed", "1.5")])
+@pytest.mark.parametrize("argv", [("--snip-lag", "ten"), ("--snip-seed", "1.5")])
 def test_a_number_that_is_none_is_argparse_s_error_with_the_argument_s_name(argv: tuple[str, str]) -> None:
     with pytest.raises(argparse.ArgumentError, match=argv[0]):
         parse("--snip", *argv)
@@ -309,29 +299,24 @@ def test_any_pin_is_a_pair_or_a_snip_error(text: str) -> None:
         assert f"{glob}={fmt}" == text
 
 
-def test_kinds_to_protect() -> None:
-    assert SnipConfig().protected_kinds == ("mlp.linear_fc2", "self_attention.linear_proj")
-    assert parse("--snip", "--snip-protect", "qkv").protected_kinds == ("self_attention.linear_qkv",)
-    assert parse("--snip", "--snip-protect", "").protected_kinds == ()
-    with pytest.raises(SnipError, match="--snip-protect fc3: unknown kind of linear; choose among qkv, proj, fc1, fc2"):
-        parse("--snip", "--snip-protect", "fc2,fc3")
-
-
 def test_a_trigger_needs_no_interval() -> None:
-    alone = parse("--snip", "--snip-update-interval", "0", "--snip-trigger", "0.3", "--snip-first-update", "7")
+    alone = SnipConfig(enabled=True, update_interval=0, trigger=0.3, first_update=7)
     assert alone.updates
     assert [step for step in range(40) if alone.is_update_step(step)] == [7]
     assert [alone.next_update(step) for step in (0, 7, 8)] == [7, 7, None]
     assert not parse("--snip", "--snip-update-interval", "0").updates
-    with pytest.raises(SnipError, match=r"--snip-trigger -1.0: must be a finite number, 0 or more"):
-        parse("--snip", "--snip-trigger", "-1")
-    with pytest.raises(SnipError, match="--snip-trigger cannot be combined with --snip-replay"):
-        parse("--snip", "--snip-trigger", "0.3", "--snip-replay", "run")
+    with pytest.raises(SnipError, match=r"--snip-settings trigger=0.3 cannot be combined with --snip-replay"):
+        SnipConfig(enabled=True, trigger=0.3, replay="run")
 
 
-def test_a_share_of_the_backward_pass_is_no_less_than_nothing() -> None:
-    with pytest.raises(SnipError, match=r"--snip-backward-share -1.0: must be a finite number, 0 or more"):
-        parse("--snip", "--snip-backward-share", "-1")
+def test_the_request_has_what_the_configuration_says() -> None:
+    config = SnipConfig(
+        enabled=True, budget="speedup=1.2", pin=("*=bf16",), solver_time=3.0, probe_tokens=7, seed=5, policy="fisher"
+    )
+    request = config.request(version=4)
+    assert (request.speedup, request.target, request.loss) == (1.2, 0.0, None)
+    assert (request.pins, request.deterministic_time, request.version) == ((("*", "bf16"),), 3.0, 4)
+    assert (request.seed, request.policy, request.stage_tolerance) == (5, "fisher", 0.02)
 
 
 # -- schedules -------------------------------------------------------------------------------------------------
@@ -345,7 +330,10 @@ def test_a_schedule_is_static_auto_or_a_file(tmp_path: Path) -> None:
     assert [phase.begin for phase in read.phases] == [0.0, 0.9]
     with pytest.raises(SnipError, match=r"phases\[1\].budget: fp4=0.5 cannot be combined with --snip-budget speedup="):
         parse("--snip", "--snip-schedule", str(path), "--snip-budget", "speedup=1.2")
+    inline = parse("--snip", "--snip-schedule", path.read_text())
+    assert inline.phases == read
     path.write_text("{}")
+    assert inline.phases == read  # a file is read once
     with pytest.raises(SnipError, match=r'^--snip-schedule .*late.json: "schema" must be'):
         parse("--snip", "--snip-schedule", str(path))
 
@@ -354,25 +342,26 @@ def test_what_is_deployed_follows_what_is_validated_unless_it_is_said() -> None:
     assert parse("--snip").deployed == "map"
     assert parse("--snip", "--snip-eval", "both").deployed == "map"
     assert parse("--snip", "--snip-eval", "bf16").deployed == "bf16"
-    assert parse("--snip", "--snip-schedule", "auto", "--snip-eval", "bf16", "--snip-deploy", "map").deployed == "map"
+    assert SnipConfig(enabled=True, schedule="auto", eval="bf16", deploy="map").deployed == "map"
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         ("--snip-schedule sometimes", "--snip-schedule sometimes: cannot be read (No such file or directory)"),
-        ("--snip-deploy bf16", "--snip-deploy bf16 has no effect with --snip-schedule static"),
-        ("--snip-standing-share 0", "--snip-standing-share 0.0 has no effect with --snip-schedule static"),
-        ("--snip-schedule auto --snip-deploy fp8", "--snip-deploy fp8: unknown; choose one of map, bf16"),
-        ("--snip-schedule auto --snip-standing-share 1.5", "--snip-standing-share 1.5: must be a number between"),
-        ("--snip-schedule auto --snip-forgetting nan", "--snip-forgetting nan: must be a finite number"),
+        ("--snip-settings deploy=bf16", "--snip-settings deploy=bf16 has no effect with --snip-schedule static"),
+        ("--snip-settings deploy=fp8", "--snip-settings deploy=fp8: unknown; choose one of map, bf16"),
+        ("--snip-settings standing_share=1.5", "--snip-settings standing_share=1.5: must be at most 1"),
         ("--snip-schedule auto --snip-map m.json", "--snip-map m.json cannot be combined with --snip-schedule auto"),
         ("--snip-schedule auto --snip-replay r", "--snip-replay r cannot be combined with --snip-schedule auto"),
         ("--snip-schedule auto --snip-policy bf16", "--snip-policy bf16 cannot be combined with --snip-schedule auto"),
         ("--snip-schedule auto --snip-policy late-all", "--snip-policy late-all cannot be combined with --snip-sched"),
         ("--snip-schedule auto --snip-update-interval 0", "--snip-update-interval 0 cannot be combined with --snip-s"),
         ("--snip-schedule auto --snip-granularity layer", "--snip-granularity layer cannot be combined with --snip-s"),
-        ("--snip-schedule auto --snip-change-penalty 1", "--snip-change-penalty 1.0 cannot be combined with --snip-s"),
+        (
+            "--snip-schedule auto --snip-settings change_penalty=1",
+            "--snip-settings change_penalty=1 cannot be combined",
+        ),
         ("--snip-policy late-all --snip-budget loss=1", "--snip-policy late-all cannot be combined with --snip-budget"),
     ],
 )

@@ -60,7 +60,7 @@ class ProbeMemory:
         shapes: shapes of the linears that are recorded on this rank.
         handles: linears of this rank in the same order. Their formats tell what training saves of their inputs.
         host: the training loop.
-        probe_tokens: value of ``--snip-probe-tokens``.
+        probe_tokens: the setting ``probe_tokens``.
     """
 
     def __init__(self, shapes: ProbedShapes, handles: Sequence[LinearHandle], host: Host, probe_tokens: int) -> None:

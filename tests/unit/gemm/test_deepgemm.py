@@ -163,7 +163,7 @@ def test_why_it_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_library_auto_goes_on_and_deepgemm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepgemm, "why_not", lambda: "is not there")
     assert deepgemm.deepgemm(None, required=False) == (None, "cuBLASLt; DeepGEMM is not there")
-    with pytest.raises(SnipError, match="--snip-gemm-library deepgemm: is not there"):
+    with pytest.raises(SnipError, match="--snip-settings gemm_library=deepgemm: is not there"):
         deepgemm.deepgemm(None, required=True)
 
 
@@ -188,7 +188,7 @@ def test_an_installation_that_does_not_load_is_passed_over(
     assert found is None
     assert f"DeepGEMM cannot be imported ({said})" in products
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
-    with pytest.raises(SnipError, match="--snip-gemm-library deepgemm: cannot be imported"):
+    with pytest.raises(SnipError, match="--snip-settings gemm_library=deepgemm: cannot be imported"):
         deepgemm.deepgemm(library, required=True)
 
 

@@ -60,13 +60,13 @@ def test_on_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_a_library_that_is_asked_for_and_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (9, 0))
     monkeypatch.setattr(deepgemm, "why_not", lambda: "is not there")
-    with pytest.raises(SnipError, match=r"--snip-gemm-library deepgemm: is not there; use --snip-gemm-library auto"):
+    with pytest.raises(SnipError, match="gemm_library=deepgemm: is not there; use --snip-settings gemm_library=auto"):
         select_backend("auto", library="deepgemm")
     with pytest.raises(
-        SnipError, match=r"--snip-gemm-library deepgemm: the reference GEMMs \(as asked\) do not use it"
+        SnipError, match=r"--snip-settings gemm_library=deepgemm: the reference GEMMs \(as asked\) do not use it"
     ):
         select_backend("reference", library="deepgemm")
-    with pytest.raises(SnipError, match="--snip-gemm-library fast: unknown; choose one of auto, cublas, deepgemm"):
+    with pytest.raises(SnipError, match="gemm_library=fast: unknown; choose one of auto, cublas, deepgemm"):
         select_backend("auto", library="fast")
 
 

@@ -319,7 +319,7 @@ def test_phases_meet_the_share_on_average_and_harm_less_than_one_map() -> None:
     assert in_bf16["loss"] < found["loss"]
     text = render(body)
     assert "phases of --schedule auto over 1000 steps, deployed in the formats of the last phase" in text
-    assert "in training: --snip-schedule auto --snip-deploy map --train-iters 1000" in text
+    assert "in training: --snip-schedule auto --train-iters 1000" in text
 
 
 def test_what_phases_save() -> None:

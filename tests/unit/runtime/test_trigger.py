@@ -46,7 +46,7 @@ def test_drift_is_the_coefficient_of_variation_of_norms() -> None:
     assert reason is not None
     assert reason["since"] == 100
     assert reason["drift"] == trigger.drift
-    assert "--snip-trigger 0.2" in reason["reason"]
+    assert "trigger=0.2" in reason["reason"]
     assert settled(threshold=0.5).reason() is None
 
 

@@ -1,0 +1,106 @@
+"""Values of a configuration that are more than a number or a name: phases, pins, tolerances, the guard's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from snip_megatron.errors import SnipError, cut
+from snip_megatron.precision import Format
+from snip_megatron.precision.phases import AUTO, Schedule
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """When the guard takes a map back.
+
+    Attributes:
+        steps: number of steps after an adoption during which the guard watches the map; 0 disables the guard.
+        sigma: a loss is a spike if it is this many standard deviations above the mean before the adoption.
+        patience: number of spikes in a row after which the map is taken back.
+        window: number of losses before the adoption from which mean and standard deviation are computed.
+        bar: limit of the next map's predicted loss, as a share of the predicted loss of the map that was taken back.
+    """
+
+    steps: int = 100
+    sigma: float = 6.0
+    patience: int = 3
+    window: int = 50
+    bar: float = 0.9
+
+
+LEAST_LOSSES = 10
+"""Minimum number of losses for a spike test. With fewer losses, the guard reacts only to NaN and Inf."""
+
+
+def load_schedule(schedule: str, budget: str, prefix: str = "--snip-") -> Schedule | None:
+    """Return the phases that ``--snip-schedule`` selects.
+
+    Args:
+        schedule: ``static``, ``auto``, the name of a ``snip.schedule/1`` file, or the text of one.
+        budget: the kind of the run's budget: ``fp4``, ``speedup`` or ``loss``.
+        prefix: that of the arguments, for errors.
+
+    Returns:
+        The phases; None for ``static``.
+
+    Raises:
+        SnipError: the file cannot be read, or a phase has a budget of another kind than the run.
+    """
+    if schedule in ("static", "auto"):
+        return AUTO if schedule == "auto" else None
+    here = f"{prefix}schedule {cut(schedule)}"
+    text = schedule
+    if not schedule.startswith("{"):
+        try:
+            text = Path(schedule).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text"
+            raise SnipError(f"{here}: cannot be read ({reason}); give static, auto or a snip.schedule/1 file") from None
+    phases = Schedule.from_json(text, where=here)
+    for i, phase in enumerate(phases.phases):
+        if phase.budget is not None and phase.budget.kind != budget:
+            raise SnipError(
+                f"{here}: phases[{i}].budget: {phase.budget} cannot be combined with {prefix}budget {budget}=: a"
+                " phase's budget is of the same kind, fp4= or speedup="
+            )
+    return phases
+
+
+def parse_pins(pins: Iterable[str], prefix: str = "--snip-") -> tuple[tuple[str, str], ...]:
+    """Parse the values of ``--snip-pin``: (glob, format) pairs.
+
+    Args:
+        pins: the values.
+        prefix: prefix of the argument, for errors.
+
+    Raises:
+        SnipError: a value is not GLOB=FORMAT.
+    """
+    pairs = []
+    for text in pins:
+        glob, equals, fmt = text.rpartition("=")
+        if not equals or not glob or fmt not in Format._value2member_map_:
+            known = ", ".join(f.value for f in Format)
+            raise SnipError(f"{prefix}pin {cut(text)}: expected GLOB=FORMAT with FORMAT one of {known}")
+        pairs.append((glob, fmt))
+    return tuple(pairs)
+
+
+def parse_tolerance(text: str, prefix: str = "--snip-") -> float | None:
+    """Parse the value of ``--snip-stage-tolerance``: a share, or None for ``none``. Raises SnipError.
+
+    Args:
+        text: the value.
+        prefix: prefix of the argument, for errors.
+    """
+    if text.lower() == "none":
+        return None
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise SnipError(f"{prefix}stage-tolerance {cut(text)}: the share must be a number between 0 and 1")
+    return share
