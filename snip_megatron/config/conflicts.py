@@ -1,15 +1,17 @@
-"""Which values of a configuration cannot be combined."""
+"""Which values of a configuration (``run.SnipConfig``, which imports this module) cannot be combined."""
 
 from __future__ import annotations
 
-from snip_megatron.config.run import LATE, SnipConfig
+from typing import Any
+
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import FOUR_BIT, Format, candidates_fault
 
+LATE = ("late-forward", "late-all")
 FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 
 
-def check(config: SnipConfig) -> None:
+def check(config: Any) -> None:
     """Raise SnipError naming the arguments that cannot be combined."""
     _check_formats(config)
     _check_cost(config)
@@ -34,7 +36,7 @@ def in_nats(policy: str, q: str) -> bool:
     return policy == "fisher" or (policy == "snip" and q in ("split", "noise"))
 
 
-def _check_formats(config: SnipConfig) -> None:
+def _check_formats(config: Any) -> None:
     formats, wanted = config.formats, config.wanted
     here = f"--snip-formats {cut(','.join(formats))}"
     known = (*FORMATS, Format.BF16.value)
@@ -47,7 +49,7 @@ def _check_formats(config: SnipConfig) -> None:
         raise SnipError(f"{here}: none has four bits, so {budget} cannot be reached; add fp4")
 
 
-def _check_cost(config: SnipConfig) -> None:
+def _check_cost(config: Any) -> None:
     kind, budget = config.wanted.kind, f"--snip-budget {cut(config.budget)}"
     if kind == "fp4" and (config.cost == "time" or config.timings is not None):
         argument = "--snip-settings cost=time" if config.cost == "time" else f"--snip-timings {config.timings}"
@@ -76,7 +78,7 @@ def _check_cost(config: SnipConfig) -> None:
         )
 
 
-def _check_phases(config: SnipConfig) -> None:
+def _check_phases(config: Any) -> None:
     conflicts = (
         (f"map {config.map}", config.map is not None, "the map is fixed"),
         (f"replay {config.replay}", config.replay is not None, "what was recorded is adopted, phases included"),
@@ -101,7 +103,7 @@ def _check_phases(config: SnipConfig) -> None:
             )
 
 
-def _check_fixed_maps(config: SnipConfig) -> None:
+def _check_fixed_maps(config: Any) -> None:
     """Check ``--snip-map`` and ``--snip-replay``, under which no map is solved for."""
     fixed = [name for name in ("map", "replay") if getattr(config, name) is not None]
     if len(fixed) == 2:

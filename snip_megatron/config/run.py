@@ -8,6 +8,8 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from snip_megatron.config.conflicts import LATE
+from snip_megatron.config.conflicts import check as check_conflicts
 from snip_megatron.config.options import check_option, given_options, option, setting
 from snip_megatron.config.values import LEAST_LOSSES, GuardSettings, load_schedule, parse_pins, parse_tolerance
 from snip_megatron.errors import SnipError, cut
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 COMMUNICATION = ("bf16", "gather", "all")
 GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")
 DEPLOYED = ("map", "bf16")
-LATE = ("late-forward", "late-all")
 
 
 @dataclass(frozen=True)
@@ -353,12 +354,10 @@ class SnipConfig:
 
     # -- validation --------------------------------------------------------------------------------------------
     def _validate(self) -> None:
-        from snip_megatron.config import conflicts
-
         _ = self.wanted, self.tolerance, self.pins
         for field in dataclasses.fields(self)[1:]:
             check_option(field, getattr(self, field.name))
-        conflicts.check(self)
+        check_conflicts(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, as ``config.json`` of the run directory holds them."""
