@@ -22,7 +22,7 @@ from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision.phases import Schedule
 
 STANDING_SHARE = 0.8
-"""Share of an fprop's loss that disappears once the fprop is precise, the default of ``--snip-standing-share``.
+"""Share of an fprop's loss that disappears once the fprop is precise, the default of ``standing_share``.
 
 It was fitted to runs of a 26 M model whose fprops become precise late; .82 fits best
 (``tests/unit/sensitivity/test_persistence.py``). Another estimate is .81: what all-fp4 loses by its own formats alone,
@@ -38,7 +38,7 @@ runs of a 26 M model, .09 to .16 of an fprop's loss is of this kind, .12 to .2 o
 """
 
 FORGETTING = 0.0
-"""Rate at which later training repairs the carried part, the default of ``--snip-forgetting``.
+"""Rate at which later training repairs the carried part, the default of ``forgetting``.
 
 The same runs do not determine this rate. Values up to about 5 fit as well, with a smaller standing share.
 """
