@@ -19,65 +19,48 @@ from megatron.training import global_vars
 from snip_megatron.errors import SnipError
 
 
-class PretrainCall:
-    """The arguments of one call of ``pretrain``.
+def bound_call(positional: Sequence[Any], named: Mapping[str, Any]) -> inspect.BoundArguments:
+    """Return the arguments of a script's call of ``pretrain``, by name. Raises SnipError if Megatron's takes others."""
+    try:
+        return inspect.signature(training.pretrain).bind(*positional, **named)
+    except TypeError as error:
+        raise SnipError(f"attach(): Megatron's pretrain() cannot be called like this: {error}") from error
+
+
+def parsed_arguments() -> argparse.Namespace:
+    """Return Megatron's validated arguments, which the script parsed. Raises SnipError if it did not."""
+    if global_vars._GLOBAL_ARGS is None:
+        raise SnipError("attach(): pretrain() was called before the script parsed Megatron's arguments")
+    args: argparse.Namespace = global_vars._GLOBAL_ARGS
+    return args
+
+
+@contextmanager
+def hooked_model(call: inspect.BoundArguments, *, on_cpu: bool) -> Iterator[Any]:
+    """Give the model of a call hooks inside this context, and yield what holds ``pre_wrap_hooks``.
+
+    That is the model's own configuration, or a model provider that takes the place of the script's in the call.
 
     Args:
-        positional, named: The arguments that the script gave.
+        call: The call, from :func:`bound_call`.
+        on_cpu: Whether there is no CUDA device. Outputs sent through gloo must not be freed early there.
 
     Raises:
-        SnipError: If Megatron's ``pretrain`` does not take them.
+        SnipError: If the call has neither a model configuration nor a model provider.
     """
-
-    def __init__(self, positional: Sequence[Any], named: Mapping[str, Any]) -> None:
-        try:
-            self._bound = inspect.signature(training.pretrain).bind(*positional, **named)
-        except TypeError as error:
-            raise SnipError(f"attach(): Megatron's pretrain() cannot be called like this: {error}") from error
-
-    @property
-    def positional(self) -> tuple[Any, ...]:
-        """The positional arguments to call ``pretrain`` with."""
-        return self._bound.args
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """The keyword arguments to call ``pretrain`` with."""
-        return self._bound.kwargs
-
-    def parsed_arguments(self) -> argparse.Namespace:
-        """Return Megatron's validated arguments, which the script parsed."""
-        if global_vars._GLOBAL_ARGS is None:
-            raise SnipError("attach(): pretrain() was called before the script parsed Megatron's arguments")
-        args: argparse.Namespace = global_vars._GLOBAL_ARGS
-        return args
-
-    @contextmanager
-    def hooked_model(self, *, on_cpu: bool) -> Iterator[Any]:
-        """Give the model hooks inside this context, and yield what holds ``pre_wrap_hooks``.
-
-        That is the model's own configuration, or a model provider that takes the place of the script's in the call.
-
-        Args:
-            on_cpu: Whether there is no CUDA device. Outputs sent through gloo must not be freed early there.
-
-        Raises:
-            SnipError: If the call has neither a model configuration nor a model provider.
-        """
-        given = self._bound.arguments
-        model = getattr(given.get("cfg_container"), "model", None)
-        if model is None:
-            provider = given.get("model_provider")
-            if provider is None:
-                raise SnipError("attach(): pretrain() got neither a model configuration nor a model_provider")
-            model = given["model_provider"] = HookedProvider(provider)
-        before = list(model.pre_wrap_hooks)
-        if on_cpu:
-            model.pre_wrap_hooks.append(_keep_outputs)
-        try:
-            yield model
-        finally:
-            model.pre_wrap_hooks[:] = before
+    given = call.arguments
+    model = getattr(given.get("cfg_container"), "model", None)
+    if model is None:
+        if given.get("model_provider") is None:
+            raise SnipError("attach(): pretrain() got neither a model configuration nor a model_provider")
+        model = given["model_provider"] = HookedProvider(given["model_provider"])
+    before = list(model.pre_wrap_hooks)
+    if on_cpu:
+        model.pre_wrap_hooks.append(_keep_outputs)
+    try:
+        yield model
+    finally:
+        model.pre_wrap_hooks[:] = before
 
 
 def _keep_outputs(model_chunks: list[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from megatron.training import global_vars
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.attachment import run_attached
-from snip_megatron.megatron.compat.own_script import PretrainCall
+from snip_megatron.megatron.compat.own_script import bound_call, hooked_model
 from snip_megatron.megatron.model_linears import check_shapes, linear_names
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.precision import LinearId
@@ -38,10 +39,8 @@ ARGS = argparse.Namespace(
 SHAPES = ((192, 64), (64, 64), (128, 64), (64, 128))
 
 
-def call(**named: Any) -> PretrainCall:
-    return PretrainCall(
-        (SimpleNamespace(model=None),), {"train_valid_test_dataset_provider": 1, "model_type": 2} | named
-    )
+def call(**named: Any) -> inspect.BoundArguments:
+    return bound_call((SimpleNamespace(model=None),), {"train_valid_test_dataset_provider": 1, "model_type": 2} | named)
 
 
 def test_a_script_that_did_not_add_the_arguments_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,11 +57,11 @@ def test_a_script_that_did_not_add_the_arguments_is_told(monkeypatch: pytest.Mon
 
 def test_wrong_arguments_of_pretrain_are_one_line() -> None:
     with pytest.raises(SnipError, match=r"Megatron's pretrain\(\) cannot be called like this: .*'colour'"):
-        PretrainCall((1, 2, 3, 4), {"colour": "blue"})
+        bound_call((1, 2, 3, 4), {"colour": "blue"})
     nothing = call(forward_step_func=3)
     with (
         pytest.raises(SnipError, match="neither a model configuration nor a model_provider"),
-        nothing.hooked_model(on_cpu=False),
+        hooked_model(nothing, on_cpu=False),
     ):
         pass
 
@@ -71,9 +70,9 @@ def test_hooks_get_every_chunk_of_a_model_provider_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", argparse.Namespace(virtual_pipeline_model_parallel_size=2))
     made = call(forward_step_func=3, model_provider=lambda pre_process, vp_stage: [pre_process, vp_stage])
     seen: list[list[Any]] = []
-    with made.hooked_model(on_cpu=False) as model:
+    with hooked_model(made, on_cpu=False) as model:
         model.pre_wrap_hooks.append(lambda chunks: seen.append(list(chunks)) or chunks)
-        provide = made.named.get("model_provider", made.positional[-1])
+        provide = made.arguments["model_provider"]
         assert provide(True, vp_stage=0) == [True, 0]
         assert not seen
         provide(False, vp_stage=1)
@@ -83,8 +82,8 @@ def test_hooks_get_every_chunk_of_a_model_provider_once(monkeypatch: pytest.Monk
 
 def test_hooks_on_a_configuration_end_with_the_call() -> None:
     config = SimpleNamespace(pre_wrap_hooks=["the script's own"])
-    made = PretrainCall((SimpleNamespace(model=config), 1, 2, 3), {})
-    with made.hooked_model(on_cpu=True) as model:
+    made = bound_call((SimpleNamespace(model=config), 1, 2, 3), {})
+    with hooked_model(made, on_cpu=True) as model:
         assert model is config
         assert len(model.pre_wrap_hooks) == 2
     assert config.pre_wrap_hooks == ["the script's own"]
