@@ -92,7 +92,7 @@ class HopperBackend(GemmBackend):
             tiled = self._products.prepared(self._quantizers.quantize_blocks(x, *stored))
         elif any(stored):
             tiled = self._quantizers.quantize_tiles(
-                x, *stored, row_seed=keys[0], col_seed=keys[1], offset=(first_row, 0), cols=cols
+                x, *stored, row_seed=keys[0], col_seed=keys[1], first_row=first_row, cols=cols
             )
         if any(scaled):
             whole = self._quantizers.quantize_tensor(x, row=scaled[0], col=scaled[1], amax=amax)

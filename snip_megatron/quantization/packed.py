@@ -7,7 +7,6 @@ Triton, with the same bytes; this module is their reference, and runs where the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from snip_megatron.precision import FOUR_BIT, Format
 from snip_megatron.quantization.formats import TILE, resolve
 from snip_megatron.quantization.fours import pack_fours as pack_fours
 from snip_megatron.quantization.fours import unpack_fours as unpack_fours
-from snip_megatron.quantization.reference import Quantized, fake_quantize, quantize
+from snip_megatron.quantization.reference import Quantized, quantize
 from snip_megatron.quantization.rounding import Key
 
 STORED = (Format.FP8, Format.FP4)
@@ -71,13 +70,10 @@ class Operands:
     Attributes:
         row: the matrix with reduction along K: rows = M, depth = K. None if it was not requested.
         col: the transposed matrix with reduction along M: rows = K, depth = M. None if it was not requested.
-        sums: float64 [1 + 2·candidates, K]: column sums of x², then for each candidate format those of (Q(x) − x)² with
-            tiles along K and those with tiles along M. None if there are no candidates.
     """
 
     row: Operand | None
     col: Operand | None
-    sums: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,10 +96,8 @@ def quantize_tiles(
     *,
     row_seed: Key | None = None,
     col_seed: Key | None = None,
-    offset: tuple[int, int] = (0, 0),
-    rows: Tensor | None = None,
+    first_row: int = 0,
     cols: Tensor | None = None,
-    candidates: Sequence[Format | str] = (),
 ) -> Operands:
     """Quantise ``x`` [M, K] in 1×128 tiles along K and in 1×128 tiles along M. Each operand has its own format.
 
@@ -112,13 +106,13 @@ def quantize_tiles(
         row_format, col_format: fp8, fp4, or None to leave that operand out.
         row_seed, col_seed: seeds of stochastic rounding to fp4, for the tiles along K and along M. None rounds to
             nearest. fp8 always rounds to nearest (docs/method.md, Formats).
-        offset, rows, cols: global position of the elements of x, as in ``fake_quantize``.
-        candidates: formats (fp8, fp4) whose squared errors are summed. They round as the operands would.
+        first_row: global id of the first row, for the draws.
+        cols: integer [K], global ids of the columns, likewise; default: 0, 1, …
 
     Raises:
         SnipError: the format, the dtype or the number of dimensions is not supported.
     """
-    where: dict[str, Any] = {"offset": offset, "rows": rows, "cols": cols}
+    where: dict[str, Any] = {"offset": (first_row, 0), "cols": cols}
     row = col = None
     if row_format is not None:
         rounding = _rounding(stored_format(row_format), row_seed)
@@ -127,7 +121,7 @@ def quantize_tiles(
         rounding = _rounding(stored_format(col_format), col_seed)
         q = _quantized(x, col_format, axis=0, **rounding, **where)
         col = _tile_operand(Quantized(q.values.t(), q.scale.t(), (1, TILE)), x.shape[0])
-    return Operands(row, col, _error_sums(x, candidates, row_seed, col_seed, where) if candidates else None)
+    return Operands(row, col)
 
 
 def quantize_blocks(
@@ -227,16 +221,3 @@ def _block_operand(q: Quantized, depth: int) -> Operand:
     padded = torch.ones(row_blocks, -(-depth_blocks // 4) * 4, dtype=torch.float32, device=q.scale.device)
     padded[:, :depth_blocks] = q.scale
     return Operand(_stored_values(q.values), padded.t(), "block", depth)
-
-
-def _error_sums(
-    x: Tensor, candidates: Sequence[Format | str], row_seed: Key | None, col_seed: Key | None, where: dict[str, Any]
-) -> Tensor:
-    exact = x.detach().to(torch.float64)
-    sums = [exact.square().sum(0)]
-    for candidate in candidates:
-        format = stored_format(candidate)
-        for axis, seed in ((-1, row_seed), (0, col_seed)):
-            found = fake_quantize(x, format, axis=axis, **_rounding(format, seed), **where)
-            sums.append((found.to(torch.float64) - exact).square().sum(0))
-    return torch.stack(sums)

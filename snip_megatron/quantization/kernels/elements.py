@@ -49,7 +49,7 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def tile_scale(amax_bits, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DIVIDE: tl.constexpr):
+def tile_scale(amax_bits, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DIVIDE: tl.constexpr = False):
     """Return the FP32 scale of a tile, amax / 448 or amax / 6 in IEEE division, from the bits of max|x|.
 
     The scale is NaN if amax is NaN or Inf, and 1 if amax / maximum is zero.
@@ -87,40 +87,35 @@ def newton_reciprocal(x):
 
 
 @triton.jit
-def reciprocal(scale, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+def reciprocal(scale, HARDWARE: tl.constexpr):
     """Return 1 / scale to nearest, for a lifted scale. Tested for every scale that 16-bit numbers give."""
-    if HARDWARE and (DTYPE != "fp32"):
+    if HARDWARE:
         return newton_reciprocal(scale)
     else:
         return tl.div_rn(constant(1.0, scale), scale)
 
 
 @triton.jit
-def quotient(x, scale, lift, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return x / scale, rounded as IEEE division does.
+def quotient(x, scale, lift, HARDWARE: tl.constexpr):
+    """Return x / scale, rounded as IEEE division does, for 16-bit x and scales of tiles of 16-bit numbers (tested).
 
-    ``x`` is lifted, except for FP32. ``scale`` broadcasts: one number per tile.
+    ``x`` is lifted. ``scale`` broadcasts: one number per tile.
     """
-    if DTYPE == "fp32":
-        return tl.div_rn(x, scale + tl.zeros_like(x))
-    else:  # equals the division for every 16-bit x and every scale of 16-bit tiles (README.md)
-        scale = scale * lift
-        inverse = reciprocal(scale, DTYPE, HARDWARE)
-        rest = fma(_negated(scale), inverse, constant(1.0, scale), HARDWARE)
-        down = (rest < 0.0).to(tl.int32)  # keeps rest ≥ 0, so that a negative zero stays negative
-        inverse = (inverse.to(tl.int32, bitcast=True) - down).to(tl.float32, bitcast=True)
-        rest = fma(_negated(scale), inverse, constant(1.0, scale), HARDWARE) * inverse
-        return fma(x, inverse, x * rest, HARDWARE)
+    scale = scale * lift
+    inverse = reciprocal(scale, HARDWARE)
+    rest = fma(_negated(scale), inverse, constant(1.0, scale), HARDWARE)
+    down = (rest < 0.0).to(tl.int32)  # keeps rest ≥ 0, so that a negative zero stays negative
+    inverse = (inverse.to(tl.int32, bitcast=True) - down).to(tl.float32, bitcast=True)
+    rest = fma(_negated(scale), inverse, constant(1.0, scale), HARDWARE) * inverse
+    return fma(x, inverse, x * rest, HARDWARE)
 
 
 @triton.jit
-def nearest_e2m1(y, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Round FP32 y to E2M1, ties to even. A zero has no sign.
+def nearest_e2m1(y, HARDWARE: tl.constexpr):
+    """Round FP32 y to E2M1, ties to even. A zero has no sign. Quotients of 16-bit numbers never round above 6.
 
     Adds and subtracts 1.5·2^23 times the local spacing, with the sign of y.
     """
-    if DTYPE == "fp32":  # quotients of 16-bit numbers never exceed 6 by enough to round up
-        y = tl.minimum(tl.maximum(y, -6.0, propagate_nan=tl.PropagateNan.ALL), 6.0, propagate_nan=tl.PropagateNan.ALL)
     if HARDWARE:
         power = tl.inline_asm_elementwise(
             "max.xorsign.abs.f32 $0, $1, 0f3F800000;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
@@ -181,22 +176,3 @@ def joined(lo, hi, JOIN: tl.constexpr):
         return words, words
     else:
         return lo.to(tl.uint8), hi.to(tl.uint8)
-
-
-@triton.jit
-def decode(codes, other, JOIN: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return the FP32 pairs of E4M3 bytes. A NaN byte may read as 480; the scale of its tile is NaN."""
-    if JOIN and HARDWARE:
-        lo, hi = tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; .reg .b32 x, y; mov.b32 {a, b}, $4; cvt.rn.f16x2.e4m3x2 x, a;"
-            " cvt.rn.f16x2.e4m3x2 y, b; mov.b32 {a, b}, x; cvt.f32.f16 $0, a; cvt.f32.f16 $2, b;"
-            " mov.b32 {a, b}, y; cvt.f32.f16 $1, a; cvt.f32.f16 $3, b; }",
-            "=f,=f,=f,=f,r", [codes], dtype=(tl.float32, tl.float32), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        if JOIN:
-            other = ((codes >> 8) & 0xFF).to(tl.uint8)
-            codes = (codes & 0xFF).to(tl.uint8)
-        lo = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        hi = other.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return lo, hi

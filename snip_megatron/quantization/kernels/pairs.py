@@ -13,7 +13,7 @@ constants of a kernel: a model has few widths, and constant strides make address
 import triton
 import triton.language as tl
 
-from snip_megatron.quantization.kernels.elements import magnitude_bits, to_float32
+from snip_megatron.quantization.kernels.elements import magnitude_bits
 
 EDGE = tl.constexpr(128)
 PAIRS = tl.constexpr(64)
@@ -37,30 +37,18 @@ def over_rows(vector, DOWN: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(
-    x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr, WORDS: tl.constexpr, EVICTION: tl.constexpr = NO_POLICY
-):  # fmt: skip
-    """Load part (m, k) as [128, 64], or as [64, 64, 2] with ``DOWN``, where threads hold rows. Zeros outside the
-    matrix.
+def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr, EVICTION: tl.constexpr = NO_POLICY):
+    """Load part (m, k) as int32 words of two 16-bit numbers, zero outside the matrix: [128, 64], or [64, 64, 2] with
+    ``DOWN``, where threads hold rows.
 
-    With ``WORDS`` the part is loaded as 32-bit words (``x_stride`` and ``width`` count words) and returned twice;
-    otherwise even and odd columns are returned in the dtype of x. ``EVICTION`` is Triton's policy for the caches.
+    ``x_stride`` and ``width`` count words. ``EVICTION`` is Triton's policy for the caches.
     """
     i, j = _rows(DOWN), over_rows(tl.arange(0, PAIRS), DOWN)
-    base = x_ptr + m.to(tl.int64) * EDGE * x_stride
-    inside = m * EDGE + i < M
-    if WORDS:
-        pointers = base + k * PAIRS + i * x_stride + j
-        if DOWN:  # hides contiguity, so that the compiler chooses the layout of the transposed store for this load
-            pointers = tl.max_contiguous(pointers, [1, 1, 1])
-        words = tl.load(pointers, mask=inside & (k * PAIRS + j < width), other=0, eviction_policy=EVICTION)
-        return words, words
-    else:
-        cols = 2 * (k * PAIRS + j)
-        pointers = base + i * x_stride + cols
-        lo = tl.load(pointers, mask=inside & (cols < width), other=0.0, eviction_policy=EVICTION)
-        hi = tl.load(pointers + 1, mask=inside & (cols + 1 < width), other=0.0, eviction_policy=EVICTION)
-        return lo, hi
+    pointers = x_ptr + m.to(tl.int64) * EDGE * x_stride + k * PAIRS + i * x_stride + j
+    if DOWN:  # hides contiguity, so that the compiler chooses the layout of the transposed store for this load
+        pointers = tl.max_contiguous(pointers, [1, 1, 1])
+    inside = (m * EDGE + i < M) & (k * PAIRS + j < width)
+    return tl.load(pointers, mask=inside, other=0, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -73,38 +61,26 @@ def _half_bits(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def numbers(a, b, DTYPE: tl.constexpr, WORDS: tl.constexpr):
+def numbers(words, DTYPE: tl.constexpr):
     """Return FP32 of the even and of the odd columns."""
-    if WORDS:
-        if DTYPE == "bf16":
-            return _half_bits(a, DTYPE), (a & -65536).to(tl.float32, bitcast=True)
-        else:
-            return _half_bits(a, DTYPE), _half_bits(a >> 16, DTYPE)
+    if DTYPE == "bf16":
+        return _half_bits(words, DTYPE), (words & -65536).to(tl.float32, bitcast=True)
     else:
-        return to_float32(a), to_float32(b)
+        return _half_bits(words, DTYPE), _half_bits(words >> 16, DTYPE)
 
 
 @triton.jit
-def lifted(a, b, lo_lift, hi_lift, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr):
+def lifted(words, lo_lift, hi_lift, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     """Return ``numbers`` times powers of two (one per tile)."""
-    if WORDS and HARDWARE and (DTYPE == "bf16"):  # one multiplication per pair
+    if HARDWARE and (DTYPE == "bf16"):  # one multiplication per pair
         lift = (lo_lift.to(tl.uint32, bitcast=True) >> 16) | hi_lift.to(tl.uint32, bitcast=True)
         words = tl.inline_asm_elementwise(
-            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, lift], dtype=tl.int32, is_pure=True, pack=1
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [words, lift], dtype=tl.int32, is_pure=True, pack=1
         )
-        return numbers(words, words, DTYPE, WORDS)
+        return numbers(words, DTYPE)
     else:
-        lo, hi = numbers(a, b, DTYPE, WORDS)
+        lo, hi = numbers(words, DTYPE)
         return lo * lo_lift, hi * hi_lift
-
-
-@triton.jit
-def sign_words(a, lo, hi, WORDS: tl.constexpr):
-    """Return int32 words with the signs of a pair in bits 15 and 31."""
-    if WORDS:
-        return a
-    else:
-        return ((lo.to(tl.int32, bitcast=True) >> 16) & 0x8000) | (hi.to(tl.int32, bitcast=True) & -0x80000000)
 
 
 @triton.jit
@@ -139,14 +115,14 @@ def _largest(x, DOWN: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def amax_pairs(a, b, DOWN: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr):
+def amax_pairs(words, DOWN: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     """Return the FP32 bits of max|x| of each column (``DOWN``) or row, separately for even and odd columns."""
-    if WORDS and HARDWARE:
-        pairs = _largest(a, DOWN, DTYPE) & 0x7FFF7FFF
+    if HARDWARE:
+        pairs = _largest(words, DOWN, DTYPE) & 0x7FFF7FFF
         lo, hi = _half_bits(pairs & 0xFFFF, DTYPE), _half_bits(pairs >> 16, DTYPE)
         return lo.to(tl.int32, bitcast=True), hi.to(tl.int32, bitcast=True)
     else:
-        lo, hi = numbers(a, b, DTYPE, WORDS)
+        lo, hi = numbers(words, DTYPE)
         return _largest(magnitude_bits(lo), DOWN, ""), _largest(magnitude_bits(hi), DOWN, "")
 
 

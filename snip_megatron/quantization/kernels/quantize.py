@@ -5,9 +5,6 @@ Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -46,7 +43,6 @@ LAUNCH: dict[str, dict[str, int]] = {
     "tiles": {"num_warps": 8, "maxnreg": 64},
     "fp8 rows": {"num_warps": 8, "maxnreg": 72},  # fp8 along rows and either format along columns
     "stochastic": {"num_warps": 8, "maxnreg": 72},
-    "sums": {"num_warps": 8, "maxnreg": 128},
     "blocks": {"num_warps": 8, "maxnreg": 64},
     "tensor": {"num_warps": 16, "maxnreg": 40},
     "amax": {"num_warps": 8, "maxnreg": 64},
@@ -56,7 +52,7 @@ that many warps with few registers each hide each other's latency."""
 ORDER: dict[str, object] = {"DESCENDING": True, "LAST_READ": "", "WRITE": ""}
 """The order in which a whole tensor is quantised, and the policies for the caches (``quantize --orders`` in benchmarks
 compares others). No choice changes a bit."""
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize_tiles(
@@ -66,51 +62,43 @@ def quantize_tiles(
     *,
     row_seed: Key | None = None,
     col_seed: Key | None = None,
-    offset: tuple[int, int] = (0, 0),
-    rows: Tensor | None = None,
+    first_row: int = 0,
     cols: Tensor | None = None,
-    candidates: Sequence[Format | str] = (),
 ) -> Operands:
     """See :func:`snip_megatron.quantization.packed.quantize_tiles`. The first call
     with given ``cols`` waits for the device to look at them."""
     x = _checked(x)
-    if _wants_reference(x, stochastic=row_seed is not None or col_seed is not None, sums=bool(candidates)):
-        return packed.quantize_tiles(
-            x, row_format, col_format,
-            row_seed=row_seed, col_seed=col_seed, offset=offset, rows=rows, cols=cols, candidates=candidates,
-        )  # fmt: skip
+    if not _is_readable(x):
+        seeds = {"row_seed": row_seed, "col_seed": col_seed}
+        return packed.quantize_tiles(x, row_format, col_format, **seeds, first_row=first_row, cols=cols)
     M, K = x.shape
     row, row_width = tile_output(x, row_format, M, K)
     col, col_width = tile_output(x, col_format, K, M)
-    places = {stored_format(candidate): 1 + 2 * i for i, candidate in enumerate(candidates)}
-    row_random, col_random = row_seed is not None, col_seed is not None
+    row_random, col_random = row_seed is not None and row_width == 4, col_seed is not None and col_width == 4
     if not (row_random or col_random):
-        rows = cols = None  # one kernel with and without them
-    row_key, col_key = key_memory(row_seed, x), key_memory(col_seed, x)
-    partial = x.new_zeros((1 + 2 * len(places), parts_of(M), K), dtype=torch.float32) if places else x
+        cols = x  # one kernel with and without them
+    elif cols is None:
+        cols = torch.arange(K, device=x.device)
+    row_key = key_memory(row_seed if row_random else None, x)
+    col_key = key_memory(col_seed if col_random else None, x)
     if x.numel():
-        source = _source(x)
-        random = (row_random and row_width == 4) or (col_random and col_width == 4)
-        row_ids, col_ids = x if rows is None else rows, x if cols is None else cols
         launch(
             tile_kernel, (parts_of(K), parts_of(M)),
-            (x, *memory_of(row, x), *memory_of(col, x), partial, row_ids, col_ids, row_key, col_key),
+            (x, *memory_of(row, x), *memory_of(col, x), cols, row_key, col_key),
             (
-                source.dtype, *types_of(row, ROW_TYPES, x), *types_of(col, COL_TYPES, x), partial.dtype,
-                row_ids.dtype, col_ids.dtype, row_key.dtype, col_key.dtype,
+                torch.int32, *types_of(row, ROW_TYPES, x), *types_of(col, COL_TYPES, x), cols.dtype, row_key.dtype,
+                col_key.dtype,
             ),
-            (M, K, source.width, stride_of(col)), (*offset, *key_arguments(row_seed), *key_arguments(col_seed)),
+            (M, K, K // 2, stride_of(col)), (first_row, *key_arguments(row_seed), *key_arguments(col_seed)),
             {
-                "x_stride": source.stride, "row_stride": stride_of(row) // 2,
+                "x_stride": x.stride(0) // 2, "row_stride": stride_of(row) // 2,
                 "ROW": row_width, "COL": col_width, "ROW_RANDOM": row_random, "COL_RANDOM": col_random,
                 "LOADED": row_key is not x or col_key is not x,
-                "SUMS": bool(places), "SUM_8": places.get(Format.FP8, 0), "SUM_4": places.get(Format.FP4, 0),
-                "GIVEN_ROWS": rows is not None, "GIVEN_COLS": cols is not None,
-                "PAIRED": are_pairs(cols, offset[1]) if row_random or col_random else True, **source.options,
+                "PAIRED": cols is x or are_pairs(cols, 0), **_device_options(x),
             },
-            LAUNCH["sums" if places else "stochastic" if random else "fp8 rows" if row_width == 8 and col else "tiles"],
+            LAUNCH["stochastic" if row_random or col_random else "fp8 rows" if row_width == 8 and col else "tiles"],
         )  # fmt: skip
-    return Operands(row, col, partial.sum(1, dtype=torch.float64) if places else None)
+    return Operands(row, col)
 
 
 def quantize_blocks(
@@ -118,19 +106,20 @@ def quantize_blocks(
 ) -> Operands:
     """See :func:`snip_megatron.quantization.packed.quantize_blocks`."""
     w = _checked(w)
+    if not _is_readable(w):
+        return packed.quantize_blocks(w, row_format, col_format, held=held)
     N, K = w.shape
     row, row_width = _block_output(w, row_format, N, K, None if held is None else held.operands.row)
     col, col_width = _block_output(w, col_format, K, N, None if held is None else held.operands.col)
     if w.numel():
-        source = _source(w)
         current = w if held is None else held.current
         launch(
             block_kernel, (parts_of(K), parts_of(N)), (w, *memory_of(row, w), *memory_of(col, w), current),
-            (source.dtype, *types_of(row, ROW_TYPES, w), *types_of(col, COL_TYPES, w), current.dtype),
-            (N, K, source.width, stride_of(col), _scale_stride(row), _scale_stride(col)), (),
+            (torch.int32, *types_of(row, ROW_TYPES, w), *types_of(col, COL_TYPES, w), current.dtype),
+            (N, K, K // 2, stride_of(col), _scale_stride(row), _scale_stride(col)), (),
             {
-                "x_stride": source.stride, "row_stride": stride_of(row) // 2, "ROW": row_width, "COL": col_width,
-                "GUARDED": held is not None, **source.options,
+                "x_stride": w.stride(0) // 2, "row_stride": stride_of(row) // 2, "ROW": row_width, "COL": col_width,
+                "GUARDED": held is not None, **_device_options(w),
             },
             LAUNCH["blocks"],
         )  # fmt: skip
@@ -142,24 +131,26 @@ def quantize_tensor(
 ) -> Operands:
     """See :func:`snip_megatron.quantization.packed.quantize_tensor`; without ``amax`` the matrix is read twice."""
     x = _checked(x)
+    if not _is_readable(x):
+        return packed.quantize_tensor(x, row=row, col=col, amax=amax, held=held)
     M, K = x.shape
     current = None if held is None else held.current
     row_side, col_side = _tensor_outputs(x, row, col) if held is None else (held.operands.row, held.operands.col)
     written = row_side or col_side
     if x.numel() and written is not None:
         maxima = largest_magnitudes(x, current) if amax is None else _bits(amax)
-        source, scale, flag = _source(x), written.scale, maxima if current is None else current
+        scale, flag = written.scale, maxima if current is None else current
         launch(
             tensor_kernel, (parts_of(K), parts_of(M)),
             (x, maxima, memory_of(row_side, x)[0], memory_of(col_side, x)[0], scale, flag),
             (
-                source.dtype, maxima.dtype, types_of(row_side, ROW_TYPES, x)[0], types_of(col_side, COL_TYPES, x)[0],
+                torch.int32, maxima.dtype, types_of(row_side, ROW_TYPES, x)[0], types_of(col_side, COL_TYPES, x)[0],
                 scale.dtype, flag.dtype,
             ),
-            (M, K, source.width, stride_of(col_side)), (maxima.numel(),),
+            (M, K, K // 2, stride_of(col_side)), (maxima.numel(),),
             {
-                "x_stride": source.stride, "row_stride": stride_of(row_side) // 2, "ROW": row, "COL": col,
-                "GUARDED": current is not None, **ORDER, **source.options,
+                "x_stride": x.stride(0) // 2, "row_stride": stride_of(row_side) // 2, "ROW": row, "COL": col,
+                "GUARDED": current is not None, **ORDER, **_device_options(x),
             },
             LAUNCH["tensor"],
         )  # fmt: skip
@@ -180,15 +171,15 @@ def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
     Each program stores its maximum, so that no memory has to be zero before. The quantiser finds the largest of them.
 
     Args:
-        x: [M, K], not empty.
+        x: 16-bit [M, K], not empty, K even.
         current: int32 on the device. If it is not zero, the result is not needed, and x is not read.
     """
     M, K = x.shape
     maxima = torch.empty(min(parts_of(M) * parts_of(K), MAXIMA.value), dtype=torch.int32, device=x.device)
-    source, flag = _source(x), maxima if current is None else current
+    flag = maxima if current is None else current
     launch(
-        amax_kernel, (maxima.numel(), 1), (x, maxima, flag), (source.dtype, maxima.dtype, flag.dtype),
-        (M, source.width), (), {"x_stride": source.stride, "GUARDED": current is not None, **source.options},
+        amax_kernel, (maxima.numel(), 1), (x, maxima, flag), (torch.int32, maxima.dtype, flag.dtype),
+        (M, K // 2), (), {"x_stride": x.stride(0) // 2, "GUARDED": current is not None, **_device_options(x)},
         LAUNCH["amax"],
     )  # fmt: skip
     return maxima
@@ -225,28 +216,10 @@ def _scale_stride(side: Operand | None) -> int:
     return 0 if side is None else side.scale.stride(1)
 
 
-class _Source(NamedTuple):
-    """The dtype, width and stride with which a kernel reads a matrix: numbers, or words of two 16-bit numbers where the
-    layout allows it.
-    """
-
-    dtype: torch.dtype
-    width: int
-    stride: int
-    options: dict[str, object]
+def _is_readable(x: Tensor) -> bool:
+    """Return whether the kernels take x: they read words of two 16-bit numbers. Torch quantises other matrices."""
+    return x.element_size() == 2 and x.stride(0) % 2 == 0 and x.shape[1] % 2 == 0 and x.storage_offset() % 2 == 0
 
 
-def _source(x: Tensor) -> _Source:
-    (_, width), stride, size = x.shape, x.stride(0), x.element_size()
-    words = size == 2 and stride % 2 == 0 and width % 2 == 0 and x.storage_offset() % 2 == 0
-    options = {"DTYPE": _DTYPES[x.dtype], "WORDS": words, "HARDWARE": has_hopper_instructions(x)}
-    return _Source(torch.int32, width // 2, stride // 2, options) if words else _Source(x.dtype, width, stride, options)
-
-
-def _wants_reference(x: Tensor, *, stochastic: bool, sums: bool) -> bool:
-    """Return whether torch's functions must replace the kernels.
-
-    For a matrix of 777 columns, which is not read as words of two numbers, the kernels on an H200 drew other bits than
-    the reference along rows, and summed other errors. No linear of a model has such a shape.
-    """
-    return (stochastic or sums) and has_hopper_instructions(x) and not _source(x).options["WORDS"]
+def _device_options(x: Tensor) -> dict[str, object]:
+    return {"DTYPE": "bf16" if x.dtype is torch.bfloat16 else "fp16", "HARDWARE": has_hopper_instructions(x)}

@@ -31,8 +31,7 @@ def rounded_words(lo, hi, HARDWARE: tl.constexpr):
 @triton.jit
 def load_numbers(ptr, stride, M, width, m, k):
     """Return FP32 of the even and of the odd columns of part (m, k) of a bf16 matrix, [128, 64] each."""
-    words, _ = load_pairs(ptr, stride, M, width, m, k, False, True)
-    return numbers(words, words, "bf16", True)
+    return numbers(load_pairs(ptr, stride, M, width, m, k, False), "bf16")
 
 
 @triton.jit
@@ -47,26 +46,25 @@ def store_both(
     row_mask, all_cols = rows < M, cols < K
     lo_ids, hi_ids = cols, cols
     if ROW_RANDOM or COL_RANDOM:
-        lo_ids = global_ids(cols_ptr, 0, cols, all_cols, True)
-        hi_ids = lo_ids if PAIRED else global_ids(cols_ptr, 0, cols + 1, all_cols, True)
+        lo_ids, hi_ids = global_ids(cols_ptr, cols, all_cols, all_cols, PAIRED)
     if LOADED:
         if ROW_RANDOM:
             row_word_0, row_word_1 = tl.load(row_key_ptr), tl.load(row_key_ptr + 1)
         if COL_RANDOM:
             col_word_0, col_word_1 = tl.load(col_key_ptr), tl.load(col_key_ptr + 1)
     if ROW:
-        lo_amax, hi_amax = amax_pairs(words, words, False, "bf16", True, HARDWARE)
+        lo_amax, hi_amax = amax_pairs(words, False, "bf16", HARDWARE)
         amax = tl.maximum(lo_amax, hi_amax)
         quantize_side(
-            words, words, amax, amax, rows, lo_ids, hi_ids, row_word_0, row_word_1,
+            words, amax, amax, rows, lo_ids, hi_ids, row_word_0, row_word_1,
             row_ptr, row_stride, row_scale_ptr + k.to(tl.int64) * M + m * EDGE, m, k,
-            row_mask, all_cols, all_cols, row_ptr, 0, 1, ROW, True, 0, ROW_RANDOM, PAIRED, "bf16", True, HARDWARE,
+            row_mask, all_cols, all_cols, 1, ROW, ROW_RANDOM, PAIRED, "bf16", HARDWARE,
         )  # fmt: skip
     if COL:  # as load_pairs gives a part with DOWN
         words = tl.permute(tl.reshape(words, (2, HALF, PAIRS)), (1, 2, 0))
-        lo_amax, hi_amax = amax_pairs(words, words, True, "bf16", True, HARDWARE)
+        lo_amax, hi_amax = amax_pairs(words, True, "bf16", HARDWARE)
         quantize_side(
-            words, words, lo_amax, hi_amax, rows, lo_ids, hi_ids, col_word_0, col_word_1,
+            words, lo_amax, hi_amax, rows, lo_ids, hi_ids, col_word_0, col_word_1,
             col_ptr, col_stride, col_scale_ptr + m.to(tl.int64) * K + k * EDGE, m, k,
-            row_mask, all_cols, all_cols, col_ptr, 0, 0, COL, True, 0, COL_RANDOM, PAIRED, "bf16", True, HARDWARE,
+            row_mask, all_cols, all_cols, 0, COL, COL_RANDOM, PAIRED, "bf16", HARDWARE,
         )  # fmt: skip

@@ -70,16 +70,7 @@ def random_pairs(rows, lo_cols, hi_cols, row_word, col_word, HALVES: tl.constexp
 
 
 @triton.jit
-def truncated_product(x, inverse):
-    """Return x · inverse rounded towards zero, where no assembly runs."""
-    product = x.to(tl.float64) * inverse.to(tl.float64)  # exact
-    nearest = product.to(tl.float32)
-    above = (tl.abs(nearest).to(tl.float64) > tl.abs(product)).to(tl.int32)
-    return (nearest.to(tl.int32, bitcast=True) - above).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _stochastic_byte(y, bits, sign_and_nan):
+def _stochastic_byte(y, bits):
     """Round y to E2M1 stochastically and return its E4M3 byte (int32).
 
     The index of an E2M1 number, 0 to 7, is the upper bits of a count of FP32 numbers 2^-126·|y|, which continues below
@@ -89,13 +80,13 @@ def _stochastic_byte(y, bits, sign_and_nan):
     below = (magnitude * 8388608.0).to(tl.int32)
     index = tl.where(magnitude < 1.0, below, magnitude.to(tl.int32, bitcast=True) - (126 << 23))
     index = (index + (bits >> 10).to(tl.int32, bitcast=True)) >> 22
-    code = tl.where(index < 2, 0x30 * index, 0x30 + 4 * tl.minimum(index, 7))
-    return code | sign_and_nan
+    return tl.where(index < 2, 0x30 * index, 0x30 + 4 * tl.minimum(index, 7))
 
 
 @triton.jit
-def _rounded(x, inverse, bits, back, DTYPE: tl.constexpr):
-    """Return FP32 x · inverse · 2^126, rounded to E2M1 stochastically. The product is truncated towards zero.
+def _rounded(x, inverse, bits, back):
+    """Return FP32 x · inverse · 2^126, rounded to E2M1 stochastically. The product is truncated towards zero: it
+    never exceeds 6.
 
     FP32 numbers 2^-126·|y| are counted by their bits, and the upper bits of the count are the E2M1 number, below 1 as
     above. So the draw is added to the 22 bits that follow.
@@ -103,8 +94,6 @@ def _rounded(x, inverse, bits, back, DTYPE: tl.constexpr):
     y = tl.inline_asm_elementwise(
         "mul.rz.f32 $0, $1, $2;", "=f,f,f", [x, inverse + tl.zeros_like(x)], dtype=tl.float32, is_pure=True, pack=1
     )
-    if DTYPE == "fp32":  # 16-bit numbers never exceed 6
-        y = tl.minimum(tl.maximum(y, -6.0 * 2.0**-126), 6.0 * 2.0**-126)
     counted = y.to(tl.int32, bitcast=True) + (bits >> 10).to(tl.int32, bitcast=True)
     return (counted & -4194304).to(tl.float32, bitcast=True) * back
 
@@ -121,24 +110,24 @@ def less_if_subnormal(inverse, scale):
 @triton.jit
 def stochastic_bytes(
     words, lo, hi, lo_scale, hi_scale, lo_lift, hi_lift, lo_bits, hi_bits,
-    JOIN: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    JOIN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Multiply lifted FP32 pairs by the reciprocals of their scales, round to E2M1 stochastically, and return E4M3
     bytes.
 
     Saturates. Bits 15 and 31 of ``words`` hold the signs.
     """
-    lo_inverse = less_if_subnormal(reciprocal(lo_scale * lo_lift, DTYPE, HARDWARE), lo_scale)
-    hi_inverse = less_if_subnormal(reciprocal(hi_scale * hi_lift, DTYPE, HARDWARE), hi_scale)
+    lo_inverse = less_if_subnormal(reciprocal(lo_scale * lo_lift, HARDWARE), lo_scale)
+    hi_inverse = less_if_subnormal(reciprocal(hi_scale * hi_lift, HARDWARE), hi_scale)
     if HARDWARE:
         lo_back = tl.where(lo_scale != lo_scale, float("nan"), 8.507059173023462e37)  # 2^126
         hi_back = tl.where(hi_scale != hi_scale, float("nan"), 8.507059173023462e37)
-        lo = _rounded(lo, lo_inverse * 1.1754943508222875e-38, lo_bits, lo_back, DTYPE)
-        hi = _rounded(hi, hi_inverse * 1.1754943508222875e-38, hi_bits, hi_back, DTYPE)
+        lo = _rounded(lo, lo_inverse * 1.1754943508222875e-38, lo_bits, lo_back)
+        hi = _rounded(hi, hi_inverse * 1.1754943508222875e-38, hi_bits, hi_back)
         return bytes_of(lo, hi, JOIN, HARDWARE)
     else:
-        lo = _stochastic_byte(truncated_product(lo, lo_inverse), lo_bits, 0)
-        hi = _stochastic_byte(truncated_product(hi, hi_inverse), hi_bits, 0)
+        lo = _stochastic_byte(lo * lo_inverse, lo_bits)
+        hi = _stochastic_byte(hi * hi_inverse, hi_bits)
         lo = lo | ((words >> 8) & 0x80) | tl.where(lo_scale != lo_scale, 0x7F, 0)
         hi = hi | ((words >> 24) & 0x80) | tl.where(hi_scale != hi_scale, 0x7F, 0)
         return joined(lo, hi, JOIN)

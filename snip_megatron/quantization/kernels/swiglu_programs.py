@@ -135,7 +135,7 @@ def swiglu_gradient_kernel(
 @triton.jit
 def _largest(words, HARDWARE: tl.constexpr):
     """Return the FP32 bits of the amax of bf16 pairs."""
-    lo, hi = amax_pairs(words, words, False, "bf16", True, HARDWARE)
+    lo, hi = amax_pairs(words, False, "bf16", HARDWARE)
     return tl.max(tl.maximum(lo, hi), axis=0)
 
 

@@ -48,12 +48,13 @@ class LaunchedQuantizers:
             return packed.quantize_tiles(x, row, col, row_seed=row_seed, col_seed=col_seed, **options)
         sides = tile_output(x, row, *x.shape)[0], tile_output(x, col, *reversed(x.shape))[0]
         tensors = (x, options["cols"], *_tensors(sides))
-        offset = options["offset"]
+        first_row = options["first_row"]
 
         def kernel(memory: list[Tensor], words: list[int]) -> None:
             source, cols, *results = memory
             keys = torch.tensor(words, dtype=torch.int32).view(2, 2)
-            made = packed.quantize_tiles(source, row, col, row_seed=keys[0], col_seed=keys[1], offset=offset, cols=cols)
+            seeds = {"row_seed": keys[0], "col_seed": keys[1]}
+            made = packed.quantize_tiles(source, row, col, **seeds, first_row=first_row, cols=cols)
             for result, tensor in zip(results, _tensors((made.row, made.col)), strict=True):
                 result.copy_(tensor)
 

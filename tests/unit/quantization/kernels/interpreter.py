@@ -101,7 +101,7 @@ def _map(value: Any, function: Any) -> Any:
     if isinstance(value, ExactOperand):
         return ExactOperand(function(value.values), function(value.scale), value.tile)
     if isinstance(value, Operands):
-        return Operands(*(_map(part, function) for part in (value.row, value.col, value.sums)))
+        return Operands(_map(value.row, function), _map(value.col, function))
     if isinstance(value, Operand):
         return Operand(function(value.values), function(value.scale), value.scaling, value.depth)
     if isinstance(value, tuple):

@@ -21,24 +21,20 @@ from snip_megatron.quantization.rounding import splitmix64
 HOPPER = GPUTarget("cuda", 90, 32)
 STRIDES = {"x_stride": 2048, "row_stride": 2048}
 TILES = STRIDES | {
-    "ROW": 8, "COL": 4, "ROW_RANDOM": False, "COL_RANDOM": True, "LOADED": False, "SUMS": True, "SUM_8": 1, "SUM_4": 3,
-    "GIVEN_ROWS": True, "GIVEN_COLS": False, "PAIRED": True, "DTYPE": "bf16", "WORDS": True, "HARDWARE": True,
+    "ROW": 8, "COL": 4, "ROW_RANDOM": False, "COL_RANDOM": True, "LOADED": False, "PAIRED": True, "DTYPE": "bf16",
+    "HARDWARE": True,
 }  # fmt: skip
-BF16 = {"DTYPE": "bf16", "WORDS": True, "HARDWARE": True}
+BF16 = {"DTYPE": "bf16", "HARDWARE": True}
 SIDES = STRIDES | {"ROW": 8, "COL": 4, "GUARDED": False} | BF16
 ORDER = {"ROW": True, "COL": True, "DESCENDING": True, "LAST_READ": "", "WRITE": ""}
-CAPTURED_TILES = TILES | {
-    "ROW": 4, "COL": 4, "ROW_RANDOM": True, "LOADED": True, "SUMS": False, "SUM_8": 0, "SUM_4": 0, "GIVEN_ROWS": False,
-    "GIVEN_COLS": True,
-}  # fmt: skip
+CAPTURED_TILES = TILES | {"ROW": 4, "COL": 4, "ROW_RANDOM": True, "LOADED": True}
 POINTERS = {
     "x_ptr": "*i32", "row_ptr": "*i16", "col_ptr": "*u8", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
-    "sums_ptr": "*fp32", "rows_ptr": "*i64", "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
+    "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
     "maxima_ptr": "*i32",
     "row_key_ptr": "*i32", "col_key_ptr": "*i32", "current_ptr": "*i32",
     "y_ptr": "*i32", "d_ptr": "*i32", "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
     "elements_ptr": "*u8", "scales_ptr": "*fp32", "own_ptr": "*bf16", "out_ptr": "*bf16", "g_ptr": "*i32",
-    "gamma_ptr": "*i32", "rs_ptr": "*fp32",
     "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64", "words_ptr": "*i32",
 }  # fmt: skip
 
@@ -61,16 +57,9 @@ def assembled(
 @pytest.mark.parametrize(
     ("name", "constants", "launch", "x"),
     [
-        ("tile_kernel", TILES, "sums", "*i32"),
-        (
-            "tile_kernel",
-            TILES | {"ROW": 4, "ROW_RANDOM": True, "SUMS": False, "SUM_8": 0, "SUM_4": 0},
-            "stochastic",
-            "*i32",
-        ),
-        ("tile_kernel", TILES | {"DTYPE": "fp32", "WORDS": False, "PAIRED": False}, "sums", "*fp32"),
-        ("tile_kernel", TILES | {"DTYPE": "bf16", "WORDS": False}, "sums", "*bf16"),
-        ("tile_kernel", TILES | {"DTYPE": "fp16"}, "sums", "*i32"),
+        ("tile_kernel", TILES, "stochastic", "*i32"),
+        ("tile_kernel", TILES | {"ROW": 4, "ROW_RANDOM": True, "PAIRED": False}, "stochastic", "*i32"),
+        ("tile_kernel", TILES | {"DTYPE": "fp16", "COL_RANDOM": False}, "fp8 rows", "*i32"),
         ("tile_kernel", CAPTURED_TILES, "stochastic", "*i32"),
         ("block_kernel", SIDES, "blocks", "*i32"),
         ("block_kernel", SIDES | {"GUARDED": True}, "blocks", "*i32"),
@@ -159,7 +148,7 @@ def test_the_kernels_of_swiglu_with_its_amax_compile_for_hopper(name: str) -> No
 @pytest.mark.parametrize("random", [False, True])
 def test_tiles_are_transposed_in_registers(random: bool) -> None:
     """The layouts that the kernels are written for: wide accesses, and no part of the matrix in shared memory."""
-    constants = TILES | {"ROW": 4, "ROW_RANDOM": random, "COL_RANDOM": random, "SUMS": False, "SUM_8": 0, "SUM_4": 0}
+    constants = TILES | {"ROW": 4, "ROW_RANDOM": random, "COL_RANDOM": random}
     compiled = assembled("tile_kernel", constants, "stochastic")
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
     assert "st.global.v4.b32" in compiled.asm["ptx"]

@@ -39,10 +39,6 @@ def check_tiles(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: s
     expected = packed.quantize_tiles(x, row, col, **options)
     assert_same(found.row, expected.row, drawn="row_seed" in options)
     assert_same(found.col, expected.col, drawn="col_seed" in options)
-    if expected.sums is None:
-        assert found.sums is None
-    else:
-        torch.testing.assert_close(found.sums, expected.sums, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4", "fp8"), ("fp4", "fp4"), ("fp8", None), (None, "fp8")])
@@ -70,9 +66,9 @@ def test_strided_and_transposed_input(quantizers: Quantizers) -> None:
 
 def test_stochastic_rounding_draws_the_reference_bits(quantizers: Quantizers) -> None:
     x = matrix(130, 140)
-    check_tiles(quantizers, x, "fp4", "fp4", row_seed=2**64 - 1, col_seed=5, offset=(2**31 - 50, 129))
-    ids = torch.randint(0, 2**31, (270,), generator=torch.Generator().manual_seed(0))
-    check_tiles(quantizers, x, "fp4", "fp8", row_seed=2**63, rows=ids[:130], cols=ids[130:])
+    check_tiles(quantizers, x, "fp4", "fp4", row_seed=2**64 - 1, col_seed=5, first_row=2**31 - 200)
+    ids = torch.randint(0, 2**31, (140,), generator=torch.Generator().manual_seed(0))
+    check_tiles(quantizers, x, "fp4", "fp8", row_seed=2**63, cols=ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -93,16 +89,9 @@ def test_tiles_of_subnormal_scales(quantizers: Quantizers, dtype: torch.dtype) -
 def test_a_shard_draws_as_the_whole(quantizers: Quantizers) -> None:
     x = matrix(128, 384)
     whole = quantizers.call("quantize_tiles", x, "fp4", None, row_seed=9)
-    shard = quantizers.call("quantize_tiles", x[:, 256:], "fp4", None, row_seed=9, offset=(0, 256))
+    shard = quantizers.call("quantize_tiles", x[:, 256:], "fp4", None, row_seed=9, cols=torch.arange(256, 384))
     found, expected = shard.row.values.view(torch.uint8), whole.row.values.view(torch.uint8)
     assert torch.equal(found, expected[:, 256:])
-
-
-@pytest.mark.parametrize("seeds", [{}, {"row_seed": 1, "col_seed": 2}])
-def test_error_sums_beside_any_output(quantizers: Quantizers, seeds: dict[str, int]) -> None:
-    x = matrix(200, 150).clamp(-1e4, 1e4)
-    check_tiles(quantizers, x, "fp4", "fp8", candidates=("fp8", "fp4"), **seeds)
-    check_tiles(quantizers, x, None, None, candidates=("fp4",), **seeds)
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", "fp8"), (None, "fp4"), ("fp8", None)])
