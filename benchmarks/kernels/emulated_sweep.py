@@ -4,8 +4,8 @@
 
 Every case quantises a matrix for one GEMM with every shape of a list. The amax of the tensor is given, so that one
 kernel runs. ``copy`` is the share of the bandwidth of a copy of as many bytes. A star marks the shape in use. To use
-another one, edit ``SHAPES`` of ``snip_megatron/quantization/kernels/exact.py``. The exit code is 1 if a case that rounds
-to nearest gives other bits than the reference.
+another one, edit ``SHAPES`` of ``snip_megatron/quantization/kernels/exact.py``. The exit code is 1 if a case that
+rounds to nearest gives other bits than the reference.
 """
 
 from __future__ import annotations
