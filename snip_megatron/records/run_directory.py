@@ -1,15 +1,5 @@
 """The run directory, which rank 0 writes (docs/file-formats.md, Run directory).
 
-    config.json             {"schema": "snip.run/1", "config": {...}, "facts": {...}}
-    events.jsonl            one object per event: time (Unix seconds), step, event, step_s, wait_s and more fields
-    metrics.jsonl           one object per step: time, step, loss, grad_norm, fp4_fraction, ...
-    stats/step_<N>.npz      StatisticsTable.to_bytes
-    problems/step_<N>.json  snip.problem/1, or snip.problem/2 in a run with phases
-    maps/step_<N>.json      snip.map/1
-    plans/step_<N>.json     snip.phases/1, only in runs with plans
-    scores/step_<N>.json    snip.scores/1: version, scores[option][format] = {delta_loss, delta_weight, q}
-    report.html             written by `snip report`
-
 ``step`` is the 0-based training step. Records that are made before or during ``train_step(N)`` have step N. A run that
 resumes from a checkpoint of N completed steps continues with step N, so ``resume_step=N`` keeps the records with step <
 N.
@@ -131,13 +121,7 @@ class RunDirectory:
             wait_s: seconds for which the event blocked the training thread.
             fields: the event's own fields. A field named ``time``, ``step`` or ``event`` is ignored.
         """
-        record = {
-            "time": round(time.time(), 3),
-            "step": int(step),
-            "event": kind,
-            "step_s": self.step_s if step_s is None else step_s,
-            "wait_s": wait_s,
-        }
+        record = _stamp(step) | {"event": kind, "step_s": self.step_s if step_s is None else step_s, "wait_s": wait_s}
         self._events.append(record | {name: value for name, value in fields.items() if name not in record})
 
     def metric(
@@ -147,51 +131,39 @@ class RunDirectory:
 
         ``fp4_fraction`` is the fp4 share of the FLOPs of the decoder's linears, in [0, 1].
         """
-        record = {
-            "time": round(time.time(), 3),
-            "step": int(step),
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "fp4_fraction": fp4_fraction,
-        }
+        record = _stamp(step) | {"loss": loss, "grad_norm": grad_norm, "fp4_fraction": fp4_fraction}
         self._metrics.append(record | {name: value for name, value in fields.items() if name not in record})
 
     # -- whole files -------------------------------------------------------------------------------------------
     def write_statistics(self, step: int, table: StatisticsTable) -> None:
         """Write ``stats/step_<step>.npz``."""
-        path, data = step_path(self.path, "stats", step), table.to_bytes()
-        self._files.put(lambda: write_atomically(path, data), len(data))
+        self._write("stats", step, table.to_bytes())
 
     def write_problem(self, step: int, problem: str | Mapping[str, Any]) -> None:
-        """Write ``problems/step_<step>.json``, given the text of a snip.problem/1 file or its object."""
-        self._write("problems", step, problem if isinstance(problem, str) else dump_json(problem))
+        """Write ``problems/step_<step>.json``, given its text or its object."""
+        self._write("problems", step, (problem if isinstance(problem, str) else dump_json(problem)).encode())
 
     def write_map(self, step: int, precision_map: PrecisionMap) -> None:
         """Write ``maps/step_<step>.json``."""
-        self._write("maps", step, precision_map.to_json())
+        self._write("maps", step, precision_map.to_json().encode())
 
     def write_plan(self, step: int, plan: PrecisionPlan) -> None:
         """Write ``plans/step_<step>.json``."""
-        self._write("plans", step, plan.to_json())
+        self._write("plans", step, plan.to_json().encode())
 
     def write_scores(
         self, step: int, scores: Mapping[str, Mapping[str, Mapping[str, float]]], *, version: int | None = None
     ) -> None:
-        """Write ``scores/step_<step>.json``.
+        """Write ``scores/step_<step>.json``: ``scores[option][format]`` holds delta_loss, delta_weight and q.
 
-        Args:
-            step: the training step of the update.
-            scores: ``scores[option][format]`` holds delta_loss, delta_weight and q.
-            version: the version of the map that was solved from these scores. Without it, readers match a map with the
-                scores of the update's step, or with the latest scores before the map.
+        ``version`` is that of the map that was solved from them; None for a map that was not solved.
         """
         body = {"schema": SCORES_SCHEMA, "step": step, "version": version, "scores": scores}
-        self._write("scores", step, dump_json(body))
+        self._write("scores", step, dump_json(body).encode())
 
-    def _write(self, folder: str, step: int, text: str) -> None:
-        data = text.encode()
+    def _write(self, folder: str, step: int, data: bytes) -> None:
         path = step_path(self.path, folder, step)
-        self._files.put(lambda: write_atomically(path, data), len(data))
+        self._files.put(lambda: write_atomically(path, data, durable=False), len(data))
 
     # -- end ---------------------------------------------------------------------------------------------------
     def flush(self) -> None:
@@ -202,10 +174,8 @@ class RunDirectory:
 
     def close(self) -> None:
         """Try all kept writes a last time, report how many were lost, and close the files."""
-        self._events.close()
-        self._metrics.close()
-        self._files.drain(force=True)
-        self._files.abandon()
+        for each in (self._events, self._metrics, self._files):
+            each.close()
         self.faults.report_loss()
 
     def __enter__(self) -> Self:
@@ -215,6 +185,10 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _stamp(step: int) -> dict[str, Any]:
+    return {"time": round(time.time(), 3), "step": int(step)}
 
 
 # -- restart -------------------------------------------------------------------------------------------------------

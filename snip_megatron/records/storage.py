@@ -1,8 +1,8 @@
 """File writes that never stop training. A failed write is kept in memory and tried again.
 
-A JSON line is written by one ``write()`` call of one complete line to a file opened with O_APPEND. A whole file is
-written under a temporary name and renamed. All values are converted to valid JSON first: NaN and Inf become null, and
-NumPy and torch values become plain numbers.
+A JSON line is written by one ``write()`` call of one complete line to a file opened with O_APPEND, and not synced. A
+whole file is written under a temporary name, synced and renamed. All values are converted to valid JSON first: NaN and
+Inf become null, and NumPy and torch values become plain numbers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import math
 import os
 import sys
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -54,33 +56,49 @@ def dump_json(value: Any) -> str:
     return json.dumps(jsonable(value), indent=1, allow_nan=False) + "\n"
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` to a temporary file in the same folder and rename it to ``path``.
+def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write ``data`` to a temporary file in the same folder, sync it, and rename it to ``path``.
 
-    A reader sees either the old file or the new one. Raises OSError if the file cannot be written.
+    A reader, and a machine that lost its power, sees the whole old file or the whole new one; with ``durable`` the new
+    one if the function returned. Several processes may write the same file. Raises OSError if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
+    partial = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
-        partial.write_bytes(data)
+        with partial.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+    if durable:
+        _sync_folder(path.parent)
 
 
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable. Some file systems cannot, and the file is complete without it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@dataclass
 class Faults:
-    """Counts failed writes and reports the first one on standard error."""
+    """Counts failed and lost writes. The first failure is reported on standard error."""
 
-    def __init__(self, where: Path) -> None:
-        self.where = where
-        self.count = 0
-        self.lost = 0
-        self.last_error: str | None = None
+    where: Path
+    count: int = 0
+    lost: int = 0
+    last_error: str | None = None
 
     def remember(self, error: OSError) -> None:
-        """Count a failed write. The first one is reported."""
+        """Count a failed write."""
         self.count += 1
         self.last_error = str(error)
         if self.count == 1:
@@ -118,12 +136,7 @@ class WriteQueue:
         return len(self._jobs)
 
     def put(self, job: Callable[[], None], size: int) -> None:
-        """Add a write and try the queue.
-
-        Args:
-            job: performs the write; may raise OSError.
-            size: bytes that the job holds in memory.
-        """
+        """Add a write, which holds ``size`` bytes in memory and may raise OSError, and try the queue."""
         self._jobs.append((size, job))
         self._bytes += size
         self.drain()
@@ -135,7 +148,7 @@ class WriteQueue:
         """Try every kept write once. During the back-off nothing is tried unless ``force`` is set."""
         if not self._jobs or (not force and self._clock() < self._retry_at):
             return
-        failed: deque[tuple[int, Callable[[], None]]] = deque()
+        failed: list[tuple[int, Callable[[], None]]] = []
         while self._jobs and not (failed and self._ordered):
             size, job = self._jobs.popleft()
             try:
@@ -147,15 +160,13 @@ class WriteQueue:
         self._jobs.extendleft(reversed(failed))
         if failed:
             self._retry_at = self._clock() + self._back_off
-            self._back_off = min(2 * self._back_off, LAST_RETRY_S)
-        else:
-            self._retry_at, self._back_off = 0.0, FIRST_RETRY_S
+        self._back_off = min(2 * self._back_off, LAST_RETRY_S) if failed else FIRST_RETRY_S
 
-    def abandon(self) -> None:
-        """Drop the kept writes and count them as lost."""
+    def close(self) -> None:
+        """Try the kept writes a last time, and count the others as lost."""
+        self.drain(force=True)
         self._faults.lost += len(self._jobs)
         self._jobs.clear()
-        self._bytes = 0
 
 
 class LineFile:
@@ -185,38 +196,37 @@ class LineFile:
 
     def close(self) -> None:
         """Try the kept lines a last time and close the file."""
-        self.flush()
-        self._queue.abandon()
+        self._queue.close()
         self._release()
 
     def _write(self, line: bytes) -> None:
         try:
-            if self._descriptor is not None and not self._is_at_its_path(self._descriptor):
-                self._release()  # the file was removed or renamed: open a new one, so that later lines can be read
-                self._torn = False
-            if self._descriptor is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._prepare()
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            size = os.fstat(self._descriptor).st_size
+            descriptor = self._open()
+            size = os.fstat(descriptor).st_size
             data = b"\n" + line if self._torn else line
-            if os.write(self._descriptor, data) != len(data):
+            self._torn = os.write(descriptor, data) != len(data)
+            if self._torn:
                 # A full disk may accept a part of the line. Truncate that part. If truncation fails, the next write
                 # begins with a newline, so that only this line is torn.
-                self._torn = True
-                os.ftruncate(self._descriptor, size)
+                os.ftruncate(descriptor, size)
                 self._torn = False
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-            self._torn = False
         except OSError:
             self._release()
             raise
 
-    def _is_at_its_path(self, descriptor: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
-        except FileNotFoundError:
-            return False
+    def _open(self) -> int:
+        """Return the open file: a new one if it was removed or renamed, so that later lines can be read."""
+        if self._descriptor is not None:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
+                    return self._descriptor
+            self._release()
+            self._torn = False
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._prepare()
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        return self._descriptor
 
     def _release(self) -> None:
         if self._descriptor is not None:

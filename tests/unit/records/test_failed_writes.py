@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,34 @@ def test_a_removed_or_renamed_directory_comes_back_with_what_follows(tmp_path, g
     # Reports read it, and the job resumes in it.
     assert load_run(tmp_path / "run").config == CONFIG
     new_run(tmp_path / "run", resume_step=2).close()
+
+
+def test_two_writers_of_one_file_leave_one_of_their_files(tmp_path):
+    """A temporary name that both share would mix their bytes, or be gone when the second one renames it."""
+    contents = [bytes([letter]) * 300_000 for letter in b"ab"]
+
+    def write(data: bytes) -> None:
+        for _ in range(100):
+            storage.write_atomically(tmp_path / "file", data, durable=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, contents))
+    assert (tmp_path / "file").read_bytes() in contents
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_a_file_that_is_not_on_the_disk_replaces_nothing(tmp_path, monkeypatch):
+    """The rename could reach the disk before the bytes: after a loss of power the file would be empty."""
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EIO, "I/O error")
+
+    storage.write_atomically(tmp_path / "file", b"old")
+    monkeypatch.setattr(storage.os, "fsync", refuse)
+    with pytest.raises(OSError, match="I/O error"):
+        storage.write_atomically(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 def test_a_failed_write_leaves_no_part_on_the_full_disk(tmp_path, monkeypatch):
