@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,7 @@ from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics, read_plans, read_scores
 
 FAULT_EVENTS = (
-    "guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "postpone", "slower", "resume",
-    "out_of_reach", "plan_moved",
+    "guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "slower", "resume", "out_of_reach", "plan_moved",
 )  # fmt: skip
 """Kinds of events that report trouble. The report shows them first."""
 MAX_SCORES = 100
@@ -57,56 +57,63 @@ class Adoption:
     @property
     def status(self) -> str:
         """The solver's status of the map."""
-        known = self.precision_map.status if self.precision_map else "unknown"
-        return str(self.fields.get("status", known))
+        return str(self._known("status", "status") or "unknown")
 
     @property
     def asked(self) -> str | None:
         """The budget, such as ``speedup=1.3``; None if the budget is an fp4 share of FLOPs."""
-        known = self.precision_map.prediction().get("budget") if self.precision_map else None
-        asked = self.fields.get("budget", known)
+        asked = self.fields.get("budget", self.precision_map.prediction().get("budget") if self.precision_map else None)
         return asked if isinstance(asked, str) else None
 
     @property
     def speedup(self) -> float | None:
         """Predicted speedup of the decoder's linears on the slowest stage; None if the budget is a share of FLOPs."""
-        return number(self.fields.get("speedup", self.precision_map.speedup if self.precision_map else None))
+        return number(self._known("speedup", "speedup"))
 
     @property
     def loss(self) -> float | None:
         """Predicted sum of losses; None if the budget is a share of FLOPs."""
-        return number(self.fields.get("loss", self.precision_map.loss if self.precision_map else None))
+        return number(self._known("loss", "loss"))
 
     @property
     def achieved(self) -> float | None:
-        """The map's fp4 share of FLOPs, in [0, 1]."""
-        if self.asked is not None:  # the map's own ``achieved`` is a share of time
-            return number(self.fields.get("fp4_fraction", self.precision_map.fp4_share if self.precision_map else None))
-        known = self.precision_map.achieved if self.precision_map else None
-        return number(self.fields.get("achieved", known))
+        """The map's fp4 share of FLOPs, in [0, 1]. ``achieved`` of a timed budget is a share of time."""
+        timed = self.asked is not None
+        return number(self._known("fp4_fraction", "fp4_share") if timed else self._known("achieved", "achieved"))
 
     @property
     def achieved_per_stage(self) -> dict[str, float]:
         """The fp4 share of FLOPs by pipeline stage; empty if unknown."""
-        if self.asked is not None:
-            return {}
-        known = self.precision_map.achieved_per_stage if self.precision_map else {}
-        return shares(self.fields.get("achieved_per_stage", known))
+        return {} if self.asked is not None else shares(self._known("achieved_per_stage", "achieved_per_stage"))
+
+    def _known(self, field: str, attribute: str) -> Any:
+        """Return a field of the event; if it has none, an attribute of the map; None without either."""
+        return self.fields.get(field, getattr(self.precision_map, attribute, None))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Update:
-    """One update of the map (collect, probe, submit, solve, adopt), with times in seconds.
+    """One update of the map: collect, probe, submit, solve, adopt. Times are in seconds; None if they are not known.
 
-    ``step`` is the step of the submission. ``changed`` counts the GEMMs whose format the adopted map changed.
+    Attributes:
+        step: the step of the submission.
+        collect_s, probes_s: times of the reduction of the statistics, and of the probes by kind.
+        solve_s, latency_s, lag_s: time of the solver, and from the submission to the answer and to the adoption.
+        wait_s: time for which it blocked the training thread.
+        status: what the solver said, or why there was no answer.
+        achieved: the fp4 share of FLOPs that the solver reached.
+        adopted_step: the step before which the map was adopted.
+        changed: number of GEMMs whose format the adopted map changed.
+        postponed: how often the adoption was postponed.
     """
 
     step: int
     version: int | None = None
     collect_s: float | None = None
-    probes_s: dict[str, float] = field(default_factory=dict)
+    probes_s: Mapping[str, float] = field(default_factory=dict)
     solve_s: float | None = None
     latency_s: float | None = None
+    lag_s: float | None = None
     wait_s: float | None = None
     status: str = ""
     objective: float | None = None
@@ -116,9 +123,7 @@ class Update:
     loss: float | None = None
     adopted_step: int | None = None
     changed: int | None = None
-    lag_s: float | None = None
     postponed: int = 0
-    submitted_at: float | None = None
 
     @property
     def name(self) -> str:
@@ -211,14 +216,14 @@ def _adoptions(
     adopted = [event for event in events if event["event"] == "adopt"]
     if not adopted:
         adopted = [{"step": step, "version": precision_map.version} for step, precision_map in maps.items()]
-    submitted = {_version(event): event["step"] for event in events if event["event"] == "submit"}
+    by_version = {_version(body): body["scores"] for body in scores.values()}
     return [
         Adoption(
-            step := event["step"],
-            version := _version(event),
-            fields_of(event),
-            _map_of(step, version, maps),
-            _scores_of(step, version, submitted, scores),
+            step=event["step"],
+            version=(version := _version(event)),
+            fields=fields_of(event),
+            precision_map=_map_of(event["step"], version, maps),
+            scores=None if version is None else by_version.get(version),
         )
         for event in adopted
     ]
@@ -232,77 +237,62 @@ def _map_of(step: int, version: int | None, maps: Mapping[int, PrecisionMap]) ->
     return maps[max(candidates, key=lambda s: (s <= step, s if s <= step else -s))]
 
 
-def _scores_of(
-    step: int,
-    version: int | None,
-    submitted: Mapping[int | None, int],
-    scores: Mapping[int, Mapping[str, Any]],
-) -> Mapping[str, Any] | None:
-    """Return the scores of this version, else those of its update's step, else the latest ones without a version."""
-    by_version = [body for body in scores.values() if version is not None and body.get("version") == version]
-    if by_version:
-        body: Mapping[str, Any] | None = by_version[-1]
-    elif version in submitted:
-        body = scores.get(submitted[version])
-    else:
-        earlier = [s for s, unnamed in scores.items() if s <= step and unnamed.get("version") is None]
-        body = scores[max(earlier)] if earlier else None
-    return body["scores"] if body else None
-
-
 def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
-    """Return the updates in order of submission. Probes at the step of a submission belong to that update."""
-    found: dict[int | str, Update] = {}
+    """Return the updates in order of submission. What precedes a submission at its step belongs to that update."""
+    own: dict[int | str, list[Mapping[str, Any]]] = {}
+    keys: dict[int, int | str] = {}  # step of a submission → update
     pending: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
-        kind, step, version = event["event"], event["step"], _version(event)
-        if kind in ("collect", "probe", "dropped"):
+        step, version = event["step"], _version(event)
+        if event["event"] in ("collect", "probe", "dropped"):
             pending[step].append(event)
-        elif kind == "submit":
-            update = Update(step, version, submitted_at=number(event.get("time")))
-            found[f"step {step}" if version is None else version] = update
-            for earlier in [*pending.pop(step, []), event]:
-                _add_times(update, earlier)
-        elif version is not None and (update_ := found.get(version)) is not None:
-            _add_times(update_, event)
-            _add_outcome(update_, event)
-    for step, lone in pending.items():
-        same_step = [update for update in found.values() if update.step == step]
-        if not same_step:  # the update was dropped before submission (a NaN in a statistic)
-            same_step = [found.setdefault(f"step {step}", Update(step, status="not submitted"))]
-        for event in lone:
-            _add_times(same_step[-1], event)
-    return sorted(found.values(), key=lambda update: update.step)
+        elif event["event"] == "submit":
+            keys[step] = f"step {step}" if version is None else version
+            own[keys[step]] = [*pending.pop(step, []), event]
+        elif version in own and version is not None:
+            own[version].append(event)
+    for step, lone in pending.items():  # without a submission, the update was dropped (a NaN in a statistic)
+        own.setdefault(keys.get(step, f"step {step}"), []).extend(lone)
+    return sorted((_update(each) for each in own.values()), key=lambda update: update.step)
 
 
-def _add_times(update: Update, event: Mapping[str, Any]) -> None:
-    if event["event"] == "dropped":
-        update.status = f"dropped: {event.get('reason', '')}"
-    seconds, wait = number(event.get("seconds")), number(event.get("wait_s"))
-    if wait is not None:
-        update.wait_s = (update.wait_s or 0.0) + wait
-    if seconds is not None and event["event"] == "collect":
-        update.collect_s = (update.collect_s or 0.0) + seconds
-    if seconds is not None and event["event"] == "probe":
-        kind = str(event.get("kind", "probe"))
-        update.probes_s[kind] = update.probes_s.get(kind, 0.0) + seconds
+def _update(events: Sequence[Mapping[str, Any]]) -> Update:
+    def last(kind: str, name: str) -> Any:
+        return next((event.get(name) for event in reversed(events) if event["event"] == kind), None)
+
+    def total(name: str, **wanted: str) -> float | None:
+        found = [number(event.get(name)) for event in events if wanted.items() <= event.items()]
+        known = [value for value in found if value is not None]
+        return math.fsum(known) if known else None
+
+    kinds = dict.fromkeys(str(event.get("kind", "probe")) for event in events if event["event"] == "probe")
+    probes = {kind: total("seconds", event="probe", kind=kind) for kind in kinds}
+    begin, end = number(last("submit", "time")), number(last("adopt", "time"))
+    solved = {name: number(last("solved", name)) for name in ("objective", "bound", "speedup", "loss")}
+    share = "achieved" if last("solved", "budget") is None else "fp4_share"
+    changed = number(last("adopt", "changed"))
+    return Update(
+        step=next((event["step"] for event in events if event["event"] == "submit"), events[0]["step"]),
+        version=next((_version(event) for event in events if event["event"] == "submit"), None),
+        collect_s=total("seconds", event="collect"),
+        probes_s={kind: seconds for kind, seconds in probes.items() if seconds is not None},
+        solve_s=number(last("solved", "solve_seconds")),
+        latency_s=number(last("solved", "latency_s")),
+        lag_s=None if begin is None or end is None else max(0.0, end - begin),
+        wait_s=total("wait_s"),
+        status=_status(events),
+        achieved=number(last("solved", share)),
+        adopted_step=next((event["step"] for event in events if event["event"] == "adopt"), None),
+        changed=None if changed is None else int(changed),
+        postponed=sum(event["event"] == "postpone" for event in events),
+        **solved,
+    )
 
 
-def _add_outcome(update: Update, event: Mapping[str, Any]) -> None:
-    kind = event["event"]
-    if kind == "solved":
-        update.solve_s, update.latency_s = number(event.get("solve_seconds")), number(event.get("latency_s"))
-        update.objective, update.bound = number(event.get("objective")), number(event.get("bound"))
-        share = event.get("fp4_share") if "budget" in event else event.get("achieved")
-        update.achieved, update.status = number(share), str(event.get("status", ""))
-        update.speedup, update.loss = number(event.get("speedup")), number(event.get("loss"))
-    elif kind == "postpone":
-        update.postponed += 1
-    elif kind == "solve_failed":
-        update.status = f"failed: {event.get('reason', '')}"
-    elif kind == "adopt" and update.adopted_step is None:
-        changed, at = number(event.get("changed")), number(event.get("time"))
-        update.adopted_step = event["step"]
-        update.changed = None if changed is None else int(changed)
-        if at is not None and update.submitted_at is not None:
-            update.lag_s = max(0.0, at - update.submitted_at)
+def _status(events: Sequence[Mapping[str, Any]]) -> str:
+    for event in reversed(events):
+        if event["event"] in ("dropped", "solve_failed"):
+            return f"{event['event'].replace('solve_failed', 'failed')}: {event.get('reason', '')}"
+        if event["event"] == "solved":
+            return str(event.get("status", ""))
+    return "" if any(event["event"] == "submit" for event in events) else "not submitted"
