@@ -69,11 +69,11 @@ def _of_one(args: argparse.Namespace, path: Path) -> int:
     if args.json:
         from snip_megatron.records.run_data import load_run
         from snip_megatron.records.storage import dump_json
-        from snip_megatron.reporting.worth import judge
+        from snip_megatron.reporting.summary import summarise
 
         if args.cost is not None:
             raise SnipError("--cost is of the page; leave it out with --json, whose times are measured")
-        print(dump_json(judge(load_run(path)).as_dict()), end="")
+        print(dump_json(summarise(load_run(path)).as_dict()), end="")
     elif args.live:
         _serve(path, args.cost, args.port)
     else:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,9 @@ def open_run_directory(
     }
     facts = {
         "version": __version__,
+        "torch": torch.__version__,
+        "megatron_core": metadata.version("megatron-core"),
+        "host": socket.gethostname(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "gemm_backend": backend,
         "batch_size_ramps": compat.batch_size_ramp(args) is not None,
@@ -103,10 +108,10 @@ def finish(run: Path) -> None:
     """Print whether the run was worth it, and write ``report.html`` into its directory. Failures are printed only."""
     # The record is already on disk. A missing package or a full disk must not change the exit code of the job.
     try:
-        from snip_megatron.reporting.worth import judge
-        from snip_megatron.reporting.worth_text import lines
+        from snip_megatron.reporting.summary import summarise
+        from snip_megatron.reporting.summary_text import lines
 
-        for line in lines(judge(load_run(run))):
+        for line in lines(summarise(load_run(run))):
             print(f"snip: {line}", flush=True)
     except Exception as error:
         print(f"snip: no summary: {error}", flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 from collections import Counter
@@ -11,19 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, PrecisionMap
-from snip_megatron.records.run_data import RunData, Update, load_run, number
-from snip_megatron.reporting.figures import (
-    FAULT,
-    FORMAT_COLOURS,
-    STAGE_COLOURS,
-    new_figure,
-    plain,
-    thin,
-)
+from snip_megatron.records.run_data import RunData, Update, load_run
+from snip_megatron.reporting.figures import FORMAT_COLOURS, STAGE_COLOURS, UPDATE_COLOURS, Figure, thin
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.report import flatten, policy_line
+from snip_megatron.reporting.summary import RunSummary, summarise
+from snip_megatron.reporting.summary_text import headline
 
 COMPARISON = "comparison.html"
 MAX_RUNS = 8
@@ -36,21 +32,23 @@ TAIL = 0.1
 class Row:
     """One run's row of the table, with losses in nats per token and times in seconds.
 
-    A figure that the run did not record is None.
+    A figure that the run did not record is None. Costs are those of the run's summary.
     """
 
     name: str
     policy: str
+    verdict: str
     steps: int
     tail_loss: float | None
     validation: float | None
     adopted: int
     fp4_share: float | None
-    speedup: float | None
+    predicted: float | None
+    measured: float | None
     agreement: float | None
     per_update: float | None
-    blocked: float
-    blocked_share: float | None
+    cost: float
+    cost_share: float | None
     faults: int
 
 
@@ -80,19 +78,20 @@ def write_comparison(paths: Sequence[Path | str], out: Path | str | None = None)
 def render_comparison(runs: Sequence[RunData]) -> str:
     """Return the page as text. The first run is the one with which the others are compared."""
     names = run_names(runs)
+    tail = _tail(runs)
     figures = {
-        "loss": _lines(runs, names, "loss", "loss"),
+        "loss": _lines(runs, names, "loss", Figure("loss")),
         "distance": _distance(runs, names),
-        "share": _lines(runs, names, "fp4_fraction", "fp4 share of FLOPs", percent=True),
+        "share": _lines(runs, names, "fp4_fraction", Figure("fp4 share of FLOPs", share=True, zero=True)),
         "formats": _formats(runs, names),
         "cost": _cost(runs, names),
     }
     return render_page(
         "comparison.html",
         title=" · ".join(names),
-        rows=[_row(run, name, runs) for run, name in zip(runs, names, strict=True)],
+        rows=[_row(run, name, runs[0], tail, summarise(run)) for run, name in zip(runs, names, strict=True)],
         names=names,
-        tail=_tail(runs),
+        tail=tail,
         differences=differences(runs),
         figures=figures,
         maps=None,
@@ -121,120 +120,81 @@ def differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
 
 
 # -- figures -------------------------------------------------------------------------------------------------------
-def _lines(
-    runs: Sequence[RunData], names: Sequence[str], metric: str, title: str, *, percent: bool = False
-) -> dict[str, Any] | None:
-    figure = new_figure(title, rangemode="tozero" if percent else "normal")
-    if percent:
-        figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
+def _lines(runs: Sequence[RunData], names: Sequence[str], metric: str, figure: Figure) -> dict[str, Any] | None:
+    form, shape = ("%{y:.2%}", "hv") if figure.share else ("%{y:.4f}", "linear")
     for run, name, colour in zip(runs, names, STAGE_COLOURS, strict=False):
         steps, values = run.series(metric)
         if any(value is not None for value in values):
-            x, y = thin(steps, values)
             # The first run's line is broad, so that it stays visible under a line that coincides with it.
-            line = {"color": colour, "width": 1.5 if run is not runs[0] else 4, "shape": "hv" if percent else "linear"}
-            form = "%{y:.2%}" if percent else "%{y:.4f}"
-            figure.add_scatter(x=x, y=y, name=html.escape(name), mode="lines", line=line, hovertemplate=form)
-    return plain(figure) if figure.data else None
+            figure.line(name, *thin(steps, values), colour, form, width=1.5 if run is not runs[0] else 4, shape=shape)
+    return figure.as_dict() if figure.data else None
 
 
 def _distance(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
     """Draw running means of each run's loss minus that of the first run."""
     base = _losses(runs[0])
-    figure = new_figure(f"loss less that of {html.escape(names[0])}", rangemode="normal")
+    figure = Figure(f"loss less that of {names[0]}")
     for run, name, colour in list(zip(runs, names, STAGE_COLOURS, strict=False))[1:]:
         own = _losses(run)
-        steps = sorted(base.keys() & own.keys())
-        means = _running([own[s] - base[s] for s in steps], max(1, len(steps) // 20))
-        if steps:
-            x, y = thin(steps, means)
-            line = {"color": colour, "width": 1.5}
-            figure.add_scatter(x=x, y=y, name=html.escape(name), mode="lines", line=line, hovertemplate="%{y:+.4f}")
-    return plain(figure) if figure.data else None
+        if steps := sorted(base.keys() & own.keys()):
+            window = max(1, len(steps) // 20)
+            sums = np.cumsum([0.0, *(own[s] - base[s] for s in steps)])
+            starts = np.maximum(np.arange(1, len(sums)) - window, 0)
+            means = (sums[1:] - sums[starts]) / (np.arange(1, len(sums)) - starts)
+            figure.line(name, *thin(steps, means.tolist()), colour, "%{y:+.4f}", width=1.5)
+    return figure.as_dict() if figure.data else None
 
 
 def _formats(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
     """Draw one bar for each run: the shares of the last map's GEMMs by format."""
     counts = [Counter(_formats_of(last).values()) if (last := _last_map(run)) else Counter() for run in runs]
-    if not any(counts):
-        return None
-    figure = new_figure("share of the last map's GEMMs", rangemode="tozero")
-    figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest")
-    figure.update_xaxes(title_text="", type="category")
-    figure.update_yaxes(tickformat=".0%", range=[0, 1])
+    figure = Figure("share of the last map's GEMMs", share=True)
     for fmt in Format:
         if any(count[fmt] for count in counts):
-            figure.add_bar(
-                x=[html.escape(name) for name in names],
-                y=[count[fmt] / count.total() if count else None for count in counts],
-                name=fmt.value,
-                marker={"color": FORMAT_COLOURS[fmt]},
-                hovertemplate=f"{fmt.value} %{{y:.1%}}<extra></extra>",
-            )
-    return plain(figure)
+            shares = [count[fmt] / count.total() if count else None for count in counts]
+            figure.bars(fmt.value, names, shares, FORMAT_COLOURS[fmt], f"{fmt.value} %{{y:.1%}}<extra></extra>")
+    return figure.as_dict() if figure.data else None
 
 
 def _cost(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
     """Draw two bars for each run: the mean seconds of an update by part, and the time that it blocked training."""
-    parts: dict[str, tuple[str, Callable[[Update], float | None]]] = {
-        "collect": ("#7fb2e5", lambda u: u.collect_s),
-        "probes": ("#3f83c8", lambda u: sum(u.probes_s.values()) if u.probes_s else None),
-        "solve": ("#c9a227", lambda u: u.solve_s),
-        "training blocked": (FAULT, lambda u: u.wait_s),
+    parts: dict[str, Callable[[Update], float | None]] = {
+        "collect": lambda u: u.collect_s,
+        "probes": lambda u: sum(u.probes_s.values()) if u.probes_s else None,
+        "solve": lambda u: u.solve_s,
+        "training blocked": lambda u: u.wait_s,
     }
-    if not any(get(update) for run in runs for update in run.updates for _, get in parts.values()):
-        return None
-    figure = new_figure("mean seconds of an update", rangemode="tozero")
-    figure.update_layout(barmode="stack", bargap=0.3, hovermode="closest")
-    figure.update_xaxes(title_text="", type="category")
-    for name, (colour, get) in parts.items():
-        figure.add_bar(
-            x=[html.escape(name) for name in names],
-            y=[_mean([get(update) for update in run.updates]) for run in runs],
-            name=name,
-            offsetgroup="blocked" if name == "training blocked" else "parts",
-            marker={"color": colour},
-            hovertemplate=f"{name} %{{y:.3g}} s<extra></extra>",
-        )
-    return plain(figure)
+    figure = Figure("mean seconds of an update", zero=True)
+    for name, get in parts.items():
+        means = [_mean([get(update) for update in run.updates]) for run in runs]
+        group = "blocked" if name == "training blocked" else "parts"
+        figure.bars(name, names, means, UPDATE_COLOURS[name], f"{name} %{{y:.3g}} s<extra></extra>", group)
+    return figure.as_dict() if any(any(trace["y"]) for trace in figure.data) else None
 
 
 # -- the table -----------------------------------------------------------------------------------------------------
-def _row(run: RunData, name: str, runs: Sequence[RunData]) -> Row:
+def _row(run: RunData, name: str, first: RunData, tail: tuple[int, int] | None, summary: RunSummary) -> Row:
     steps, _ = run.series("loss")
-    tail = _tail(runs)
-    losses = _losses(run)
-    validations = run.validations()
+    losses, validations = _losses(run), run.validations()
     validation = list(validations.get("map", validations.get("bf16", {})).values())
     _, shares = run.series("fp4_fraction")
-    last, base = _last_map(run), _last_map(runs[0])
-    blocked = math.fsum(update.wait_s or 0.0 for update in run.updates)
-    trained = _trained(run)
+    last, base = _last_map(run), _last_map(first)
     return Row(
         name=name,
         policy=policy_line(run.config),
+        verdict=headline(summary),
         steps=steps[-1] + 1 if steps else 0,
         tail_loss=_mean([losses.get(s) for s in range(*tail)]) if tail else None,
         validation=validation[-1] if validation else None,
         adopted=len(run.adoptions),
         fp4_share=next((value for value in reversed(shares) if value is not None), None),
-        speedup=run.adoptions[-1].speedup if run.adoptions else None,
-        agreement=_agreement(base, last) if base is not None and last is not None and run is not runs[0] else None,
-        per_update=blocked / len(run.updates) if run.updates else None,
-        blocked=blocked,
-        blocked_share=blocked / trained if trained > 0 else None,
+        predicted=run.adoptions[-1].speedup if run.adoptions else None,
+        measured=summary.judged.stretch.speedup if summary.judged is not None else None,
+        agreement=_agreement(base, last) if base is not None and last is not None and run is not first else None,
+        per_update=summary.update_s if summary.updates else None,
+        cost=summary.cost_s,
+        cost_share=summary.cost_share,
         faults=len(run.faults),
-    )
-
-
-def _trained(run: RunData) -> float:
-    """Return the seconds between the first and the last step on record, without those between two jobs of the run."""
-    resumed = [event["step"] for event in run.events if event["event"] == "resume"]
-    known = [(row["step"], t) for row in run.metrics if (t := number(row.get("time"))) is not None]
-    return math.fsum(
-        max(0.0, end - begin)
-        for (first, begin), (last, end) in itertools.pairwise(known)
-        if not any(first < step <= last for step in resumed)
     )
 
 
@@ -256,7 +216,8 @@ def _last_map(run: RunData) -> PrecisionMap | None:
 
 
 def _formats_of(precision_map: PrecisionMap) -> dict[tuple[str, Gemm], Format]:
-    return {(str(n), gemm): precision_map.format_of(str(n), gemm) for n in precision_map.linears() for gemm in Gemm}
+    names = [str(linear) for linear in precision_map.linears()]
+    return {key: precision_map.format_of(*key) for key in itertools.product(names, Gemm)}
 
 
 def _agreement(base: PrecisionMap, other: PrecisionMap) -> float | None:
@@ -269,11 +230,3 @@ def _agreement(base: PrecisionMap, other: PrecisionMap) -> float | None:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
-
-
-def _running(values: Sequence[float], window: int) -> list[float]:
-    """Return, for each value, the mean of the last ``window`` values up to it (fewer at the start)."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / (i + 1 - max(0, i + 1 - window)) for i in range(len(values))]

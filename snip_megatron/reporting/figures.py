@@ -1,22 +1,18 @@
-"""The report's figures as plotly data and layout. The page's theme sets the colours of text and grid."""
+"""The report's figures as plotly's data and layout. The page's theme sets the colours of text and grid."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from snip_megatron.errors import needs_extra
 from snip_megatron.precision import Format
-from snip_megatron.records.run_data import RunData, Update, number
+from snip_megatron.records.run_data import Adoption, RunData, Update, number
 from snip_megatron.reporting.front import Front, Point
-
-with needs_extra("report", "a report"):
-    import plotly.graph_objects as go
 
 MAX_POINTS = 2000
 """Number of buckets of a thinned line. Each bucket keeps its lowest and highest value, so that spikes stay visible."""
-
 _COLOURS = {
     Format.BF16: "#8f99a8",
     Format.FP8: "#3f83c8",
@@ -27,9 +23,7 @@ _COLOURS = {
     Format.MXFP4: "#f4b477",
     Format.NVFP4_46: "#8f3b0c",
     Format.NVFP4_HADAMARD: "#b5443c",
-    Format.NVFP4_HADAMARD_FIXED: "#d6756e",
     Format.MXFP4_HADAMARD: "#c9a227",
-    Format.MXFP4_HADAMARD_FIXED: "#e3c766",
 }
 FORMAT_COLOURS = {fmt: _COLOURS.get(fmt, _COLOURS[fmt.base]) for fmt in Format}
 """8-bit formats are blue and 4-bit formats orange or brown. Colour-blind readers can distinguish them in light and dark
@@ -37,6 +31,68 @@ mode. A variant without a colour of its own has that of its base.
 """
 STAGE_COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8")
 LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
+DASHED: dict[str, Any] = {"width": 1.2, "dash": "dash"}
+UPDATE_COLOURS = {"collect": "#7fb2e5", "probes": "#3f83c8", "solve": "#c9a227", "training blocked": FAULT}
+
+
+@dataclass
+class Figure:
+    """A figure over training steps in the style of the pages.
+
+    Args:
+        y_title: title of the y axis.
+        share: whether the y axis shows shares from 0 to 1 as per cent.
+        zero: whether the y axis begins at 0.
+    """
+
+    y_title: str
+    share: bool = False
+    zero: bool = False
+    data: list[dict[str, Any]] = field(default_factory=list)
+    layout: dict[str, Any] = field(default_factory=dict)
+
+    def line(
+        self, name: str, x: Sequence[Any], y: Sequence[Any], colour: str, form: str = "%{y:.4f}", **line: Any
+    ) -> None:
+        """Add a line. ``form`` is its text on hover, ``line`` its width, dash and shape."""
+        trace = {"type": "scatter", "mode": "lines", "name": html.escape(name, quote=False), "hovertemplate": form}
+        self.data.append(trace | {"x": list(x), "y": list(y), "line": {"color": colour, "width": 1.6} | line})
+
+    def marks(
+        self, name: str, x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], colour: str, symbol: str
+    ) -> None:
+        """Add marks with texts on hover."""
+        marker = {"color": colour, "size": 9, "symbol": symbol}
+        trace = {"type": "scatter", "mode": "markers", "name": name, "hovertemplate": "%{text}", "marker": marker}
+        self.data.append(trace | {"x": list(x), "y": list(y), "text": list(texts)})
+
+    def bars(
+        self, name: str, x: Sequence[str], y: Sequence[float | None], colour: str, form: str, group: str = ""
+    ) -> None:
+        """Add bars over categories. Those of one group are stacked."""
+        trace = {
+            "type": "bar",
+            "name": html.escape(name, quote=False),
+            "hovertemplate": form,
+            "marker": {"color": colour},
+        }
+        self.data.append(trace | {"x": [html.escape(each) for each in x], "y": list(y), "offsetgroup": group})
+        self.layout |= {"barmode": "stack", "bargap": 0.3, "xaxis": {"title": {"text": ""}, "type": "category"}}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return data and layout as plotly.js takes them."""
+        y: dict[str, Any] = {"title": {"text": self.y_title}, "rangemode": "tozero" if self.zero else "normal"}
+        if self.share:
+            y |= {"tickformat": ".0%", "range": [0, 1.02]}
+        layout = {
+            "hovermode": "x unified",
+            "margin": {"l": 56, "r": 12, "t": 32, "b": 44},
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+            "showlegend": True,
+            "xaxis": {"title": {"text": "training step"}},
+            "yaxis": y | self.layout.pop("yaxis", {}),
+        }
+        return {"data": self.data, "layout": layout | self.layout}
 
 
 def thin(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
@@ -54,38 +110,29 @@ def thin(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int
 def loss_figure(run: RunData) -> dict[str, Any] | None:
     """Draw the loss over steps with adoptions, guard events and validation. Returns None without a loss."""
     steps, losses = run.series("loss")
-    if not any(loss is not None for loss in losses):
+    points = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
+    if not points:
         return None
-    figure = new_figure("loss", rangemode="normal")
-    x, y = thin(steps, losses)
-    figure.add_scatter(x=x, y=y, name="training loss", mode="lines", line={"color": LINE, "width": 1.6})
-    validations = run.validations()
-    for formats, colour in zip(validations, (STAGE_COLOURS[2], STAGE_COLOURS[3]), strict=False):
-        marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}
-        mode = "markers" if len(validations[formats]) <= 40 else "lines"
-        x, y = thin(list(validations[formats]), list(validations[formats].values()))
+    figure = Figure("loss")
+    figure.line("training loss", *thin(steps, losses), LINE)
+    for (formats, values), colour in zip(run.validations().items(), STAGE_COLOURS[2:], strict=False):
         name = "validation in bf16" if formats == "bf16" else "validation"
-        figure.add_scatter(x=x, y=y, name=name, mode=mode, marker=marker, line={"color": colour})
-    on_curve = _Curve(steps, losses)
-    texts = [_adoption_text(a) for a in run.adoptions]
-    _add_marks(figure, "map adopted", [a.step for a in run.adoptions], texts, on_curve, MARK, "diamond")
-    guards = [e for e in run.events if e["event"] == "guard"]
-    texts = [html.escape(f"guard: {e.get('reason', '')}") for e in guards]
-    _add_marks(figure, "guard", [e["step"] for e in guards], texts, on_curve, FAULT, "x")
-    drifts = [e for e in run.events if e["event"] == "trigger"]
-    texts = [html.escape(f"update triggered: {e.get('reason', '')}") for e in drifts]
-    _add_marks(
-        figure, "update triggered", [e["step"] for e in drifts], texts, on_curve, STAGE_COLOURS[3], "triangle-up"
-    )
-    # All at once: add_vline takes time in proportion to the lines before it, minutes for a long run.
-    figure.update_layout(shapes=[_dotted_line(adoption.step) for adoption in run.adoptions])
-    return plain(figure)
-
-
-def _dotted_line(step: int) -> dict[str, Any]:
-    """Return a vertical line over the height of the figure."""
-    place = {"xref": "x", "x0": step, "x1": step, "yref": "y domain", "y0": 0, "y1": 1}
-    return {"type": "line", **place, "line": {"color": MARK, "width": 1, "dash": "dot"}, "opacity": 0.6}
+        figure.line(name, *thin(list(values), list(values.values())), colour)
+        if len(values) <= 40:
+            marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}
+            figure.data[-1] |= {"mode": "markers", "marker": marker}
+    marks: list[tuple[str, list[tuple[int, str]], str, str]] = [
+        ("map adopted", [(a.step, _adoption_text(a)) for a in run.adoptions], MARK, "diamond"),
+        ("guard", _reasons(run, "guard", "guard"), FAULT, "x"),
+        ("update triggered", _reasons(run, "trigger", "update triggered"), STAGE_COLOURS[3], "triangle-up"),
+    ]
+    for name, found, colour, symbol in marks:
+        if found:
+            at = [step for step, _ in found]
+            heights = [next((loss for s, loss in points if s >= step), points[-1][1]) for step in at]
+            figure.marks(name, at, heights, [text for _, text in found], colour, symbol)
+    figure.layout["shapes"] = [_dotted_line(adoption.step) for adoption in run.adoptions]
+    return figure.as_dict()
 
 
 def share_figure(
@@ -102,42 +149,28 @@ def share_figure(
         The figure, or None if the run recorded no share.
     """
     steps, values = run.series("fp4_fraction")
-    shares = [a.achieved_per_stage for a in run.adoptions] if shares is None else shares
-    stages = list(dict.fromkeys(stage for by_stage in shares for stage in by_stage))
     if not any(value is not None for value in values) and not run.adoptions:
         return None
-    figure = new_figure("fp4 share of FLOPs", rangemode="tozero")
-    figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
-    if steps:
-        x, y = thin(steps, values)
-    else:
-        x, y = [a.step for a in run.adoptions], [a.achieved for a in run.adoptions]
+    adopted = [a.step for a in run.adoptions]
+    shares = [a.achieved_per_stage for a in run.adoptions] if shares is None else shares
+    figure = Figure("fp4 share of FLOPs", share=True, zero=True)
+    x, y = thin(steps, values) if steps else (adopted, [a.achieved for a in run.adoptions])
     # A broad, pale line stays visible under the stages' thin lines, which often coincide with it.
-    line = {"color": "rgba(63,131,200,0.45)", "width": 6, "shape": "hv"}
-    figure.add_scatter(x=x, y=y, name="whole model", mode="lines", line=line, hovertemplate="%{y:.2%}")
-    end = max([*steps[-1:], *(a.step for a in run.adoptions[-1:])], default=0)
-    if len(stages) > 1:
-        add_stages(figure, [a.step for a in run.adoptions], shares, end)
+    figure.line("whole model", x, y, "rgba(63,131,200,0.45)", "%{y:.2%}", width=6, shape="hv")
+    end = max([*steps[-1:], *adopted[-1:]], default=0)
+    if len({stage for by_stage in shares for stage in by_stage}) > 1:
+        add_stages(figure, adopted, shares, end)
     if target is not None and run.adoptions:
-        line = {"color": FAULT, "width": 1.2, "dash": "dash"}
-        ends = [min([*steps[:1], run.adoptions[0].step]), end]
-        figure.add_scatter(x=ends, y=[target] * 2, name="target", mode="lines", line=line, hoverinfo="skip")
-    return plain(figure)
+        figure.line("target", [min([*steps[:1], adopted[0]]), end], [target] * 2, FAULT, **DASHED)
+    return figure.as_dict()
 
 
-def add_stages(figure: Any, steps: Sequence[int], shares: Sequence[Mapping[str, float]], end: int) -> None:
+def add_stages(figure: Figure, steps: Sequence[int], shares: Sequence[Mapping[str, float]], end: int) -> None:
     """Add one line for each pipeline stage. A share holds from its step to the next one, the last one until ``end``."""
     for i, stage in enumerate(dict.fromkeys(stage for by_stage in shares for stage in by_stage)):
         values = [by_stage.get(stage) for by_stage in shares]
-        figure.add_scatter(
-            x=[*steps, end],
-            y=[*values, values[-1]],
-            name=f"stage {html.escape(stage)}",
-            mode="lines+markers",
-            line={"color": STAGE_COLOURS[(i + 1) % len(STAGE_COLOURS)], "width": 1.2, "shape": "hv"},
-            marker={"size": 5},
-            hovertemplate="%{y:.2%}",
-        )
+        colour = STAGE_COLOURS[(i + 1) % len(STAGE_COLOURS)]
+        figure.line(f"stage {stage}", [*steps, end], [*values, values[-1]], colour, "%{y:.2%}", width=1.2, shape="hv")
 
 
 def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
@@ -145,36 +178,29 @@ def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
 
     Returns None if no update has times.
     """
-    if not any(u.collect_s or u.probes_s or u.latency_s or u.solve_s or u.wait_s for u in updates):
-        return None
-    figure = new_figure("seconds", rangemode="tozero")
-    figure.update_layout(barmode="stack", bargap=0.3)
-    figure.update_xaxes(title_text="update", type="category")
-    parts: list[tuple[str, list[float | None], str, str]] = [
-        ("collect", [u.collect_s for u in updates], "#7fb2e5", "parts")
-    ]
+    blues = (UPDATE_COLOURS["probes"], "#2a5d95", "#1d3f66")
     kinds = list(dict.fromkeys(kind for u in updates for kind in u.probes_s))
-    blues = ("#3f83c8", "#2a5d95", "#1d3f66")
-    for i, kind in enumerate(kinds):
-        name = f"probe: {html.escape(kind.replace('_', ' '))}"
-        parts.append((name, [u.probes_s.get(kind) for u in updates], blues[i % len(blues)], "parts"))
-    lags = [None if u.latency_s is None else max(0.0, u.latency_s - (u.solve_s or 0.0)) for u in updates]
-    parts += [
-        ("solve", [u.solve_s for u in updates], "#c9a227", "parts"),
-        ("rest of the sidecar's lag", lags, "#e6d08a", "parts"),
-        ("training blocked", [u.wait_s for u in updates], FAULT, "blocked"),
+    parts: list[tuple[str, list[float | None], str]] = [
+        ("collect", [u.collect_s for u in updates], UPDATE_COLOURS["collect"]),
+        *(
+            (f"probe: {kind.replace('_', ' ')}", [u.probes_s.get(kind) for u in updates], blues[i % len(blues)])
+            for i, kind in enumerate(kinds)
+        ),
+        ("solve", [u.solve_s for u in updates], UPDATE_COLOURS["solve"]),
+        (
+            "rest of the sidecar's lag",
+            [None if u.latency_s is None else max(0.0, u.latency_s - (u.solve_s or 0.0)) for u in updates],
+            "#e6d08a",
+        ),
+        ("training blocked", [u.wait_s for u in updates], UPDATE_COLOURS["training blocked"]),
     ]
-    for name, seconds, colour, group in parts:
-        if any(value is not None for value in seconds):
-            figure.add_bar(
-                x=[u.name for u in updates],
-                y=seconds,
-                name=name,
-                offsetgroup=group,
-                marker={"color": colour},
-                hovertemplate="%{y:.3g} s",
-            )
-    return plain(figure)
+    figure = Figure("seconds", zero=True)
+    for name, seconds, colour in parts:
+        if any(seconds):
+            group = "blocked" if name == "training blocked" else "parts"
+            figure.bars(name, [u.name for u in updates], seconds, colour, "%{y:.3g} s", group)
+    figure.layout.setdefault("xaxis", {})["title"] = {"text": "update"}
+    return figure.as_dict() if figure.data else None
 
 
 def front_figure(front: Front | None) -> dict[str, Any] | None:
@@ -184,39 +210,40 @@ def front_figure(front: Front | None) -> dict[str, Any] | None:
     """
     if front is None or not front.points:
         return None
-    figure = new_figure("predicted loss (Σ of the choices' scores)", rangemode="tozero")
-    figure.update_layout(hovermode="closest")
     share = front.kind == "target"
+    figure = Figure("predicted loss (Σ of the choices' scores)", zero=True)
     title = "share of FLOPs in fp4" if share else "predicted speedup of the decoder's linears"
-    figure.update_xaxes(title_text=title, tickformat=".0%" if share else ".2f")
-    figure.update_yaxes(exponentformat="e")
+    figure.layout["xaxis"] = {"title": {"text": title}, "tickformat": ".0%" if share else ".2f"}
+    figure.layout |= {"hovermode": "closest", "yaxis": {"exponentformat": "e"}}
     form = "{:.2%}" if share else "{:.3f}"
-    figure.add_scatter(
-        x=[p.x for p in front.points],
-        y=[p.loss for p in front.points],
-        text=[_point_text(p, form) for p in front.points],
-        name="least loss of any map",
-        mode="lines+markers",
-        line={"color": LINE, "width": 1.6},
-        marker={"size": 6, "symbol": ["circle" if p.proven else "circle-open" for p in front.points]},
-        hovertemplate="%{text}<extra></extra>",
-    )
+    x, losses = [p.x for p in front.points], [p.loss for p in front.points]
+    figure.line("least loss of any map", x, losses, LINE, "%{text}<extra></extra>")
+    marker = {"size": 6, "symbol": ["circle" if p.proven else "circle-open" for p in front.points]}
+    texts = [_point_text(p, form) for p in front.points]
+    figure.data[-1] |= {"mode": "lines+markers", "text": texts, "marker": marker}
     kind, wanted = front.asked
-    line = {"color": FAULT, "width": 1.2, "dash": "dash"}
-    if kind == "loss":
-        figure.add_hline(y=wanted, line=line)
-    else:
-        figure.add_vline(x=wanted, line=line)
-    figure.add_scatter(x=[None], y=[None], name="asked", mode="lines", line=line)
+    across, along = ("x", "y") if kind == "loss" else ("y", "x")
+    ends = {f"{across}ref": f"{across} domain", f"{across}0": 0, f"{across}1": 1}
+    figure.layout["shapes"] = [
+        {"type": "line", f"{along}0": wanted, f"{along}1": wanted, "line": {"color": FAULT, **DASHED}} | ends
+    ]
+    figure.line("asked", [None], [None], FAULT, **DASHED)
     if front.chosen is not None:
-        x, loss = front.chosen
-        text = f"the run's map: {form.format(x)}, loss {loss:.4g}"
-        marker = {"color": MARK, "size": 11, "symbol": "diamond"}
-        hover = "%{text}<extra></extra>"
-        figure.add_scatter(
-            x=[x], y=[loss], text=[text], name="the run's map", mode="markers", marker=marker, hovertemplate=hover
-        )
-    return plain(figure)
+        at, loss = front.chosen
+        text = f"the run's map: {form.format(at)}, loss {loss:.4g}"
+        figure.marks("the run's map", [at], [loss], [text], MARK, "diamond")
+    return figure.as_dict()
+
+
+# -- parts ---------------------------------------------------------------------------------------------------------
+def _dotted_line(step: int) -> dict[str, Any]:
+    """Return a vertical line over the height of the figure."""
+    place = {"xref": "x", "x0": step, "x1": step, "yref": "y domain", "y0": 0, "y1": 1}
+    return {"type": "line", **place, "line": {"color": MARK, "width": 1, "dash": "dot"}, "opacity": 0.6}
+
+
+def _reasons(run: RunData, kind: str, what: str) -> list[tuple[int, str]]:
+    return [(e["step"], html.escape(f"{what}: {e.get('reason', '')}")) for e in run.events if e["event"] == kind]
 
 
 def _point_text(point: Point, form: str) -> str:
@@ -225,59 +252,16 @@ def _point_text(point: Point, form: str) -> str:
     return f"{form.format(point.x)}, loss {point.loss:.4g}<br>{shares} of the cost{proven}"
 
 
-class _Curve:
-    """The height of the loss curve at a step: the first finite loss at or after the step, else the last one."""
-
-    def __init__(self, steps: Sequence[int], losses: Sequence[float | None]) -> None:
-        self._points = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
-
-    def __call__(self, step: int) -> float:
-        return next((loss for s, loss in self._points if s >= step), self._points[-1][1])
-
-
-def _adoption_text(adoption: Any) -> str:
-    achieved = "" if adoption.achieved is None else f"<br>fp4 share {adoption.achieved:.2%}"
+def _adoption_text(adoption: Adoption) -> str:
+    text = f"map{'' if adoption.version is None else f' v{adoption.version}'}: {adoption.status}"
+    parts = [html.escape(text)]
+    if adoption.achieved is not None:
+        parts.append(f"fp4 share {adoption.achieved:.2%}")
     if adoption.asked is not None:
-        achieved += f"<br>asked {html.escape(adoption.asked)}"
-        achieved += "" if adoption.speedup is None else f", predicted speedup {adoption.speedup:.3f}"
-        achieved += "" if adoption.loss is None else f", predicted loss {adoption.loss:.3g}"
-    changed = adoption.fields.get("changed")
-    changes = "" if number(changed) is None else f"<br>{int(changed)} choices changed"
-    version = "" if adoption.version is None else f" v{adoption.version}"
-    return f"map{version}: {html.escape(adoption.status)}{achieved}{changes}"
-
-
-def _add_marks(
-    figure: Any, name: str, steps: list[int], texts: list[str], curve: _Curve, colour: str, symbol: str
-) -> None:
-    if steps:
-        figure.add_scatter(
-            x=steps,
-            y=[curve(step) for step in steps],
-            text=texts,
-            name=name,
-            mode="markers",
-            marker={"color": colour, "size": 9, "symbol": symbol},
-            hovertemplate="%{text}",
-        )
-
-
-def new_figure(y_title: str, rangemode: str) -> Any:
-    """Return an empty figure in the style of the pages, with training steps on the x axis."""
-    figure = go.Figure(layout={"template": "none"})
-    figure.update_layout(
-        hovermode="x unified",
-        margin={"l": 56, "r": 12, "t": 32, "b": 44},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        showlegend=True,
-    )
-    figure.update_xaxes(title_text="training step")
-    figure.update_yaxes(title_text=y_title, rangemode=rangemode)
-    return figure
-
-
-def plain(figure: Any) -> dict[str, Any]:
-    """Return the data and layout of a figure without plotly's template. The page's theme sets the colours."""
-    body: dict[str, Any] = figure.to_plotly_json()
-    body["layout"].pop("template", None)
-    return body
+        speedup = "" if adoption.speedup is None else f", predicted speedup {adoption.speedup:.3f}"
+        loss = "" if adoption.loss is None else f", predicted loss {adoption.loss:.3g}"
+        parts.append(f"asked {html.escape(adoption.asked)}{speedup}{loss}")
+    changed = number(adoption.fields.get("changed"))
+    if changed is not None:
+        parts.append(f"{int(changed)} choices changed")
+    return "<br>".join(parts)

@@ -13,6 +13,7 @@ import gzip
 import hmac
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,10 +27,13 @@ from snip_megatron.reporting.report import render
 
 PORT = 8765
 REFRESH_S = 15
+REDRAW_S = 60
 
 
 class LivePage:
-    """The page about a run. It is drawn only if it is requested and the run has recorded something since the last time.
+    """The page about a run, as text compressed by gzip.
+
+    It is drawn only if it is requested, and if the run has recorded something or a minute has passed since.
 
     Args:
         run: the run directory.
@@ -40,13 +44,13 @@ class LivePage:
         self._run = run
         self._draw = draw
         self._lock = threading.Lock()
-        self._seen: tuple[tuple[int, int], ...] | None = None
+        self._seen: object = None
         self._page = b""
 
     def compressed(self) -> bytes:
-        """Return the page, compressed by gzip. Raises SnipError if the run directory cannot be read."""
+        """Return the page. Raises SnipError if the run directory cannot be read."""
         with self._lock:
-            now = tuple(_stamp(self._run / name) for name in (CONFIG, EVENTS, METRICS))
+            now = (time.time() // REDRAW_S, *(_stamp(self._run / name) for name in (CONFIG, EVENTS, METRICS)))
             if now != self._seen:
                 text = self._draw(self._run)
                 self._page, self._seen = gzip.compress(text.encode("utf-8", errors="replace"), compresslevel=5), now

@@ -27,7 +27,7 @@ with needs_extra("report", "a report"):
 
 def render_page(template: str, **values: Any) -> str:
     """Render ``template`` with ``values``. Raises jinja2.UndefinedError if the template needs another value."""
-    plotly_js, page_js = _plotly_js(), _template_text("report.js")
+    plotly_js, page_js = get_plotlyjs(), _template_text("report.js")
     return (
         _environment()
         .get_template(template)
@@ -66,13 +66,6 @@ def _environment() -> jinja2.Environment:
 
 def _template_text(name: str) -> str:
     return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
-
-
-@functools.cache
-def _plotly_js() -> str:
-    """Return the plotly.js library, which plotly's ``include_plotlyjs=True`` also embeds."""
-    text: str = get_plotlyjs()
-    return text
 
 
 def _data(value: Any) -> Markup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,16 +17,20 @@ from snip_megatron.reporting.figures import front_figure, loss_figure, share_fig
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.map_view import map_payload
 from snip_megatron.reporting.page import render_page, write_page
-from snip_megatron.reporting.phase_view import phase_events, phase_figure, phase_view
+from snip_megatron.reporting.phases import phase_events, phase_figure, phase_view
 from snip_megatron.reporting.sent import sent_sentence
 from snip_megatron.reporting.stage_view import saved_figure, stage_view
-from snip_megatron.reporting.worth import judge
-from snip_megatron.reporting.worth_text import headline, sentences
+from snip_megatron.reporting.summary import RunSummary, summarise
+from snip_megatron.reporting.summary_text import headline, sentences
+from snip_megatron.runtime.account import duration
 
 MAX_EVENT_ROWS = 1000
 """Number of rows in the table of events. Of a longer list, the last rows are shown."""
 MAX_MAP_ROWS = 200
 """The same for the table of steps by map."""
+SILENT_S, SILENT_STEPS = 120.0, 20
+"""A live run whose last record is older than both of these has stopped, or hangs."""
+_FACTS_TO_COMPUTE_WITH = ("request", "linear_shapes", "unquantised_flops", "predicted_times", "layer_stages")
 
 
 def write_report(run: Path | str, out: Path | str | None = None, cost: str | None = None) -> Path:
@@ -49,35 +54,38 @@ def write_report(run: Path | str, out: Path | str | None = None, cost: str | Non
 def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     """Return the page as text. For ``cost`` see :func:`write_report`.
 
-    With ``live`` the page leaves out what takes seconds to compute: other budgets.
+    With ``live`` the page leaves out what takes seconds to compute, other budgets, and says whether the job still
+    records anything.
     """
-    worth = judge(run)
-    sent = sent_sentence(run, [each.stretch for each in worth.maps])
-    target = target_share(run.config)
+    summary = summarise(run)
+    sent = sent_sentence(run, [each.stretch for each in summary.maps])
     unreadable = list(run.unreadable)
     front = None if live else latest_front(run.path, run.updates, unreadable)
     stages = stage_view(run, cost, unreadable)
     phases = phase_view(run)
+    shares = None if stages is None else stages.shares_of(run.adoptions)
     figures = {
         "loss": loss_figure(run),
-        "share": share_figure(run, target, None if stages is None else stages.shares_of(run.adoptions)),
+        "share": share_figure(run, target_share(run.config), shares),
         "saved": None if stages is None else saved_figure(stages),
         "front": front_figure(front),
         "timing": timing_figure(run.updates),
     }
     if phases is not None:
         figures["phases"] = phase_figure(phases)
+    facts = {name: value for name, value in run.facts.items() if name not in _FACTS_TO_COMPUTE_WITH}
     return render_page(
         "report.html",
         title=run.path.resolve().name,
-        policy=policy_line(run.config),
-        tiles=_tiles(run),
-        worth={
-            "headline": headline(worth),
-            "lines": [*sentences(worth), *filter(None, [sent])],
-            "warnings": worth.warnings,
+        lines=[line for line in (policy_line(run.config), _machine_line(run)) if line],
+        silent=_silent(run, summary) if live else "",
+        tiles=_tiles(run, summary),
+        summary={
+            "headline": headline(summary),
+            "lines": [*sentences(summary), *filter(None, [sent])],
+            "warnings": summary.warnings,
         },
-        worth_maps=worth.maps[-MAX_MAP_ROWS:],
+        summary_maps=summary.maps[-MAX_MAP_ROWS:],
         figures=figures,
         maps=map_payload(run.adoptions),
         stages=stages,
@@ -89,7 +97,7 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         faults=[_event_row(event) for event in run.faults],
         events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],
         events_left_out=max(0, len(run.events) - MAX_EVENT_ROWS),
-        tables=[("Facts", flatten(_plain_facts(run.facts))), ("Configuration", flatten(run.config))],
+        tables=[("Facts", flatten(facts)), ("Configuration", flatten(run.config))],
         unreadable=unreadable,
     )
 
@@ -105,51 +113,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-# -- parts of the page ---------------------------------------------------------------------------------------------
-def _tiles(run: RunData) -> list[tuple[str, str]]:
-    """Return the (label, value) pairs at the top of the page."""
-    steps, losses = run.series("loss")
-    finite = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
-    _, fractions = run.series("fp4_fraction")
-    share = next((value for value in reversed(fractions) if value is not None), None)
-    if share is None and run.adoptions:
-        share = run.adoptions[-1].achieved
-    stages = {stage for adoption in run.adoptions for stage in adoption.achieved_per_stage}
-    blocked = sum(update.wait_s or 0.0 for update in run.updates)
-    tiles = [("training steps", f"{steps[-1] + 1:,}" if steps else "none")]
-    if finite:
-        tiles.append((f"loss at step {finite[-1][0]:,}", f"{finite[-1][1]:.4f}"))
-    if len(finite) < len(losses):
-        tiles.append(("steps with a non-finite loss", f"{len(losses) - len(finite):,}"))
-    tiles.append(("maps adopted", f"{len(run.adoptions):,}"))
-    if share is not None:
-        tiles.append(("fp4 share now", f"{share:.1%}"))
-    timed = [adoption for adoption in run.adoptions if adoption.asked is not None]
-    if timed:
-        tiles.append(("asked", str(timed[-1].asked)))
-        if timed[-1].speedup is not None:
-            tiles.append(("predicted speedup of the linears now", f"{timed[-1].speedup:.3f}"))
-        step = number(timed[-1].fields.get("step_speedup"))
-        if step is not None:
-            tiles.append(("predicted speedup of a step now", f"{step:.3f}"))
-        if timed[-1].loss is not None:
-            tiles.append(("predicted loss now", f"{timed[-1].loss:.3g}"))
-    if len(stages) > 1:
-        tiles.append(("pipeline stages", str(len(stages))))
-    if run.updates:
-        tiles.append(("training blocked by updates", f"{blocked:.2f} s"))
-    tiles.append(("faults", f"{len(run.faults):,}"))
-    return tiles
-
-
-_FACTS_TO_COMPUTE_WITH = ("request", "linear_shapes", "unquantised_flops", "predicted_times", "layer_stages")
-
-
-def _plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts without those that are no use to a reader."""
-    return {name: value for name, value in facts.items() if name not in _FACTS_TO_COMPUTE_WITH}
-
-
 def policy_line(config: Mapping[str, Any]) -> str:
     """Return one line with the policy, budget, granularity and estimator of a configuration."""
     named = [f"{name} {config[name]}" for name in ("policy", "budget", "granularity", "estimator") if name in config]
@@ -157,22 +120,93 @@ def policy_line(config: Mapping[str, Any]) -> str:
 
 
 def target_share(config: Mapping[str, Any]) -> float | None:
-    """Return the budget's fp4 share, or None for another kind of budget and for a configuration without a valid one."""
+    """Return the budget's fp4 share, or None for another kind of budget."""
     try:
-        budget = Budget.parse(config.get("budget"), "budget")
+        budget = Budget.parse(str(config.get("budget")), "budget")
     except SnipError:
         return None
     return budget.value if budget.kind == "fp4" else None
 
 
+# -- parts of the page ---------------------------------------------------------------------------------------------
+def _machine_line(run: RunData) -> str:
+    """Return one line with card, host, date and versions."""
+    facts, ranks = run.facts, number(run.facts.get("world_size"))
+    device = facts.get("device")
+    cards = f"{int(ranks)} × {device}" if device and ranks else device
+    begin, end = (number(run.metrics[i].get("time")) if run.metrics else None for i in (0, -1))
+    days = list(dict.fromkeys(_utc(at, "%Y-%m-%d") for at in (begin, end) if at is not None))
+    names = (("version", "snip_megatron"), ("torch", "torch"), ("megatron_core", "megatron-core"))
+    versions = [f"{name} {facts[key]}" for key, name in names if key in facts]
+    return " · ".join(str(part) for part in (cards, facts.get("host"), " to ".join(days), *versions) if part)
+
+
+def _silent(run: RunData, summary: RunSummary) -> str:
+    """Return a sentence if nothing was recorded for so long that the job has stopped, or hangs; else an empty text."""
+    last = max((at for row in (*run.metrics[-1:], *run.events[-1:]) if (at := number(row.get("time")))), default=None)
+    step = max((each.stretch.step_s or 0.0 for each in summary.maps), default=0.0)
+    if last is None or (age := time.time() - last) < max(SILENT_S, SILENT_STEPS * step):
+        return ""
+    if summary.total_steps is not None and summary.steps >= summary.total_steps:
+        return f"The run has ended, {duration(age)} ago."
+    return f"The last record is {duration(age)} old: the job has stopped, or hangs."
+
+
+def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
+    """Return the (label, value) pairs at the top of the page."""
+    steps, losses = run.series("loss")
+    finite = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
+    share = next((value for value in reversed(run.series("fp4_fraction")[1]) if value is not None), None)
+    last = run.adoptions[-1] if run.adoptions else None
+    if share is None and last is not None:
+        share = last.achieved
+    timed = next((adoption for adoption in reversed(run.adoptions) if adoption.asked is not None), None)
+    step_speedup = None if timed is None else number(timed.fields.get("step_speedup"))
+    stages = {stage for adoption in run.adoptions for stage in adoption.achieved_per_stage}
+    total = summary.total_steps
+    of = f" of {total:,}" if total is not None and total > summary.steps else ""
+    rate = _tokens_per_second(run, summary)
+    found: list[tuple[str, str | None]] = [
+        ("training steps", f"{steps[-1] + 1:,}{of}" if steps else "none"),
+        (f"loss at step {finite[-1][0]:,}" if finite else "", f"{finite[-1][1]:.4f}" if finite else None),
+        ("steps with a non-finite loss", f"{len(losses) - len(finite):,}" if len(finite) < len(losses) else None),
+        ("tokens a second", None if rate is None else f"{rate:,.0f}"),
+        ("maps adopted", f"{len(run.adoptions):,}"),
+        ("fp4 share now", None if share is None else f"{share:.1%}"),
+        ("asked", None if timed is None else str(timed.asked)),
+        ("predicted speedup of the linears now", _figure(None if timed is None else timed.speedup, ".3f")),
+        ("predicted speedup of a step now", _figure(step_speedup, ".3f")),
+        ("predicted loss now", _figure(None if timed is None else timed.loss, ".3g")),
+        ("pipeline stages", str(len(stages)) if len(stages) > 1 else None),
+        ("cost of updates", f"{summary.cost_s:.2f} s" if run.updates else None),
+        ("faults", f"{len(run.faults):,}"),
+    ]
+    return [(label, value) for label, value in found if value is not None]
+
+
+def _tokens_per_second(run: RunData, summary: RunSummary) -> float | None:
+    """Return the tokens a second of the usual steps under the latest map that has a median."""
+    batch, length = number(run.facts.get("global_batch_size")), number(run.config.get("seq_length"))
+    step = next((m.stretch.step_s for m in reversed(summary.maps) if m.stretch.step_s), None)
+    return None if batch is None or length is None or step is None else batch * length / step
+
+
+def _figure(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
+
+
 def _event_row(event: Mapping[str, Any]) -> dict[str, str]:
     at = number(event.get("time"))
-    try:
-        when = "" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, ValueError, OSError):
-        when = ""
     details = {name: value for name, value in fields_of(event).items() if value is not None}
+    when = "" if at is None else _utc(at, "%Y-%m-%d %H:%M:%S")
     return {"when": when, "step": str(event["step"]), "event": event["event"], "details": _details(details)}
+
+
+def _utc(at: float, form: str) -> str:
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime(form)
+    except (OverflowError, ValueError, OSError):
+        return ""
 
 
 def _details(fields: Mapping[str, Any]) -> str:

@@ -25,28 +25,28 @@ GIVE_UP_AFTER = 3
 
 
 class Sinks:
-    """Several sinks that receive the same calls. Without any sink, all calls do nothing."""
+    """Several sinks that receive the same calls (see :class:`snip_megatron.runtime.protocols.Sink`), or none."""
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = sinks
 
     def begin_step(self, step: int) -> None:
-        """See :class:`snip_megatron.runtime.protocols.Sink`."""
+        """Note the begin of training step ``step``."""
         for sink in self._sinks:
             sink.begin_step(step)
 
     def metric(self, step: int, /, **figures: float | None) -> None:
-        """See :class:`snip_megatron.runtime.protocols.Sink`."""
+        """Write the figures of training step ``step``."""
         for sink in self._sinks:
             sink.metric(step, **figures)
 
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
-        """See :class:`snip_megatron.runtime.protocols.Sink`."""
+        """Write an event before training step ``step``."""
         for sink in self._sinks:
             sink.event(step, kind, **fields)
 
     def precision_map(self, step: int, precision_map: PrecisionMap, linears: Iterable[str] | None = None) -> None:
-        """See :class:`snip_megatron.runtime.protocols.Sink`."""
+        """Write the map adopted before training step ``step``."""
         names = None if linears is None else list(linears)
         for sink in self._sinks:
             sink.precision_map(step, precision_map, names)

@@ -12,7 +12,7 @@ from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.replay import parse_shapes
 from snip_megatron.records.run_data import Adoption, RunData
-from snip_megatron.reporting.figures import add_stages, new_figure, plain
+from snip_megatron.reporting.figures import Figure, add_stages
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
@@ -21,12 +21,7 @@ from snip_megatron.timing.loading import load_cost_model
 
 @dataclass(frozen=True)
 class StageTime:
-    """Predicted seconds that a training step spends in the linears of a stage on one rank.
-
-    Attributes:
-        before: in bf16.
-        after: under the map.
-    """
+    """Predicted seconds that a training step spends in the linears of a stage on one rank: in bf16, under the map."""
 
     before: float
     after: float
@@ -80,35 +75,33 @@ def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageVi
         SnipError: ``cost`` is not a cost model.
     """
     model = None if cost is None else load_cost_model(cost)
-    known = [(a.step, a.precision_map) for a in run.adoptions if a.precision_map is not None]
-    rows = _rows(run, unreadable)
-    if not known or not rows:
-        return None
+    maps = {a.step: a.precision_map for a in run.adoptions if a.precision_map is not None}
     by_stage: dict[str, list[LinearRow]] = {}
-    for row in sorted(rows, key=lambda row: row.stage):
+    for row in sorted(_rows(run, unreadable), key=lambda row: row.stage):
         by_stage.setdefault(str(row.stage), []).append(row)
-    outside = _unquantised(run)
-    name = ""
+    if not maps or not by_stage:
+        return None
+    found = run.facts.get("unquantised_flops")  # of linears that no map covers
+    outside = {str(s): f for s, f in found.items() if is_finite(f) and f >= 0} if isinstance(found, Mapping) else {}
+    predicted: OptionTimes | None = None
     assumptions: Sequence[str] = ()
     times: list[dict[str, StageTime]] = []
     try:
-        predicted, assumptions = _times(run, model, {fmt for _, m in known for fmt in m.choices.values()})
+        predicted, assumptions = _times(run, model, {fmt for m in maps.values() for fmt in m.choices.values()})
         if predicted is not None:
-            name = predicted.model
-            times = [{stage: _time(predicted, m, rows) for stage, rows in by_stage.items()} for _, m in known]
+            times = [{s: _time(predicted, m, rows) for s, rows in by_stage.items()} for m in maps.values()]
     except SnipError as error:
         unreadable.append(f"predicted times: {error}")
-    last = run.metrics[-1]["step"] if run.metrics else 0
     return StageView(
-        steps=[step for step, _ in known],
-        end=max(last, known[-1][0]),
+        steps=list(maps),
+        end=max(run.metrics[-1]["step"] if run.metrics else 0, *maps),
         linears={stage: len(rows) for stage, rows in by_stage.items()},
         shares=[
             {s: fp4_fraction(m, {r.name: r.flops for r in rows}, outside.get(s, 0.0)) for s, rows in by_stage.items()}
-            for _, m in known
+            for m in maps.values()
         ],
         times=times,
-        model=name,
+        model=predicted.model if times and predicted is not None else "",
         assumptions=assumptions,
     )
 
@@ -117,11 +110,11 @@ def saved_figure(view: StageView) -> dict[str, Any] | None:
     """Draw the share of the linears' bf16 time that each stage saves. Returns None without predicted times."""
     if not view.times:
         return None
-    figure = new_figure("predicted time saved", rangemode="tozero")
-    figure.update_yaxes(tickformat=".0%")
-    figure.update_xaxes(range=[0, max(1, view.end)])
+    figure = Figure("predicted time saved", zero=True)
+    figure.layout["yaxis"] = {"tickformat": ".0%"}
+    figure.layout["xaxis"] = {"title": {"text": "training step"}, "range": [0, max(1, view.end)]}
     add_stages(figure, view.steps, [{k: t.saved for k, t in by_stage.items()} for by_stage in view.times], view.end)
-    return plain(figure)
+    return figure.as_dict()
 
 
 def _rows(run: RunData, unreadable: list[str]) -> tuple[LinearRow, ...]:
@@ -130,16 +123,8 @@ def _rows(run: RunData, unreadable: list[str]) -> tuple[LinearRow, ...]:
         try:
             return StatisticsTable.load(path).linears
         except SnipError as error:
-            if str(error) not in unreadable:
-                unreadable.append(str(error))
+            unreadable.append(str(error))
     return ()
-
-
-def _unquantised(run: RunData) -> dict[str, float]:
-    """Return stage → FLOPs a token of the linears that no map covers. Runs of older versions do not store it."""
-    found = run.facts.get("unquantised_flops")
-    items = found.items() if isinstance(found, Mapping) else ()
-    return {str(stage): float(value) for stage, value in items if is_finite(value) and value >= 0}
 
 
 def _times(run: RunData, model: CostModel | None, formats: set[Format]) -> tuple[OptionTimes | None, Sequence[str]]:
@@ -159,8 +144,6 @@ def _times(run: RunData, model: CostModel | None, formats: set[Format]) -> tuple
 
 
 def _time(times: OptionTimes, precision_map: PrecisionMap, rows: Sequence[LinearRow]) -> StageTime:
+    formats = [(row.name, gemm, precision_map.format_of(row.name, gemm).value) for row in rows for gemm in Gemm]
     before = math.fsum(times.of(row.name, None, Format.BF16.value) for row in rows)
-    after = math.fsum(
-        times.of(row.name, gemm, precision_map.format_of(row.name, gemm).value) for row in rows for gemm in Gemm
-    )
-    return StageTime(before, after)
+    return StageTime(before, math.fsum(times.of(*each) for each in formats))

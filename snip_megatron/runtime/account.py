@@ -1,8 +1,8 @@
 """The account of a run: how long steps take in bf16 and under each map, what SNIP itself costs, and the time saved.
 
 It takes the records of rank 0 in the order of time, either from a running training
-(:mod:`snip_megatron.runtime.progress`) or from a run directory (:func:`snip_megatron.reporting.worth.judge`). Both
-therefore give the same figures.
+(:mod:`snip_megatron.runtime.progress`) or from a run directory (:mod:`snip_megatron.reporting.summary`). Both therefore
+give the same figures.
 
 Times are those of Megatron's own step on rank 0. Probes, waiting for the solver and adoptions lie between steps and
 count as costs. The steps right after a start, an update or an adoption do not count as usual steps.

@@ -14,6 +14,8 @@ from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.comparison import MAX_RUNS, differences, render_comparison, run_names, write_comparison
+from snip_megatron.reporting.report import render
+from snip_megatron.reporting.summary import summarise
 
 LINEAR = "decoder.layers.0.mlp.linear_fc1"
 
@@ -60,7 +62,7 @@ def test_table_is_over_the_steps_that_all_runs_have(pair):
     assert "loss (steps 13–14)" in page
     row_a, row_b = re.findall(r'<th scope="row">[ab]</th>.*?</tr>', page, re.DOTALL)
     cells = [re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<td.*?</td>", row_b)]
-    assert cells[:7] == ["15", "4.5000", "5.0000", "1", "50.00%", "", "66.67%"]
+    assert cells[:8] == ["15", "4.5000", "5.0000", "1", "50.00%", "", "", "66.67%"]
     assert "<td>20</td><td>4.0000</td><td>4.5000</td>" in row_a
 
 
@@ -106,13 +108,16 @@ def test_validation_loss_is_that_of_the_map_and_not_of_the_test_set(tmp_path):
     assert "<td>20</td><td>4.0000</td><td>4.2500</td>" in page
 
 
-def test_time_between_two_jobs_of_a_run_is_no_training(tmp_path):
-    paths = [short_run(tmp_path / name, [4.0] * 20, {"fprop": "fp4"}, policy=name) for name in "ab"]
-    lines = [json.loads(line) | {"time": 1000.0 + i} for i, line in enumerate((paths[0] / "metrics.jsonl").open())]
-    for line in lines[10:]:
-        line["time"] += 86_400.0  # resumed on the next day
-    (paths[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with (paths[0] / "events.jsonl").open("a") as events:
-        events.write(json.dumps({"time": 87_410.0, "step": 10, "event": "resume"}) + "\n")
-    page = render_comparison([load_run(path) for path in paths])
-    assert "<td>3</td><td>16.67%</td>" in page  # blocked for 3 of 18 s
+def test_the_cost_of_updates_is_that_of_the_report(tmp_path):
+    """Both pages had a definition of their own, and of one run said 33.7 and 2.1 %."""
+    paths = [
+        synthetic_run.write_run(tmp_path / name, steps=60, updates=1, first=30, seconds=(2.0, 1.0), faults=False)
+        for name in "ab"
+    ]
+    run = load_run(paths[0])
+    page, report = render_comparison([run, load_run(paths[1])]), render(run)
+    summary = summarise(run)
+    assert summary.cost_share is not None
+    assert f", {summary.cost_share:.2%} of the time: " in report
+    assert f"<td>{summary.cost_s:.4g}</td><td>{summary.cost_share:.2%}</td>" in page
+    assert page.count("Worth it: ") == 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,9 +17,11 @@ import pytest
 import synthetic_run
 
 from snip_megatron.errors import SnipError
+from snip_megatron.records.run_data import RunData, load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting import live
 from snip_megatron.reporting.live import LivePage, LiveServer
+from snip_megatron.reporting.report import render
 
 
 @pytest.fixture
@@ -109,3 +113,22 @@ def test_what_cannot_be_served_is_refused_at_once(run: Path, server: LiveServer,
         live.start(run, port=server.port)
     with pytest.raises(SnipError, match="--port 70000"):
         live.start(run, port=70000)
+
+
+def old_run(path: Path, age: float, steps: int = 40) -> RunData:
+    """A run whose last record is ``age`` seconds old."""
+    synthetic_run.write_run(path, updates=1, steps=steps, facts={"train_iters": 900, "global_batch_size": 8})
+    for name in ("metrics.jsonl", "events.jsonl"):
+        rows = [json.loads(line) | {"time": time.time() - age} for line in (path / name).open()]
+        (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_run(path)
+
+
+def test_a_job_that_was_killed_does_not_look_alive(tmp_path: Path) -> None:
+    said = "old: the job has stopped, or hangs."
+    run = old_run(tmp_path / "killed", age=3600.0)
+    assert f"The last record is 60.0 min {said}" in render(run, live=True)
+    assert "<dd>40 of 900</dd>" in render(run, live=True)
+    assert said not in render(run)  # a page that is read later
+    assert said not in render(old_run(tmp_path / "alive", age=5.0), live=True)
+    assert "The run has ended, 60.0 min ago." in render(old_run(tmp_path / "over", 3600.0, steps=900), live=True)

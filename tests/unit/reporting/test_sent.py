@@ -13,7 +13,7 @@ from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.report import render
 from snip_megatron.reporting.sent import sent_sentence, size
-from snip_megatron.reporting.worth import judge
+from snip_megatron.reporting.summary import summarise
 
 MIB = 2**20
 
@@ -32,7 +32,7 @@ def a_run(tmp: Path, *steps: Any, adopts: int | None = 3) -> Path:
 
 def sentence(path: Path) -> str | None:
     run = load_run(path)
-    return sent_sentence(run, [each.stretch for each in judge(run).maps])
+    return sent_sentence(run, [each.stretch for each in summarise(run).maps])
 
 
 def test_bytes_under_a_map_and_in_bf16(tmp_path: Path) -> None:

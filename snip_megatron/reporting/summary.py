@@ -1,39 +1,42 @@
-"""Judges whether a run was worth it: what its maps saved and cost in time, predicted loss and memory, from its records.
+"""The summary of a run: what its maps saved and cost in time, predicted loss and memory, and whether it was worth it.
 
-Only :func:`judge` computes these figures. The end of a run, the report and ``snip report --json`` show them. The
-running job has the same times (:mod:`snip_megatron.runtime.account`).
+Only :func:`summarise` computes these figures. The end of a run, the report, the comparison of runs and ``snip report
+--json`` show them. The running job has the same times (:mod:`snip_megatron.runtime.account`).
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from snip_megatron.config.conflicts import in_nats
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
 from snip_megatron.records.run_data import Adoption, RunData, number
-from snip_megatron.reporting.phases_of_run import RunPhase, differences, remaining_phases
+from snip_megatron.reporting.phases import RunPhase, differences, remaining_phases
 from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, is_quantised
 from snip_megatron.sensitivity.times import OptionTimes
 
 SCHEMA = "snip.worth/1"
 TRUE_OVER_PREDICTED = (0.95, 1.45)
-"""True change of the loss over the predicted one, for all fprops of small models (sensitivity/README.md, Evidence)."""
+"""True change of the loss over the predicted one, for all fprops of small models (docs/results.md)."""
 _SLOPE_LOSSES = 200  # a slope is fitted to no fewer losses
 _CERTAIN = 4.0  # standard errors that make a fall of the loss one
 
 
 @dataclass(frozen=True)
 class MapTime:
-    """A stretch of steps, and the speedup that was predicted for it: of the whole ``step``, or of the ``linears``."""
+    """A stretch of steps, its mean step, and the speedup predicted for it: of the whole ``step`` or the ``linears``."""
 
     stretch: Stretch
+    mean_s: float | None = None
     predicted: float | None = None
     predicted_of: str = ""
 
@@ -62,13 +65,7 @@ class LossCost:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of rank 0 in bytes.
-
-    Attributes:
-        peak: the peak so far.
-        before: the peak before the first update; None if it is not known.
-        resident: whether these are bytes of host memory instead of GPU memory.
-    """
+    """Peak memory of rank 0 in bytes, so far and before the first update (None: unknown); ``resident``: the host's."""
 
     peak: int
     before: int | None
@@ -76,7 +73,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Worth:
+class RunSummary:
     """The judgement of a run. Times are rank 0's, in seconds; None if they are not known.
 
     Attributes:
@@ -87,13 +84,12 @@ class Worth:
         bf16_s, bf16_steps: median time of a step in bf16, and the number of steps of this median.
         maps: steps under each map.
         saved_s: time saved so far, minus all costs.
-        saved_run_s: the same at the end of the run, under the assumption that ``assumes`` names.
+        saved_run_s: the same at the end of the run, under the assumption ``assumes``, which is half a sentence: that
+            the current map stays, or that the plan of a run with phases is followed.
         updates: number of updates.
         costs: seconds by kind of event.
         loss: predicted cost in loss; None if it cannot be predicted.
         memory: None if it was not recorded.
-        assumes: what ``saved_run_s`` assumes, as half a sentence: that the current map stays, or that the plan of a run
-            with phases is followed. Empty without ``saved_run_s``.
     """
 
     verdict: str
@@ -118,6 +114,24 @@ class Worth:
         return math.fsum(self.costs.values())
 
     @property
+    def cost_share(self) -> float | None:
+        """All costs as a share of the time, costs included; None without times of steps.
+
+        Steps under a map that was too short for a median count with the mean of the others.
+        """
+        timed = [(m.stretch.steps, m.stretch.steps * m.stretch.step_s) for m in self.maps if m.stretch.step_s]
+        if not timed:
+            return None
+        steps, seconds = map(sum, zip(*timed, strict=True))
+        trained = seconds / steps * sum(each.stretch.steps for each in self.maps)
+        return self.cost_s / (trained + self.cost_s)
+
+    @property
+    def update_s(self) -> float:
+        """Mean cost of an update. What was compiled before the first step counts once for all of them."""
+        return (self.cost_s - self.costs.get("compile", 0.0)) / self.updates if self.updates else 0.0
+
+    @property
     def judged(self) -> MapTime | None:
         """The latest map whose speed is known."""
         known = [each for each in self.maps if each.stretch.quantised and each.stretch.speedup is not None]
@@ -126,23 +140,28 @@ class Worth:
     def as_dict(self) -> dict[str, Any]:
         """Return the object of a ``snip.worth/1`` file."""
         maps = [
-            asdict(each.stretch)
-            | {"speedup": each.stretch.speedup, "predicted": each.predicted, "predicted_of": each.predicted_of or None}
+            {**asdict(each.stretch), "speedup": each.stretch.speedup}
+            | {"mean_s": each.mean_s, "predicted": each.predicted, "predicted_of": each.predicted_of or None}
             for each in self.maps
         ]
         return {"schema": SCHEMA, **asdict(self), "maps": maps, "cost_s": self.cost_s}
 
 
-def judge(run: RunData) -> Worth:
+def summarise(run: RunData) -> RunSummary:
     """Compute the figures of a run from its records."""
     account = Account()
     account.read(run.events, run.metrics, {a.step: a.precision_map for a in run.adoptions})
     predict = _Prediction(run.facts)
     by_step = {adoption.step: adoption for adoption in run.adoptions}
-    maps = tuple(predict.of(stretch, by_step.get(stretch.begin)) for stretch in account.stretches())
+    times = [(row["step"], s) for row in run.metrics if (s := number(row.get("step_s"))) is not None]
+    maps = []
+    for stretch in account.stretches():
+        begin, end = (bisect.bisect_left(times, (step, -math.inf)) for step in (stretch.begin, stretch.end))
+        mean = float(np.mean([seconds for _, seconds in times[begin:end]])) if end > begin else None
+        maps.append(MapTime(stretch, mean, *predict.of(stretch, by_step.get(stretch.begin))))
     steps = int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
     wanted = number(run.facts.get("train_iters"))
-    found = Worth(
+    found = RunSummary(
         verdict="",
         why=_why_not(run),
         warnings=(),
@@ -150,7 +169,7 @@ def judge(run: RunData) -> Worth:
         total_steps=None if wanted is None else max(int(wanted), steps),
         bf16_s=account.bf16_s,
         bf16_steps=account.bf16_steps,
-        maps=maps,
+        maps=tuple(maps),
         saved_s=account.saved_s(),
         saved_run_s=None,
         updates=account.updates,
@@ -173,27 +192,26 @@ def _why_not(run: RunData) -> str:
     if not any("step_s" in row for row in run.metrics):
         return "times of steps are not recorded"
     if run.facts.get("gemm_backend") in EMULATIONS:
-        device = run.facts.get("device", "this device")
-        return f"formats are emulated on {device}, which saves no time"
+        return f"formats are emulated on {run.facts.get('device', 'this device')}, which saves no time"
     return "the batch size ramps up, and steps with it" if run.facts.get("batch_size_ramps") else ""
 
 
-def _saved_over_run(worth: Worth, run: RunData, predict: _Prediction) -> tuple[float | None, str]:
+def _saved_over_run(found: RunSummary, run: RunData, predict: _Prediction) -> tuple[float | None, str]:
     """Return the time saved when training ends, if updates cost what they did so far, and what else that assumes."""
-    now = worth.maps[-1].stretch if worth.maps else None
-    if worth.saved_s is None or worth.total_steps is None or now is None or now.speedup is None:
+    now = found.maps[-1].stretch if found.maps else None
+    if found.saved_s is None or found.total_steps is None or now is None or now.speedup is None:
         return None, ""
-    left = worth.total_steps - worth.steps
+    left = found.total_steps - found.steps
     each = now.bf16_s - now.step_s if now.quantised and now.bf16_s is not None and now.step_s is not None else 0.0
     saved, assumes = left * each, "this map stays"
     ahead = remaining_phases(run)
     current = run.adoptions[-1].precision_map if run.adoptions else None
     if any(differences(current, phase.precision_map) for phase in ahead):
-        by_plan = _saved_by_plan(worth.maps[-1], each, ahead, predict)
+        by_plan = _saved_by_plan(found.maps[-1], each, ahead, predict)
         assumes = "this map stays, although the plan changes it"
         if by_plan is not None and sum(phase.steps for phase in ahead) == left:
             saved, assumes = by_plan, "the plan is followed"
-    return worth.saved_s + saved - _updates_to_come(left, run.config) * _update_s(worth), assumes
+    return found.saved_s + saved - _updates_to_come(left, run.config) * found.update_s, assumes
 
 
 def _saved_by_plan(now: MapTime, each: float, ahead: Sequence[RunPhase], predict: _Prediction) -> float | None:
@@ -201,26 +219,18 @@ def _saved_by_plan(now: MapTime, each: float, ahead: Sequence[RunPhase], predict
 
     None if a prediction is missing, or if nothing is saved now, so that there is nothing to scale.
     """
-    speedups = [predict.of_map(phase.precision_map, now.predicted_of) for phase in ahead]
-    known = [speedup for speedup in speedups if speedup is not None and speedup > 0]
-    if len(known) < len(ahead) or each <= 0 or now.predicted is None or now.predicted <= 1.0:
+    speedups = [predict.of_map(phase.precision_map, now.predicted_of) or 0.0 for phase in ahead]
+    if min(speedups) <= 0.0 or each <= 0 or now.predicted is None or now.predicted <= 1.0:
         return None
     scale = each / (1.0 - 1.0 / now.predicted)
-    return math.fsum(p.steps * scale * (1.0 - 1.0 / speedup) for p, speedup in zip(ahead, known, strict=True))
+    return math.fsum(p.steps * scale * (1.0 - 1.0 / speedup) for p, speedup in zip(ahead, speedups, strict=True))
 
 
 def _updates_to_come(left: int, config: Mapping[str, Any]) -> int:
     interval = number(config.get("update_interval"))
-    fixed = (
-        config.get("map") or config.get("replay") or str(config.get("policy")).startswith(("uniform", "bf16", "late-"))
-    )
+    policy = str(config.get("policy"))
+    fixed = config.get("map") or config.get("replay") or policy.startswith(("uniform", "bf16", "late-"))
     return 0 if not interval or fixed else left // max(1, int(interval))
-
-
-def _update_s(worth: Worth) -> float:
-    """Return the mean cost of an update. What was compiled before the first step counts once for all of them."""
-    once = worth.costs.get("compile", 0.0)
-    return (worth.cost_s - once) / worth.updates if worth.updates else 0.0
 
 
 class _Prediction:
@@ -235,27 +245,23 @@ class _Prediction:
         with contextlib.suppress(SnipError):  # figures of another version: nothing is predicted
             self._times = None if body is None else OptionTimes.from_dict(body, "config.json: facts")
 
-    def of(self, stretch: Stretch, adoption: Adoption | None) -> MapTime:
-        """Return the stretch with what was predicted for it."""
+    def of(self, stretch: Stretch, adoption: Adoption | None) -> tuple[float | None, str]:
+        """Return what was predicted for a stretch, and of what."""
         if adoption is None or not stretch.quantised:
-            return MapTime(stretch)
+            return None, ""
         step = number(adoption.fields.get("step_speedup"))
         if step is None and adoption.precision_map is not None:
             step = self.of_map(adoption.precision_map, "step")
         if step is not None:
-            return MapTime(stretch, step, "step")
-        return MapTime(stretch) if adoption.speedup is None else MapTime(stretch, adoption.speedup, "linears")
+            return step, "step"
+        return (None, "") if adoption.speedup is None else (adoption.speedup, "linears")
 
     def of_map(self, precision_map: PrecisionMap, of: str) -> float | None:
         """Return the predicted speedup of the whole ``step`` or of the ``linears`` under a map; None if unknown."""
         if of != "step":
             return precision_map.speedup if of == "linears" else None
-        known = precision_map.step_speedup
-        return known if known is not None else self._of_step(precision_map)
-
-    def _of_step(self, precision_map: PrecisionMap) -> float | None:
-        if self._times is None:
-            return None
+        if precision_map.step_speedup is not None or self._times is None:
+            return precision_map.step_speedup
         try:
             names = [str(linear) for linear in precision_map.linears()]
             stages = {name: int(self._stages[LinearId.parse(name).layer]) for name in names}
@@ -268,34 +274,27 @@ class _Prediction:
             return None
 
 
-# -- loss ----------------------------------------------------------------------------------------------------------
+# -- loss and memory -----------------------------------------------------------------------------------------------
 def _loss_cost(run: RunData) -> LossCost | None:
     """Return the predicted loss of the map in force; None if there is none, or it was not chosen from statistics."""
-    if not run.adoptions:
+    last = run.adoptions[-1] if run.adoptions else None
+    if last is None or last.precision_map is None or not is_quantised(last.precision_map) or not last.scores:
         return None
-    last = run.adoptions[-1]
-    if last.precision_map is None or not is_quantised(last.precision_map) or not last.scores:
-        return None
-    backward = in_nats(str(run.config.get("policy")), str(run.config.get("q"))) and run.config.get("policy") == "snip"
+    policy = str(run.config.get("policy"))
+    backward = policy == "snip" and in_nats(policy, str(run.config.get("q")))
     nats = _sum_of_scores(last.precision_map, last.scores, "q" if backward else "delta_loss")
-    if nats is None or nats <= 0:
+    if nats <= 0:
         return None
     low, high = (factor * nats for factor in TRUE_OVER_PREDICTED)
     slope = _slope(run)
-    return LossCost(
-        last.version, nats, low, high, backward, _validated(run, last.step), None if slope is None else nats / slope
-    )
+    steps = None if slope is None else nats / slope
+    return LossCost(last.version, nats, low, high, backward, _validated(run, last.step), steps)
 
 
-def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], name: str) -> float | None:
-    found = []
-    for option, fmt in precision_map.choices.items():
-        by_format = scores.get(option)
-        score = by_format.get(fmt.value) if isinstance(by_format, Mapping) else None
-        value = number(score.get(name)) if isinstance(score, Mapping) else None
-        if value is not None:
-            found.append(value)
-    return math.fsum(found) if found else None
+def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], name: str) -> float:
+    by_option = [(scores.get(option), fmt.value) for option, fmt in precision_map.choices.items()]
+    chosen = [by_format.get(fmt) for by_format, fmt in by_option if isinstance(by_format, Mapping)]
+    return math.fsum(number(score.get(name)) or 0.0 for score in chosen if isinstance(score, Mapping))
 
 
 def _validated(run: RunData, since: int) -> float | None:
@@ -308,18 +307,16 @@ def _validated(run: RunData, since: int) -> float | None:
 
 def _slope(run: RunData) -> float | None:
     """Return by how much the loss falls in a step, over the last fifth of the steps; None if noise hides it."""
-    _, values = run.series("loss")
-    losses = [value for value in values if value is not None]
+    losses = [value for value in run.series("loss")[1] if value is not None]
     half = len(losses) // 10
     if 2 * half < _SLOPE_LOSSES:
         return None
     first, second = losses[-2 * half : -half], losses[-half:]
-    fall = statistics.fmean(first) - statistics.fmean(second)
-    error = math.sqrt((statistics.variance(first) + statistics.variance(second)) / half)
+    fall = float(np.mean(first) - np.mean(second))
+    error = math.sqrt((np.var(first, ddof=1) + np.var(second, ddof=1)) / half)
     return fall / half if fall > _CERTAIN * error else None
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
 def _memory(run: RunData) -> Memory | None:
     peaks = [(row["step"], int(peak)) for row in run.metrics if (peak := number(row.get("peak_bytes"))) is not None]
     if not peaks:
@@ -330,50 +327,55 @@ def _memory(run: RunData) -> Memory | None:
 
 
 # -- verdict -------------------------------------------------------------------------------------------------------
-def _with_verdict(worth: Worth) -> Worth:
-    if not any(each.stretch.quantised for each in worth.maps):
-        return replace(worth, verdict="no map", why=worth.why or "every step so far was in bf16")
-    if worth.why:
-        return replace(worth, verdict="not judged")
-    if worth.judged is None or worth.saved_s is None:
-        if worth.bf16_s is None:
+def _with_verdict(found: RunSummary) -> RunSummary:
+    if not any(each.stretch.quantised for each in found.maps):
+        return replace(found, verdict="no map", why=found.why or "every step so far was in bf16")
+    if found.why:
+        return replace(found, verdict="not judged")
+    if found.judged is None or found.saved_s is None:
+        if found.bf16_s is None:
             why = (
-                f"there are {worth.bf16_steps} usual steps in bf16 to compare with, {STEPS} are needed: use a later"
+                f"there are {found.bf16_steps} usual steps in bf16 to compare with, {STEPS} are needed: use a later"
                 " --snip-first-update"
             )
-            return replace(worth, verdict="not judged", why=why)
-        return replace(worth, verdict="too early", why=f"fewer than {STEPS} usual steps ran under a map")
-    no, hints = _losses_of(worth, worth.judged)
-    return replace(worth, verdict="no" if no else "yes", warnings=(*no, *hints))
+            return replace(found, verdict="not judged", why=why)
+        return replace(found, verdict="too early", why=f"fewer than {STEPS} usual steps ran under a map")
+    no, hint = _fault(found, found.judged), _hint(found.judged)
+    return replace(found, verdict="yes" if no is None else "no", warnings=tuple(w for w in (no, hint) if w))
 
 
-def _losses_of(worth: Worth, judged: MapTime) -> tuple[list[str], list[str]]:
-    """Return why it was not worth it, each with a remedy, and what could be better although it was."""
+def _fault(found: RunSummary, judged: MapTime) -> str | None:
+    """Return why it was not worth it, with a remedy; None if it was."""
     speedup = judged.stretch.speedup or 0.0
-    total = worth.saved_s if worth.saved_run_s is None else worth.saved_run_s
-    no, hints = [], []
+    total = found.saved_s if found.saved_run_s is None else found.saved_run_s
     if speedup < TOLERANCE:
-        no.append(
+        return (
             f"steps under map {judged.stretch.version} are not faster than in bf16 ({speedup:.2f} x): if the GPU waits"
             " for its host, larger microbatches or fewer tensor parallel ranks help; else ask for what pays:"
             " --snip-budget speedup=X, snip plan"
         )
-    elif total is not None and total <= 0:
+    if total is not None and total <= 0:
         each = (judged.stretch.bf16_s or 0.0) - (judged.stretch.step_s or 0.0)
-        no.append(
-            f"updates cost more than the maps save: one pays for itself after {math.ceil(_update_s(worth) / each):,}"
+        return (
+            f"updates cost more than the maps save: one pays for itself after {math.ceil(found.update_s / each):,}"
             " steps; use a longer --snip-update-interval, or --snip-estimator fisher"
         )
-    lost = None if worth.loss is None or worth.loss.steps is None else worth.loss.steps * (worth.bf16_s or 0.0)
-    if not no and lost is not None and total is not None and lost > total:
-        no.append(
+    lost = None if found.loss is None or found.loss.steps is None else found.loss.steps * (found.bf16_s or 0.0)
+    if lost is not None and total is not None and lost > total:
+        return (
             "the predicted rise of the loss costs more training time than was saved: ask for less, with a smaller"
             " --snip-budget or with --snip-budget loss=NATS"
         )
+    return None
+
+
+def _hint(judged: MapTime) -> str | None:
+    """Return what could be better, although it was worth it."""
+    speedup = judged.stretch.speedup or 0.0
     predicted = judged.predicted if judged.predicted_of == "step" else None
-    if predicted is not None and predicted > TOLERANCE and speedup - 1.0 < 0.5 * (predicted - 1.0):
-        hints.append(
-            f"less than half of the predicted gain was measured ({speedup:.2f} x, predicted {predicted:.2f} x): measure"
-            " this GPU with snip calibrate and give --snip-timings FILE"
-        )
-    return no, hints
+    if predicted is None or predicted <= TOLERANCE or speedup - 1.0 >= 0.5 * (predicted - 1.0):
+        return None
+    return (
+        f"less than half of the predicted gain was measured ({speedup:.2f} x, predicted {predicted:.2f} x): measure"
+        " this GPU with snip calibrate and give --snip-timings FILE"
+    )

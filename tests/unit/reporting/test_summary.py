@@ -13,20 +13,20 @@ from snip_megatron.precision import Format, Gemm, option_id
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.report import render
-from snip_megatron.reporting.worth import TRUE_OVER_PREDICTED, Worth, judge
-from snip_megatron.reporting.worth_text import headline, lines
+from snip_megatron.reporting.summary import TRUE_OVER_PREDICTED, RunSummary, summarise
+from snip_megatron.reporting.summary_text import headline, lines
 
 HOPPER = {"gemm_backend": "hopper", "device": "NVIDIA H200", "train_iters": 1000}
 FIRST, STEPS = 30, 120  # the map is adopted at step 35
 
 
-def a_run(tmp: Path, bf16: float = 2.0, mapped: float = 1.0, updates: int = 1, **options: Any) -> Worth:
+def a_run(tmp: Path, bf16: float = 2.0, mapped: float = 1.0, updates: int = 1, **options: Any) -> RunSummary:
     facts = HOPPER | options.pop("facts", {})
     path = synthetic_run.write_run(
         tmp / "run", updates=updates, steps=STEPS, first=FIRST, seconds=(bf16, mapped), facts=facts, faults=False,
         **options,
     )  # fmt: skip
-    return judge(load_run(path))
+    return summarise(load_run(path))
 
 
 def cost_of(path: Path) -> float:
@@ -48,7 +48,7 @@ def test_a_run_that_saves_time(tmp_path: Path) -> None:
     text = "\n".join(lines(worth))
     assert headline(worth).startswith("Worth it: yes. Saved 83.")
     assert "so far, saved " in headline(worth)
-    assert "A step took 2.0 s in bf16 (median of 29 steps), 1.0 s under map 1 (85 steps): 2.00 x." in text
+    assert "A step took 2.0 s in bf16 (median of 29 steps), 1.0 s under map 1 (85 steps, mean 1.0 s): 2.00 x." in text
     assert "1 update cost 1.7 s, 1.10% of the time: probes 1.6 s" in text
     assert "Peak of GPU memory on rank 0: 2.00 GiB, 1.00 GiB before the first update." in text
     body = json.loads(json.dumps(worth.as_dict()))
@@ -122,7 +122,7 @@ def test_a_loss_that_costs_more_than_was_saved(tmp_path: Path) -> None:
         for step in range(1000)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    worth = judge(load_run(path))
+    worth = summarise(load_run(path))
     assert worth.loss is not None
     assert worth.loss.steps == pytest.approx(worth.loss.nats / 1e-6, rel=1e-3)
     assert worth.verdict == "no"
@@ -131,7 +131,7 @@ def test_a_loss_that_costs_more_than_was_saved(tmp_path: Path) -> None:
     for row in rows[::2]:
         row["loss"] += 0.01  # the fall is there, but its noise is larger
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    noisy = judge(load_run(path)).loss
+    noisy = summarise(load_run(path)).loss
     assert noisy is not None
     assert noisy.steps is None
 
@@ -162,20 +162,20 @@ def test_speed_that_means_nothing_is_not_judged(tmp_path: Path, facts: dict[str,
     assert why in worth.why
     text = "\n".join(lines(worth))
     assert headline(worth).startswith(f"Worth it: not judged. {why[0].upper()}{why[1:]}")
-    assert "3.0 s under map 1 (85 steps)." in text
+    assert "3.0 s under map 1 (85 steps, mean 3.0 s)." in text
     assert " x" not in text.partition("Map 1 is")[0]
 
 
 def test_too_few_steps_in_bf16_or_under_a_map(tmp_path: Path) -> None:
-    few = judge(load_run(synthetic_run.write_run(tmp_path / "a", seconds=(2.0, 1.0), facts=HOPPER)))
+    few = summarise(load_run(synthetic_run.write_run(tmp_path / "a", seconds=(2.0, 1.0), facts=HOPPER)))
     assert few.verdict == "not judged"
     assert "--snip-first-update" in few.why
     path = synthetic_run.write_run(tmp_path / "b", first=30, steps=50, seconds=(2.0, 1.0), facts=HOPPER)
-    assert judge(load_run(path)).verdict == "too early"
+    assert summarise(load_run(path)).verdict == "too early"
     none = synthetic_run.write_run(tmp_path / "c", updates=0, seconds=(2.0, 1.0), facts=HOPPER)
-    assert judge(load_run(none)).verdict == "no map"
+    assert summarise(load_run(none)).verdict == "no map"
     old = synthetic_run.write_run(tmp_path / "d")
-    assert judge(load_run(old)).why == "times of steps are not recorded"
+    assert summarise(load_run(old)).why == "times of steps are not recorded"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_validation_in_both_formats_is_named(
         run.metric(4, loss=3.0, grad_norm=1.0, fp4_fraction=0.75, step_s=1.0)
         for step, formats, loss in validations:
             run.event(step, "validation", formats=formats, loss=loss)
-    worth = judge(load_run(path))
+    worth = summarise(load_run(path))
     assert worth.loss is not None
     assert worth.loss.measured == measured
     said = "the last validation differs by +0.12 between the map's formats and bf16"
@@ -213,6 +213,28 @@ def test_a_map_all_in_bf16_costs_no_loss(tmp_path: Path) -> None:
         run.write_map(4, uniform)
         run.event(4, "adopt", version=1)
         run.metric(4, loss=3.0, grad_norm=1.0, fp4_fraction=0.0, step_s=1.0)
-    worth = judge(load_run(path))
+    worth = summarise(load_run(path))
     assert (worth.verdict, worth.loss) == ("no map", None)
     assert headline(worth) == "Worth it: no map. Every step so far was in bf16."
+
+
+def test_the_head_of_the_report_names_machine_and_rate(tmp_path: Path) -> None:
+    """Tokens a second are those of the usual steps under the map in force."""
+    facts = {"world_size": 4, "host": "node-7", "torch": "2.11", "version": "9.9", "global_batch_size": 8}
+    a_run(tmp_path, facts=facts, config={"seq_length": 128})
+    page = render(load_run(tmp_path / "run"))
+    assert "4 × NVIDIA H200 · node-7 · " in page
+    assert " · snip_megatron 9.9 · torch 2.11" in page
+    assert "<dt>tokens a second</dt><dd>1,024</dd>" in page
+
+
+def test_the_mean_step_stands_beside_the_median(tmp_path: Path) -> None:
+    """One slow step in 85 is in the mean alone."""
+    a_run(tmp_path)
+    path = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.open()]
+    rows[60]["step_s"] = 86.0
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = summarise(load_run(tmp_path / "run"))
+    assert (summary.maps[-1].stretch.step_s, summary.maps[-1].mean_s) == (1.0, 2.0)
+    assert "1.0 s under map 1 (85 steps, mean 2.0 s)" in "\n".join(lines(summary))

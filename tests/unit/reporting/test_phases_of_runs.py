@@ -11,11 +11,10 @@ import synthetic_run
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records.run_data import RunData, load_run
-from snip_megatron.reporting.phase_view import phase_figure, phase_view
-from snip_megatron.reporting.phases_of_run import differences, phases_of, remaining_phases
+from snip_megatron.reporting.phases import differences, phase_figure, phase_view, phases_of, remaining_phases
 from snip_megatron.reporting.report import render
-from snip_megatron.reporting.worth import judge
-from snip_megatron.reporting.worth_text import headline
+from snip_megatron.reporting.summary import summarise
+from snip_megatron.reporting.summary_text import headline
 from snip_megatron.solver import Problem
 from snip_megatron.solver.parse import PHASED_SCHEMA
 
@@ -154,7 +153,7 @@ def adopted(path: Path, precision_map: PrecisionMap) -> RunData:
 
 def test_what_a_plan_saves_over_the_run_is_scaled_by_its_predictions(timed_run: Path) -> None:
     synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, SLOW), last=1000))
-    worth = judge(adopted(timed_run, FAST))
+    worth = summarise(adopted(timed_run, FAST))
     assert worth.saved_s is not None
     assert worth.assumes == "the plan is followed"
     # 0.5 s were measured where a third of the step was predicted; SLOW is predicted to save half as much
@@ -163,11 +162,11 @@ def test_what_a_plan_saves_over_the_run_is_scaled_by_its_predictions(timed_run: 
 
 
 def test_without_predictions_the_map_in_force_is_said_to_stay(timed_run: Path) -> None:
-    stays = judge(load_run(timed_run))
+    stays = summarise(load_run(timed_run))
     assert stays.assumes == "this map stays"
     bare = SLOW.with_fields(step_speedup=None, speedup=None)
     synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, bare), last=1000))
-    worth = judge(adopted(timed_run, FAST))
+    worth = summarise(adopted(timed_run, FAST))
     assert worth.saved_s is not None
     assert worth.saved_run_s == pytest.approx(worth.saved_s + 880 * 0.5)
     assert "over the run if this map stays, although the plan changes it" in headline(worth)
