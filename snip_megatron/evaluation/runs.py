@@ -164,11 +164,13 @@ def _run(
         arguments += ["--no-save-optim", "--no-save-rng"]
     arguments += ["--snip", "--snip-eval", "both", "--snip-seed", str(seed), "--snip-dir", "{run}"]
     arguments += ["--data-cache-path", "{run}/cache", "--snip-policy", candidate.policy]
+    settings = {**(phase.settings or {}), **(candidate.settings or {})}
     if budget is None or granularity is None:
         arguments += _fixed(phase, candidate)
     else:
-        arguments += _solved(phase, candidate, granularity, budget, start)
-    if settings := {**(phase.settings or {}), **(candidate.settings or {})}:
+        for name, value in _solved(phase, candidate, granularity, budget, start).items():
+            arguments += [] if value is None or name in settings else [f"--snip-{name.replace('_', '-')}", value]
+    if settings:
         arguments += ["--snip-settings", json.dumps(settings, sort_keys=True)]
     return Run(
         kind=phase.kind,
@@ -192,20 +194,19 @@ def _fixed(phase: Phase, candidate: Candidate) -> list[str]:
     return ["--snip-formats", ",".join(phase.formats)] if own else []
 
 
-def _solved(phase: Phase, candidate: Candidate, granularity: str, budget: float, start: int) -> list[str]:
-    """Return the arguments of a policy whose maps are solved for a budget."""
-    values = {
+def _solved(phase: Phase, candidate: Candidate, granularity: str, budget: float, start: int) -> dict[str, str | None]:
+    """Return SNIP's fields of a policy whose maps are solved for a budget. None: not given."""
+    return {
         "budget": f"fp4={_exact(budget)}",
         "granularity": granularity,
         "formats": ",".join(phase.formats),
-        "first-update": str(start + phase.updates.first),
-        "update-interval": str(phase.updates.interval),
+        "first_update": str(start + phase.updates.first),
+        "update_interval": str(phase.updates.interval),
         "lag": str(phase.updates.lag),
         "wait": _exact(phase.updates.wait),
         "estimator": candidate.estimator,
         "q": candidate.q,
     }
-    return [text for name, value in values.items() if value is not None for text in (f"--snip-{name}", value)]
 
 
 def _exact(value: float) -> str:

@@ -213,7 +213,7 @@ def test_a_warm_up_ends_before_its_schedule() -> None:
         ("from_warm.updates", {"first": 5}, "snip 75 % seed 1: its first map would come at step 14, after the last"),
         ("from_warm.policies", [{"policy": "bf16", "arguments": ["--snip-lag"]}], "bf16 seed 1: argument --snip-lag"),
         ("from_warm.policies", [{"policy": "bf16", "arguments": ["--snip-pin", "x"]}], "bf16 seed 1: --snip-pin x"),
-        ("from_warm.settings", {"lag": "x"}, 'bf16 seed 1: --snip-settings: lag: expected int, not "x"'),
+        ("from_warm.settings", {"lag": "x"}, 'bf16 seed 1: --snip-settings lag: expected int, not "x"'),
     ],
 )
 def test_what_a_run_would_refuse_is_refused_before_the_warm_run(
