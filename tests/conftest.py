@@ -50,8 +50,8 @@ def torch_stays_as_it_is() -> Iterator[None]:
     Commands that import Megatron, as ``snip doctor``, patch torch. They run in a process of their own.
     """
     yield
-    torch = sys.modules.get("torch")
-    assert torch is None or not hasattr(torch.cuda, "snip_cpu_device"), "the test has patched torch in this process"
+    patches = sys.modules.get("snip_megatron.megatron.cpu_device")
+    assert patches is None or not patches.is_installed(), "the test has patched torch in this process"
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

@@ -32,10 +32,14 @@ _FACTORIES = (
 _TENSOR_FACTORIES = ("new_tensor", "new_zeros", "new_ones", "new_empty", "new_full")
 
 
+def is_installed() -> bool:
+    """Whether torch is patched in this process."""
+    return install.cache_info().currsize > 0
+
+
+@functools.cache
 def install() -> None:
     """Patch torch for this process. A second call does nothing."""
-    if getattr(torch.cuda, "snip_cpu_device", False):
-        return
     # torch.compile needs a C++ compiler, compiles once per rank and brings nothing here.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # torch._dynamo registers torch's functions by identity, so it is imported before they are replaced.
@@ -49,7 +53,6 @@ def install() -> None:
     _separate_data_loader_seeds()
     _adapt_gloo()
     cpu_products.install()
-    torch.cuda.snip_cpu_device = True  # type: ignore[attr-defined]
 
 
 # -- devices ---------------------------------------------------------------------------------------------------

@@ -147,6 +147,6 @@ def current(no_compat: Sequence[str]) -> Startup:
     Raises:
         SnipError: If a value of ``no_compat`` is unknown.
     """
-    import torch
+    from snip_megatron.megatron import cpu_device
 
-    return Startup(on_cpu=hasattr(torch.cuda, "snip_cpu_device"), disabled=check_compat_names(no_compat))
+    return Startup(on_cpu=cpu_device.is_installed(), disabled=check_compat_names(no_compat))

@@ -3,7 +3,7 @@
 These names are checked when the modules are imported.
 """
 
-from snip_megatron.megatron.compat.batches import PeekedBatches, batch_size_ramp, peek
+from snip_megatron.megatron.compat.batches import batch_size_ramp, peek
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.defaults import check, set_defaults
 from snip_megatron.megatron.compat.gradient_reduction import (
@@ -16,12 +16,11 @@ from snip_megatron.megatron.compat.graphs import (
     graphs_bypassed,
     schedule_without_graph,
 )
-from snip_megatron.megatron.compat.groups import ProcessGroups, embedding_group, process_groups
+from snip_megatron.megatron.compat.groups import embedding_group, process_groups
 from snip_megatron.megatron.compat.learning_rate import learning_rate
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
     attention_logits_kept,
-    hooks_in_source,
     loss_tokens_counted,
     quiet_schedule,
     rerun_disabled,
@@ -30,27 +29,21 @@ from snip_megatron.megatron.compat.loop import (
 )
 from snip_megatron.megatron.compat.optimizer_state import (
     held_state,
-    inner_optimizers,
     misplaced_parameters,
 )
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
-from snip_megatron.megatron.compat.recapture import Graphs
 from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated
 from snip_megatron.megatron.compat.te_graphs import graphs_of
 from snip_megatron.megatron.compat.traffic import Traffic
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
-from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, SUPPORTED, check_signature, check_version
+from snip_megatron.megatron.compat.versions import MEGATRON_VERSION
 
 __all__ = [
     "MEGATRON_VERSION",
     "NEEDS_PACKAGE",
     "PACKAGE",
-    "SUPPORTED",
     "SUPPORTED_OPTIMIZERS",
-    "Graphs",
-    "PeekedBatches",
-    "ProcessGroups",
     "RandomState",
     "RepeatedRouting",
     "Traffic",
@@ -61,8 +54,6 @@ __all__ = [
     "check",
     "check_gradient_reduction",
     "check_reduced_models",
-    "check_signature",
-    "check_version",
     "checkpoint_holds",
     "embedding_group",
     "graph_implementation",
@@ -70,8 +61,6 @@ __all__ = [
     "graphs_of",
     "has_package",
     "held_state",
-    "hooks_in_source",
-    "inner_optimizers",
     "learning_rate",
     "loss_tokens_counted",
     "misplaced_parameters",

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.compat import loop
 from snip_megatron.megatron.startup import Startup
 
 
@@ -34,10 +35,10 @@ def test_wrap_train_step_and_undo() -> None:
 @pytest.mark.parametrize("name", ["train_step", "evaluate"])
 def test_a_hook_in_the_source_is_used_instead_of_a_patch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table that patches/ put into Megatron; another hook in it stays below ours."""
-    assert not compat.hooks_in_source()
+    assert not loop.hooks_in_source()
     hooks: dict[str, Any] = {}
     monkeypatch.setattr(training, "SNIP_HOOKS", hooks, raising=False)
-    assert compat.hooks_in_source()
+    assert loop.hooks_in_source()
     original = getattr(training, name)
     wrap = {"train_step": compat.wrap_train_step, "evaluate": compat.wrap_evaluate}[name]
     undo = wrap(lambda inner: lambda: ("outer", inner))

@@ -321,3 +321,21 @@ def test_captures_are_timed_and_megatron_is_as_it_was_afterwards(monkeypatch: py
     assert local.take() == (0.0, {})
     local.close()
     assert record.__dict__["_create_cudagraphs"] is before
+
+
+def test_what_a_recording_noted_at_a_tensor_that_outlives_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as rotary embeddings, which would count as inputs of the deleted graphs."""
+    for name in ("synchronize", "empty_cache", "graph_pool_handle", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(core.CudaGraphManager, "global_mempool", None)
+    before = core._apply_cudagraph_buffer_metadata
+    local, kept = compat.graphs_of("local"), torch.ones(2)
+    noted = core._apply_cudagraph_buffer_metadata(kept)
+    noted.input_use_count, noted.fwd_cudagraph_buffer = 3, torch.ones(1)
+    core._apply_cudagraph_buffer_metadata(torch.ones(2))  # gone by then
+    local.renew([], None)
+    assert kept.cg_buffer_metadata == core.CudagraphBufferMetadata()  # type: ignore[attr-defined]
+    core._CudagraphGlobalRecord._disable_saved_tensors_observer()
+    local.close()
+    assert core._apply_cudagraph_buffer_metadata is before
