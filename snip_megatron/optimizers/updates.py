@@ -8,8 +8,9 @@ parameter.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,11 @@ MUON_SAMPLES = (0.0, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 Each evaluation takes one orthogonalisation. The drift is proportional to small errors and bends where it saturates.
 """
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` flattened, in float32 or its own dtype if that is wider."""
+    return tensor.detach().reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,23 @@ class AdamWState(Update):
     beta2: float
     eps: float
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any], state: Mapping[str, Any], start: int, end: int) -> AdamWState | None:
+        """Build it from the parameter group and state of any library's AdamW. None before its first step."""
+        if state.get("exp_avg") is None or state.get("exp_avg_sq") is None:
+            return None
+        return cls(
+            start=start,
+            end=end,
+            exp_avg=flat(state["exp_avg"]),
+            exp_avg_sq=flat(state["exp_avg_sq"]),
+            # torch counts steps beside the moments, Apex and Transformer Engine in the parameter group.
+            step=int(state.get("step", group.get("step", 0))),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+        )
+
     def mean(self) -> torch.Tensor | None:
         """Return the bias-corrected first moment, or None before the first step."""
         return None if self.step == 0 else self.exp_avg / (1.0 - self.beta1**self.step)
@@ -129,6 +152,20 @@ class SgdState(Update):
     momentum: float
     dampening: float = 0.0
     nesterov: bool = False
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], state: Mapping[str, Any], start: int, end: int, step: int) -> SgdState:
+        """Build it from the parameter group and state of any library's SGD, which does not count steps."""
+        buffer = state.get("momentum_buffer")
+        return cls(
+            start=start,
+            end=end,
+            momentum_buffer=None if buffer is None else flat(buffer),
+            step=step,
+            momentum=float(group.get("momentum", 0.0)),
+            dampening=float(group.get("dampening", 0.0)),
+            nesterov=bool(group.get("nesterov", False)),
+        )
 
     @property
     def _share(self) -> float:

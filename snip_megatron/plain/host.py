@@ -130,29 +130,9 @@ class PlainStep:
             return None
         state = optimizer.state.get(weight, {})
         if isinstance(optimizer, torch.optim.SGD):
-            buffer = state.get("momentum_buffer")
-            return SgdState(
-                start=0,
-                end=weight.numel(),
-                momentum_buffer=None if buffer is None else buffer.reshape(-1).float(),
-                step=self.step,
-                momentum=float(group["momentum"]),
-                dampening=float(group["dampening"]),
-                nesterov=bool(group["nesterov"]),
-            )
+            return SgdState.of(group, state, 0, weight.numel(), self.step)
         _check_adam(optimizer, group)
-        if "exp_avg" not in state:
-            return None
-        return AdamWState(
-            start=0,
-            end=weight.numel(),
-            exp_avg=state["exp_avg"].reshape(-1).float(),
-            exp_avg_sq=state["exp_avg_sq"].reshape(-1).float(),
-            step=int(state["step"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-        )
+        return AdamWState.of(group, state, 0, weight.numel())
 
 
 def _check_adam(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

@@ -151,8 +151,3 @@ def _whole(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:
             state = optimizer.optimizer.state.get(inner, {})
             return HeldState(0, inner.numel(), optimizer.optimizer, group, inner, inner, state)
     return None
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` flattened, in float32 or its own dtype if that is wider."""
-    return tensor.detach().reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat.optimizer_state import HeldState, flat, held_state
-from snip_megatron.optimizers.updates import AdamWState, LionState, MuonState, SgdState, Update
+from snip_megatron.megatron.compat.optimizer_state import HeldState, held_state
+from snip_megatron.optimizers.updates import AdamWState, LionState, MuonState, SgdState, Update, flat
 
 NEEDS_PACKAGE = ("lion", "muon")
 """Values of ``--optimizer`` that need :data:`PACKAGE`."""
@@ -63,33 +63,11 @@ def _adam(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update | No
             "the optimizer adds weight decay to gradients (decoupled_weight_decay=False): weight divergence knows the"
             " update of AdamW; leave it out, or use --snip-estimator fisher"
         )
-    exp_avg, exp_avg_sq = _flat(state.get("exp_avg")), _flat(state.get("exp_avg_sq"))
-    if exp_avg is None or exp_avg_sq is None:
-        return None
-    return AdamWState(
-        start=held.start,
-        end=held.end,
-        exp_avg=exp_avg,
-        exp_avg_sq=exp_avg_sq,
-        # torch counts steps beside the moments, Apex and Transformer Engine in the parameter group.
-        step=int(state.get("step", group.get("step", 0))),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        eps=float(group["eps"]),
-    )
+    return AdamWState.of(group, state, held.start, held.end)
 
 
 def _sgd(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
-    group = held.group
-    return SgdState(
-        start=held.start,
-        end=held.end,
-        momentum_buffer=_flat(held.state.get("momentum_buffer")),
-        step=steps,
-        momentum=float(group.get("momentum", 0.0)),
-        dampening=float(group.get("dampening", 0.0)),
-        nesterov=bool(group.get("nesterov", False)),
-    )
+    return SgdState.of(held.group, held.state, held.start, held.end, steps)
 
 
 def _lion(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
