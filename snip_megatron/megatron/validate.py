@@ -21,7 +21,7 @@ from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import Schedule
-from snip_megatron.runtime.coordinator import replay_schedule
+from snip_megatron.records.recorded_maps import replay_schedule
 from snip_megatron.sensitivity.fixed import fixed_map, late_shares
 from snip_megatron.sensitivity.globs import matching_options, no_match_hint
 from snip_megatron.sensitivity.policies import needs_forward_noise

@@ -25,7 +25,7 @@ from snip_megatron.layers.rehearsal import Formats, covering, rehearse_gemms, st
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.optimizers.warmup import rehearse_drift, rehearse_recording, rehearse_sinks
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
-from snip_megatron.runtime.coordinator import replayed_maps
+from snip_megatron.records.recorded_maps import replayed_maps
 from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups

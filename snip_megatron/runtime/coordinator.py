@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.records.readers import read_events
+from snip_megatron.records.recorded_maps import replayed_maps
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.adoption import Decision, Verdict
 from snip_megatron.runtime.progress import Progress
@@ -27,37 +25,6 @@ from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 
 _POLL_S = 0.01
-
-
-def replay_schedule(run: str) -> list[tuple[int, Path]]:
-    """Return (step, map file) of every adoption that a run directory recorded, in order.
-
-    Raises:
-        SnipError: no adoption is recorded, or a map file is missing.
-    """
-    folder = Path(run)
-    schedule = []
-    for event in read_events(folder):
-        if event.get("event") == "adopt":
-            step = int(event["step"])
-            path = folder / "maps" / f"step_{step}.json"
-            if not path.is_file():
-                raise SnipError(f"--snip-replay {run}: events.jsonl adopts a map at step {step} but {path} is missing")
-            schedule.append((step, path))
-    if not schedule:
-        raise SnipError(
-            f"--snip-replay {run}: no adopted map is recorded there; give the directory of a run under SNIP"
-        )
-    return schedule
-
-
-@functools.cache  # the model, the warm-up and rank 0 need the same maps, and each file is read over the network
-def replayed_maps(run: str) -> Mapping[int, PrecisionMap]:
-    """Return the maps of :func:`replay_schedule` by the steps of their adoptions. Raises SnipError."""
-    return {
-        step: PrecisionMap.from_json(path.read_text(encoding="utf-8"), where=str(path))
-        for step, path in replay_schedule(run)
-    }
 
 
 class RankZeroCoordinator:
