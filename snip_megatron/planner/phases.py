@@ -14,7 +14,7 @@ from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_count
 from snip_megatron.precision import Format, Gemm, split_option_id
 from snip_megatron.precision.phases import Schedule
 from snip_megatron.sensitivity.phased import STANDING_SHARE, STANDING_WEIGHTS, PhasedRequest, carried_weights
-from snip_megatron.sensitivity.phased_problem import phased_items
+from snip_megatron.sensitivity.problem import phased_items
 from snip_megatron.solver import Phase, Problem, Solution, solve
 from snip_megatron.timing.shapes import ALL_BF16
 

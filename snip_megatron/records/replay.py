@@ -21,7 +21,6 @@ from snip_megatron.precision import Format, PrecisionMap, candidates_fault, fp4_
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, read_events, step_files, step_of, step_path
 from snip_megatron.sensitivity.phased import PhasedRequest
-from snip_megatron.sensitivity.phased_problem import build_phased_problem
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import OptionTimes
@@ -230,8 +229,7 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
             )
         formats = (*request.formats, *(fmt for _, fmt in request.pins))
         request = dataclasses.replace(request, times=stored.times(change.cost, formats))
-    build = build_problem if phases is None else build_phased_problem
-    return build(stored.table(), request)[0]
+    return build_problem(stored.table(), request)[0]
 
 
 def _check_unit(stored: Stored, phases: PhasedRequest | None, own: Budget, budget: Budget) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from snip_megatron.sensitivity.fixed import FIXED, fixed_map
 from snip_megatron.sensitivity.phased import PhasedRequest, carried_weights
-from snip_megatron.sensitivity.phased_problem import build_phased_problem
 from snip_megatron.sensitivity.policies import POLICIES
 from snip_megatron.sensitivity.problem import build_problem, check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
@@ -17,7 +16,6 @@ __all__ = [
     "POLICIES",
     "PhasedRequest",
     "SolveRequest",
-    "build_phased_problem",
     "build_problem",
     "carried_weights",
     "check_reachable",

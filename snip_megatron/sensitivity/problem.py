@@ -1,22 +1,24 @@
-"""Builds the Problem that the solver takes from statistics and a request: options, costs, scores, pins, ties."""
+"""Builds the solver's Problem from statistics and a request: options, costs, scores, pins, ties, phases."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import numpy as np
 from numpy.typing import NDArray
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import Format, Gemm, option_id, split_option_id
 from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.loss_divergence import FPROP, FloatArray
+from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.policies import divergences, policy_scores
 from snip_megatron.sensitivity.request import BITS, SolveRequest, is_four_bit
 from snip_megatron.solver.infeasible import infeasibility
-from snip_megatron.solver.items import Choice, Item
+from snip_megatron.solver.items import Choice, Item, Phase, Spent
 from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
 
@@ -149,42 +151,28 @@ def _check_reachable_speedup(options: Sequence[Option], request: SolveRequest) -
 
 
 def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Problem, Scores]:
-    """Return the Problem of one update, and the scores behind it.
+    """Return the Problem of one update, over ``request.phases`` if there are any, and the scores behind it.
 
     Raises:
-        SnipError: the policy, estimator, rule or a format is unknown, a pin matches nothing, or the table holds a NaN
-            or Inf (docs/method.md, rules of a run: such an update is dropped).
-    """
-    options, scores, _ = score_options(table, request)
-    items = tuple(make_item(option, request, scores[option.id]) for option in options)
-    return Problem(request.budget, items, request.tolerance), scores
-
-
-def score_options(table: StatisticsTable, request: SolveRequest) -> tuple[list[Option], Scores, FloatArray]:
-    """Return the options, their scores, and the part of each score that belongs to the fprop, [options, formats].
-
-    Raises SnipError as :func:`build_problem`.
+        SnipError: the policy, estimator, rule or a format is unknown, a pin or a phase's glob matches nothing, a phase
+            has a budget of its own beside ``loss``, or the table holds a NaN or Inf (docs/method.md, rules of a run:
+            such an update is dropped).
     """
     broken = table.non_finite()
     if broken:
         raise SnipError(f"the statistics of step {table.step} are not finite: {', '.join(broken[:3])}")
     options = list_options(table.linears, request, table.tokens_per_step)
-    loss, weight = divergences(table, request)
-    each = policy_scores(table, request, loss, weight)
-    q = _per_option(each, request)
+    candidate = np.array(
+        [[f in request.formats_of(split_option_id(o.id)[1]) for f in request.formats] for o in options]
+    )
+    divergence = divergences(table, request)
+    each = policy_scores(table, request, *divergence)
+    q, (loss, weight) = _per_option(each, request), (_per_option(values, request) for values in divergence)
     if not np.all(np.isfinite(q)):
         raise SnipError(f"the scores of step {table.step} are not finite; the update is dropped")
     forward = _per_option(np.where(np.arange(each.shape[1])[:, None] == FPROP, each, 0.0), request)
-    parts = np.clip(np.divide(forward, q, out=np.zeros_like(q), where=q > 0.0), 0.0, 1.0)
-    own = {gemm: request.formats_of(gemm) for gemm in (*Gemm, None)}
-    candidate = np.array([[f in own[split_option_id(o.id)[1]] for f in request.formats] for o in options])
-    q = monotone(q, request.formats, candidate)
-    flops = np.array([o.flops for o in options])
-    for column, fmt in enumerate(request.formats):
-        if is_four_bit(fmt):
-            q[:, column] = _without_ties(q[:, column], flops / flops.mean(), request.seed)
-    q = rounded(q)
-    loss, weight = _per_option(loss, request), _per_option(weight, request)
+    parts = rounded(np.clip(np.divide(forward, q, out=np.zeros_like(q), where=q > 0.0), 0.0, 1.0))
+    q = _settled(monotone(q, request.formats, candidate), options, request)
     scores = {
         option.id: {
             fmt: {
@@ -197,7 +185,29 @@ def score_options(table: StatisticsTable, request: SolveRequest) -> tuple[list[O
         }
         for i, option in enumerate(options)
     }
-    return options, scores, rounded(parts)
+    items = [make_item(option, request, scores[option.id]) for option in options]
+    if (phases := request.phases) is None:
+        return Problem(request.budget, tuple(items), request.tolerance), scores
+    of_fprop = [dict(zip(request.formats, row, strict=True)) for row in parts.tolist()]
+    return (
+        Problem(
+            request.budget,
+            phased_items(items, of_fprop, phases, request.standing_share),
+            request.tolerance,
+            phases=tuple(Phase(steps, target) for steps, target in zip(phases.steps, phases.budgets, strict=True)),
+            spent=_spent(request, phases),
+        ),
+        scores,
+    )
+
+
+def _settled(q: FloatArray, options: Sequence[Option], request: SolveRequest) -> FloatArray:
+    """Return scores [options, formats] rounded, with ties of four-bit formats broken."""
+    flops = np.array([o.flops for o in options])
+    for column, fmt in enumerate(request.formats):
+        if is_four_bit(fmt):
+            q[:, column] = _without_ties(q[:, column], flops / flops.mean(), request.seed)
+    return rounded(q)
 
 
 def change_penalty(problem: Problem, request: SolveRequest) -> float:
@@ -277,3 +287,72 @@ def _times(option: str, formats: Sequence[str], request: SolveRequest) -> tuple[
     linear, gemm = split_option_id(option)
     cost = request.times.of(str(linear), gemm, Format.BF16.value)
     return cost, {fmt: cost - request.times.of(str(linear), gemm, fmt) for fmt in formats}
+
+
+# -- phases ------------------------------------------------------------------------------------------------------------
+def phased_items(
+    items: Sequence[Item], forward: Sequence[Mapping[str, float]], phases: PhasedRequest, standing_share: float
+) -> tuple[Item, ...]:
+    """Return items whose losses are those of every phase: q · (s · standing + (1 − s) · carried), by its weights.
+
+    s is ``standing_share`` times the part of q that the option's fprop has. dgrad and wgrad have no standing part.
+
+    Args:
+        items: items whose losses are those of a whole run.
+        forward: by item, format → the part of the loss that the item's fprop has; 0 for formats that are not named.
+        phases: the phases.
+        standing_share: share of an fprop's loss that a later precise phase removes at once.
+
+    Raises:
+        SnipError: a glob of ``change`` matches no item.
+    """
+    keeps = _keeps([item.id for item in items], phases)
+    each = zip(items, forward, keeps, strict=True)
+    return tuple(_phased_item(item, parts, phases, standing_share, kept) for item, parts, kept in each)
+
+
+def _phased_item(
+    item: Item, parts: Mapping[str, float], phases: PhasedRequest, standing_share: float, keeps: tuple[int, ...]
+) -> Item:
+    choices = []
+    for choice in item.choices:
+        share = standing_share * parts.get(choice.format.value, 0.0)
+        weights = [
+            share * stands + (1.0 - share) * carries
+            for stands, carries in zip(phases.standing, phases.carried, strict=True)
+        ]
+        choices.append(Choice(choice.format, tuple(choice.loss * w for w in weights), choice.saving))
+    return replace(item, choices=tuple(choices), keeps=keeps)
+
+
+def _keeps(ids: Sequence[str], phases: PhasedRequest) -> list[tuple[int, ...]]:
+    """Return the phases in which each option keeps its format: those whose ``change`` does not match it."""
+    kept: list[list[int]] = [[] for _ in ids]
+    for p, globs in enumerate(phases.change):
+        if p == 0 or globs is None:
+            continue
+        matched: set[str] = set()
+        for i, option in enumerate(ids):
+            linear = str(split_option_id(option)[0])
+            hits = {glob for glob in globs if fnmatchcase(option, glob) or fnmatchcase(linear, glob)}
+            matched |= hits
+            if not hits:
+                kept[i].append(p)
+        idle = [glob for glob in globs if glob not in matched]
+        if idle:
+            raise SnipError(
+                f"the phase that begins at step {phases.begins[p]}: change {quoted(cut(idle[0]))} matches no option;"
+                f" the first option is {ids[0]}"
+            )
+    return [tuple(each) for each in kept]
+
+
+def _spent(request: SolveRequest, phases: PhasedRequest) -> Spent | None:
+    """Return the past steps and their average, or None.
+
+    A bound on the loss has no average. Shares are limited to 1, which rounding may exceed.
+    """
+    if not phases.spent_steps or request.budget.kind == "loss":
+        return None
+    achieved = min(phases.spent, 1.0) if request.budget.kind == "fp4" else phases.spent
+    return Spent(phases.spent_steps, achieved)

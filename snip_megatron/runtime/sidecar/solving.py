@@ -75,13 +75,13 @@ def _solve_plan(job: SolveJob) -> SidecarResult:
     A budget that past steps have made impossible is replaced by the reachable value. This happens once: if the solver
     finds that value infeasible as well, the job fails.
     """
-    from snip_megatron.sensitivity.phased_problem import build_phased_problem
+    from snip_megatron.sensitivity.problem import build_problem
     from snip_megatron.solver import solve
 
     started = time.perf_counter()
     limits: dict[str, Any] = {"deterministic_time": job.request.deterministic_time, "seed": job.request.seed % 2**31}
     limits["hint"] = job.hint
-    problem, scores = build_phased_problem(job.table, job.request)
+    problem, scores = build_problem(job.table, job.request)
     between = time.perf_counter()
     solution = solve(problem, **limits)
     out_of_reach = None

@@ -15,7 +15,7 @@ from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.replay import Change, Stored, find_stored, is_statistics, rebuild
 from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_phased_problem, build_problem
+from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_problem
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import local_shape
@@ -211,7 +211,7 @@ def write_planned(path: Path, phases: PhasedRequest = PHASES, *, recorded: bool 
     request = SolveRequest(target=0.5)
     with RunDirectory(path, {}, overwrite=False, resume_step=None, facts={"request": request.as_dict()}) as run:
         table = make_table(layers=4, stages=2, formats=("fp8", "fp4"), seed=30)
-        problem, _ = build_phased_problem(table, dataclasses.replace(request, phases=phases))
+        problem, _ = build_problem(table, dataclasses.replace(request, phases=phases))
         run.write_statistics(30, table)
         run.write_problem(30, problem.to_json())
         if recorded:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_phased_problem, build_problem
+from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_problem
 from snip_megatron.solver import Item, Problem, Spent, solve
 
 from .synthetic import make_table
@@ -27,7 +27,7 @@ REQUEST = SolveRequest(target=0.8, phases=PHASES, standing_share=0.75)
 
 
 def built(**changes: Any) -> Problem:
-    return build_phased_problem(make_table(layers=2, stages=2), replace(REQUEST, **changes))[0]
+    return build_problem(make_table(layers=2, stages=2), replace(REQUEST, **changes))[0]
 
 
 def losses(item: Item) -> tuple[float, ...]:
@@ -37,7 +37,7 @@ def losses(item: Item) -> tuple[float, ...]:
 def test_losses_by_gemm_and_phase() -> None:
     table = make_table(layers=2, stages=2)
     static, scores = build_problem(table, REQUEST)
-    problem, phased_scores = build_phased_problem(table, REQUEST)
+    problem, phased_scores = build_problem(table, REQUEST)
     assert phased_scores == scores
     for item, plain in zip(problem.items, static.items, strict=True):
         assert (item.id, item.stage, item.cost) == (plain.id, plain.stage, plain.cost)
@@ -69,8 +69,8 @@ def test_a_linear_stands_by_the_part_of_its_fprop() -> None:
     """At granularity layer the three GEMMs of a linear share a format and add up their losses."""
     table = make_table(layers=2, stages=2)
     request = replace(REQUEST, granularity="layer", phases=replace(PHASES, change=(None, None, None)))
-    whole = build_phased_problem(table, request)[0]
-    single = build_phased_problem(table, replace(request, granularity="gemm"))[0]
+    whole = build_problem(table, request)[0]
+    single = build_problem(table, replace(request, granularity="gemm"))[0]
     for item in whole.items:
         gemms = [losses(other) for other in single.items if other.id.startswith(f"{item.id}:")]
         assert losses(item) == pytest.approx([sum(p) for p in zip(*gemms, strict=True)], rel=5e-3)  # 4 digits each
@@ -90,7 +90,6 @@ def test_a_late_switch_of_fprops_is_what_comes_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"phases": None}, "names no phases"),
         (
             {"phases": replace(PHASES, change=(None, ("*:fprop", "*nothing*"), None))},
             r"begins at step 400: change '\*nothing\*' matches no option; the first option is decoder.layers.0",
