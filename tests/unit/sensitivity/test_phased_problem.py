@@ -36,7 +36,7 @@ def losses(item: Item) -> tuple[float, ...]:
 
 def test_losses_by_gemm_and_phase() -> None:
     table = make_table(layers=2, stages=2)
-    static, scores = build_problem(table, REQUEST)
+    static, scores = build_problem(table, replace(REQUEST, phases=None))
     problem, phased_scores = build_problem(table, REQUEST)
     assert phased_scores == scores
     for item, plain in zip(problem.items, static.items, strict=True):
