@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snip_megatron.commands.numbers import positive
+from snip_megatron.config import SnipConfig
+from snip_megatron.config.options import add_options, given_options
+from snip_megatron.config.values import parse_pins, parse_tolerance
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.records.output_file import check_folder, deliver
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from snip_megatron.solver import Problem
 
 INFEASIBLE_EXIT = 3
+_REPLACED = ("policy", "estimator", "q", "granularity", "formats", "stage_tolerance", "pin")
+"""Options of a training that a solve of its statistics may replace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,21 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stored = parser.add_argument_group("solve a run's statistics with other settings")
     add_stored = stored.add_argument
     add_stored("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")
-    for name in ("policy", "estimator", "q", "granularity"):
-        add_stored(f"--{name}", metavar="NAME", help=f"replaces --snip-{name}; default: the run's")
-    add_stored(
-        "--formats",
-        metavar="A,B",
-        help="candidate formats among those that the run measured, and bf16; default: the run's",
-    )
-    add_stored(
-        "--stage-tolerance",
-        metavar="SHARE",
-        help="replaces --snip-stage-tolerance; none: no constraint; default: the run's",
-    )
-    add_stored(
-        "--pin", action="append", metavar="GLOB=FORMAT", help="fixed format, in place of all the run's pins; repeatable"
-    )
+    add_options(stored, SnipConfig, prefix="--", only=_REPLACED, default="the run's")
     add_stored("--schedule", choices=("static",), help="solve for one map, although the run planned phases")
     add_stored(
         "--cost",
@@ -158,20 +149,14 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
 
 def _change(args: argparse.Namespace) -> Change:
     """Return how the arguments change the run's own request."""
-    from snip_megatron.config.values import parse_pins, parse_tolerance
     from snip_megatron.records.replay import Change
 
-    fields: dict[str, Any] = {
-        name: getattr(args, name)
-        for name in ("policy", "estimator", "q", "granularity")
-        if getattr(args, name) is not None
-    }
-    if args.formats is not None:
-        fields["formats"] = tuple(args.formats.split(","))
-    if args.pin is not None:
-        fields["pins"] = parse_pins(args.pin, "--")
-    if args.stage_tolerance is not None:
-        fields["stage_tolerance"] = parse_tolerance(args.stage_tolerance, "--")
+    given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _REPLACED}
+    fields = {name: value for name, value in given.items() if name != "pin"}
+    if "pin" in given:
+        fields["pins"] = parse_pins(given["pin"], "--")
+    if "stage_tolerance" in given:
+        fields["stage_tolerance"] = parse_tolerance(given["stage_tolerance"], "--")
     return Change(fields, args.cost, static=args.schedule == "static")
 
 

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from snip_megatron.config.options import add_options
+from snip_megatron.config.options import add_options, add_settings
 from snip_megatron.config.run import SnipConfig
 from snip_megatron.errors import SnipError
 
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("SNIP", "choice of number formats during training")
     group.add_argument("--snip", action="store_true", help="choose the format of every GEMM while training")
     add_options(group, SnipConfig)
+    add_settings(group)
     return parser
 
 

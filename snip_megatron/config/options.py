@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
@@ -83,13 +83,25 @@ def check_option(field: dataclasses.Field[Any], value: Any) -> None:
         raise SnipError(f"{flag(field)}{value}: must be at most {most}")
 
 
-def add_options(group: Any, configuration: Any) -> None:
-    """Add one argument for each option of a dataclass to an argparse group, and ``--snip-settings``."""
+def add_options(
+    group: Any, configuration: Any, *, prefix: str = "--snip-", only: Sequence[str] | None = None, default: str = ""
+) -> None:
+    """Add one argument for each option of a dataclass to an argparse group.
+
+    Args:
+        group: the group.
+        configuration: the dataclass.
+        prefix: what the names of the arguments begin with.
+        only: the options to add; None for all.
+        default: what the help calls the default; empty for the value of the field.
+    """
     for f in dataclasses.fields(configuration):
-        if not is_option(f):
+        if not is_option(f) or (only is not None and f.name not in only):
             continue
         argument, choices = f.metadata["argument"], f.metadata["choices"] if f.metadata["listed"] else None
-        kwargs: dict[str, Any] = {"help": f.metadata["help"], "dest": f"snip_{f.name}", "default": None}
+        name = f"{prefix}{f.name.replace('_', '-')}"
+        dest = name.removeprefix("--").replace("-", "_")
+        kwargs: dict[str, Any] = {"help": f.metadata["help"], "dest": dest, "default": None}
         if choices:
             kwargs["help"] += f" ({', '.join(choices)})"
         if isinstance(f.default, bool):
@@ -99,9 +111,14 @@ def add_options(group: Any, configuration: Any) -> None:
         else:
             metavar = argument.get("metavar", "NAME" if choices else "X")
             kwargs |= {"type": argument.get("type", str), "metavar": metavar}
-            if f.default is not None:
-                kwargs["help"] += f"; default: {','.join(f.default) if isinstance(f.default, tuple) else f.default}"
-        group.add_argument(flag(f).strip(), **kwargs)
+        shown = default or (",".join(f.default) if isinstance(f.default, tuple) else f.default)
+        if shown not in (None, "") and not isinstance(shown, bool):
+            kwargs["help"] += f"; default: {shown}"
+        group.add_argument(name, **kwargs)
+
+
+def add_settings(group: Any) -> None:
+    """Add ``--snip-settings`` to an argparse group."""
     group.add_argument(
         "--snip-settings",
         action="append",
@@ -111,13 +128,19 @@ def add_options(group: Any, configuration: Any) -> None:
     )
 
 
-def given_options(args: argparse.Namespace, configuration: Any) -> dict[str, Any]:
-    """Return the values of the fields that the arguments of :func:`add_options` set."""
+def given_options(args: argparse.Namespace, configuration: Any, prefix: str = "snip_") -> dict[str, Any]:
+    """Return the values of the fields that the arguments of :func:`add_options` and :func:`add_settings` set.
+
+    Args:
+        args: the arguments.
+        configuration: the dataclass.
+        prefix: what their names in ``args`` begin with.
+    """
     values: dict[str, Any] = {}
     for text in getattr(args, "snip_settings", None) or ():
         values |= _settings(text, configuration)
     for f in dataclasses.fields(configuration):
-        value = getattr(args, f"snip_{f.name}", None)
+        value = getattr(args, f"{prefix}{f.name}", None)
         if is_option(f) and value is not None and value is not False:
             values[f.name] = _tuple(f.name, value) if isinstance(f.default, tuple) else value
     return values

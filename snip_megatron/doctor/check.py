@@ -20,15 +20,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report.
-
-    Attributes:
-        room: Heading under which the line is printed.
-        name: What was checked.
-        status: Result of the check.
-        found: What was found.
-        advice: What to do about it, or an empty string.
-    """
+    """One line of the report: what was checked under which heading, what was found, and what to do about it."""
 
     room: str
     name: str
