@@ -5,8 +5,7 @@
 No GPU is needed. SNIP's contenders and bf16 are compared: their step times, and their speedups over bf16 with the same
 graph setting, or with the other one if the job lacks it. Contenders with updates found their own maps, of which the job
 keeps no copy. For them, dgrad and wgrad are taken to be in fp4, and fprop in fp4 in every fourth block and else in fp8,
-which is a share of 75 %. ``--timings`` is a table of ``snip calibrate``. A table from the machine of the job includes
-its host seconds. Context parallelism is not predicted.
+which is a share of 75 %. ``--timings`` is a table of ``snip calibrate``. Context parallelism is not predicted.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ def rows_of(job: dict[str, Any], model: CostModel) -> list[dict[str, Any]]:
         chosen = StepModel(layout_of(job, graphs, contender), model)
         step = chosen.step(lambda block, kind, contender=contender: formats_of(contender, block))
         rows.append({"contender": name, "graphs": graphs, "ms": _compare(1e3 * step.total, measured)})
-        rows[-1]["host_ms"] = 1e3 * step.stages[0].host if step.stages[0].host_known else None
     bases = {row["graphs"]: row["ms"] for row in rows if row["contender"] in ("bf16", "bf16_graphs")}
     for row in rows:
         base = bases.get(row["graphs"], next(iter(bases.values())))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +19,9 @@ from snip_megatron.records.output_file import check_folder, deliver
 
 if TYPE_CHECKING:
     from snip_megatron.timing.calibration.measure import Measurer
-    from snip_megatron.timing.calibration.ranks import Rank
     from snip_megatron.timing.calibration.workload import Size, Workload
     from snip_megatron.timing.collectives import Exchange
-    from snip_megatron.timing.table import Launching, TimingTable
+    from snip_megatron.timing.table import TimingTable
 
 _FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 _SHARES = {"gemms": 1.0, "activations": 0.6, "weights": 0.7, "attention": 0.75}
@@ -61,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gemm",
         default="auto",
         metavar="NAME",
-        help="GEMM backend, as --snip-gemm; default: auto, or with --add-to that of the table",
+        help="GEMM backend, as --snip-gemm; default: auto",
     )
     add("--device", default=None, metavar="cuda|cpu", help="device to measure; default: a GPU if there is one")
     add(
@@ -69,16 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="also measure over N GPUs of this machine (on a CPU: N processes): collectives, and how long their hosts"
-        " take to launch a step of tensor parallel layers; default: 1, neither",
+        help="also measure collectives over N GPUs of this machine (on a CPU: N processes); default: 1, none",
     )
     add(
         "--add-to",
         metavar="TABLE",
-        help="write this table, a file or one of the package such as h200, with the time that this machine's host takes"
-        " to launch a step; with --ranks, with the measurements over several ranks. Nothing else is measured",
+        help="write this table, a file or one of the package such as h200, with the collectives of --ranks; nothing"
+        " else is measured",
     )
-    add("--no-host", dest="host", action="store_false", help="do not measure how long the host takes to launch a step")
     add(
         "--commit",
         metavar="HASH",
@@ -106,13 +101,8 @@ def run(args: argparse.Namespace) -> int:
         workload = model_workload(args.shapes, _parse_tokens(args.tokens), args.tp)
     measurer = _measurer(device, args.gemm, formats)
     collectives = _collectives(device, args.ranks)  # they come first: if they fail, nothing is lost
-    # The host comes before the GEMMs. It imports Transformer Engine, which on some machines loads another copy of
-    # cuDNN than torch does. That fails once torch has run its own copy, as it does for attention.
-    host = _hosts(device, args.ranks, args.gemm, formats) if args.host else {}
     about, deadline = _about(args), time.monotonic() + args.time
     table = replace(calibrate(measurer, workload, deadline, about), collectives=collectives)
-    for ranks, found in host.items():
-        table = found.added(table, ranks)
     deliver("--out", args.out, table.to_json())
     seconds = time.monotonic() - started
     incomplete = "" if table.about["complete"] else ", incomplete: give it more --time"
@@ -124,46 +114,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add(args: argparse.Namespace, device: Any) -> int:
-    """Write the table of ``--add-to`` with the collectives of ``--ranks``, or with host seconds. Returns 0."""
+    """Write the table of ``--add-to`` with the collectives of ``--ranks``. Returns 0."""
     from snip_megatron.timing.loading import load_table
 
     table = load_table(args.add_to, _name(device))
-    what = []
-    if args.host:
-        _check_backend(args, table)
-    if args.ranks > 1:
-        table = replace(table, collectives={**table.collectives, **_collectives(device, args.ranks)})
-        what.append(f"{len(table.collectives)} collectives")
-    if args.host:
-        found = _host(device, args.ranks, table.backend, table.quantised)
-        if found.launching is None and not what:
-            raise SnipError(f"--add-to {cut(args.add_to)}: {found.said}", exit_code=1)
-        measured = _about(args)
-        table = found.added(table, args.ranks, f"measured on {measured['date']} at commit {measured['commit']}")
-        what += ["the host" if args.ranks == 1 else f"the hosts of {args.ranks} ranks"] * (found.launching is not None)
-    if not what:
-        raise SnipError(f"--add-to {cut(args.add_to)} --no-host: nothing is left to measure; give --ranks")
+    if args.ranks == 1:
+        raise SnipError(f"--add-to {cut(args.add_to)}: nothing is left to measure; give --ranks")
+    table = replace(table, collectives={**table.collectives, **_collectives(device, args.ranks)})
     deliver("--out", args.out, table.to_json())
-    print(f"snip calibrate: {table.device}, {', '.join(what)}", file=sys.stderr)
+    print(f"snip calibrate: {table.device}, {len(table.collectives)} collectives", file=sys.stderr)
     return 0
-
-
-def _check_backend(args: argparse.Namespace, table: TimingTable) -> None:
-    """Raise SnipError unless the host can be measured with the GEMMs of the table: a step adds the times of both."""
-    from snip_megatron.gemm.selection import select_backend
-
-    if args.gemm not in ("auto", table.backend):
-        raise SnipError(
-            f"--gemm {cut(args.gemm)}: --add-to {cut(args.add_to)} has the times of {cut(table.backend)};"
-            " leave out --gemm"
-        )
-    try:
-        select_backend(table.backend, table.quantised)
-    except SnipError as error:
-        raise SnipError(
-            f"--add-to {cut(args.add_to)}: has the times of {cut(table.backend)}, which does not run here ({error});"
-            " measure a table on this machine"
-        ) from None
 
 
 def _collectives(device: Any, ranks: int) -> dict[Exchange, float]:
@@ -205,7 +165,7 @@ def calibrate(measurer: Measurer, workload: Workload, deadline: float, about: di
                 torch.cuda.empty_cache()
         return rows
 
-    host, copy_rate = measurer.host(), measurer.copy_rate()
+    copy_rate = measurer.copy_rate()
     activations = measured("activations", workload.activations, measurer.activations)
     weights = measured("weights", workload.weights, measurer.weights)
     attention = measured("attention", workload.attention, measurer.attention)
@@ -224,78 +184,8 @@ def calibrate(measurer: Measurer, workload: Workload, deadline: float, about: di
         attention=attention,
         copy_rate=copy_rate,
         memory=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-        host=host,
         about=about | {"complete": not skipped, "notes": notes},
     )
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """Host seconds of Megatron's layers, or None if they cannot be measured; and what to note about them."""
-
-    launching: Launching | None
-    said: str | None
-
-    def added(self, table: TimingTable, ranks: int, measured: str | None = None) -> TimingTable:
-        """Return ``table`` with the seconds of so many ranks, and with notes in place of earlier ones about them."""
-        start = "launching: " if ranks == 1 else f"launching over {ranks} ranks: "
-        notes = [each for each in table.about.get("notes", ()) if not each.startswith(start)]
-        notes += [f"{start}{each}" for each in (self.said, measured) if each is not None]
-        table = replace(table, about={**table.about, "notes": notes})
-        if ranks == 1:
-            return replace(table, launching=self.launching)
-        if self.launching is None:
-            return table
-        return replace(table, launching_over_ranks={**table.launching_over_ranks, ranks: self.launching})
-
-
-def _hosts(device: Any, ranks: int, gemm: str, formats: tuple[Format, ...]) -> dict[int, Hosts]:
-    """Measure the host of one rank and, of several ranks, theirs. Returns number of ranks → what was found."""
-    return {size: _host(device, size, gemm, formats) for size in sorted({1, ranks})}
-
-
-def _host(device: Any, ranks: int, gemm: str, formats: tuple[Format, ...]) -> Hosts:
-    launching, said = measured_launching(device, ranks, gemm, formats)
-    if said is not None:
-        print(f"snip calibrate: {said}", file=sys.stderr)
-    return Hosts(launching, said)
-
-
-def measured_launching(
-    device: Any, ranks: int, gemm: str, formats: tuple[Format, ...]
-) -> tuple[Launching | None, str | None]:
-    """Return the host seconds of Megatron's layers, or None if they cannot be measured; and what to note about them."""
-    import torch
-
-    from snip_megatron.timing.calibration.ranks import in_ranks
-
-    try:
-        if device.type == "cpu" and torch.cuda.is_available():
-            raise SnipError("Megatron would run on the GPU of this machine")
-        if ranks == 1:
-            found, said = _launching(None, device, gemm, formats)
-        else:
-            measure = partial(_launching, device=device, gemm=gemm, formats=formats)
-            found, said = in_ranks(device.type, ranks, measure, "their hosts")[0]
-    except Exception as error:  # Megatron can raise anything where it is not supported; the table must not be lost
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
-        return None, f"the host cannot be measured: {why}"
-    return found, said
-
-
-def _launching(rank: Rank | None, device: Any, gemm: str, formats: tuple[Format, ...]) -> tuple[Launching, str | None]:
-    """Measure in this process: alone, or as one of several ranks."""
-    from snip_megatron.megatron.startup import prepare
-
-    prepare([], [])
-    from snip_megatron.megatron.launching import lost_in_noise, measure_launching, measure_launching_of
-
-    with contextlib.redirect_stdout(sys.stderr):  # standard output is the table's
-        if rank is None:
-            found = measure_launching(device, gemm, formats)
-        else:
-            found = measure_launching_of(rank, gemm, formats)
-    return found, lost_in_noise(found)
 
 
 def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:

@@ -25,7 +25,6 @@ from snip_megatron.megatron.conversion import frozen_parameter
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, held_range, make_host
-from snip_megatron.megatron.host_notice import say_how_exchanges_are_estimated, say_what_the_host_allows
 from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.loaded_state import check_optimizer_state
 from snip_megatron.megatron.model_linears import (
@@ -38,6 +37,7 @@ from snip_megatron.megatron.oracle import Oracle
 from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.megatron.time_notice import say_how_exchanges_are_estimated
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import Rehearsed, WarmUp
 from snip_megatron.quantization.formats import TILE
@@ -336,7 +336,6 @@ class SnipRun:
             registry.context.expert_dp_size = groups.experts.dp_size
         request = validate.solve_request(config, args)
         linears = model_linears(args)
-        say_what_the_host_allows(request, linears)
         say_how_exchanges_are_estimated(request)
         self._graphs.attach(registry, model)
         if config.trigger > 0:

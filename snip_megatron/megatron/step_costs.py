@@ -22,7 +22,7 @@ from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.tensor_parallel import TensorParallel
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
-from snip_megatron.sensitivity.times import HostSeconds, OptionTimes
+from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.statistics.table import LinearRow
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.loading import load_cost_model
@@ -63,10 +63,7 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
         )
         raise type(error)(f"{argument} with --snip-budget {config.budget}: {error}") from None
     step = step_model(args, model, config.gradient_reduction, config.communication)
-    if step is None:
-        return times
-    host = step.host_seconds()
-    return replace(times, rest=step.fixed_seconds(), host=None if host is None else HostSeconds(*host))
+    return times if step is None else replace(times, rest=step.fixed_seconds())
 
 
 def _with_exchanges(

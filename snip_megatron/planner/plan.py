@@ -9,7 +9,6 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner import memory, overhead, phases, step_time, synthetic
-from snip_megatron.planner.host import REMEDY
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, native_formats, stage_memory
 from snip_megatron.planner.phases import PlannedRun, plan_phases
@@ -24,7 +23,6 @@ from snip_megatron.timing.shapes import ALL_BF16
 PLAN_SCHEMA = "snip.plan/1"
 INFEASIBLE_EXIT = 3
 _SOLVE_SECONDS = 30.0
-_SLACK = 5e-3  # of a step= budget: the solver charges quantisations that two GEMMs share slightly differently
 
 Body = dict[str, Any]
 
@@ -58,9 +56,9 @@ def make_plan(
         raise SnipError(f"--budget {cut(question.text)}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
     variants = _variants(step, solution)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
-    _check_host(question, steps["bf16"], steps["map"])
     candidates = [fmt.value for fmt in question.formats if fmt is not Format.BF16]
-    costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"], step.links, step.host.recapture)
+    recapture = overhead.recapture(layout, step.rates.recapture)
+    costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"], step.links, recapture)
     stages = [_stage(step, stage, variants, steps, probes) for stage in range(layout.pp)]
     return {
         "schema": PLAN_SCHEMA,
@@ -85,20 +83,6 @@ def _variants(step: StepModel, solution: Solution) -> dict[str, FormatsOf]:
         found["fp8"] = lambda block, kind: (Format.FP8,) * 3
     found["map"] = formats_of_map(step.layout.model, solution.to_precision_map())
     return found
-
-
-def _check_host(question: Question, bf16: StepTime, found: StepTime) -> None:
-    """Raise SnipError if the map meets a ``step=`` budget by GPU time, but takes too long to launch."""
-    if question.kind != "step" or bf16.total / found.total >= question.wanted * (1.0 - _SLACK):
-        return
-    if any(stage.waits for stage in (*bf16.stages, *found.stages)):
-        raise SnipError(
-            f"--budget {cut(question.text)}: launching a step of its map takes the host"
-            f" {max(stage.host for stage in found.stages):.3g} s on a stage, and the GPU only"
-            f" {max(stage.work for stage in found.stages):.3g} s: the step gets {bf16.total / found.total:.3f} × as"
-            f" fast; {REMEDY}",
-            exit_code=INFEASIBLE_EXIT,
-        )
 
 
 # -- parts of the body ---------------------------------------------------------------------------------------------
@@ -177,9 +161,6 @@ def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:
         "bubble": time.bubble - 1.0,
         "data_parallel": time.data_parallel,
         "optimizer": time.optimizer,
-        "host_bound": any(stage.host_bound for stage in time.stages),
-        "waits": any(stage.waits for stage in time.stages),
-        "host": max(stage.host for stage in time.stages) if time.stages[0].host_known else None,
     }
 
 
@@ -217,7 +198,6 @@ def _overhead(costs: overhead.Overhead, probes: Probes) -> Body:
 def _assumptions(step: StepModel, question: Question, run: PlannedRun | None) -> list[str]:
     outside = [kind for kind in LINEAR_KINDS if step.model.extrapolated(step.shapes[kind])]
     found = [*step.model.assumptions, *step.rates.assumptions(step.links), *step_time.ASSUMPTIONS]
-    found += step.host.assumptions()
     if outside:
         found.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")
     found += [*memory.ASSUMPTIONS, *overhead.ASSUMPTIONS, *(() if run is None else phases.ASSUMPTIONS)]

@@ -45,6 +45,7 @@ class Rates:
 
     Attributes:
         gpu_memory: bytes of a GPU's memory; None if no table has them.
+        recapture: seconds of capturing a layer and microbatch in CUDA graphs; None if not measured.
         collectives: the measured collectives; None if there are none.
     """
 
@@ -52,6 +53,7 @@ class Rates:
         table = model.table if isinstance(model, TimingModel) else None
         attention = {} if table is None else table.attention
         self.gpu_memory = None if table is None else table.memory
+        self.recapture = None if table is None else table.recapture
         self.collectives = None if table is None or not table.collectives else MeasuredCollectives(table.collectives)
         self._measured_copy = None if table is None else table.copy_rate
         self._copy = STATED_COPY if self._measured_copy is None else self._measured_copy

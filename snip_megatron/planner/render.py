@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from snip_megatron.planner.host import REMEDY
-
 Body = dict[str, Any]
 _GIB = 2.0**30
 _TIGHT = 0.9
@@ -113,20 +111,11 @@ def _steps(plan: Body) -> str:
             f"{step['linear_flops_per_second_per_gpu'] / 1e12:.0f}",
             f"{step['balance']:.1%}",
             f"{step['bubble']:.1%}",
-            _host(step),
         ]
         for name, step in plan["steps"].items()
     ]
-    head = ["step", "seconds", "speedup", "of linears", "tokens/s/GPU", "TFLOP/s/GPU", "balance", "bubble", ""]
-    bound = any(step["host_bound"] for step in plan["steps"].values())
-    return _table(head, rows) + (f"\n  host-bound: the GPU waits for its host: {REMEDY}" if bound else "")
-
-
-def _host(step: Body) -> str:
-    if not step["host_bound"]:
-        return ""
-    how = "host-bound" if step["waits"] else "likely host-bound"
-    return how if step["host"] is None else f"{how}: launches {step['host']:.3f} s"
+    head = ["step", "seconds", "speedup", "of linears", "tokens/s/GPU", "TFLOP/s/GPU", "balance", "bubble"]
+    return _table(head, rows)
 
 
 def _budget(plan: Body) -> str:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from snip_megatron.planner.host import Host, host_seconds
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
@@ -44,9 +43,6 @@ The norm reads the gradient (4), clipping scales it in place (8), Adam reads gra
 """
 _ZERO_BYTES = 4  # per parameter: the gradient buffer is cleared
 _SCALE_BYTES = 8  # per parameter: gradients are divided by the number of data parallel ranks in place
-_HOST_BOUND = 5.5
-"""Without a measurement of a training's launches, a step is likely bound by the host if a stage's work is less than
-this multiple of the launches of its linears in a loop (README.md, Known limitations)."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,6 @@ class StageTime:
         exchanges: the part of ``tensor_parallel`` that formats decide (``tensor_parallel.py``). It is 0 with
             communication in bf16.
         pipeline: exposed pipeline communication.
-        host: seconds in which the host launches the work. They overlap with the seconds of the GPU.
-        host_known: whether ``host`` covers all launches of a training, so that the stage cannot be faster. Otherwise it
-            covers the linears alone.
-        host_reserve: the multiple of ``host`` that the work must have so that the GPU does not wait.
     """
 
     linears: float
@@ -75,9 +67,6 @@ class StageTime:
     tensor_parallel: float
     exchanges: float
     pipeline: float
-    host: float = 0.0
-    host_known: bool = False
-    host_reserve: float = 1.0
 
     @property
     def other(self) -> float:
@@ -90,24 +79,9 @@ class StageTime:
         return self.linears + self.exchanges
 
     @property
-    def work(self) -> float:
+    def total(self) -> float:
         """Seconds that the GPU works."""
         return self.linears + self.other
-
-    @property
-    def total(self) -> float:
-        """Seconds of the stage: the longer of the GPU's work and, if it is known, of its launching."""
-        return max(self.work, self.host) if self.host_known else self.work
-
-    @property
-    def waits(self) -> bool:
-        """Whether launching takes longer than the GPU's work."""
-        return self.work < self.total
-
-    @property
-    def host_bound(self) -> bool:
-        """Whether the GPU waits for its host, or is likely to."""
-        return self.work < self.host_reserve * self.host
 
 
 @dataclass(frozen=True)
@@ -156,7 +130,6 @@ class StepModel:
         self.model = model
         self.links = links or Links()
         self.rates = Rates(model)
-        self.host = Host(layout, model)
         self.shapes: Mapping[str, LinearShape] = layout.linear_shapes()
         self.exchanges = TensorParallel(
             layout.tp,
@@ -183,24 +156,8 @@ class StepModel:
         step time.
         """
         bf16 = self.step(lambda block, kind: ALL_BF16)
-        after = self._after_stage(bf16)
+        after = (bf16.data_parallel + bf16.optimizer) / bf16.bubble
         return {stage: time.other - time.exchanges + after for stage, time in enumerate(bf16.stages)}
-
-    def host_seconds(self) -> tuple[dict[int, float], dict[str, float], float] | None:
-        """Return the launching seconds of a step, which a run stores for its predictions. None if they are not known.
-
-        The first dictionary is stage → seconds in bf16, with the same time after the pipeline as in
-        :meth:`fixed_seconds`. The second one is format → seconds that a GEMM in this format adds. The last value is
-        the multiple of these seconds that the GPU's work must have.
-        """
-        if not self.host.known:
-            return None
-        after = self._after_stage(self.step(lambda block, kind: ALL_BF16))
-        return host_seconds(self.host, self.layout.pp, after, Format)
-
-    @staticmethod
-    def _after_stage(step: StepTime) -> float:
-        return (step.data_parallel + step.optimizer) / step.bubble
 
     # -- one stage -----------------------------------------------------------------------------------------------
     def _stage(self, stage: int, formats_of: FormatsOf) -> StageTime:
@@ -220,9 +177,6 @@ class StepModel:
             tensor_parallel=self._exchanged(self.exchanges.seconds, each) + count * self._heads(),
             exchanges=self._exchanged(self.exchanges.priced, each),
             pipeline=layout.microbatches * self._pipeline(stage),
-            host=self._host(stage, [formats for _, formats in each]),
-            host_known=self.host.known,
-            host_reserve=self.host.reserve if self.host.known else _HOST_BOUND,
         )
 
     def linear(self, kind: str, formats: Formats) -> float:
@@ -271,14 +225,6 @@ class StepModel:
             seconds += self.rates.memory(_LOSS_BYTES * layout.tokens * rows + 2 * sum(_NORM) * features)
         return seconds
 
-    def _host(self, stage: int, linears: list[Formats]) -> float:
-        if self.host.known:
-            return self.host.stage(stage, linears)
-        alone = getattr(self.model, "host_seconds", None)
-        if alone is None:
-            return 0.0
-        return self.layout.microbatches * math.fsum(alone(formats) for formats in linears)
-
     # -- communication -------------------------------------------------------------------------------------------
     def _heads(self) -> float:
         """Return the seconds of one microbatch in which a block's heads are gathered, and their gradient is summed.
@@ -307,7 +253,6 @@ class StepModel:
         shards = layout.dp if layout.distributed_optimizer else 1
         whole = _ZERO_BYTES + (_SCALE_BYTES if layout.dp > 1 else 0)
         optimizer = self.rates.memory(_OPTIMIZER_BYTES * parameters / shards + whole * parameters)
-        optimizer = max(optimizer, self.host.step)
         if layout.dp == 1:
             return 0.0, optimizer
         ring = (layout.dp - 1) / layout.dp / self.links.of(layout.tp * layout.dp)

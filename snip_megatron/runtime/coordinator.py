@@ -185,7 +185,6 @@ class RankZeroCoordinator:
         step = self._request.times.step_speedup(
             {row.name: row.stage for row in self._linears},
             {int(stage): share for stage, share in precision_map.achieved_per_stage.items()},
-            precision_map,
         )
         return precision_map.with_fields(fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
 

@@ -8,35 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snip_megatron.errors import SnipError, is_finite, quoted
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import Format, Gemm, LinearId
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import LinearShape
 
 Seconds = Mapping[str, Mapping[str, Mapping[str, float]]]
-
-
-@dataclass(frozen=True)
-class HostSeconds:
-    """Predicted seconds that the host takes to launch a training step.
-
-    Attributes:
-        stages: pipeline stage → seconds with every GEMM in bf16, plus the time after the pipeline, which is in ``rest``
-            as well.
-        gemm: format → seconds that one GEMM of one linear takes longer to launch in this format than in bf16.
-        reserve: the multiple of these seconds that the GPU's work must have so that it is not likely to wait.
-    """
-
-    stages: Mapping[int, float]
-    gemm: Mapping[str, float]
-    reserve: float = 1.0
-
-    def of_map(self, stages: Mapping[str, int], precision_map: PrecisionMap) -> dict[int, float]:
-        """Return pipeline stage → seconds under a map. ``stages`` is name of a linear → stage."""
-        found = dict(self.stages)
-        for name, stage in stages.items():
-            for gemm in Gemm:
-                found[stage] = found.get(stage, 0.0) + self.gemm.get(precision_map.format_of(name, gemm).value, 0.0)
-        return found
 
 
 @dataclass(frozen=True)
@@ -49,7 +25,6 @@ class OptionTimes:
         seconds: name or kind of a linear → GEMM → format → seconds per training step on one rank, quantisation
             included. A name takes precedence over a kind.
         rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
-        host: seconds of launching a step; None if the host is not modelled.
         exchanges: as ``seconds``: seconds per step in which tensor parallel ranks exchange what this GEMM takes or
             makes, as far as its format decides them. Empty if no format decides any.
         estimated: how the seconds of exchanges are estimated, as half a sentence; empty if they were measured.
@@ -58,7 +33,6 @@ class OptionTimes:
     model: str
     seconds: Seconds
     rest: Mapping[int, float] = field(default_factory=dict)
-    host: HostSeconds | None = None
     exchanges: Seconds = field(default_factory=dict)
     estimated: str = ""
 
@@ -96,27 +70,18 @@ class OptionTimes:
         except KeyError:
             raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}") from None
 
-    def step_speedup(
-        self, stages: Mapping[str, int], saved: Mapping[int, float], precision_map: PrecisionMap | None = None
-    ) -> float | None:
+    def step_speedup(self, stages: Mapping[str, int], saved: Mapping[int, float]) -> float | None:
         """Return the predicted speedup of the whole step, or None if the rest of the step is not known.
-
-        A stage takes the longer of the GPU's work and of its launching, if the host is modelled.
 
         Args:
             stages: name of a linear → pipeline stage.
             saved: pipeline stage → share of the bf16 seconds of its linears that a map saves.
-            precision_map: the map, whose formats determine the time of launching. None: the time in bf16.
         """
         linears = self.linears(stages)
         if not linears or not set(linears) <= set(self.rest):
             return None
-        host = {} if self.host is None else dict(self.host.stages)
-        under = host if self.host is None or precision_map is None else self.host.of_map(stages, precision_map)
-        before = max(max(self.rest[k] + seconds, host.get(k, 0.0)) for k, seconds in linears.items())
-        return before / max(
-            max(self.rest[k] + seconds * (1.0 - saved.get(k, 0.0)), under.get(k, 0.0)) for k, seconds in linears.items()
-        )
+        before = max(self.rest[k] + seconds for k, seconds in linears.items())
+        return before / max(self.rest[k] + seconds * (1.0 - saved.get(k, 0.0)) for k, seconds in linears.items())
 
     def linears(self, stages: Mapping[str, int]) -> dict[int, float]:
         """Return pipeline stage → seconds of its linears in bf16. ``stages`` is name of a linear → stage."""
@@ -128,9 +93,6 @@ class OptionTimes:
     def as_dict(self) -> dict[str, Any]:
         """Return the figures in a form that JSON can store."""
         body = {"model": self.model, "seconds": self.seconds, "rest": {str(k): v for k, v in self.rest.items()}}
-        if self.host is not None:
-            by_stage = {str(k): v for k, v in self.host.stages.items()}
-            body["host"] = {"stages": by_stage, "gemm": dict(self.host.gemm), "reserve": self.host.reserve}
         if self.exchanges:
             body |= {"exchanges": self.exchanges, "estimated": self.estimated}
         return body
@@ -142,9 +104,7 @@ class OptionTimes:
             seconds = _seconds(body["seconds"], _positive)
             rest = {int(stage): _positive(value) for stage, value in body.get("rest", {}).items()}
             exchanges = _seconds(body.get("exchanges", {}), _not_negative)
-            return cls(
-                str(body["model"]), seconds, rest, _host(body.get("host")), exchanges, str(body.get("estimated", ""))
-            )
+            return cls(str(body["model"]), seconds, rest, exchanges, str(body.get("estimated", "")))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SnipError(f"{where}: not predicted times ({quoted(error)})") from None
 
@@ -161,14 +121,6 @@ def _seconds(body: Any, checked: Callable[[Any], float]) -> Seconds:
         }
         for name, by_gemm in body.items()
     }
-
-
-def _host(body: Any) -> HostSeconds | None:
-    if body is None:
-        return None
-    by_stage = {int(stage): _positive(value) for stage, value in body["stages"].items()}
-    by_format = {Format(fmt).value: _finite(value) for fmt, value in body["gemm"].items()}
-    return HostSeconds(by_stage, by_format, _positive(body.get("reserve", 1.0)))
 
 
 def _finite(value: Any) -> float:

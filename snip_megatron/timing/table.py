@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,26 +26,6 @@ Triple = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class Launching:
-    """Seconds for which eager training occupies the launching thread of a rank.
-
-    Those of several ranks are the seconds of the slowest until its GPU is done, because ranks wait for each other in
-    every collective.
-
-    Attributes:
-        layers: the layers that were measured: ``transformer_engine`` or ``local``, as ``--transformer-impl``.
-        layer: format → forward and backward of one microbatch in one decoder layer whose GEMMs all have this format.
-        microbatch: embedding, output layer, loss and schedule of one microbatch.
-        step: the part of a step that depends on neither layers nor microbatches, with the optimizer.
-    """
-
-    layers: str
-    layer: Mapping[Format, float]
-    microbatch: float
-    step: float
-
-
-@dataclass(frozen=True)
 class TimingTable:
     """The measurements of one device.
 
@@ -63,10 +41,6 @@ class TimingTable:
         attention: (sequence, heads, head size) → seconds of causal attention of one sequence, forward and backward.
         copy_rate: bytes read and written a second by a device-to-device copy; None if not measured.
         memory: bytes of the GPU's memory; None if not known.
-        host: format → seconds for which one linear's forward and backward occupy the launching thread, in a loop of
-            linears without autograd.
-        launching: seconds for which training of one rank occupies the launching thread; None if not measured.
-        launching_over_ranks: number of tensor parallel ranks → the same for layers that these share.
         recapture: seconds of capturing CUDA graphs anew, for each captured layer and captured microbatch; None if not
             measured.
         collectives: seconds of a collective over GPUs of one node; empty if not measured.
@@ -82,9 +56,6 @@ class TimingTable:
     attention: Mapping[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
     copy_rate: float | None = None
     memory: float | None = None
-    host: Mapping[Format, float] = field(default_factory=dict)
-    launching: Launching | None = None
-    launching_over_ranks: Mapping[int, Launching] = field(default_factory=dict)
     recapture: float | None = None
     collectives: Mapping[Exchange, float] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -93,18 +64,6 @@ class TimingTable:
     def quantised(self) -> tuple[Format, ...]:
         """The measured formats without bf16."""
         return tuple(fmt for fmt in self.formats if fmt is not Format.BF16)
-
-    def launching_of(self, ranks: int) -> tuple[int, Launching] | None:
-        """Return the launching seconds of a layout with so many tensor parallel ranks, and the ranks they are of.
-
-        Several ranks have those of the nearest measured number of several ranks, or else those of one rank, which are
-        too low. None if nothing was measured.
-        """
-        several = self.launching_over_ranks
-        if ranks > 1 and several:
-            nearest = min(several, key=lambda size: abs(math.log(size / ranks)))
-            return nearest, several[nearest]
-        return None if self.launching is None else (1, self.launching)
 
     @classmethod
     def load(cls, path: Path) -> TimingTable:
@@ -150,12 +109,9 @@ class TimingTable:
             **{key: self.about[key] for key in _ABOUT if key in self.about},
             "formats": [fmt.value for fmt in self.formats],
             "copy_rate": self.copy_rate,
-            "host": _by_name(self.host),
         }
         if self.memory is not None:
             body["memory"] = self.memory
-        if self.launching is not None:
-            body["launching"] = _launching_body(self.launching)
         if self.recapture is not None:
             body["recapture"] = self.recapture
         lists: dict[str, list[dict[str, Any]]] = {
@@ -164,18 +120,11 @@ class TimingTable:
             "weights": weights,
             "attention": attention,
         }
-        if self.launching_over_ranks:
-            rows = sorted(self.launching_over_ranks.items())
-            lists["launching_over_ranks"] = [{"ranks": ranks} | _launching_body(each) for ranks, each in rows]
         if self.collectives:
             lists["collectives"] = [key._asdict() | {"seconds": s} for key, s in sorted(self.collectives.items())]
         parts = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items()]
         parts += [f"{json.dumps(key)}: {_lines(rows)}" for key, rows in lists.items()]
         return "{\n " + ",\n ".join(parts) + "\n}\n"
-
-
-def _launching_body(launching: Launching) -> dict[str, Any]:
-    return dataclasses.asdict(launching) | {"layer": _by_name(launching.layer)}
 
 
 def _by_name(row: Mapping[Format, Any]) -> dict[str, Any]:
@@ -206,10 +155,6 @@ def _table(body: dict[str, Any]) -> TimingTable:
     def attention(row: dict[str, Any], path: str) -> tuple[float, float]:
         return _seconds(row.get("forward"), f"{path}.forward"), _seconds(row.get("backward"), f"{path}.backward")
 
-    def launching(row: dict[str, Any], path: str) -> Launching:
-        return _launching(row, formats, path)
-
-    host = _object(body.get("host", {}), "host")
     copy_rate, memory, recapture = body.get("copy_rate"), body.get("memory"), body.get("recapture")
     return TimingTable(
         device=_text(body.get("device"), "device"),
@@ -221,25 +166,9 @@ def _table(body: dict[str, Any]) -> TimingTable:
         attention=_rows(body, "attention", ("sequence", "heads", "head_size"), attention, least=0),
         copy_rate=None if copy_rate is None else _number(copy_rate, "copy_rate", 1, 1e20),
         memory=None if memory is None else _number(memory, "memory", 1, 1e15),
-        host=_by_format(host, formats, _seconds, "host") if host else {},
-        launching=None if body.get("launching") is None else _launching(body["launching"], formats, "launching"),
-        launching_over_ranks={
-            ranks: each
-            for (ranks,), each in _rows(body, "launching_over_ranks", ("ranks",), launching, least=0).items()
-        },
         recapture=None if recapture is None else _seconds(recapture, "recapture"),
         collectives=_collectives(body.get("collectives", [])),
         about={key: body[key] for key in _ABOUT if key in body},
-    )
-
-
-def _launching(raw: Any, formats: tuple[Format, ...], path: str) -> Launching:
-    fields = _object(raw, path)
-    return Launching(
-        layers=_text(fields.get("layers"), f"{path}.layers"),
-        layer=_by_format(fields.get("layer"), formats, _seconds, f"{path}.layer"),
-        microbatch=_seconds(fields.get("microbatch"), f"{path}.microbatch"),
-        step=_seconds(fields.get("step"), f"{path}.step"),
     )
 
 

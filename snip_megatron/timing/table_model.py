@@ -113,14 +113,6 @@ class TimingModel:
         fmt = self._known(fmt)
         return _time(self._gemm_grid, (shape.tokens, shape.n, shape.k), self._gemm_rates[gemm, fmt])
 
-    def host_seconds(self, formats: Formats) -> float:
-        """Return the seconds for which one linear's forward and backward of one microbatch occupy the launching thread.
-
-        A format that was not measured counts as 0.
-        """
-        host = self.table.host
-        return math.fsum(host.get(fmt, host.get(fmt.base, 0.0)) / 3 for fmt in formats)
-
     def _added(self, shape: LinearShape) -> float:
         """Return the seconds in which Megatron's own linear adds ∇W of a microbatch, outside of its GEMM."""
         return 0.0 if shape.fused_accumulation else accumulation_seconds(shape.n * shape.k, self.table.copy_rate)

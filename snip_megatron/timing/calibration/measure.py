@@ -1,13 +1,10 @@
-"""The calls that a calibration times: the package's own quantisers and GEMMs, attention, a copy, launches."""
+"""The calls that a calibration times: the package's own quantisers and GEMMs, attention, a copy."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,45 +154,9 @@ class Measurer:
         target = torch.empty_like(source)
         return size / self.clock.seconds({"copy": lambda _: target.copy_(source)})["copy"]
 
-    def host(self, repetitions: int = 12) -> dict[Format, float]:
-        """Return format → seconds of launching one linear's forward and backward, with W already quantised.
-
-        Autograd is not included, so the time is a lower bound of the training thread's.
-        """
-        edge = 256 if self.clock.device.type == "cuda" else 64
-        x, w, g = (self._normal(edge, edge) for _ in range(3))
-        main_grad = torch.zeros(edge, edge, device=self.clock.device)
-        keys = GradientKeys(*_KEYS, torch.arange(edge, device=self.clock.device))
-        times: dict[Format, float] = {}
-        for fmt in (Format.BF16, *self.formats):
-            sides = self.backend.quantize_weight(w, fmt, fmt)
-            call = partial(_step, self.backend, fmt, x, g, sides, keys, main_grad)
-            taken = []
-            for _ in range(repetitions):
-                self._wait()
-                started = time.perf_counter()
-                call()
-                taken.append(time.perf_counter() - started)
-            times[fmt] = statistics.median(taken[2:])
-        return times
-
-    def _wait(self) -> None:
-        if self.clock.device.type == "cuda":
-            torch.cuda.synchronize(self.clock.device)
-
     def _normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         made = torch.randn(*shape, device=self.clock.device, dtype=torch.bfloat16, generator=self._generator)
         return made.mul_(scale)
-
-
-def _step(
-    backend: GemmBackend, fmt: Format, x: Tensor, g: Tensor, w_sides: Any, keys: GradientKeys, main_grad: Tensor
-) -> None:
-    x_row, x_col = backend.quantize_input(x, fmt, fmt)
-    backend.fprop(x_row, w_sides[0], dtype=torch.bfloat16)
-    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
-    backend.dgrad(g_row, w_sides[1], dtype=torch.bfloat16)
-    backend.wgrad(g_col, x_col, out=main_grad)
 
 
 def _rotating(calls: Sequence[Callable[[], object]]) -> Call:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +19,6 @@ from snip_megatron.precision import LINEAR_KINDS, Format
 from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.timing.collectives import Exchange
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
-from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import ALL_BF16
 from snip_megatron.timing.table_model import ACCUMULATION, TimingModel
 
@@ -212,20 +208,3 @@ def test_fixed_seconds_and_linears_make_the_step(
     linears = sum(model.linear(kind, (fprop, dgrad, wgrad)) for kind in LINEAR_KINDS)
     slowest = max(fixed + linears * len(chosen.stages[stage]) for stage, fixed in model.fixed_seconds().items())
     assert math.isclose(step.total, chosen.bubble * slowest, rel_tol=1e-9)
-
-
-MEASURED = json.loads(
-    (Path(__file__).parents[3] / "benchmarks/results/jobs/multi_gpu_2xh200_2026-11-21.json").read_text()
-)["time"]
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("tp2", {"tp": 2, "sequence_parallel": True}), ("pp2", {"pp": 2}), ("dp2", {"dp": 2})]
-)
-def test_steps_that_a_host_held_up_are_called_host_bound_and_others_are_not(name: str, sizes: dict[str, int]) -> None:
-    model = ModelShape("four blocks", 4, 4096, 14336, 32, 8, 128, 32000, 4096)
-    step_of = StepModel(layout(model, global_batch_size=8, **sizes), load_cost_model("h200")).step
-    longer = MEASURED[name]["75 % map over without"] > 1
-    assert any(stage.host_bound for stage in step_of(lambda block, kind: FP4).stages) == longer
-    assert not any(stage.host_bound for stage in step_of(lambda block, kind: ALL_BF16).stages)
-    assert not any(stage.host_bound for stage in step_model(layout("8b")).step(lambda block, kind: FP4).stages)

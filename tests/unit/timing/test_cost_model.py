@@ -116,7 +116,6 @@ def test_a_variant_that_was_not_measured_takes_the_time_of_its_base() -> None:
         for g in variant.gemms:  # half of a call more for fprop: W is not shared
             expected = model.seconds(SHAPE, g, base) + (0.0 if g is Gemm.WGRAD else weight)
             assert model.seconds(SHAPE, g, variant) == pytest.approx(expected)
-        assert model.host_seconds((variant,) * 3) == model.host_seconds((base,) * 3)
     together = model.linear_seconds(SHAPE, (Format.NVFP4_46, base, Format.NVFP4_HADAMARD))
     assert together == pytest.approx(model.linear_seconds(SHAPE, (base,) * 3) + weight)
     with pytest.raises(SnipError, match="have no mxfp4_hadamard"):

@@ -14,45 +14,38 @@ from hypothesis import strategies as st
 from snip_megatron.errors import SnipError
 from snip_megatron.timing.collectives import Exchange
 from snip_megatron.timing.loading import TIMINGS
-from snip_megatron.timing.table import Launching, TimingTable
+from snip_megatron.timing.table import TimingTable
 
 from .timing_tables import formula_table
 
 TABLE = formula_table(features=(512, 4096))
-LAUNCHED = replace(
+FULL = replace(
     TABLE,
-    launching=Launching("local", dict.fromkeys(TABLE.formats, 2e-3), microbatch=5e-4, step=1e-3),
-    launching_over_ranks={
-        ranks: Launching("local", dict.fromkeys(TABLE.formats, 1e-3 * ranks), microbatch=5e-4, step=1e-3)
-        for ranks in (2, 8)
-    },
     recapture=0.05,
     memory=8e10,
     collectives={Exchange("all_gather", "uint8", 2, 4096): 2e-5, Exchange("reduce_scatter", "bf16", 2, 4096): 3e-5},
 )
-BODY: dict[str, Any] = json.loads(LAUNCHED.to_json())
+BODY: dict[str, Any] = json.loads(FULL.to_json())
 
 
 def test_round_trip() -> None:
     assert TimingTable.from_json(TABLE.to_json()) == TABLE
-    assert (TABLE.launching, TABLE.recapture, TABLE.collectives) == (None, None, {})
-    assert TimingTable.from_json(LAUNCHED.to_json()) == LAUNCHED
+    assert (TABLE.recapture, TABLE.collectives) == (None, {})
+    assert TimingTable.from_json(FULL.to_json()) == FULL
 
 
-def test_a_table_without_attention_copy_and_host_is_a_table() -> None:
-    body = {key: value for key, value in BODY.items() if key not in ("attention", "copy_rate", "host", "date")}
+def test_a_table_without_attention_and_copy_is_a_table() -> None:
+    body = {key: value for key, value in BODY.items() if key not in ("attention", "copy_rate", "date")}
     table = TimingTable.from_json(json.dumps(body))
-    assert (table.attention, table.copy_rate, table.host) == ({}, None, {})
+    assert (table.attention, table.copy_rate) == ({}, None)
 
 
-def test_several_ranks_have_the_host_seconds_of_the_nearest_measured_number() -> None:
-    for ranks, expected in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 8), (64, 8)):
-        found = LAUNCHED.launching_of(ranks)
-        of_one = LAUNCHED.launching
-        assert found == (expected, of_one if expected == 1 else LAUNCHED.launching_over_ranks[expected])
-    assert replace(LAUNCHED, launching_over_ranks={}).launching_of(8) == (1, LAUNCHED.launching)
-    assert replace(LAUNCHED, launching=None).launching_of(1) is None
-    assert TABLE.launching_of(2) is None
+def test_host_seconds_of_earlier_tables_are_passed_over() -> None:
+    old = BODY | {
+        "host": {"bf16": 1e-4},
+        "launching": {"layers": "local", "layer": {}, "microbatch": 1e-3, "step": 1e-3},
+    }
+    assert TimingTable.from_json(json.dumps(old)) == FULL
 
 
 def changed(path: tuple[str | int, ...], value: Any) -> str:
@@ -91,13 +84,6 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
         (("weights", 0, "seconds", "fp8"), 5e-324, "t.json: weights[0].seconds.fp8: must be a number from 1e-12 to"),
         (("weights", 0, "seconds", "fp4"), "fast", "t.json: weights[0].seconds.fp4: must be a number"),
         (("copy_rate",), 0, "t.json: copy_rate: must be a number from 1 to"),
-        (("host", "fp8"), ..., "t.json: host.fp8: missing"),
-        (("launching", "layer", "fp4"), ..., "t.json: launching.layer.fp4: missing"),
-        (("launching", "layers"), "", "t.json: launching.layers: must be a non-empty string"),
-        (("launching", "step"), 0, "t.json: launching.step: must be a number from 1e-12 to"),
-        (("launching",), [], "t.json: launching: must be an object"),
-        (("launching_over_ranks", 0, "ranks"), 0, "t.json: launching_over_ranks[0].ranks: must be a whole number"),
-        (("launching_over_ranks", 1, "step"), 0, "t.json: launching_over_ranks[1].step: must be a number from 1e-12"),
         (("recapture",), -1, "t.json: recapture: must be a number from 1e-12 to"),
         (("attention", 0, "backward"), None, "t.json: attention[0].backward: must be a number"),
     ],

@@ -49,6 +49,5 @@ def formula_table(
         weights=weights,
         attention={(s, 8, 128): (s * s * 1e-11, s * s * 3e-11) for s in (1024, 8192)},
         copy_rate=4e12,
-        host=dict.fromkeys(formats, 1e-4),
         about={"date": "2026-11-21", "command": "a formula"},
     )
