@@ -223,8 +223,8 @@ def run(args: argparse.Namespace) -> int:
         SnipError: On bad input, or with exit code 3 if the budget is out of reach.
     """
     from snip_megatron.planner.plan import make_plan
-    from snip_megatron.planner.question import parse_question
     from snip_megatron.planner.render import render
+    from snip_megatron.planner.request import parse_request
     from snip_megatron.planner.step_time import StepModel
     from snip_megatron.timing.loading import load_cost_model
 
@@ -233,7 +233,7 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError(f"--policy {cut(args.policy)}: unknown; choose one of {', '.join(POLICIES)}")
     layout = _layout(args)
     model = load_cost_model(args.timings)
-    question = parse_question(
+    request = parse_request(
         args.budget,
         args.formats,
         model.formats,
@@ -245,8 +245,8 @@ def run(args: argparse.Namespace) -> int:
         estimator=args.estimator,
     )
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
-    step, planned = StepModel(layout, model, _links(args)), _run(args, question.kind)
-    plan = make_plan(step, question, _probes(args), planned, gpu_memory=gpu)
+    step, planned = StepModel(layout, model, _links(args)), _run(args, request.kind)
+    plan = make_plan(step, request, _probes(args), planned, gpu_memory=gpu)
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
     print(render(plan), end="")

@@ -12,13 +12,13 @@ def summary(layout: Layout) -> str:
     """Return the layout and its forecast under the budget of ``snip launch``, as two lines. Raises SnipError."""
     from snip_megatron.planner.plan import make_plan
     from snip_megatron.planner.probes import Probes
-    from snip_megatron.planner.question import parse_question
+    from snip_megatron.planner.request import parse_request
     from snip_megatron.planner.step_time import StepModel
     from snip_megatron.timing.loading import load_cost_model
 
     model = load_cost_model(TIMINGS)
-    question = parse_question(BUDGET, None, model.formats, granularity="gemm", tolerance=0.02, statistics=None, seed=1)
-    plan = make_plan(StepModel(layout, model), question, Probes(1, 512, "noise", False, 1000))
+    request = parse_request(BUDGET, None, model.formats, granularity="gemm", tolerance=0.02, statistics=None, seed=1)
+    plan = make_plan(StepModel(layout, model), request, Probes(1, 512, "noise", False, 1000))
     memory = plan["memory"]
     shortage = f", which do not fit into its {memory['gpu'] / _GIB:.0f}" if memory["fits"] is False else ""
     speed = ", ".join(

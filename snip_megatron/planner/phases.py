@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.planner.question import Question
+from snip_megatron.planner.request import PlanRequest
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
 from snip_megatron.precision import Format, Gemm, split_option_id
@@ -45,40 +45,40 @@ class PlannedRun:
     deployed: str = "map"
 
 
-def plan_phases(step: StepModel, question: Question, static: Problem, fixed: Solution, run: PlannedRun) -> Body:
+def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: Solution, run: PlannedRun) -> Body:
     """Plan the phases of a run.
 
     Args:
         step: predicts step times of the layout.
-        question: the budget, which is the average over the run.
+        request: the budget, which is the average over the run.
         static: the problem of one map under the same budget. fixed: its solution, for comparison.
         run: the run.
 
     Raises:
-        SnipError: the schedule does not fit the question, or nothing meets the budget (exit code 3).
+        SnipError: the schedule does not fit the request, or nothing meets the budget (exit code 3).
     """
-    if question.granularity != "gemm":
+    if request.granularity != "gemm":
         raise SnipError(
             "--granularity layer cannot be combined with --schedule: phases weigh a linear's GEMMs one by one"
         )
-    request = _request(run)
-    items = phased_items(static.items, [_forward(item.id) for item in static.items], request, STANDING_SHARE)
-    phases = tuple(Phase(n, target) for n, target in zip(request.steps, request.budgets, strict=True))
+    phased = _phased_request(run)
+    items = phased_items(static.items, [_forward(item.id) for item in static.items], phased, STANDING_SHARE)
+    phases = tuple(Phase(n, target) for n, target in zip(phased.steps, phased.budgets, strict=True))
     problem = replace(static, items=items, phases=phases)
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS, hint=fixed.choices)
     if solution.fault is not None:
         raise SnipError(
-            f"--budget {cut(question.text)} over --schedule {cut(run.name)}: {solution.fault}; lower the budget, or"
+            f"--budget {cut(request.text)} over --schedule {cut(run.name)}: {solution.fault}; lower the budget, or"
             " those of the phases",
             exit_code=INFEASIBLE_EXIT,
         )
     bf16 = step.step(lambda block, kind: ALL_BF16)
-    rows = [_phase(step, bf16, *each) for each in zip(request.begins, request.steps, solution.phases, strict=True)]
+    rows = [_phase(step, bf16, *each) for each in zip(phased.begins, phased.steps, solution.phases, strict=True)]
     return {
         "schedule": run.name,
         "train_iters": run.steps,
         "deployed": run.deployed,
-        "asked": question.text,
+        "asked": request.text,
         "status": solution.status,
         "solve_seconds": solution.solve_seconds,
         "loss": solution.loss,
@@ -89,7 +89,7 @@ def plan_phases(step: StepModel, question: Question, static: Problem, fixed: Sol
     }
 
 
-def _request(run: PlannedRun) -> PhasedRequest:
+def _phased_request(run: PlannedRun) -> PhasedRequest:
     rates = [1.0 + math.cos(math.pi * i / _RATES) for i in range(_RATES + 1)]
     return PhasedRequest.of_schedule(
         run.schedule,

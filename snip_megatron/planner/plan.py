@@ -13,7 +13,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, native_formats, stage_memory
 from snip_megatron.planner.phases import PlannedRun, plan_phases
 from snip_megatron.planner.probes import Probes
-from snip_megatron.planner.question import Question, pose, training_budget
+from snip_megatron.planner.request import PlanRequest, build_problem, training_budget
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
 from snip_megatron.precision import LINEAR_KINDS, Format
@@ -29,7 +29,7 @@ Body = dict[str, Any]
 
 def make_plan(
     step: StepModel,
-    question: Question,
+    request: PlanRequest,
     probes: Probes,
     run: PlannedRun | None = None,
     *,
@@ -39,7 +39,7 @@ def make_plan(
 
     Args:
         step: predicts step times of the layout.
-        question: the budget.
+        request: the budget.
         probes: the probes of an update.
         run: the run whose map changes with time; None for one map.
         gpu_memory: bytes of a GPU; None for those of the table of times, if it has them.
@@ -49,14 +49,14 @@ def make_plan(
             what can be reached).
     """
     layout = step.layout
-    problem = pose(question, step)
+    problem = build_problem(request, step)
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS)
     if solution.fault is not None:
-        unit = " (times in seconds a step)" if question.kind in ("speedup", "step") else ""
-        raise SnipError(f"--budget {cut(question.text)}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
+        unit = " (times in seconds a step)" if request.kind in ("speedup", "step") else ""
+        raise SnipError(f"--budget {cut(request.text)}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
     variants = _variants(step, solution)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
-    candidates = [fmt.value for fmt in question.formats if fmt is not Format.BF16]
+    candidates = [fmt.value for fmt in request.formats if fmt is not Format.BF16]
     recapture = overhead.recapture(layout, step.rates.recapture)
     costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"], step.links, recapture)
     stages = [_stage(step, stage, variants, steps, probes) for stage in range(layout.pp)]
@@ -69,10 +69,10 @@ def make_plan(
         "stages": stages,
         "memory": _fit(stages, gpu_memory or step.rates.gpu_memory),
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
-        "budget": _budget(step, question, problem, solution, variants["map"]),
-        "phases": None if run is None else plan_phases(step, question, problem, solution, run),
+        "budget": _budget(step, request, problem, solution, variants["map"]),
+        "phases": None if run is None else plan_phases(step, request, problem, solution, run),
         "overhead": _overhead(costs, probes),
-        "assumptions": _assumptions(step, question, run),
+        "assumptions": _assumptions(step, request, run),
     }
 
 
@@ -169,15 +169,15 @@ def _linears(time: StepTime) -> float:
     return max(stage.priced for stage in time.stages)
 
 
-def _budget(step: StepModel, question: Question, problem: Problem, solution: Solution, formats_of: FormatsOf) -> Body:
+def _budget(step: StepModel, request: PlanRequest, problem: Problem, solution: Solution, formats_of: FormatsOf) -> Body:
     """Describe the budget, its solution, and the ``--snip-budget`` of a training."""
     model = step.layout.model
-    budget = training_budget(question, problem, solution)
+    budget = training_budget(request, problem, solution)
     return {
-        "asked": question.text,
-        "formats": [fmt.value for fmt in question.formats],
-        "granularity": question.granularity,
-        "losses": "synthetic" if question.statistics is None else str(question.statistics),
+        "asked": request.text,
+        "formats": [fmt.value for fmt in request.formats],
+        "granularity": request.granularity,
+        "losses": "synthetic" if request.statistics is None else str(request.statistics),
         "status": solution.status,
         "loss": solution.loss,
         "bound": solution.bound,
@@ -186,7 +186,7 @@ def _budget(step: StepModel, question: Question, problem: Problem, solution: Sol
         "gemms": gemm_counts(model, formats_of),
         "fp4_share": fp4_share(model, formats_of),
         "snip_budget": budget,
-        "snip_arguments": question.training_arguments(budget),
+        "snip_arguments": request.training_arguments(budget),
     }
 
 
@@ -195,10 +195,10 @@ def _overhead(costs: overhead.Overhead, probes: Probes) -> Body:
     return dataclasses.asdict(costs) | asked
 
 
-def _assumptions(step: StepModel, question: Question, run: PlannedRun | None) -> list[str]:
+def _assumptions(step: StepModel, request: PlanRequest, run: PlannedRun | None) -> list[str]:
     outside = [kind for kind in LINEAR_KINDS if step.model.extrapolated(step.shapes[kind])]
     found = [*step.model.assumptions, *step.rates.assumptions(step.links), *step_time.ASSUMPTIONS]
     if outside:
         found.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")
     found += [*memory.ASSUMPTIONS, *overhead.ASSUMPTIONS, *(() if run is None else phases.ASSUMPTIONS)]
-    return found if question.statistics is not None else [*found, *synthetic.ASSUMPTIONS]
+    return found if request.statistics is not None else [*found, *synthetic.ASSUMPTIONS]

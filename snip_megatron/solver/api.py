@@ -6,14 +6,17 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Format
 from snip_megatron.solver.infeasible import infeasibility
-from snip_megatron.solver.limits import Limits, Outcome
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
 from snip_megatron.solver.table import GAP, Floats, Ints, Table
+
+if TYPE_CHECKING:
+    from snip_megatron.solver.search import Outcome
 
 SOLVERS = ("cpsat", "greedy")
 DEFAULT_SECONDS = 60.0
@@ -61,7 +64,8 @@ def solve(
     if change_penalty and problem.budget.kind == "loss":
         raise SnipError("change_penalty has no meaning under a loss budget: time is what is minimised there")
     hints = _hints(hint, len(problem.phases))
-    from snip_megatron.solver.search import search  # imports OR-Tools, which training ranks do not need
+    from snip_megatron.solver.core import Limits  # imports OR-Tools, which training ranks do not need
+    from snip_megatron.solver.search import search
 
     if time_limit_s is None:
         time_limit_s = DEFAULT_SECONDS if deterministic_time is None else math.inf

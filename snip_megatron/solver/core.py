@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
 from ortools.sat.python import cp_model
 
-from snip_megatron.solver.limits import Limits
 from snip_megatron.solver.table import Bools, Floats, Ints, Table
 
 BITS = 40
 """Losses and savings are integers of 2^-40 of their range. CP-SAT adds them within int64."""
 _ROOM = 59  # bits of the largest sum
 _LARGEST = 4.0  # in shares: a saving below -4 is as bad as one of -4, and cut so that sums fit
+
+
+@dataclass
+class Limits:
+    """What a solve may spend. Equal limits give equal results, unless the deadline ends the search.
+
+    Attributes:
+        deadline: value of ``time.perf_counter()`` at which the search ends; may be inf.
+        deterministic: limit in CP-SAT's deterministic seconds; may be inf.
+        seed: CP-SAT's seed.
+        spent: deterministic seconds spent so far.
+    """
+
+    deadline: float
+    deterministic: float
+    seed: int
+    spent: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds that are left."""
+        return self.deadline - time.perf_counter()
+
+    @property
+    def over(self) -> bool:
+        """Whether one of the limits is spent."""
+        return self.spent >= self.deterministic or self.seconds <= 0
 
 
 @dataclass(frozen=True)
@@ -157,5 +184,5 @@ def _configure(solver: cp_model.CpSolver, limits: Limits, effort: float, gap: fl
     parameters.presolve_inclusion_work_limit = 0
     if math.isfinite(limits.seconds):
         parameters.max_time_in_seconds = max(limits.seconds, 0.01)
-    if math.isfinite(most := min(effort, limits.left)):
+    if math.isfinite(most := min(effort, limits.deterministic - limits.spent)):
         parameters.max_deterministic_time = most

@@ -74,25 +74,18 @@ def reachable(problem: Problem) -> tuple[float, float]:
 def sweep_json(problem: Problem, solutions: Sequence[Solution]) -> str:
     """Return the text of a ``snip.sweep/1`` file: the figures of every point, and the share of the cost by format."""
     cost = {item.id: item.cost for item in problem.items}
-    body = {
-        "schema": SWEEP_SCHEMA,
-        "kind": "target" if problem.budget.kind == "fp4" else problem.budget.kind,
-        "stage_tolerance": problem.stage_tolerance,
-        "points": [
-            {
-                "budget": s.budget.value,
-                "status": s.status,
-                "objective": s.objective,
-                "bound": s.bound,
-                "loss": s.loss,
-                "achieved": s.achieved,
-                "speedup": s.finite_speedup,
-                "cost_share": _shares(s, cost),
-                "solve_seconds": s.solve_seconds,
-            }
-            for s in solutions
-        ],
-    }
+    points = [
+        {
+            "budget": s.budget.value,
+            **{name: getattr(s, name) for name in ("status", "objective", "bound", "loss", "achieved")},
+            "speedup": s.finite_speedup,
+            "cost_share": _shares(s, cost),
+            "solve_seconds": s.solve_seconds,
+        }
+        for s in solutions
+    ]
+    kind = "target" if problem.budget.kind == "fp4" else problem.budget.kind
+    body = {"schema": SWEEP_SCHEMA, "kind": kind, "stage_tolerance": problem.stage_tolerance, "points": points}
     return json.dumps(body, indent=1, allow_nan=False) + "\n"
 
 

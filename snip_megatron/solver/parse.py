@@ -29,7 +29,7 @@ def parse_problem(text: str | bytes, where: str) -> dict[str, Any]:
             schema = _field(body, "schema", "")
             if schema not in (PROBLEM_SCHEMA, PHASED_SCHEMA):
                 raise SnipError(f'schema: must be "{PROBLEM_SCHEMA}" or "{PHASED_SCHEMA}"')
-            fields = _budget(_object(body, "budget", ""))
+            fields = _budget(_object(_field(body, "budget", ""), "budget"))
             phased = schema == PHASED_SCHEMA
             raw_phases = _array(body, "phases", "") if phased else []
             if phased and not raw_phases:
@@ -124,9 +124,7 @@ def _stage(text: str) -> int:
 
 
 def _phase(raw: Any, path: str) -> Phase:
-    if not isinstance(raw, dict):
-        raise SnipError(f"{path}: must be an object")
-    target = raw.get("target")
+    target = _object(raw, path).get("target")
     steps = _whole(_field(raw, "steps", f"{path}."), f"{path}.steps")
     return Phase(steps, None if target is None else _number(target, f"{path}.target"))
 
@@ -134,16 +132,14 @@ def _phase(raw: Any, path: str) -> Phase:
 def _spent(body: dict[str, Any]) -> Spent | None:
     if body.get("spent") is None:
         return None
-    raw = _object(body, "spent", "")
+    raw = _object(body["spent"], "spent")
     steps = _whole(_field(raw, "steps", "spent."), "spent.steps")
     return Spent(steps, _number(_field(raw, "achieved", "spent."), "spent.achieved"))
 
 
 def _item(raw: Any, path: str, phased: bool) -> Item:
-    if not isinstance(raw, dict):
-        raise SnipError(f"{path}: must be an object")
     prefix = path + "."
-    choices = _array(raw, "choices", prefix, " of objects")
+    choices = _array(_object(raw, path), "choices", prefix, " of objects")
     id_, stage = _field(raw, "id", prefix), _field(raw, "stage", prefix)
     if not isinstance(id_, str):
         raise SnipError(f"{path}.id: must be a non-empty string")
@@ -153,34 +149,24 @@ def _item(raw: Any, path: str, phased: bool) -> Item:
     if raw.get("group") is not None:
         raise SnipError(f"{path}.group: items no longer share formats; leave it out, or pin the items")
     pin = None if raw.get("pin") is None else _format(raw["pin"], f"{path}.pin")
-    parse = _phased_choice if phased else _choice
-    parsed = tuple([parse(c, f"{path}.choices[{j}]") for j, c in enumerate(choices)])
+    parsed = tuple([_choice(c, f"{path}.choices[{j}]", phased) for j, c in enumerate(choices)])
     keeps = _array(raw, "keeps", prefix) if phased and raw.get("keeps") is not None else []
     return Item(id_, stage, cost, parsed, pin, tuple([_whole(p, f"{path}.keeps[{j}]") for j, p in enumerate(keeps)]))
 
 
-def _choice(raw: Any, path: str) -> Choice:
-    if isinstance(raw, dict):
-        raw = tuple(_field(raw, key, path + ".") for key in ("format", "loss", "saving"))
-    elif not isinstance(raw, tuple):
-        raise SnipError(f"{path}: must be an object")
-    name, loss, saving = raw
-    fmt = _format(name, f"{path}.format")
-    return Choice(fmt, (_number(loss, f"{path}.loss"),), _number(saving, f"{path}.saving"))
-
-
-def _phased_choice(raw: Any, path: str) -> Choice:
+def _choice(raw: Any, path: str, phased: bool) -> Choice:
     if isinstance(raw, tuple):  # a complete choice of snip.problem/1, see _pairs
-        raise SnipError(f"{path}.losses: missing")
-    if not isinstance(raw, dict):
-        raise SnipError(f"{path}: must be an object")
-    prefix = path + "."
-    losses = _array(raw, "losses", prefix)
-    return Choice(
-        _format(_field(raw, "format", prefix), f"{path}.format"),
-        tuple([_number(loss, f"{path}.losses[{p}]") for p, loss in enumerate(losses)]),
-        _number(_field(raw, "saving", prefix), f"{path}.saving"),
-    )
+        raw = dict(zip(("format", "loss", "saving"), raw, strict=True)) if phased else raw
+    elif not phased:
+        raw = tuple(_field(_object(raw, path), key, path + ".") for key in ("format", "loss", "saving"))
+    losses: tuple[float, ...]
+    if not phased:
+        name, loss, saving = raw
+        losses = (_number(loss, f"{path}.loss"),)
+    else:
+        name, saving = (_field(_object(raw, path), key, path + ".") for key in ("format", "saving"))
+        losses = tuple([_number(x, f"{path}.losses[{p}]") for p, x in enumerate(_array(raw, "losses", path + "."))])
+    return Choice(_format(name, f"{path}.format"), losses, _number(saving, f"{path}.saving"))
 
 
 def _format(name: Any, path: str) -> Format:
@@ -198,10 +184,9 @@ def _field(body: dict[str, Any], key: str, prefix: str) -> Any:
     return value
 
 
-def _object(body: dict[str, Any], key: str, prefix: str) -> dict[str, Any]:
-    value = _field(body, key, prefix)
+def _object(value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise SnipError(f"{prefix}{key}: must be an object")
+        raise SnipError(f"{path}: must be an object")
     return value
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from snip_megatron.solver.core import solve_core
-from snip_megatron.solver.limits import Limits, Outcome
+from snip_megatron.solver.core import Limits, solve_core
 from snip_megatron.solver.relaxation import Relaxation, relax
 from snip_megatron.solver.rounding import first_picks, round_picks
 from snip_megatron.solver.table import GAP, Bools, Ints, Table
@@ -18,6 +17,15 @@ _CORE_EFFORT = 0.25
 """Deterministic seconds of all cores but the last."""
 _PROBE_EFFORT = 0.5
 _FINER = 1e-3  # if rounding lowers Σ loss below this share of it, the relaxation is solved again in the new scale
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The best picks found, which meet the budget; a lower bound of their score; and their certified gap."""
+
+    pick: Ints
+    bound: float
+    gap: float
 
 
 def search(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) -> Outcome | None:

@@ -48,7 +48,7 @@ class Solution:
         achieved: Σ saving / Σ cost; 0 if all costs are 0. Of a plan the mean over all steps, those spent included, or
             for budgets of time reference time / time.
         achieved_per_stage: Σ saving / Σ cost for each stage number; empty for a plan.
-        loss: Σ loss of the choices as given, without penalties.
+        loss: Σ loss as given, without penalties.
         speedup: reference time / time of the slowest stage; None for a budget of kind ``fp4`` and for a plan.
         solve_seconds: wall-clock time of the solve.
         deterministic_seconds: CP-SAT's own measure of its work, which is the same on every machine.

@@ -26,7 +26,7 @@ from snip_megatron.planner.memory import (
 )
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.probes import Probes
-from snip_megatron.planner.question import Question
+from snip_megatron.planner.request import PlanRequest
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
 from snip_megatron.quantization.exact import ExactOperand, quantize_exact, shared
@@ -128,8 +128,8 @@ def test_a_table_of_emulated_gemms_makes_all_operands_emulated() -> None:
     emulated = TimingModel(replace(hopper.table, backend="emulated"))
     assert native_formats(emulated) == ()
     chosen = layout("8b")
-    question = Question("fp4", 1.0, (Format.FP8, Format.FP4))
-    plans = [make_plan(StepModel(chosen, model), question, Probes()) for model in (hopper, emulated)]
+    request = PlanRequest("fp4", 1.0, (Format.FP8, Format.FP4))
+    plans = [make_plan(StepModel(chosen, model), request, Probes()) for model in (hopper, emulated)]
     native, copies = (plan["stages"][0]["bytes"]["fp8"] for plan in plans)
     more = chosen.model.blocks * sum(chosen.tokens * shape.k for shape in chosen.linear_shapes().values())
     assert copies["activations"] - native["activations"] == more  # 16 bits instead of 8

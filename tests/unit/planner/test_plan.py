@@ -15,13 +15,13 @@ from snip_megatron.errors import SnipError
 from snip_megatron.planner.phases import PlannedRun
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.probes import Probes
-from snip_megatron.planner.question import Question, parse_question, pose
 from snip_megatron.planner.render import render
+from snip_megatron.planner.request import PlanRequest, build_problem, parse_request
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
 from snip_megatron.precision import LINEAR_KINDS, Format, LinearId
 from snip_megatron.precision.phases import AUTO, Schedule
-from snip_megatron.sensitivity.problem import build_problem
+from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver import Problem, solve
 from snip_megatron.statistics.table import (
@@ -41,13 +41,13 @@ ALL = tuple(Format)
 PIPELINE: dict[str, Any] = {"pp": 4, "tp": 2, "global_batch_size": 16}
 
 
-def question(budget: str, formats: str | None = None, **fields: Any) -> Any:
+def request(budget: str, formats: str | None = None, **fields: Any) -> Any:
     given: dict[str, Any] = {"granularity": "gemm", "tolerance": 0.02, "statistics": None, "seed": 1} | fields
-    return parse_question(budget, formats, ALL, **given)
+    return parse_request(budget, formats, ALL, **given)
 
 
 def plan(budget: str, formats: str | None = None, **fields: Any) -> dict[str, Any]:
-    return make_plan(step_model(layout(**PIPELINE)), question(budget, formats, **fields), Probes())
+    return make_plan(step_model(layout(**PIPELINE)), request(budget, formats, **fields), Probes())
 
 
 def test_a_share_of_flops_is_met_on_every_stage() -> None:
@@ -83,8 +83,8 @@ def test_the_budget_named_for_training_gives_the_step_that_was_asked(
     """The last stage has the output layer, so that the map of a step= budget saves little on the other stages."""
     step = StepModel(layout(**sizes), load_cost_model(timings))
 
-    def ask(budget: str) -> Question:
-        return parse_question(
+    def ask(budget: str) -> PlanRequest:
+        return parse_request(
             budget, "bf16,fp8,fp4", ALL, granularity=granularity, tolerance=0.02, statistics=None, seed=1
         )
 
@@ -95,7 +95,7 @@ def test_the_budget_named_for_training_gives_the_step_that_was_asked(
         wanted = math.floor((1.0 + share * (highest - 1.0)) * 1e6) / 1e6
         asked = ask(f"step={wanted!r}")
         named = make_plan(step, asked, Probes())["budget"]["snip_budget"]
-        problem = pose(ask(named), step)
+        problem = build_problem(ask(named), step)
         solution = solve(problem)
         assert solution.fault is None, named
         saved = {(item.id, c.format): c.saving for item in problem.items for c in item.choices}
@@ -111,10 +111,10 @@ def test_no_budget_of_a_training_asks_for_what_stages_cannot_all_do() -> None:
     """The first stage has four of seven blocks. It cannot become as fast as the last one must, with its loss."""
     model = dataclasses.replace(SMALL, blocks=7, vocabulary=10_000)
     uneven = layout(model, pp=2, loss_as_layer=True, global_batch_size=16)
-    found = make_plan(step_model(uneven), question("step=1.05", "bf16,fp8"), Probes())
+    found = make_plan(step_model(uneven), request("step=1.05", "bf16,fp8"), Probes())
     assert found["budget"]["snip_budget"] is None
     assert "; in training: no speedup= of all stages gives this step\n" in render(found)
-    slower = make_plan(step_model(uneven), question("step=1.03", "bf16,fp8"), Probes())
+    slower = make_plan(step_model(uneven), request("step=1.03", "bf16,fp8"), Probes())
     assert slower["budget"]["snip_budget"].startswith("speedup=")
 
 
@@ -162,8 +162,8 @@ def test_out_of_reach() -> None:
 
 def test_flops_and_time_agree_on_what_a_problem_is() -> None:
     model = step_model(layout(**PIPELINE))
-    flops = pose(question("fp4=0.5"), model)
-    times = pose(question("speedup=1.1", "fp8,fp4"), model)
+    flops = build_problem(request("fp4=0.5"), model)
+    times = build_problem(request("speedup=1.1", "fp8,fp4"), model)
     assert [item.id for item in flops.items] == [item.id for item in times.items]
     ratios = [a.cost / b.cost for a, b in zip(flops.items, times.items, strict=True)]
     assert ratios == pytest.approx([2e15] * len(ratios))  # two tensor parallel ranks, at the stated rate
@@ -201,16 +201,16 @@ def test_rendering_says_everything() -> None:
 )
 def test_refusals(budget: str, formats: str | None, message: str) -> None:
     with pytest.raises(SnipError) as error:
-        question(budget, formats)
+        request(budget, formats)
     assert str(error.value).startswith(message)
 
 
 def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
-    assert question("loss=0.1", policy="fisher").kind == "loss"
+    assert request("loss=0.1", policy="fisher").kind == "loss"
     with pytest.raises(
         SnipError, match=r"^--budget loss=0.1 bounds a loss, and the scores of --policy random are none"
     ):
-        question("loss=0.1", policy="random")
+        request("loss=0.1", policy="random")
 
 
 def test_synthetic_losses_are_heavy_tailed_and_ordered() -> None:
@@ -260,7 +260,7 @@ def test_statistics_of_a_run_are_asked_on_another_pipeline(tmp_path: Path) -> No
     assert found["budget"]["losses"] == str(path)
     assert found["budget"]["snip_budget"] == "loss=0.5"
     assert not any("synthetic" in line for line in found["assumptions"])
-    problem = pose(question("fp4=0.5", statistics=path), step_model(layout(**PIPELINE)))
+    problem = build_problem(request("fp4=0.5", statistics=path), step_model(layout(**PIPELINE)))
     assert {item.stage for item in problem.items} == {0, 1, 2, 3}
 
 
@@ -269,12 +269,12 @@ def test_statistics_are_scored_by_the_policy_and_the_estimator(tmp_path: Path) -
     model = step_model(layout(**PIPELINE))
 
     def losses(**fields: str) -> list[float]:
-        problem = pose(question("fp4=0.5", statistics=path, **fields), model)
+        problem = build_problem(request("fp4=0.5", statistics=path, **fields), model)
         return [choice.loss for item in problem.items for choice in item.choices]
 
     table = StatisticsTable.load(path)
     for policy in ("snip", "fisher", "backward-first"):
-        own, _ = build_problem(table, SolveRequest(policy=policy, target=0.5))
+        own, _ = score_problem(table, SolveRequest(policy=policy, target=0.5))
         assert losses(policy=policy) == [choice.loss for item in own.items for choice in item.choices]
     assert losses(policy="fisher") != losses(policy="snip")
     with pytest.raises(SnipError, match=r"^--policy bf16 fixes the map"):
@@ -285,16 +285,16 @@ def test_statistics_of_another_model_or_without_the_format(tmp_path: Path) -> No
     model = step_model(layout(**PIPELINE))
     shorter = statistics(tmp_path / "short.npz", blocks=4)
     with pytest.raises(SnipError, match=r"of another model than small: decoder\.layers\.4\.\S+ is absent"):
-        pose(question("fp4=0.5", statistics=shorter), model)
+        build_problem(request("fp4=0.5", statistics=shorter), model)
     without = statistics(tmp_path / "fp8.npz", ("fp8",))
     with pytest.raises(SnipError, match=r"recorded without fp4 \(it has fp8\)"):
-        pose(question("fp4=0.5", statistics=without), model)
+        build_problem(request("fp4=0.5", statistics=without), model)
     with pytest.raises(SnipError, match="cannot be read"):
-        pose(dataclasses.replace(question("fp4=0.5"), statistics=tmp_path / "none.npz"), model)
+        build_problem(dataclasses.replace(request("fp4=0.5"), statistics=tmp_path / "none.npz"), model)
 
 
 def phased(budget: str, run: PlannedRun, formats: str | None = None, **fields: Any) -> dict[str, Any]:
-    return make_plan(step_model(layout(**PIPELINE)), question(budget, formats, **fields), Probes(), run)
+    return make_plan(step_model(layout(**PIPELINE)), request(budget, formats, **fields), Probes(), run)
 
 
 def test_phases_meet_the_share_on_average_and_harm_less_than_one_map() -> None:
@@ -347,7 +347,7 @@ def test_one_phase_is_one_map_and_what_may_not_change_does_not() -> None:
 @pytest.mark.parametrize(("budget", "unit"), [("speedup=99", True), ("step=99", True), ("loss=-1", False)])
 def test_what_can_be_reached_has_its_unit(budget: str, unit: bool) -> None:
     with pytest.raises(SnipError, match="reachable") as error:
-        make_plan(step_model(layout()), question(budget), Probes())
+        make_plan(step_model(layout()), request(budget), Probes())
     assert ("(times in seconds a step)" in str(error.value)) == unit
 
 

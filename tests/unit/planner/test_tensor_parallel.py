@@ -16,8 +16,8 @@ from timing.timing_tables import formula_table
 from snip_megatron.planner.phases import PlannedRun
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.probes import Probes
-from snip_megatron.planner.question import pose
 from snip_megatron.planner.rates import Links
+from snip_megatron.planner.request import build_problem
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.variants import formats_of_map
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, option_id
@@ -32,7 +32,7 @@ from snip_megatron.timing.shapes import ALL_BF16, COLUMN_PARALLEL, Formats, Line
 from snip_megatron.timing.table_model import TimingModel
 
 from .formula import SMALL, layout, with_blocks
-from .test_plan import question
+from .test_plan import request
 
 MODES = ("bf16", "gather", "all")
 LINKS = Links(node_size=8, within=1e9, between=1e9)  # slow, so that exchanges count
@@ -109,7 +109,7 @@ def test_the_step_in_bf16_is_the_same_in_every_mode_and_its_fixed_part_is_not() 
 
 # -- the solver ----------------------------------------------------------------------------------------------------
 def _problem(step: StepModel, budget: str, granularity: str, formats: str = "bf16,fp8,fp4") -> Problem:
-    return pose(question(budget, formats, granularity=granularity), step)
+    return build_problem(request(budget, formats, granularity=granularity), step)
 
 
 def _problem_of(
@@ -282,8 +282,8 @@ def test_the_speedup_of_linears_in_a_plan_is_that_of_its_budget(communication: s
     """Of one map, and as an average over phases. Between bf16 and fp8 the prices of single GEMMs are exact."""
     sizes = {"tp": 2, "sequence_parallel": True, "communication": communication}
     step = StepModel(layout(with_blocks(load_model("8b"), 4), **sizes), FlopsModel())
-    asked = question("speedup=1.4", "bf16,fp8")
-    promised = solve(pose(asked, step)).speedup
+    asked = request("speedup=1.4", "bf16,fp8")
+    promised = solve(build_problem(asked, step)).speedup
     plan = make_plan(step, asked, Probes(), PlannedRun(AUTO, "auto", 400))
     assert plan["steps"]["map"]["linears_speedup"] == pytest.approx(promised, rel=1e-9)
     assert plan["phases"]["average_linears_speedup"] == pytest.approx(plan["phases"]["achieved"], rel=1e-9)

@@ -1,4 +1,4 @@
-"""The budget of a plan as a Problem: candidate formats, costs and losses."""
+"""What a plan is asked for, and its Problem: candidate formats, costs and losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DIGITS = 1e5  # of a speedup named for a training, which is rounded down so tha
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """A budget, and the settings with which it is solved.
 
     Attributes:
@@ -64,7 +64,7 @@ class Question:
         return str(Budget(self.kind, self.wanted))
 
     def training_arguments(self, budget: str | None) -> str | None:
-        """Return the arguments with which a training solves this question under ``budget``; None if it has none."""
+        """Return the arguments with which a training solves this request under ``budget``; None if it has none."""
         if budget is None:
             return None
         arguments = f"--snip-budget {budget} --snip-formats {','.join(self.formats)}"
@@ -80,7 +80,7 @@ def _number(value: float) -> str:
     return repr(value).removesuffix(".0")
 
 
-def parse_question(
+def parse_request(
     budget: str,
     formats: str | None,
     measured: tuple[Format, ...],
@@ -91,19 +91,19 @@ def parse_question(
     seed: int,
     policy: str = "snip",
     estimator: str = "noise",
-) -> Question:
+) -> PlanRequest:
     """Parse the arguments of ``snip plan``.
 
     Args:
         budget: ``KIND=VALUE``.
         formats: the candidate formats, comma separated; None for the default of the kind of budget.
         measured: the formats that the cost model can predict.
-        granularity: see :class:`Question`.
-        tolerance: see :class:`Question`.
-        statistics: see :class:`Question`.
-        seed: see :class:`Question`.
-        policy: see :class:`Question`.
-        estimator: see :class:`Question`.
+        granularity: see :class:`PlanRequest`.
+        tolerance: see :class:`PlanRequest`.
+        statistics: see :class:`PlanRequest`.
+        seed: see :class:`PlanRequest`.
+        policy: see :class:`PlanRequest`.
+        estimator: see :class:`PlanRequest`.
 
     Raises:
         SnipError: the budget or a format is invalid, or a training would refuse their combination.
@@ -131,36 +131,36 @@ def parse_question(
             f"--formats {cut(formats or ','.join(chosen))}: the timings have no {missing[0]} (they have"
             f" {', '.join(measured)}); give --timings flops, or a file of snip calibrate that has it"
         )
-    return Question(kind, wanted, chosen, granularity, tolerance, statistics, seed, policy, estimator)
+    return PlanRequest(kind, wanted, chosen, granularity, tolerance, statistics, seed, policy, estimator)
 
 
-def pose(question: Question, step: StepModel) -> Problem:
-    """Build the Problem of a question. Raises SnipError if the statistics are of another model or lack a format."""
+def build_problem(request: PlanRequest, step: StepModel) -> Problem:
+    """Build the Problem of a request. Raises SnipError if the statistics are of another model or lack a format."""
     layout = step.layout
-    if question.kind == "fp4":
-        return Problem(Budget("fp4", question.wanted), tuple(_items(question, layout)), question.tolerance)
-    budget = Budget("loss" if question.kind == "loss" else "speedup", question.wanted)
-    base = Problem(budget, tuple(_items(question, layout)))
-    fixed = step.fixed_seconds() if question.kind == "step" else None
+    if request.kind == "fp4":
+        return Problem(Budget("fp4", request.wanted), tuple(_items(request, layout)), request.tolerance)
+    budget = Budget("loss" if request.kind == "loss" else "speedup", request.wanted)
+    base = Problem(budget, tuple(_items(request, layout)))
+    fixed = step.fixed_seconds() if request.kind == "step" else None
     return with_times(base, step.shapes, step.model, budget, step.charge, fixed)
 
 
-def training_budget(question: Question, problem: Problem, solution: Solution) -> str | None:
+def training_budget(request: PlanRequest, problem: Problem, solution: Solution) -> str | None:
     """Return the ``--snip-budget`` with which a training gets a step as fast as the planned one.
 
     A ``speedup=`` bounds the linears of all stages alike. A ``step=`` may leave stages alone that have little work
     outside of their linears, so that its training may save more on these stages than the plan does.
 
     Args:
-        question: the question.
+        request: the request.
         problem: its problem.
         solution: its solution.
 
     Returns:
         The budget. None if no ``speedup=`` within reach gives such a step.
     """
-    if question.kind in ("fp4", "speedup") or (question.kind == "loss" and question.statistics is not None):
-        return question.text
+    if request.kind in ("fp4", "speedup") or (request.kind == "loss" and request.statistics is not None):
+        return request.text
     bf16 = dict.fromkeys((item.stage for item in problem.items), 0.0)
     planned, least = dict(bf16), dict(bf16)
     for item in problem.items:
@@ -169,17 +169,17 @@ def training_budget(question: Question, problem: Problem, solution: Solution) ->
         planned[item.stage] += item.cost - savings[solution.choices[item.id]]
         least[item.stage] += item.cost - max(savings.values())
     most = max(planned.values())
-    if question.kind == "step":
+    if request.kind == "step":
         fixed = dict(problem.fixed_cost)
-        step = max(fixed[stage] + seconds for stage, seconds in bf16.items()) / question.wanted
+        step = max(fixed[stage] + seconds for stage, seconds in bf16.items()) / request.wanted
         most = min((step - fixed[stage] for stage in bf16 if fixed[stage] + bf16[stage] > step), default=math.inf)
     speedup = math.floor(max(1.0, max(bf16.values()) / most) * _DIGITS) / _DIGITS
     return f"speedup={_number(speedup)}" if max(least.values()) * speedup <= max(bf16.values()) else None
 
 
-def _items(question: Question, layout: Layout) -> list[Item]:
+def _items(request: PlanRequest, layout: Layout) -> list[Item]:
     """Return items with costs in FLOPs a step. A 4-bit format saves the whole cost."""
-    losses = _losses(question, layout)
+    losses = _losses(request, layout)
     stages = layout.stage_of()
     items = []
     for key, by_format in losses.items():
@@ -191,30 +191,30 @@ def _items(question: Question, layout: Layout) -> list[Item]:
     return items
 
 
-def _losses(question: Question, layout: Layout) -> Mapping[str, Mapping[Format, float]]:
-    if question.statistics is None:
-        blocks, granularity = layout.model.blocks, question.granularity
-        return synthetic_losses(blocks, question.formats, question.seed, granularity=granularity)
-    from snip_megatron.sensitivity.problem import build_problem
+def _losses(request: PlanRequest, layout: Layout) -> Mapping[str, Mapping[Format, float]]:
+    if request.statistics is None:
+        blocks, granularity = layout.model.blocks, request.granularity
+        return synthetic_losses(blocks, request.formats, request.seed, granularity=granularity)
+    from snip_megatron.sensitivity.problem import build_problem as score_problem
     from snip_megatron.sensitivity.request import SolveRequest
 
-    table = _restaged(StatisticsTable.load(question.statistics), layout, question.statistics)
-    quantised = tuple(fmt for fmt in question.formats if fmt is not Format.BF16)
+    table = _restaged(StatisticsTable.load(request.statistics), layout, request.statistics)
+    quantised = tuple(fmt for fmt in request.formats if fmt is not Format.BF16)
     missing = [fmt.value for fmt in quantised if fmt.value not in table.formats]
     if missing:
         recorded = ", ".join(table.formats)
-        raise SnipError(f"--statistics {question.statistics}: recorded without {missing[0]} (it has {recorded})")
-    request = SolveRequest(
-        policy=question.policy,
-        estimator=question.estimator,
+        raise SnipError(f"--statistics {request.statistics}: recorded without {missing[0]} (it has {recorded})")
+    scored = SolveRequest(
+        policy=request.policy,
+        estimator=request.estimator,
         formats=tuple(fmt.value for fmt in quantised),
-        granularity=question.granularity,
+        granularity=request.granularity,
         target=0.0,
         prefix="--",
     )
-    problem, _ = build_problem(table, request)
+    problem, _ = score_problem(table, scored)
     losses = {item.id: {choice.format: choice.loss for choice in item.choices} for item in problem.items}
-    if Format.BF16 in question.formats:
+    if Format.BF16 in request.formats:
         return {key: {Format.BF16: 0.0, **by_format} for key, by_format in losses.items()}
     return losses
 
