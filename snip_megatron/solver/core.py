@@ -58,13 +58,10 @@ class CoreResult:
     bound: float
 
 
-def solve_core(
-    table: Table, open_: Bools, hint: Ints, limits: Limits, *, effort: float, gap: float, strict: bool = False
-) -> CoreResult:
+def solve_core(table: Table, open_: Bools, hint: Ints, limits: Limits, *, effort: float, gap: float) -> CoreResult:
     """Minimise Σ loss over the open choices [D, F], starting from ``hint``.
 
-    Numbers are rounded so that no feasible picks are lost; the bound holds. With ``strict`` they are rounded to the
-    other side, so that all picks are feasible and the bound holds for nothing.
+    Numbers are rounded so that no feasible picks are lost; the bound holds, and picks may miss a need by rounding.
 
     Args:
         table: the problem.
@@ -73,9 +70,8 @@ def solve_core(
         limits: the limits of the whole solve.
         effort: deterministic seconds that this core may spend.
         gap: stop at this gap.
-        strict: see above.
     """
-    model = _Model(table, open_, hint, strict=strict)
+    model = _Model(table, open_, hint)
     for presolve in (True, False):
         if limits.over:
             break
@@ -85,7 +81,7 @@ def solve_core(
         limits.spent += float(solver.response_proto.deterministic_time)
         result = model.result(solver, status)
         # An answer that rules the hint out is wrong, and CP-SAT is run again without presolve.
-        if strict or (status != cp_model.INFEASIBLE and result.bound <= table.shifted_loss(hint) + model.resolution):
+        if status != cp_model.INFEASIBLE and result.bound <= table.shifted_loss(hint) + model.resolution:
             return result
     return CoreResult(None, -math.inf)
 
@@ -97,8 +93,8 @@ class _Model:
         resolution: by how much rounding may move Σ loss.
     """
 
-    def __init__(self, table: Table, open_: Bools, hint: Ints, *, strict: bool) -> None:
-        self.table, self.model, self.strict = table, cp_model.CpModel(), strict
+    def __init__(self, table: Table, open_: Bools, hint: Ints) -> None:
+        self.table, self.model = table, cp_model.CpModel()
         free = open_.sum(axis=1) > 1
         self.pick = np.where(free, hint, open_.argmax(axis=1))
         self.fixed = np.nonzero(~free)[0]
@@ -112,10 +108,6 @@ class _Model:
         self.worth = self._add_worth(hint)
         self._add_goal()
 
-    def _round(self, values: Floats, bits: float, *, up: bool) -> list[int]:
-        scaled = np.ldexp(values, int(bits))
-        return [int(x) for x in (np.ceil(scaled) if up != self.strict else np.floor(scaled))]
-
     def _add_worth(self, hint: Ints) -> list[cp_model.IntVar]:
         """Add w ≤ Σ saving / divisor + offset of every phase and active row, and the floors."""
         table = self.table
@@ -123,22 +115,22 @@ class _Model:
         bits = min(BITS, _ROOM - 2 - math.ceil(math.log2(max(len(self.rows) * 1.0, float(steps.sum()), 1.0))))
         self.steps, self.bits = [int(n) for n in steps], bits
         most = int(_LARGEST * 2**bits)
-        cap = most if table.rows.cap == math.inf else self._round(np.array([table.rows.cap]), bits, up=True)[0]
+        cap = most if table.rows.cap == math.inf else _integers(np.array([table.rows.cap]), bits, up=True)[0]
         worth = []
         for p, floor in enumerate(table.floor.tolist()):
-            low = -most if floor == -math.inf else self._round(np.array([floor]), bits, up=False)[0]
+            low = -most if floor == -math.inf else _integers(np.array([floor]), bits, up=False)[0]
             worth.append(self.model.new_int_var(min(low, cap), cap, ""))
             for row in np.nonzero(table.rows.active)[0].tolist():
                 mine = np.nonzero(table.on[p][self.rows] & ((table.stage[self.rows] == row - 1) | (row == 0)))[0]
                 rest = self.fixed[table.on[p][self.fixed] & ((table.stage[self.fixed] == row - 1) | (row == 0))]
                 done = math.fsum(table.saving[rest, self.pick[rest]] / table.rows.divisor[row])
                 share = table.saving[self.rows[mine], self.columns[mine]] / table.rows.divisor[row]
-                integers = self._round(np.maximum(share, -_LARGEST), bits, up=True)
-                (known,) = self._round(np.maximum([done + table.rows.offset[row]], -_LARGEST), bits, up=True)
+                integers = _integers(np.maximum(share, -_LARGEST), bits, up=True)
+                (known,) = _integers(np.maximum([done + table.rows.offset[row]], -_LARGEST), bits, up=True)
                 terms = cp_model.LinearExpr.weighted_sum(self.variables[mine].tolist(), integers)
                 self.model.add(terms + known >= worth[-1])
         hinted = table.worth(table.savings(hint)).clip(-_LARGEST, _LARGEST)
-        for variable, value in zip(worth, self._round(hinted, bits, up=False), strict=True):
+        for variable, value in zip(worth, _integers(hinted, bits, up=False), strict=True):
             self.model.add_hint(variable, min(value, cap))
         return worth
 
@@ -148,27 +140,32 @@ class _Model:
         losses, known = table.loss[self.rows, self.columns], table.loss[self.fixed, self.pick[self.fixed]]
         whole = max(float(losses.max(initial=0.0)), float(known.max(initial=0.0))) or 1.0
         self.loss_unit = math.ldexp(1.0, math.frexp(whole)[1] - BITS)
-        integers = self._round(losses / self.loss_unit, 0, up=False)
+        integers = _integers(losses / self.loss_unit, 0, up=False)
         self.known = math.fsum(known)
         loss = cp_model.LinearExpr.weighted_sum(self.variables.tolist(), integers)
         spent = cp_model.LinearExpr.weighted_sum(self.worth, self.steps)
         factor = float(table.steps[0]) / self.steps[0]
         if table.need > -math.inf:
             need = math.ldexp(table.need / factor, self.bits)
-            self.model.add(spent >= (math.ceil(need) if self.strict else math.floor(need)))
+            self.model.add(spent >= math.floor(need))
         self.model.minimize(loss + int(self.known / self.loss_unit))
         self.resolution = len(losses) * self.loss_unit
 
     def result(self, solver: cp_model.CpSolver, status: cp_model.CpSolverStatus) -> CoreResult:
         """Return CP-SAT's answer."""
         rest = self.known - int(self.known / self.loss_unit) * self.loss_unit
-        bound = -math.inf if self.strict else float(solver.best_objective_bound) * self.loss_unit + rest
+        bound = float(solver.best_objective_bound) * self.loss_unit + rest
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return CoreResult(None, bound)
         on = np.array([solver.boolean_value(v) for v in self.variables], dtype=bool)
         pick = self.pick.copy()
         pick[self.rows[on]] = self.columns[on]
         return CoreResult(pick, bound)
+
+
+def _integers(values: Floats, bits: int, *, up: bool) -> list[int]:
+    scaled = np.ldexp(values, bits)
+    return [int(x) for x in (np.ceil(scaled) if up else np.floor(scaled))]
 
 
 def _configure(solver: cp_model.CpSolver, limits: Limits, effort: float, gap: float, *, presolve: bool) -> None:

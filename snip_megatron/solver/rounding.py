@@ -1,4 +1,4 @@
-"""Picks from prices: a first solution by one price, and one that rounds the relaxation and repairs it."""
+"""First picks by one price, and the repair of picks that nearly meet the need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from snip_megatron.solver.relaxation import Relaxation
 from snip_megatron.solver.table import Floats, Ints, Table
 
 _HALVINGS = 50
@@ -44,17 +43,20 @@ def _cheapest(table: Table, price: Floats | float) -> Ints:
     return np.where(best, table.saving, -np.inf).argmax(axis=1).astype(np.int64)
 
 
-def round_picks(table: Table, relaxation: Relaxation, start: Ints) -> Ints:
-    """Return feasible picks near the relaxation, which reach its w in every phase; ``start`` if there are none."""
-    worth = np.maximum(relaxation.worth, table.floor)
+def mend_picks(table: Table, pick: Ints, worth: Floats, start: Ints) -> Ints:
+    """Return feasible picks near ``pick`` whose phases are worth this, [P], or more where the need asks for it.
+
+    ``start`` is returned if there are none.
+    """
+    worth = np.maximum(worth, table.floor)
     worth = worth + max(0.0, table.need - table.spent(worth)) / table.steps.sum()
     needs = np.where(table.rows.active, (worth[:, None] - table.rows.offset) * table.rows.divisor, -np.inf)
     needs[:, table.rows.active] *= 1 + np.sign(needs[:, table.rows.active]) * 1e-13
-    pick = _repair(table, relaxation.reduced.argmin(axis=1).astype(np.int64), needs)
-    if pick is None:
+    repaired = _repair(table, pick.copy(), needs)
+    if repaired is None:
         return start
-    pick = _trim(table, pick, needs)
-    return pick if table.saves_enough(pick) else start
+    trimmed = _trim(table, repaired, needs)
+    return trimmed if table.saves_enough(trimmed) else start
 
 
 def _repair(table: Table, pick: Ints, needs: Floats) -> Ints | None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from snip_megatron.solver.core import Limits, solve_core
 from snip_megatron.solver.relaxation import Relaxation, relax
-from snip_megatron.solver.rounding import first_picks, round_picks
-from snip_megatron.solver.table import GAP, Bools, Ints, Table
+from snip_megatron.solver.rounding import first_picks, mend_picks
+from snip_megatron.solver.table import GAP, Ints, Table
 
 _CORES = (100, 400, 1600, math.inf)
 _CORE_EFFORT = 0.25
@@ -129,16 +129,15 @@ class _Search:
             if relaxation is None:
                 return
             self.relaxation, self.bound = relaxation, max(self.bound, relaxation.bound)
-            self._offer(round_picks(self.table, relaxation, self.pick))
+            near = relaxation.reduced.argmin(axis=1)
+            self._offer(mend_picks(self.table, near, relaxation.worth, self.pick))
             if not self.score <= _FINER * before:
                 return
 
     def _solve_core(self, relaxation: Relaxation, size: float) -> bool:
         """Solve the ``size`` open choices of least reduced cost. Returns whether these are all that are open."""
         lowest = relaxation.bound + relaxation.reduced
-        end = self.score * (
-            1 - 0.9 * self.table.goal
-        )  # no pick with a choice from here on is better by more than the gap
+        whole = end = self.score * (1 - 0.9 * self.table.goal)  # choices from here on gain less than the gap
         best = relaxation.reduced == 0.0  # one or more of each decision, which a core always has
         core = (lowest < end) | best
         if core.sum() - best.sum() > size:
@@ -146,18 +145,10 @@ class _Search:
             core = (lowest < end) | best
         beyond = float(lowest[~core].min(initial=math.inf))
         core[np.arange(len(core)), self.pick] = True
-        complete = end == self.score * (1 - 0.9 * self.table.goal)
-        effort = self.effort if complete else _CORE_EFFORT
+        effort = self.effort if end == whole else _CORE_EFFORT
         result = solve_core(self.table, core, self.pick, self.limits, effort=effort, gap=self.table.goal / 2)
         self.bound = max(self.bound, min(result.bound, beyond))
-        if result.pick is not None and not self._offer(result.pick):
-            self._repair(core)
-        return complete
-
-    def _repair(self, core: Bools) -> None:
-        """Solve a core again whose picks missed a need by rounding, with numbers rounded to the other side."""
-        again = solve_core(
-            self.table, core, self.pick, self.limits, effort=_CORE_EFFORT, gap=self.table.goal / 2, strict=True
-        )
-        if again.pick is not None:
-            self._offer(again.pick)
+        if result.pick is not None and not self._offer(result.pick):  # it misses a need by rounding
+            worth = self.table.worth(self.table.savings(result.pick))
+            self._offer(mend_picks(self.table, result.pick, worth, self.pick))
+        return end == whole
