@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snip_megatron.commands.numbers import positive
-from snip_megatron.config.run import COMMUNICATION, DEPLOYED, GRADIENT_REDUCTION
+from snip_megatron.config import SnipConfig
+from snip_megatron.config.options import add_options
+from snip_megatron.config.run import DEPLOYED
 from snip_megatron.config.values import load_schedule, parse_tolerance
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.planner.layout import CUDA_GRAPHS, RECOMPUTE, Layout
-from snip_megatron.precision import GRANULARITIES
 from snip_megatron.records.output_file import check_folder, deliver
-from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES
+from snip_megatron.sensitivity.policies import POLICIES
 
 if TYPE_CHECKING:
     from snip_megatron.planner.phases import PlannedRun
     from snip_megatron.planner.probes import Probes
     from snip_megatron.planner.rates import Links
 
+_SHARED = (
+    "granularity", "stage_tolerance", "policy", "estimator", "schedule", "communication", "gradient_reduction",
+)  # fmt: skip
 _MOST = 10**11
 _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 
@@ -29,7 +33,8 @@ _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip plan``. Those that Megatron has too have the same names."""
     _add_model(parser.add_argument_group("model, parallel layout and batch").add_argument)
-    _add_communication(parser.add_argument_group("communication").add_argument)
+    as_in_training = parser.add_argument_group("as in training, where the names begin with --snip-")
+    add_options(as_in_training, SnipConfig, prefix="--", only=_SHARED, filled=True)
     _add_program(parser.add_argument_group("budget and choice").add_argument)
     _add_phases(parser.add_argument_group("phases of the run").add_argument)
     _add_updates(parser.add_argument_group("updates").add_argument)
@@ -71,21 +76,6 @@ def _add_model(add: Callable[..., Any]) -> None:
         add(f"--{flag}", action="store_true", help=text)
 
 
-def _add_communication(add: Callable[..., Any]) -> None:
-    add(
-        "--communication",
-        choices=COMMUNICATION,
-        default="bf16",
-        help="how linears communicate (--snip-communication); default: bf16",
-    )
-    add(
-        "--gradient-reduction",
-        choices=GRADIENT_REDUCTION,
-        default="fp32",
-        help="how gradients are reduced over data parallel ranks (--snip-gradient-reduction); default: fp32",
-    )
-
-
 def _add_program(add: Callable[..., Any]) -> None:
     add(
         "--budget",
@@ -101,26 +91,6 @@ def _add_program(add: Callable[..., Any]) -> None:
         " bf16,fp8,fp8_tensor",
     )
     add(
-        "--granularity",
-        choices=GRANULARITIES,
-        default="gemm",
-        help="one format per GEMM, or per linear (layer); default: gemm",
-    )
-    add(
-        "--stage-tolerance",
-        default="0.02",
-        metavar="SHARE",
-        help="with a budget of fp4=: how far the share of a pipeline stage may be below the budget; none: no"
-        " constraint; default: 0.02",
-    )
-    add("--policy", default="snip", metavar="NAME", help="rule that scores the options (--snip-policy); default: snip")
-    add(
-        "--estimator",
-        choices=ESTIMATORS,
-        default="noise",
-        help="how sensitivities are estimated (--snip-estimator); default: noise",
-    )
-    add(
         "--statistics",
         type=Path,
         metavar="FILE.npz",
@@ -130,13 +100,6 @@ def _add_program(add: Callable[..., Any]) -> None:
 
 
 def _add_phases(add: Callable[..., Any]) -> None:
-    add(
-        "--schedule",
-        default="static",
-        metavar="static|auto|FILE",
-        help="phases of the run (--snip-schedule): static (none), auto (four) or a snip.schedule/1 file; default:"
-        " static",
-    )
     add(
         "--train-iters", type=_count, metavar="N", help="training steps of the run; needed with --schedule auto or FILE"
     )

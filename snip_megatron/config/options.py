@@ -84,7 +84,13 @@ def check_option(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def add_options(
-    group: Any, configuration: Any, *, prefix: str = "--snip-", only: Sequence[str] | None = None, default: str = ""
+    group: Any,
+    configuration: Any,
+    *,
+    prefix: str = "--snip-",
+    only: Sequence[str] | None = None,
+    default: str = "",
+    filled: bool = False,
 ) -> None:
     """Add one argument for each option of a dataclass to an argparse group.
 
@@ -94,6 +100,7 @@ def add_options(
         prefix: what the names of the arguments begin with.
         only: the options to add; None for all.
         default: what the help calls the default; empty for the value of the field.
+        filled: whether an argument that is not given has the default value, and argparse checks choices.
     """
     for f in dataclasses.fields(configuration):
         if not is_option(f) or (only is not None and f.name not in only):
@@ -112,6 +119,8 @@ def add_options(
             metavar = argument.get("metavar", "NAME" if choices else "X")
             kwargs |= {"type": argument.get("type", str), "metavar": metavar}
         shown = default or (",".join(f.default) if isinstance(f.default, tuple) else f.default)
+        if filled:
+            kwargs |= {"default": f.default, "choices": choices}
         if shown not in (None, "") and not isinstance(shown, bool):
             kwargs["help"] += f"; default: {shown}"
         group.add_argument(name, **kwargs)

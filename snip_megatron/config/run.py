@@ -95,9 +95,8 @@ class SnipConfig:
     )
     estimator: str = option(
         "noise",
-        f"with --snip-policy snip: how loss and weight divergence are estimated ({', '.join(ESTIMATORS)})",
-        metavar="NAME",
-        known=ESTIMATORS,
+        "with --snip-policy snip: how loss and weight divergence are estimated",
+        choices=ESTIMATORS,
     )
     q: str = option(
         "split",
