@@ -19,7 +19,7 @@ from scipy import stats
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Gemm, option_id
 from snip_megatron.records.readers import step_files
-from snip_megatron.sensitivity.loss_divergence import FPROP, FloatArray, first_order, of_formats
+from snip_megatron.sensitivity.divergence import FPROP, FloatArray, first_order, of_formats
 from snip_megatron.sensitivity.policies import ESTIMATORS, divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import StatisticsTable

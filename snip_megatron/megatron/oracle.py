@@ -23,8 +23,8 @@ from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHan
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import MegatronStep
+from snip_megatron.optimizers.update_error import StepScale
 from snip_megatron.optimizers.updates import Update
-from snip_megatron.optimizers.weight_drift import StepScale
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.protocols import ProbeResult
@@ -151,7 +151,7 @@ class Oracle:
             owner.gradient = own
         else:
             assert owner.gradient is not None
-            drift2[owner.row] += owner.update.squared_drift(owner.gradient, own, [1.0])[0]
+            drift2[owner.row] += owner.update.squared_error(owner.gradient, own, [1.0])[0]
 
 
 class _Call:

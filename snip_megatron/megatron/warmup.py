@@ -23,7 +23,7 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.rehearsal import Formats, covering, rehearse_gemms, stand_in
 from snip_megatron.megatron.startup import is_rank_zero
-from snip_megatron.optimizers.warmup import rehearse_drift, rehearse_recording, rehearse_sinks
+from snip_megatron.optimizers.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.records.recorded_maps import replayed_maps
 from snip_megatron.sensitivity.globs import pinned_formats
@@ -115,12 +115,12 @@ class WarmUp:
                 linear = stand_in(handle, tokens, whole_x=gathered, graphed=graphed)
                 rehearse_gemms(linear, formats)
                 if self._config.updates:
-                    recorder = rehearse_recording(linear, self._config.measured_formats, self._config.probe_tokens)
+                    recorder = warm_up_recording(linear, self._config.measured_formats, self._config.probe_tokens)
                     if asked.drift:
-                        rehearse_drift(recorder, sharded=asked.sharded)
+                        warm_up_update_error(recorder, sharded=asked.sharded)
         if self._config.updates and asked.drift:
             for weight in {(w.dim(), w.shape[-1]): w for w in asked.sinks}.values():
-                rehearse_sinks(weight, sharded=asked.sharded)
+                warm_up_sinks(weight, sharded=asked.sharded)
 
     def _rehearse_if_it_fits(self) -> None:
         """Rehearse, or report that the memory is too small. Such a rank must still take part in the collectives."""

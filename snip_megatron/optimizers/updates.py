@@ -1,4 +1,4 @@
-"""The next update of each supported optimizer, and its drift: how far an error of the gradient changes the update.
+"""The next update of each supported optimizer, and its update error: how far an error of the gradient changes the update.
 
 ΔW = ‖u(g+δ) − u(g)‖ / ‖W‖ (docs/method.md, Weight divergence). u is the step that the optimizer takes from its own
 state, without learning rate and weight decay. A state object covers the elements [start, end) of the flattened local
@@ -18,9 +18,9 @@ import torch
 from snip_megatron.statistics.squares import sum_squares
 
 MUON_SAMPLES = (0.0, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Positions in a sorted list of error sizes at which Muon's drift is evaluated; the others are interpolated.
+"""Positions in a sorted list of error sizes at which Muon's update error is evaluated; the others are interpolated.
 
-Each evaluation takes one orthogonalisation. The drift is proportional to small errors and bends where it saturates.
+Each evaluation takes one orthogonalisation. The update error is proportional to small errors and bends where it saturates.
 """
 
 
@@ -56,7 +56,7 @@ class Update(ABC):
     def direction(self, g: torch.Tensor) -> torch.Tensor:
         """Return u(g), the vector that the learning rate is multiplied by. Changes neither g nor the state."""
 
-    def squared_drift(
+    def squared_error(
         self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ‖u(g + ρ·unit) − u(g)‖² for each ρ in ``scales``, float64 [len(scales)].
@@ -192,7 +192,7 @@ class SgdState(Update):
             moved = moved + self.momentum * self.momentum_buffer
         return g + self.momentum * moved if self.nesterov else moved
 
-    def squared_drift(
+    def squared_error(
         self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ρ²·‖unit‖² times the squared gain. This is exact, because u is linear in g."""
@@ -263,7 +263,7 @@ class MuonState(Update):
             moved = torch.lerp(g, moved, self.momentum)
         return self.orthogonalize(moved.view(self.shape)).reshape(-1)
 
-    def squared_drift(
+    def squared_error(
         self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See :class:`Update`. Evaluates at most len(MUON_SAMPLES) of ``scales``, and interpolates the others linearly

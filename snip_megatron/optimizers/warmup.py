@@ -1,4 +1,4 @@
-"""Records a linear and evaluates AdamW's drift on dummy tensors before training, which compiles their kernels."""
+"""Records a linear and evaluates AdamW's update error on dummy tensors before training, which compiles their kernels."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from snip_megatron.layers.rehearsal import StandIn
+from snip_megatron.optimizers.update_error import StepScale, linear_update_error, sink_update_error
 from snip_megatron.optimizers.updates import AdamWState
-from snip_megatron.optimizers.weight_drift import StepScale, linear_drift, sink_drift
 from snip_megatron.statistics.recorder import LinearRecorder, Pass
 from snip_megatron.statistics.squares import sum_squares
 
 _SCALE = StepScale(gradient=1.0, clip=1.0, tokens=1, tokens_per_step=2)
 
 
-def rehearse_recording(linear: StandIn, formats: Sequence[str], sample_tokens: int) -> LinearRecorder:
+def warm_up_recording(linear: StandIn, formats: Sequence[str], sample_tokens: int) -> LinearRecorder:
     """Run the passes of a probe over two microbatches.
 
     Args:
@@ -32,19 +32,19 @@ def rehearse_recording(linear: StandIn, formats: Sequence[str], sample_tokens: i
         recorder.start(phase)
         for _ in range(2):
             recorder.on_backward(linear.x, linear.handle.weight.detach(), linear.g, d, d)
-    _rehearse_squares(linear.x)
+    _warm_up_squares(linear.x)
     return recorder
 
 
-def _rehearse_squares(like: torch.Tensor) -> None:
+def _warm_up_squares(like: torch.Tensor) -> None:
     """Sum tensors of two lengths, because Triton compiles different kernels for multiples of 16 and other lengths."""
     for dtype in {like.dtype, torch.float32}:
         for size in (1024, 1025):
             sum_squares(torch.zeros(size, dtype=dtype, device=like.device))
 
 
-def rehearse_drift(recorder: LinearRecorder, *, sharded: bool) -> None:
-    """Evaluate the drift of a recorded linear.
+def warm_up_update_error(recorder: LinearRecorder, *, sharded: bool) -> None:
+    """Evaluate the update error of a recorded linear.
 
     Args:
         recorder: the recorder of the linear.
@@ -54,19 +54,19 @@ def rehearse_drift(recorder: LinearRecorder, *, sharded: bool) -> None:
     gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     for start, end in _ranges(weight.numel(), sharded):
         state = _state(gradient, start, end)
-        linear_drift(recorder, gradient, state, _SCALE, s2=1.0, x2=1.0, g2=1.0, seed=0)
+        linear_update_error(recorder, gradient, state, _SCALE, s2=1.0, x2=1.0, g2=1.0, seed=0)
 
 
-def rehearse_sinks(weight: torch.Tensor, *, sharded: bool) -> None:
-    """Evaluate the drift of a parameter that is not the weight of a linear.
+def warm_up_sinks(weight: torch.Tensor, *, sharded: bool) -> None:
+    """Evaluate the update error of a parameter that is not the weight of a linear.
 
     Args:
         weight: a parameter with the shape and dtype. Only the first rows of a matrix are evaluated.
-        sharded: see :func:`rehearse_drift`.
+        sharded: see :func:`warm_up_update_error`.
     """
     gradient = torch.zeros_like(weight[:_ROWS] if weight.dim() > 1 else weight, dtype=torch.float32)
     for start, end in _ranges(gradient.numel(), sharded):
-        sink_drift(gradient, _state(gradient, start, end), _SCALE, seed=0, first_row=0)
+        sink_update_error(gradient, _state(gradient, start, end), _SCALE, seed=0, first_row=0)
 
 
 _ROWS = 128

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from snip_megatron.optimizers.weight_drift import StepScale
+from snip_megatron.optimizers.update_error import StepScale
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.runtime.sidecar.messages import SidecarResult, SolveJob
 from snip_megatron.statistics.table import StatisticsTable

@@ -14,10 +14,17 @@ import numpy as np
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Gemm
+from snip_megatron.sensitivity.divergence import (
+    DGRAD,
+    FPROP,
+    FloatArray,
+    added_variance,
+    format_column,
+    second_order,
+    weight_divergence,
+)
 from snip_megatron.sensitivity.fixed import FIXED, LATE, tail_blocks
-from snip_megatron.sensitivity.loss_divergence import DGRAD, FPROP, FloatArray, format_column, second_order
 from snip_megatron.sensitivity.request import BITS, SolveRequest
-from snip_megatron.sensitivity.weight_divergence import added_variance, weight_divergence
 from snip_megatron.statistics.table import StatisticsTable
 
 ESTIMATORS = ("noise", "fisher")

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import Format, Gemm, option_id, split_option_id
+from snip_megatron.sensitivity.divergence import FPROP, FloatArray
 from snip_megatron.sensitivity.globs import pinned_formats
-from snip_megatron.sensitivity.loss_divergence import FPROP, FloatArray
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.policies import divergences, policy_scores
 from snip_megatron.sensitivity.request import BITS, SolveRequest, is_four_bit

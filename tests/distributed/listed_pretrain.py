@@ -93,7 +93,7 @@ def install() -> None:
     for module in (recorder, recording, boundaries, updates, weight_drift, update_errors, gradient_norms):
         module.sum_squares = squares
     for module in (update_errors, rehearsal):
-        for name in ("linear_drift", "sink_drift"):
+        for name in ("linear_update_error", "sink_update_error"):
             function = getattr(weight_drift, name)
             setattr(module, name, both(function, function))
 

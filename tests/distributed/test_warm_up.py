@@ -44,7 +44,7 @@ def test_nothing_is_launched_that_was_not_rehearsed(
         seen = json.loads((tmp_path / f"listed.{rank}").read_text())
         assert set(seen["launched"]) <= set(seen["rehearsed"])
         names = {text.partition("name='")[2].partition("'")[0] for text in seen["launched"]}
-        assert {"tile_kernel", "block_kernel", "drift_kernel", "output_kernel", "squares_kernel"} <= names
+        assert {"tile_kernel", "block_kernel", "update_error_kernel", "output_kernel", "squares_kernel"} <= names
         assert any(name.startswith("swiglu") for name in names) or FUSED not in arguments
 
 

@@ -1,1 +1,1 @@
-"""The drift of AdamW's update as a Triton kernel. Nothing in this package is imported where Triton cannot run."""
+"""The update error of AdamW as a Triton kernel. Nothing in this package is imported where Triton cannot run."""

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # Device code: Triton's values have no static types.
-"""Device code of the drift: AdamW's answer to many gradient errors, from one read of g, m and v."""
+"""Device code of the update error: AdamW's answer to many gradient errors, from one read of g, m and v."""
 
 import triton
 import triton.language as tl
@@ -54,7 +54,7 @@ def _squared_slope(rho, unit, unit_gain, twice_g, v, s, uv, m_gain, eps, HARDWAR
 
 
 @triton.jit
-def drift_kernel(
+def update_error_kernel(
     g_ptr, m_ptr, v_ptr, sums_ptr, rho_ptr, unit_rows_ptr, unit_cols_ptr, var_rows_ptr, var_cols_ptr,
     row_words_ptr, col_words_ptr, start, size, N, K,
     factor, noise, mean_scale, beta1, beta2, m_scale, v_scale, eps,
@@ -62,9 +62,9 @@ def drift_kernel(
 ):  # fmt: skip
     """Sum over one block of elements [start, start + size) of a flattened [N, K] weight.
 
-    ``sums`` [RHOS + 2·FORMATS, blocks] holds the squared drift at each ρ divided by ρ², then the squared drift of each
+    ``sums`` [RHOS + 2·FORMATS, blocks] holds the squared update error at each ρ divided by ρ², then the squared update error of each
     candidate, then the square of its error. ``var_rows`` [1 + FORMATS, N] and ``var_cols`` [1 + FORMATS, K] are those
-    of ``drift.ErrorSizes``.
+    of ``update_error.ErrorSizes``.
     """
     block = tl.program_id(0)
     blocks = tl.num_programs(0)

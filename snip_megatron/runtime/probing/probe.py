@@ -15,7 +15,7 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.optimizers.weight_drift import StepScale
+from snip_megatron.optimizers.update_error import StepScale
 from snip_megatron.quantization import derive_seed
 from snip_megatron.runtime.host import Host, HostStep
 from snip_megatron.runtime.probing import memory

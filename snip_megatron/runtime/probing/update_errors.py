@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.optimizers.signs import KeptWords
-from snip_megatron.optimizers.weight_drift import StepScale, linear_drift, sink_drift
+from snip_megatron.optimizers.update_error import StepScale, linear_update_error, sink_update_error
 from snip_megatron.quantization import derive_seed
 from snip_megatron.runtime.host import Host, HostStep, LocalSink
 from snip_megatron.statistics.recorder import LinearRecorder
@@ -76,7 +76,7 @@ class UpdateErrors:
         if recorder.whole is not None:
             x2, g2, s2, tokens = recorder.whole.tolist()
             g2, s2 = g2 * unit, s2 * unit
-        result = linear_drift(
+        result = linear_update_error(
             recorder,
             gradient,
             state,
@@ -102,7 +102,7 @@ class UpdateErrors:
             return
         seed = derive_seed(self._seed, _SIGNS, self._linears + sink.row)
         w2 = sum_squares(sink.weight.detach().reshape(-1)[state.start : state.end])
-        drift2 = sink_drift(gradient, state, scale, seed=seed, first_row=sink.first_row, words=self._words)
+        drift2 = sink_update_error(gradient, state, scale, seed=seed, first_row=sink.first_row, words=self._words)
         found.add_sink(sink.row, drift2, w2)
 
 

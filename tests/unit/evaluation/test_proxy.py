@@ -14,9 +14,8 @@ from snip_megatron.cli import main
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation import proxy
 from snip_megatron.evaluation.proxy import CEILING, QUANTITIES, find_tables, spearman, validate
-from snip_megatron.sensitivity.loss_divergence import FPROP, second_order
+from snip_megatron.sensitivity.divergence import FPROP, second_order, weight_divergence
 from snip_megatron.sensitivity.policies import ESTIMATORS
-from snip_megatron.sensitivity.weight_divergence import weight_divergence
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.statistics.truth import TRUTH_COLUMNS
 

@@ -119,9 +119,9 @@ def test_drift_is_two_steps_of_the_real_optimizer_in_float64(name: str, steps: i
     trained = Trained(EXACT[name], steps, torch.float64)
     g, unit = (trained.random((N * K,), torch.float64) for _ in range(2))
     torch.testing.assert_close(trained.update.direction(g), trained.step(g), rtol=1e-9, atol=1e-9)
-    assert trained.update.squared_drift(g, unit, SCALES).tolist() == pytest.approx(trained.drift2(g, unit), rel=1e-7)
+    assert trained.update.squared_error(g, unit, SCALES).tolist() == pytest.approx(trained.drift2(g, unit), rel=1e-7)
     kept = g.clone()
-    assert trained.update.squared_drift(g, unit, SCALES, trained.update.direction(g)).tolist() == pytest.approx(
+    assert trained.update.squared_error(g, unit, SCALES, trained.update.direction(g)).tolist() == pytest.approx(
         trained.drift2(g, unit), rel=1e-7
     )
     assert torch.equal(g, kept)
@@ -132,10 +132,10 @@ def test_sgd_is_linear_before_its_first_step_too(name: str) -> None:
     trained = Trained(EXACT[name], 0, torch.float64)
     g, unit = (trained.random((N * K,), torch.float64) for _ in range(2))
     torch.testing.assert_close(trained.update.direction(g), trained.step(g), rtol=1e-9, atol=1e-9)
-    assert trained.update.squared_drift(g, unit, SCALES).tolist() == pytest.approx(trained.drift2(g, unit), rel=1e-7)
+    assert trained.update.squared_error(g, unit, SCALES).tolist() == pytest.approx(trained.drift2(g, unit), rel=1e-7)
     assert trained.update.mean() is None
     # Linear in ρ where a difference in float32 would have no digit left.
-    tiny = trained.update.squared_drift(g.float() * 1e6, unit.float(), [1e-8])
+    tiny = trained.update.squared_error(g.float() * 1e6, unit.float(), [1e-8])
     assert float(tiny[0]) == pytest.approx(1e-16 * trained.drift2(g, unit)[3], rel=1e-5)
 
 
@@ -146,7 +146,7 @@ def test_muon_is_two_steps_of_the_real_optimizer(nesterov: bool, shape: tuple[in
     trained = Trained(muon(nesterov=nesterov, momentum=0.9), 6, torch.float32, shape)
     g, unit = (trained.random((N * K,), torch.float32) for _ in range(2))
     torch.testing.assert_close(trained.update.direction(g), trained.step(g), rtol=1e-4, atol=1e-4)
-    expected, actual = trained.drift2(g, unit), trained.update.squared_drift(g, unit, SCALES).tolist()
+    expected, actual = trained.drift2(g, unit), trained.update.squared_error(g, unit, SCALES).tolist()
     assert actual[1:] == pytest.approx(expected[1:], rel=2e-2)
 
 
@@ -168,13 +168,13 @@ def test_muon_between_its_samples() -> None:
     """Drift is tabulated at 24 error sizes and evaluated at 8: what lies between is right to 10 %."""
     trained = Trained(muon(momentum=0.9), 6, torch.float32, (24, 40))
     g, unit = (trained.random((24 * 40,), torch.float32) for _ in range(2))
-    whole = trained.update.squared_drift(g, unit, RHO_GRID.tolist())
-    each = torch.cat([trained.update.squared_drift(g, unit, [rho]) for rho in RHO_GRID.tolist()])
+    whole = trained.update.squared_error(g, unit, RHO_GRID.tolist())
+    each = torch.cat([trained.update.squared_error(g, unit, [rho]) for rho in RHO_GRID.tolist()])
     torch.testing.assert_close(whole[4:], each[4:], rtol=0.2, atol=0.0)  # of squares
     assert whole.shape == (len(RHO_GRID),)
     assert bool((whole[1:] >= whole[:-1] * 0.999).all())
-    assert trained.update.squared_drift(g, torch.zeros_like(g), RHO_GRID.tolist()).tolist() == [0.0] * len(RHO_GRID)
-    back = trained.update.squared_drift(g, unit, RHO_GRID.tolist()[::-1])
+    assert trained.update.squared_error(g, torch.zeros_like(g), RHO_GRID.tolist()).tolist() == [0.0] * len(RHO_GRID)
+    back = trained.update.squared_error(g, unit, RHO_GRID.tolist()[::-1])
     torch.testing.assert_close(back.flip(0), whole)
 
 

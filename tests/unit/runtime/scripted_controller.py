@@ -12,7 +12,7 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
-from snip_megatron.optimizers.weight_drift import StepScale
+from snip_megatron.optimizers.update_error import StepScale
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.wandb_sink import WandbSink

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from snip_megatron.precision import Gemm
+from snip_megatron.sensitivity.divergence import first_order
+from snip_megatron.statistics.table import StatisticsTable
 
 from .reference_recorder import probe
 from .small_llama import Trained, adamw_direction
@@ -81,3 +83,8 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Rank correlation of two arrays without ties."""
     ranks = [np.argsort(np.argsort(np.ravel(x))).astype(float) for x in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
+
+
+def from_norms(table: StatisticsTable, formats: Sequence[str]) -> np.ndarray:
+    """(T/2)·ΔL₁², an estimate of ΔL₂ from norms alone."""
+    return 0.5 * table.tokens * first_order(table, formats) ** 2

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from snip_megatron.precision import Gemm
-from snip_megatron.sensitivity.loss_divergence import from_norms, second_order
-from snip_megatron.sensitivity.weight_divergence import added_variance, weight_divergence
+from snip_megatron.sensitivity.divergence import added_variance, second_order, weight_divergence
 from snip_megatron.statistics.table import StatisticsTable
 
-from .brute_force import spearman, true_drift, true_loss_change
+from .brute_force import from_norms, spearman, true_drift, true_loss_change
 from .reference_recorder import record
 from .small_llama import batch, corpus, train
 from .test_against_truth import correlation, own_linear_only, relative_errors

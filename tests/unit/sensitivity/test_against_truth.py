@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from snip_megatron.precision import Gemm
-from snip_megatron.sensitivity.loss_divergence import from_norms, second_order
-from snip_megatron.sensitivity.weight_divergence import dgrad_error2, drift, weight_divergence
+from snip_megatron.sensitivity.divergence import dgrad_error2, second_order, update_error, weight_divergence
 from snip_megatron.statistics.table import StatisticsTable
 
-from .brute_force import spearman
+from .brute_force import from_norms, spearman
 from .conftest import Truth
 
 pytestmark = pytest.mark.xdist_group("sensitivity-truth")  # the truth is computed once
@@ -27,7 +26,7 @@ def own_linear_only(table: StatisticsTable) -> np.ndarray:
     fprop = np.sqrt(table.by_format["e2"][:, fp4] / table.linear["y2"])
     dgrad = np.sqrt(dgrad_error2(table, "fp4") / table.linear["d2"])
     relative = np.stack([np.diag(fprop), np.diag(dgrad)])
-    scores = [drift(table.drift2, table.linear["w2"], rho).sum(axis=1) for rho in relative]
+    scores = [update_error(table.drift2, table.linear["w2"], rho).sum(axis=1) for rho in relative]
     return np.stack([*scores, weight_divergence(table, ("fp4",))[:, 2, 0]], axis=1)
 
 

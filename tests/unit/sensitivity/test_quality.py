@@ -10,10 +10,10 @@ from hypothesis.extra.numpy import arrays
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
+from snip_megatron.sensitivity.divergence import added_variance
 from snip_megatron.sensitivity.policies import policy_scores
 from snip_megatron.sensitivity.problem import monotone, rounded
 from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
-from snip_megatron.sensitivity.weight_divergence import added_variance
 
 from .synthetic import make_table
 

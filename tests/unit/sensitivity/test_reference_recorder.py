@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_megatron.sensitivity.weight_divergence import dgrad_error2
+from snip_megatron.sensitivity.divergence import dgrad_error2
 from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
 
 from .reference_recorder import probe, record, square

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
-from snip_megatron.sensitivity.weight_divergence import (
+from snip_megatron.sensitivity.divergence import (
     added_variance,
     dgrad_error2,
-    dgrad_reach,
-    drift,
-    fprop_reach,
+    dgrad_propagation,
+    fprop_propagation,
     natural_noise2,
+    update_error,
     weight_divergence,
 )
 from snip_megatron.statistics.table import RHO_GRID
@@ -39,19 +39,19 @@ def quiet_table(**columns: np.ndarray | float):
 
 def test_fprop_reaches_all_gradients_and_later_activations() -> None:
     table = quiet_table(c2=np.array([[1.0, 4.0]] * 8), e2=0.0, fg2=0.09, fx2=0.16)
-    reach = fprop_reach(table, "fp4")  # k = 2: ρ = .6 everywhere, ξ = .8 above
+    reach = fprop_propagation(table, "fp4")  # k = 2: ρ = .6 everywhere, ξ = .8 above
     later = np.repeat([[0, 0, 1, 1, 2, 2, 3, 3]], 8, 0) > np.repeat([[0, 0, 1, 1, 2, 2, 3, 3]], 8, 0).T
     np.testing.assert_allclose(reach.linears, np.where(later, 1.0, 0.6))
 
 
 def test_fprop_is_calibrated_at_the_boundary_above_its_sub_block() -> None:
     cn2 = np.array([100.0, 1.0, 4.0, 16.0, 64.0])
-    reach = fprop_reach(quiet_table(cn2=cn2, e2=0.0, fx2=0.0), "fp4")
+    reach = fprop_propagation(quiet_table(cn2=cn2, e2=0.0, fx2=0.0), "fp4")
     np.testing.assert_allclose(reach.linears[:, 0], [1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 8, 1 / 8])
 
 
 def test_fprop_local_effects_stay_in_the_sub_block() -> None:
-    reach = fprop_reach(quiet_table(c2=0.0, e2=0.25), "fp4").linears
+    reach = fprop_propagation(quiet_table(c2=0.0, e2=0.25), "fp4").linears
     expected = np.zeros((8, 8))
     for first in (QKV, FC1, 4 + QKV, 4 + FC1):
         expected[first, first] = expected[first, first + 1] = 0.5  # its other half's gradient; the second's X
@@ -60,8 +60,8 @@ def test_fprop_local_effects_stay_in_the_sub_block() -> None:
 
 def test_fprop_without_the_forward_noise_pass_is_refused() -> None:
     with pytest.raises(SnipError, match="lack the forward-noise pass"):
-        fprop_reach(quiet_table(cn2=0.0), "fp4")
-    assert not fprop_reach(quiet_table(cn2=0.0, c2=0.0, e2=0.0), "fp4").linears.any()
+        fprop_propagation(quiet_table(cn2=0.0), "fp4")
+    assert not fprop_propagation(quiet_table(cn2=0.0, c2=0.0, e2=0.0), "fp4").linears.any()
 
 
 def test_without_optimizer_state_there_is_no_weight_divergence() -> None:
@@ -79,7 +79,7 @@ def test_dgrad_goes_down_unchanged() -> None:
     # ‖E_D‖/‖D‖ = 1/2 everywhere, a branch carries 1/10 of the residual gradient: q = .05.
     n = np.array([192.0, 64.0, 256.0, 64.0] * 2)
     table = quiet_table(dg_row2=(0.25 * n)[:, None], dw2=0.0, branch_r2=0.01)
-    reach = dgrad_reach(table, "fp4").linears
+    reach = dgrad_propagation(table, "fp4").linears
     assert reach[4 + FC2, : 4 + FC1] == pytest.approx(0.05)
     assert reach[4 + FC2, 4 + FC1] == pytest.approx(0.5)  # behind the second: the first's G, undiluted
     assert reach[4 + FC1, 4 + FC1] == 0.0  # no gradient of its own
@@ -89,7 +89,7 @@ def test_dgrad_goes_down_unchanged() -> None:
 
 def test_dgrad_of_the_first_block_is_not_free() -> None:
     table = quiet_table(branch_r2=0.01)
-    reach = dgrad_reach(table, "fp4")
+    reach = dgrad_propagation(table, "fp4")
     local = np.sqrt(dgrad_error2(table, "fp4"))
     # Sinks: the embedding, then the norm of every sub-block and the final norm.
     assert reach.sinks[QKV, 0] == pytest.approx(0.1 * local[QKV])
@@ -102,12 +102,12 @@ def test_dgrad_of_the_first_block_is_not_free() -> None:
 
 def test_backward_noise_multiplies_by_the_measured_gain() -> None:
     table = quiet_table(branch_r2=0.01, bg2=np.arange(1.0, 9.0) ** 2, br2=np.array([1.0, 4.0, 9.0, 16.0, 25.0]))
-    plain, measured = dgrad_reach(table, "fp4"), dgrad_reach(table, "fp4", backward_noise=True)
+    plain, measured = dgrad_propagation(table, "fp4"), dgrad_propagation(table, "fp4", backward_noise=True)
     # From fc2 of layer 1 (boundary 3, residual 4) down to qkv of layer 0 (relative change 1).
     assert measured.linears[4 + FC2, QKV] == pytest.approx(plain.linears[4 + FC2, QKV] * 1 / 4)
     assert measured.sinks[4 + FC2, 0] == pytest.approx(plain.sinks[4 + FC2, 0] * 1 / 4)
     with pytest.raises(SnipError, match="lack the backward-noise pass"):
-        dgrad_reach(quiet_table(bg2=0.0), "fp4", backward_noise=True)
+        dgrad_propagation(quiet_table(bg2=0.0), "fp4", backward_noise=True)
 
 
 def test_wgrad_moves_its_own_linear_only() -> None:
@@ -118,7 +118,7 @@ def test_wgrad_moves_its_own_linear_only() -> None:
 def test_drift_interpolates_the_grid() -> None:
     drift2 = (3.0 * RHO_GRID**0.5)[None, :] ** 2
     rho = np.array([[1e-6], [1e-4], [np.sqrt(RHO_GRID[4] * RHO_GRID[5])], [1.0], [1e3], [0.0]])
-    values = drift(drift2, np.array([4.0]), rho)[:, 0]
+    values = update_error(drift2, np.array([4.0]), rho)[:, 0]
     expected = [1.5e-2 * 1e-2, 1.5e-2, 1.5 * rho[2, 0] ** 0.5, 1.5, 1.5 * 10**0.5, 0.0]
     np.testing.assert_allclose(values, expected, rtol=1e-12, atol=1e-300)
 
@@ -127,7 +127,7 @@ def test_drift_interpolates_the_grid() -> None:
 def test_drift_grows_with_the_error(rhos: list[float]) -> None:
     table = make_table()
     rho = np.sort(np.array(rhos))[:, None] * np.ones(len(table.linears))
-    values = drift(table.drift2, table.linear["w2"], rho)
+    values = update_error(table.drift2, table.linear["w2"], rho)
     assert np.all(np.diff(values, axis=0) >= -1e-12 * values[:-1])
 
 
@@ -136,13 +136,15 @@ def test_an_update_that_moves_in_steps_has_a_drift_below_the_first() -> None:
     smooth = 4.0 * RHO_GRID[None, :] ** 2
     stepped = np.where(RHO_GRID[None, :] < 1e-2, 0.0, smooth)
     rho = np.array([[1e-6], [1e-3], [3e-2], [2.0]])
-    np.testing.assert_allclose(drift(stepped, np.array([1.0]), rho), drift(smooth, np.array([1.0]), rho), rtol=1e-9)
+    np.testing.assert_allclose(
+        update_error(stepped, np.array([1.0]), rho), update_error(smooth, np.array([1.0]), rho), rtol=1e-9
+    )
 
 
 def test_a_parameter_that_cannot_move_has_no_drift() -> None:
     zero = np.zeros((1, len(RHO_GRID)))
-    assert drift(zero, np.array([1.0]), np.array([[0.5]])).tolist() == [[0.0]]
-    assert drift(zero + 1.0, np.array([0.0]), np.array([[0.5]])).tolist() == [[0.0]]
+    assert update_error(zero, np.array([1.0]), np.array([[0.5]])).tolist() == [[0.0]]
+    assert update_error(zero + 1.0, np.array([0.0]), np.array([[0.5]])).tolist() == [[0.0]]
 
 
 @given(st.floats(1e-6, 1e6), st.integers(0, 20))
@@ -219,5 +221,5 @@ def test_added_variance_goes_by_the_variance_over_microbatches() -> None:
 def test_tokens_of_a_step_do_not_change_relative_errors() -> None:
     table = make_table()
     more = replace(table, tokens_per_step=8 * table.tokens_per_step)
-    np.testing.assert_array_equal(fprop_reach(more, "fp4").linears, fprop_reach(table, "fp4").linears)
-    np.testing.assert_array_equal(dgrad_reach(more, "fp4").linears, dgrad_reach(table, "fp4").linears)
+    np.testing.assert_array_equal(fprop_propagation(more, "fp4").linears, fprop_propagation(table, "fp4").linears)
+    np.testing.assert_array_equal(dgrad_propagation(more, "fp4").linears, dgrad_propagation(table, "fp4").linears)

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from snip_megatron.optimizers.kernels import programs as triton_drift_kernel
-from snip_megatron.optimizers.kernels.drift import LAUNCH as DRIFT
+from snip_megatron.optimizers.kernels.update_error import LAUNCH as DRIFT
 from snip_megatron.statistics.kernels import programs as triton_kernels
 from snip_megatron.statistics.kernels.sums import LAUNCH as SUMS
 
@@ -67,6 +67,6 @@ def test_sums_compile_for_hopper(kernel: Any, constants: dict[str, object]) -> N
 @pytest.mark.parametrize("formats", [0, 2])
 def test_drift_compiles_for_hopper(formats: int) -> None:
     constants = {"RHOS": 24, "FORMATS": formats, "BLOCK": DRIFT["BLOCK"], "HARDWARE": True}
-    compiled = assembled(triton_drift_kernel.drift_kernel, constants, DRIFT["num_warps"], g="*fp32")
+    compiled = assembled(triton_drift_kernel.update_error_kernel, constants, DRIFT["num_warps"], g="*fp32")
     # One of each an error, and the square root of √v itself: nothing slower found its way in.
     assert compiled.asm["ptx"].count("rsqrt.approx.ftz.f32") % (24 + formats + 1) == 0

@@ -183,7 +183,7 @@ RHOS = [1e-4, 1e-2, 0.3, 10.0]
 
 def drift_differs(start: int, end: int, step: int, noise: float, device: str = "cpu") -> list[float]:
     """Relative differences to float64 by ρ, then of two candidates' drifts, then of their errors' squares."""
-    from snip_megatron.optimizers.kernels.drift import ErrorSizes, drift_sums
+    from snip_megatron.optimizers.kernels.update_error import ErrorSizes, error_sums
     from snip_megatron.optimizers.signs import error_signs
     from snip_megatron.optimizers.updates import AdamWState, gradient_of_a_step
 
@@ -207,18 +207,18 @@ def drift_differs(start: int, end: int, step: int, noise: float, device: str = "
     )  # fmt: skip
     exact = AdamWState(start, end, step, m.double(), v.double(), 0.9, 0.95, 1e-8)
     kept = AdamWState(start, end, step, m.to(device), v.to(device), 0.9, 0.95, 1e-8)
-    found = drift_sums(gradient[start:end].to(device), kept, _moved(sizes, device), RHOS, factor=0.7, noise=noise)
+    found = error_sums(gradient[start:end].to(device), kept, _moved(sizes, device), RHOS, factor=0.7, noise=noise)
     z = error_signs(9, rows, cols).view(-1)[start:end].double()
     g = gradient_of_a_step(gradient[start:end].double() * 0.7, exact, noise)
     unit = torch.outer(sizes.unit_rows, sizes.unit_cols).view(-1)[start:end] * z
-    expected = [exact.squared_drift(g, unit, RHOS)]
+    expected = [exact.squared_error(g, unit, RHOS)]
     variances = []
     assert sizes.var_rows is not None
     assert sizes.var_cols is not None
     for f in (1, 2):
         variance = torch.outer(sizes.var_rows[f], sizes.var_cols[0])
         variance = (variance + torch.outer(sizes.var_rows[0], sizes.var_cols[f])).view(-1)[start:end]
-        expected.append(exact.squared_drift(g, variance.sqrt() * z, [1.0]))
+        expected.append(exact.squared_error(g, variance.sqrt() * z, [1.0]))
         variances.append(variance.sum().view(1))
     actual = torch.cat([found.by_rho, found.by_format, found.error2]).cpu()
     return [float(d) for d in (actual / torch.cat([*expected, *variances]) - 1.0).abs()]
@@ -240,7 +240,7 @@ def test_drift_is_the_difference_of_two_updates(
 
 
 def drift_columns(start: int, end: int, *, by_kernel: bool) -> list[torch.Tensor]:
-    """Every column of ``linear_drift``, then ``sink_drift``, of elements [start, end) of a weight."""
+    """Every column of ``linear_update_error``, then ``sink_update_error``, of elements [start, end) of a weight."""
     from dataclasses import replace
 
     from snip_megatron.optimizers import weight_drift
@@ -253,8 +253,8 @@ def drift_columns(start: int, end: int, *, by_kernel: bool) -> list[torch.Tensor
     state = replace(state, start=start, end=end, exp_avg=state.exp_avg[own], exp_avg_sq=state.exp_avg_sq[own])
     g = cases.gradient((cases.N, cases.K)).float().view(cases.N, cases.K)
     recorder = cases.whole_recorder()
-    drift = weight_drift.linear_drift(recorder, g, state, cases.SCALE, seed=33, **cases.totals(), tokens=48.0)
-    return [*vars(drift).values(), weight_drift.sink_drift(g, state, cases.SCALE, seed=5, first_row=3)]
+    drift = weight_drift.linear_update_error(recorder, g, state, cases.SCALE, seed=33, **cases.totals(), tokens=48.0)
+    return [*vars(drift).values(), weight_drift.sink_update_error(g, state, cases.SCALE, seed=5, first_row=3)]
 
 
 def test_drift_of_a_parameter_is_the_same_by_kernel(interpreted: Run) -> None:

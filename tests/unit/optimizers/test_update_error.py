@@ -10,8 +10,8 @@ import torch
 
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.optimizers.signs import error_signs
+from snip_megatron.optimizers.update_error import LinearUpdateError, StepScale, linear_update_error, sink_update_error
 from snip_megatron.optimizers.updates import AdamWState, gradient_of_a_step
-from snip_megatron.optimizers.weight_drift import LinearDrift, StepScale, linear_drift, sink_drift
 from snip_megatron.precision import LinearId
 from snip_megatron.statistics.recorder import LinearRecorder
 from snip_megatron.statistics.table import RHO_GRID
@@ -78,7 +78,7 @@ def test_direction_leaves_gradient_and_state_alone() -> None:
     g = gradient((N, K))
     copies = g.clone(), state.exp_avg.clone(), state.exp_avg_sq.clone()
     state.direction(g)
-    state.squared_drift(g, g, [0.1])
+    state.squared_error(g, g, [0.1])
     for tensor, copy in zip((g, state.exp_avg, state.exp_avg_sq), copies, strict=True):
         assert torch.equal(tensor, copy)
 
@@ -88,11 +88,11 @@ def test_squared_drift_is_two_steps_of_the_optimizer() -> None:
     g, unit = gradient((N, K)), gradient((N, K), seed=11)
     scales = [1e-3, 0.1, 1.0, 10.0]
     expected = [float((step(g + rho * unit) - step(g)).square().sum()) for rho in scales]
-    actual = state.squared_drift(g, unit, scales)
+    actual = state.squared_error(g, unit, scales)
     assert actual.dtype == torch.float64
     assert actual.tolist() == pytest.approx(expected, rel=1e-5)
-    assert state.squared_drift(g, unit, scales, base=state.direction(g)).tolist() == actual.tolist()
-    assert float(state.squared_drift(g, unit, [0.0])[0]) == 0.0
+    assert state.squared_error(g, unit, scales, base=state.direction(g)).tolist() == actual.tolist()
+    assert float(state.squared_error(g, unit, [0.0])[0]) == 0.0
 
 
 def test_gradient_of_a_step() -> None:
@@ -159,7 +159,7 @@ def totals() -> dict[str, float]:
 def test_linear_drift_is_adamw_s_answer_to_errors_of_the_predicted_size() -> None:
     state, _ = trained((N, K), 6, torch.float32)
     recorder, g = whole_recorder(), gradient((N, K)).float()
-    drift = linear_drift(recorder, g.view(N, K), state, SCALE, seed=33, **totals())
+    drift = linear_update_error(recorder, g.view(N, K), state, SCALE, seed=33, **totals())
     assert recorder.x_cols is not None
     assert recorder.g_cols is not None
     assert recorder.dx_cols is not None
@@ -186,7 +186,7 @@ def test_linear_drift_is_adamw_s_answer_to_errors_of_the_predicted_size() -> Non
     assert float(drift.v2) == pytest.approx(float(state.exp_avg_sq.double().square().sum()), rel=1e-6)
 
 
-def flat(drift: LinearDrift) -> torch.Tensor:
+def flat(drift: LinearUpdateError) -> torch.Tensor:
     return torch.cat([drift.drift2, drift.wdrift2, drift.wsigma2, torch.stack([drift.m2, drift.v2])])
 
 
@@ -194,7 +194,7 @@ def test_shards_of_weight_and_optimizer_add_up_to_the_whole() -> None:
     """Rows over tensor parallel ranks (gated halves), each rank's flat range over data parallel ranks."""
     state, _ = trained((N, K), 6, torch.float32)
     g = gradient((N, K)).float().view(N, K)
-    whole = flat(linear_drift(whole_recorder(), g, state, SCALE, seed=33, **totals()))
+    whole = flat(linear_update_error(whole_recorder(), g, state, SCALE, seed=33, **totals()))
     total = torch.zeros_like(whole)
     for rank in range(2):
         out = torch.arange(N).view(2, 2, -1)[:, rank].reshape(-1)
@@ -202,7 +202,7 @@ def test_shards_of_weight_and_optimizer_add_up_to_the_whole() -> None:
         for start, end in ((0, 301), (301, local[0].numel())):
             part = replace(state, start=start, end=end, exp_avg=local[0][start:end], exp_avg_sq=local[1][start:end])
             recorder = recorder_of(out, torch.arange(K), rank)
-            total += flat(linear_drift(recorder, g[out], part, SCALE, seed=33, **totals()))
+            total += flat(linear_update_error(recorder, g[out], part, SCALE, seed=33, **totals()))
     torch.testing.assert_close(total, whole, rtol=1e-6, atol=0.0)
 
 
@@ -210,11 +210,11 @@ def test_a_linear_that_saw_a_part_of_the_tokens() -> None:
     """An expert: the probe's token noise over a step's is the same, the number of tokens is its own."""
     state, _ = trained((N, K), 6, torch.float32)
     g = gradient((N, K)).float().view(N, K)
-    whole = flat(linear_drift(whole_recorder(), g, state, SCALE, seed=33, **totals()))
+    whole = flat(linear_update_error(whole_recorder(), g, state, SCALE, seed=33, **totals()))
     more = replace(SCALE, tokens=4 * SCALE.tokens, tokens_per_step=4 * SCALE.tokens_per_step)
-    own = linear_drift(whole_recorder(), g, state, more, seed=33, **totals(), tokens=float(SCALE.tokens))
+    own = linear_update_error(whole_recorder(), g, state, more, seed=33, **totals(), tokens=float(SCALE.tokens))
     torch.testing.assert_close(flat(own), whole, rtol=1e-12, atol=0.0)
-    none = linear_drift(whole_recorder(), g, state, more, seed=33, s2=0.0, x2=0.0, g2=0.0, tokens=0.0)
+    none = linear_update_error(whole_recorder(), g, state, more, seed=33, s2=0.0, x2=0.0, g2=0.0, tokens=0.0)
     assert not none.drift2.any()
 
 
@@ -222,7 +222,7 @@ def test_a_linear_without_gradient_has_no_drift() -> None:
     state, _ = trained((N, K), 6, torch.float32)
     recorder = whole_recorder()
     recorder.g_cols, recorder.dg_cols = torch.zeros(N).double(), torch.zeros(2, N).double()
-    drift = linear_drift(recorder, torch.zeros(N, K), state, SCALE, seed=33, s2=0.0, x2=1.0, g2=0.0)
+    drift = linear_update_error(recorder, torch.zeros(N, K), state, SCALE, seed=33, s2=0.0, x2=1.0, g2=0.0)
     assert torch.equal(drift.drift2, torch.zeros(len(RHO_GRID), dtype=torch.float64))
     assert torch.equal(drift.wdrift2, torch.zeros(2, dtype=torch.float64))
 
@@ -232,7 +232,7 @@ def test_sink_errors_belong_to_rows_that_got_a_gradient() -> None:
     state, _ = trained((N, K), 6, torch.float32)
     g = gradient((N, K)).float().view(N, K)
     g[::2] = 0.0  # tokens that the probe's batch does not hold
-    drift = sink_drift(g, state, SCALE, seed=5, first_row=0)
+    drift = sink_update_error(g, state, SCALE, seed=5, first_row=0)
     of_a_step = gradient_of_a_step(g.view(-1) * 0.5 * 0.8, state, 0.5)
     rms = g.double().square().mean(1, keepdim=True).sqrt()
     signs = error_signs(5, torch.arange(N), torch.arange(K)).double()
@@ -243,13 +243,13 @@ def test_sink_errors_belong_to_rows_that_got_a_gradient() -> None:
 def test_shards_of_an_embedding_add_up() -> None:
     state, _ = trained((N, K), 6, torch.float32)
     g = gradient((N, K)).float().view(N, K)
-    whole = sink_drift(g, state, SCALE, seed=5, first_row=0)
+    whole = sink_update_error(g, state, SCALE, seed=5, first_row=0)
     total = torch.zeros_like(whole)
     for first in (0, 10):
         rows = slice(first, 10 if first == 0 else N)
         moments = [t.view(N, K)[rows].reshape(-1) for t in (state.exp_avg, state.exp_avg_sq)]
         part = replace(state, start=0, end=moments[0].numel(), exp_avg=moments[0], exp_avg_sq=moments[1])
-        total += sink_drift(g[rows], part, SCALE, seed=5, first_row=first)
+        total += sink_update_error(g[rows], part, SCALE, seed=5, first_row=first)
     torch.testing.assert_close(total, whole, rtol=1e-6, atol=0.0)
 
 
@@ -257,5 +257,6 @@ def test_a_norm_s_weight_is_one_row() -> None:
     state, _ = trained((N,), 6, torch.float32)
     g = gradient((N,)).float()
     torch.testing.assert_close(
-        sink_drift(g, state, SCALE, seed=5, first_row=0), sink_drift(g.view(1, N), state, SCALE, seed=5, first_row=0)
+        sink_update_error(g, state, SCALE, seed=5, first_row=0),
+        sink_update_error(g.view(1, N), state, SCALE, seed=5, first_row=0),
     )

@@ -1,4 +1,4 @@
-"""The drift of AdamW's update as a Triton kernel: one pass instead of the many passes of ``weight_drift.py``.
+"""The update error of AdamW as a Triton kernel: one pass instead of the many passes of ``update_error.py``.
 
 Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snip_megatron.optimizers.kernels.programs import drift_kernel
+from snip_megatron.optimizers.kernels.programs import update_error_kernel
 from snip_megatron.optimizers.signs import Words
 from snip_megatron.optimizers.signs import words as sign_words
 from snip_megatron.optimizers.updates import AdamWState
@@ -45,12 +45,12 @@ class ErrorSizes:
 
 
 @dataclass(frozen=True)
-class DriftSums:
+class ErrorSums:
     """Sums over elements, float64.
 
     Attributes:
-        by_rho: squared drift at each ρ.
-        by_format: squared drift of each candidate.
+        by_rho: squared update error at each ρ.
+        by_format: squared update error of each candidate.
         error2: squared norm of each candidate's error.
     """
 
@@ -59,7 +59,7 @@ class DriftSums:
     error2: Tensor
 
 
-def drift_sums(
+def error_sums(
     gradient: Tensor,
     state: AdamWState,
     sizes: ErrorSizes,
@@ -68,7 +68,7 @@ def drift_sums(
     factor: float,
     noise: float,
     words: Words = sign_words,
-) -> DriftSums:
+) -> ErrorSums:
     """Return Σ (u(g + δ) − u(g))² over this rank's elements, for every error δ.
 
     Args:
@@ -88,7 +88,7 @@ def drift_sums(
     if size:
         settled = noise < 1.0 and state.step > 0
         next_step = state.step + 1
-        on_grid(drift_kernel, (blocks,))(
+        on_grid(update_error_kernel, (blocks,))(
             gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
             rho, *_vectors(sizes, device),
             *words(sizes.seed, sizes.rows.to(device), sizes.cols.to(device)),
@@ -100,7 +100,7 @@ def drift_sums(
         )  # fmt: skip
     totals = sums.sum(1, dtype=torch.float64)
     by_rho, by_format, error2 = torch.split(totals, [len(scales), formats, formats])
-    return DriftSums(by_rho * rho.double().square(), by_format, error2)
+    return ErrorSums(by_rho * rho.double().square(), by_format, error2)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""Drift of one parameter on one rank, for gradient errors of given sizes.
+"""Update error of one parameter on one rank, for gradient errors of given sizes.
 
 Source: docs/method.md, Weight divergence, steps 5 and 6. The size of an element's error follows from the norms of its
-row and its column. A single σ for the whole matrix would overstate the drift, because elements with v ≈ 0 would get too
+row and its column. A single σ for the whole matrix would overstate the update error, because elements with v ≈ 0 would get too
 large an error. Signs are random and belong to the global element, so that every sharding draws the same.
 """
 
@@ -20,7 +20,7 @@ from snip_megatron.statistics.squares import has_kernels, sum_squares
 from snip_megatron.statistics.table import RHO_GRID
 
 if TYPE_CHECKING:
-    from snip_megatron.optimizers.kernels.drift import DriftSums, ErrorSizes
+    from snip_megatron.optimizers.kernels.update_error import ErrorSizes, ErrorSums
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepScale:
 
 
 @dataclass(frozen=True)
-class LinearDrift:
+class LinearUpdateError:
     """This rank's share of a linear's columns in the statistics table, float64; see ``table.py``."""
 
     drift2: torch.Tensor
@@ -56,7 +56,7 @@ class LinearDrift:
     v2: torch.Tensor
 
 
-def linear_drift(
+def linear_update_error(
     recorder: LinearRecorder,
     gradient: torch.Tensor,
     state: Update,
@@ -68,8 +68,8 @@ def linear_drift(
     seed: int,
     tokens: float | None = None,
     words: Words = sign_words,
-) -> LinearDrift:
-    """Evaluate the drift of this rank's elements [start, end) of a linear's local weight.
+) -> LinearUpdateError:
+    """Evaluate the update error of this rank's elements [start, end) of a linear's local weight.
 
     Args:
         recorder: recorder of the linear, after :func:`snip_megatron.statistics.reduction.reduce_columns`.
@@ -88,7 +88,7 @@ def linear_drift(
     # The outer product of column norms gives the relative sizes; it is scaled to the norm Σ_t ‖G_t‖²‖X_t‖².
     rescale = s2 * tokens / (g2 * x2) if g2 > 0 and x2 > 0 else 0.0
     if isinstance(state, AdamWState) and _has_kernel(gradient):
-        return _linear_drift_by_kernel(recorder, gradient, state, scale, power, rescale, seed, words)
+        return _linear_by_kernel(recorder, gradient, state, scale, power, rescale, seed, words)
 
     elements = slice(state.start, state.end)
     z = error_signs(seed, handle.out_features, handle.in_features).view(-1)[elements]
@@ -96,15 +96,15 @@ def linear_drift(
     base = state.direction(g)
     per_token = torch.outer(g_cols, x_cols).view(-1)[elements] * power
     unit = (per_token * rescale).sqrt().float() * (z * scale.clip)
-    drift2 = state.squared_drift(g, unit, RHO_GRID.tolist(), base)
+    drift2 = state.squared_error(g, unit, RHO_GRID.tolist(), base)
 
     wdrift2, wsigma2 = [], []
     for dx, dg in zip(dx_cols, dg_cols, strict=True):
         variance = (torch.outer(dg, x_cols) + torch.outer(g_cols, dx)).view(-1)[elements] * power
         wsigma2.append(variance.sum())
-        wdrift2.append(state.squared_drift(g, variance.sqrt().float() * (z * scale.clip), [1.0], base)[0])
+        wdrift2.append(state.squared_error(g, variance.sqrt().float() * (z * scale.clip), [1.0], base)[0])
     m2, v2 = state.moments()
-    return LinearDrift(
+    return LinearUpdateError(
         drift2=drift2,
         wdrift2=torch.stack(wdrift2),
         wsigma2=torch.stack(wsigma2),
@@ -117,7 +117,7 @@ def _has_kernel(gradient: torch.Tensor) -> bool:
     return has_kernels(gradient) and gradient.numel() < 2**31 - 2**16  # the kernel's indices have 32 bits
 
 
-def _linear_drift_by_kernel(
+def _linear_by_kernel(
     recorder: LinearRecorder,
     gradient: torch.Tensor,
     state: AdamWState,
@@ -126,9 +126,9 @@ def _linear_drift_by_kernel(
     rescale: float,
     seed: int,
     words: Words,
-) -> LinearDrift:
-    """Evaluate :func:`linear_drift` of AdamW on a GPU: one read of g, m and v serves all errors."""
-    from snip_megatron.optimizers.kernels.drift import ErrorSizes
+) -> LinearUpdateError:
+    """Evaluate :func:`linear_update_error` of AdamW on a GPU: one read of g, m and v serves all errors."""
+    from snip_megatron.optimizers.kernels.update_error import ErrorSizes
 
     handle = recorder.handle
     x_cols, g_cols, dx_cols, dg_cols = recorder.columns()
@@ -144,20 +144,20 @@ def _linear_drift_by_kernel(
     )
     sums = _kernel_sums(gradient, state, scale, sizes, words)
     m2, v2 = state.moments()
-    return LinearDrift(sums.by_rho, sums.by_format, sums.error2 / scale.clip**2, m2, v2)
+    return LinearUpdateError(sums.by_rho, sums.by_format, sums.error2 / scale.clip**2, m2, v2)
 
 
 def _kernel_sums(
     gradient: torch.Tensor, state: AdamWState, scale: StepScale, sizes: ErrorSizes, words: Words
-) -> DriftSums:
-    from snip_megatron.optimizers.kernels.drift import drift_sums
+) -> ErrorSums:
+    from snip_megatron.optimizers.kernels.update_error import error_sums
 
     own = gradient.reshape(-1)[state.start : state.end]
     factor, noise = scale.gradient * scale.clip, scale.variance**0.5
-    return drift_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise, words=words)
+    return error_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise, words=words)
 
 
-def sink_drift(
+def sink_update_error(
     gradient: torch.Tensor,
     state: Update,
     scale: StepScale,
@@ -166,7 +166,7 @@ def sink_drift(
     first_row: int,
     words: Words = sign_words,
 ) -> torch.Tensor:
-    """Return the squared drift over the ρ grid of a parameter that is no linear, float64 [len(RHO_GRID)].
+    """Return the squared update error over the ρ grid of a parameter that is no linear, float64 [len(RHO_GRID)].
 
     An error of relative size ρ gives each element ρ times the root mean square of its row: the row of a token in the
     embedding, or the whole weight of a norm. A row without gradient gets no error.
@@ -184,14 +184,14 @@ def sink_drift(
     rows = torch.arange(first_row, first_row + matrix.shape[0], device=gradient.device)
     cols = torch.arange(matrix.shape[1], device=gradient.device)
     if isinstance(state, AdamWState) and _has_kernel(gradient):
-        from snip_megatron.optimizers.kernels.drift import ErrorSizes
+        from snip_megatron.optimizers.kernels.update_error import ErrorSizes
 
         sizes = ErrorSizes(seed, rows, cols, rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64))
         return _kernel_sums(gradient, state, scale, sizes, words).by_rho
     z = error_signs(seed, rows, cols)
     elements = slice(state.start, state.end)
     unit = (rms[:, None] * z).view(-1)[elements] * scale.clip
-    return state.squared_drift(_gradient(gradient, state, scale), unit, RHO_GRID.tolist())
+    return state.squared_error(_gradient(gradient, state, scale), unit, RHO_GRID.tolist())
 
 
 def _gradient(gradient: torch.Tensor, state: Update, scale: StepScale) -> torch.Tensor:

@@ -1,8 +1,11 @@
-"""Weight divergence: how far one option changes the optimizer's next update, summed over all linears.
+"""The divergences of every option: its effect on the loss of its step, and on the optimizer's next update.
 
-An option changes the gradients of its own linear *and of others*: fprop through the activations and the loss, dgrad
-through the residual gradient. Source: docs/method.md, Weight divergence, steps 3–6. Without these cross-layer gains the
-weight divergence of wgrad alone ranks options worse than chance.
+**Loss divergence** ΔL: only fprop has one. dgrad and wgrad do not change the loss of their step.
+
+**Weight divergence** ΔW: how far one option changes the optimizer's next update, summed over all linears. An option
+changes the gradients of its own linear *and of others*: fprop through the activations and the loss, dgrad through the
+residual gradient (docs/method.md, Weight divergence, steps 3–6). Without these cross-layer gains the weight divergence
+of wgrad alone ranks options worse than chance.
 
 Scale: ρ and ξ are errors *relative* to a linear's gradient noise, ‖δ∇W‖²/‖s‖², where ‖s‖² is the sum of squares of the
 per-token gradients. Numerator and denominator are both sums over independent tokens, so ρ of a probe equals ρ of a
@@ -15,20 +18,79 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Gemm
-from snip_megatron.sensitivity.loss_divergence import (
-    DGRAD,
-    FPROP,
-    WGRAD,
-    FloatArray,
-    experts,
-    format_column,
-    linear_shape,
-)
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
 
+FloatArray = NDArray[np.float64]
+
+FPROP, DGRAD, WGRAD = (list(Gemm).index(g) for g in (Gemm.FPROP, Gemm.DGRAD, Gemm.WGRAD))
+
+
+def format_column(table: StatisticsTable, column: str, formats: Sequence[str]) -> FloatArray:
+    """Return a per-format column, float64 [linears, len(formats)]. See :func:`of_formats`."""
+    return of_formats(table, table.by_format[column], formats)
+
+
+def of_formats[T: np.generic](table: StatisticsTable, values: NDArray[T], formats: Sequence[str]) -> NDArray[T]:
+    """Select ``formats`` from the last axis of ``values``, in their order. bf16 has no error and gets zeros.
+
+    Raises SnipError if the table was recorded without one of the formats.
+    """
+    missing = [f for f in formats if f not in table.formats and f != Format.BF16.value]
+    if missing:
+        raise SnipError(
+            f"the statistics of step {table.step} hold no {missing[0]} (only {', '.join(table.formats)});"
+            " record them with the same candidate formats"
+        )
+    zeros = np.zeros(values.shape[:-1], dtype=values.dtype)
+    return np.stack([values[..., table.formats.index(f)] if f in table.formats else zeros for f in formats], axis=-1)
+
+
+def linear_shape(table: StatisticsTable) -> tuple[FloatArray, FloatArray]:
+    """Return (N, K) of every linear, float64 [linears] each."""
+    return (
+        np.array([row.n for row in table.linears], dtype=np.float64),
+        np.array([row.k for row in table.linears], dtype=np.float64),
+    )
+
+
+def experts(table: StatisticsTable) -> FloatArray:
+    """Return the number of matrices that each row stands for, float64 [linears]. It is 1 except for experts."""
+    return np.array([row.experts for row in table.linears], dtype=np.float64)
+
+
+def _only_fprop(values: FloatArray) -> FloatArray:
+    full = np.zeros((values.shape[0], len(Gemm), values.shape[1]))
+    full[:, FPROP] = values
+    return full
+
+
+def second_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
+    """Return ΔL₂ = (T/2)·Σ_t (G_t·E_t)² of every option, in nats, float64 [linears, 3, formats] (docs/method.md, loss
+    divergence).
+
+    ΔL₂ is additive over options and independent of T: it is the empirical Fisher estimate for the mean token loss.
+    """
+    return _only_fprop(0.5 * table.tokens * format_column(table, "c2", formats))
+
+
+def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
+    """Return ΔL₁ = sqrt(‖D‖²‖δX‖²/(T·K) + ‖∇W‖²‖δW‖²/(N·K)), in nats, float64 [linears, 3, formats].
+
+    ΔL₁ is the RMS of the first-order change. It decreases as 1/√T and is not additive, so it serves only to rank single
+    options (docs/method.md).
+    """
+    n, k = linear_shape(table)
+    active = np.array([row.active for row in table.linears])
+    from_x = (table.linear["d2"] / (table.tokens * active * k))[:, None] * format_column(table, "dx_row2", formats)
+    from_w = (table.linear["gw2"] / (n * k * experts(table)))[:, None] * format_column(table, "dw2", formats)
+    return _only_fprop(np.sqrt(from_x + from_w))
+
+
+# -- weight divergence -------------------------------------------------------------------------------------------------
 EMBEDDING = "embedding"
 """Prefix of the names of embeddings among the sinks. The other sinks are norms."""
 
@@ -36,7 +98,7 @@ _TINY = 1e-300
 
 
 @dataclass(frozen=True)
-class Reach:
+class Propagation:
     """Relative gradient errors √(ρ² + ξ²) that options of one GEMM and format cause. An option is the GEMM of one
     linear.
 
@@ -93,7 +155,7 @@ def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
     return root
 
 
-def fprop_reach(table: StatisticsTable, fmt: str) -> Reach:
+def fprop_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     """Return where the error of an fprop in ``fmt`` goes (recipe, steps 2 and 3).
 
     The forward-noise pass gives the relative change of every X_j and G_j for noise at the embedding. An option of
@@ -116,7 +178,7 @@ def fprop_reach(table: StatisticsTable, fmt: str) -> Reach:
     activation = k * _ratio(table.linear["fx2"], table.linear["xs2"])[None, :] * where.later
     local = local * (where.into_second | where.into_first)
     residual = _ratio(table.boundary["fr2"], table.boundary["r2"])
-    return Reach(
+    return Propagation(
         linears=np.sqrt(gradient**2 + activation**2 + local**2),
         sinks=k * residual[where.sink_boundary][None, :],
     )
@@ -134,7 +196,7 @@ def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
     return error
 
 
-def dgrad_reach(table: StatisticsTable, fmt: str, *, backward_noise: bool = False) -> Reach:
+def dgrad_propagation(table: StatisticsTable, fmt: str, *, backward_noise: bool = False) -> Propagation:
     """Return where the error of a dgrad in ``fmt`` goes (recipe, step 4).
 
     Relative to the residual gradient that it enters, the error is q = ‖E_D‖/‖D‖ · ‖r_b − r_{b+1}‖/‖r_b‖. It travels
@@ -164,20 +226,20 @@ def dgrad_reach(table: StatisticsTable, fmt: str, *, backward_noise: bool = Fals
         measured = _ratio(table.linear["bg2"], table.linear["gs2"])[None, :]
         to_linear = to_linear * _ratio(measured**2, at_option**2)
         to_sink = to_sink * _ratio(residual[where.sink_boundary][None, :] ** 2, at_option**2)
-    return Reach(
+    return Propagation(
         linears=q * to_linear + local * where.behind_first,
         sinks=q * to_sink + local * where.own_sink,
     )
 
 
-def drift(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
-    """Return F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the tabulated drift (recipe, step 6).
+def update_error(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
+    """Return F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the tabulated update error (recipe, step 6).
 
     F is linear in ρ below RHO_GRID and below the smallest error that changed the update (Lion's update moves in steps).
-    It is constant above the grid. A parameter of norm 0 has no relative drift and counts as 0.
+    It is constant above the grid. A parameter of norm 0 has no relative update error and counts as 0.
 
     Args:
-        drift2: tabulated squared drift [owners, grid].
+        drift2: tabulated squared update error [owners, grid].
         w2: ‖W‖² [owners].
         rho: relative errors [options, owners].
 
@@ -185,11 +247,11 @@ def drift(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
         float64 [options, owners].
     """
     log_grid = np.log(RHO_GRID)
-    log_drift = 0.5 * np.log(np.maximum(_without_zeros(drift2), _TINY))
+    log_error = 0.5 * np.log(np.maximum(_without_zeros(drift2), _TINY))
     log_rho = np.log(np.maximum(rho, _TINY))
     position = np.clip(np.searchsorted(log_grid, log_rho, side="right") - 1, 0, len(log_grid) - 2)
     owner = np.broadcast_to(np.arange(rho.shape[1])[None, :], rho.shape)
-    low, high = log_drift[owner, position], log_drift[owner, position + 1]
+    low, high = log_error[owner, position], log_error[owner, position + 1]
     part = np.clip((log_rho - log_grid[position]) / (log_grid[position + 1] - log_grid[position]), 0.0, 1.0)
     value = np.exp(low + part * (high - low)) * np.minimum(rho / RHO_GRID[0], 1.0)
     moved = (w2 > 0.0) & np.any(drift2 > 0.0, axis=1)
@@ -208,9 +270,9 @@ def _without_zeros(drift2: FloatArray) -> FloatArray:
     return filled
 
 
-def _total_drift(table: StatisticsTable, reach: Reach) -> FloatArray:
-    linears = drift(table.drift2, table.linear["w2"], reach.linears).sum(axis=1)
-    sinks = drift(table.sink_drift2, table.sink_w2, reach.sinks).sum(axis=1)
+def _total_update_error(table: StatisticsTable, reached: Propagation) -> FloatArray:
+    linears = update_error(table.drift2, table.linear["w2"], reached.linears).sum(axis=1)
+    sinks = update_error(table.sink_drift2, table.sink_w2, reached.sinks).sum(axis=1)
     total: FloatArray = linears + sinks
     return total
 
@@ -221,7 +283,7 @@ def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backwar
     ΔW is a sum of relative changes of the optimizer's update and has no unit. wgrad changes its own linear only
     (recipe, step 5).
 
-    Raises SnipError if the table lacks a format, the forward-noise pass or the optimizer's drift.
+    Raises SnipError if the table lacks a format, the forward-noise pass or the optimizer's update error.
     """
     if not np.any(table.drift2 > 0.0):
         raise SnipError(
@@ -230,9 +292,9 @@ def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backwar
         )
     scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
     for column, fmt in enumerate(formats):
-        scores[:, FPROP, column] = _total_drift(table, fprop_reach(table, fmt))
-        reach = dgrad_reach(table, fmt, backward_noise=backward_noise)
-        scores[:, DGRAD, column] = _total_drift(table, reach)
+        scores[:, FPROP, column] = _total_update_error(table, fprop_propagation(table, fmt))
+        reached = dgrad_propagation(table, fmt, backward_noise=backward_noise)
+        scores[:, DGRAD, column] = _total_update_error(table, reached)
     scores[:, WGRAD] = _ratio(format_column(table, "wdrift2", formats), table.linear["w2"][:, None])
     return scores
 
@@ -264,10 +326,10 @@ def added_variance(table: StatisticsTable, formats: Sequence[str], *, backward_n
     relative = np.concatenate([by_linear, np.full(len(table.sinks), overall)])
     scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
     for column, fmt in enumerate(formats):
-        forward = fprop_reach(table, fmt)
-        backward = dgrad_reach(table, fmt, backward_noise=backward_noise)
-        for gemm, reach in ((FPROP, forward), (DGRAD, backward)):
-            scores[:, gemm, column] = np.hstack([reach.linears, reach.sinks]) ** 2 @ (weights * relative)
+        forward = fprop_propagation(table, fmt)
+        backward = dgrad_propagation(table, fmt, backward_noise=backward_noise)
+        for gemm, reached in ((FPROP, forward), (DGRAD, backward)):
+            scores[:, gemm, column] = np.hstack([reached.linears, reached.sinks]) ** 2 @ (weights * relative)
     of_a_step = natural * table.tokens / table.tokens_per_step
     sigma = _ratio(format_column(table, "wsigma2", formats), of_a_step[:, None])
     scores[:, WGRAD] = sigma**2 * weights[: len(table.linears), None]
