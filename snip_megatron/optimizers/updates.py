@@ -1,4 +1,4 @@
-"""The next update of each supported optimizer, and its update error: how far an error of the gradient changes the update.
+"""The next update of each supported optimizer, and its update error: how far an error of the gradient changes it.
 
 ΔW = ‖u(g+δ) − u(g)‖ / ‖W‖ (docs/method.md, Weight divergence). u is the step that the optimizer takes from its own
 state, without learning rate and weight decay. A state object covers the elements [start, end) of the flattened local
@@ -20,7 +20,8 @@ from snip_megatron.statistics.squares import sum_squares
 MUON_SAMPLES = (0.0, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Positions in a sorted list of error sizes at which Muon's update error is evaluated; the others are interpolated.
 
-Each evaluation takes one orthogonalisation. The update error is proportional to small errors and bends where it saturates.
+Each evaluation takes one orthogonalisation. The update error is proportional to small errors, and bends where it
+saturates.
 """
 
 

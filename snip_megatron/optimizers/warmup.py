@@ -1,4 +1,4 @@
-"""Records a linear and evaluates AdamW's update error on dummy tensors before training, which compiles their kernels."""
+"""Records a linear and evaluates AdamW's update error on dummy tensors before training, to compile their kernels."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def dgrad_propagation(table: StatisticsTable, fmt: str, *, backward_noise: bool 
 
 
 def update_error(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
-    """Return F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the tabulated update error (recipe, step 6).
+    """Return F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the table (recipe, step 6).
 
     F is linear in ρ below RHO_GRID and below the smallest error that changed the update (Lion's update moves in steps).
     It is constant above the grid. A parameter of norm 0 has no relative update error and counts as 0.

@@ -62,9 +62,9 @@ def update_error_kernel(
 ):  # fmt: skip
     """Sum over one block of elements [start, start + size) of a flattened [N, K] weight.
 
-    ``sums`` [RHOS + 2·FORMATS, blocks] holds the squared update error at each ρ divided by ρ², then the squared update error of each
-    candidate, then the square of its error. ``var_rows`` [1 + FORMATS, N] and ``var_cols`` [1 + FORMATS, K] are those
-    of ``update_error.ErrorSizes``.
+    ``sums`` [RHOS + 2·FORMATS, blocks] holds the squared update error at each ρ divided by ρ², then that of each
+    candidate, then the square of the candidate's own error. ``var_rows`` [1 + FORMATS, N] and ``var_cols`` [1 +
+    FORMATS, K] are those of ``update_error.ErrorSizes``.
     """
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
