@@ -10,7 +10,7 @@ from typing import Any
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.compat import own_script
+from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.startup import Startup, check_sources, is_rank_zero
 
 
@@ -66,12 +66,12 @@ def run_attached(
     Raises:
         SnipError: If the configuration cannot work, or if the script did not parse SNIP's arguments.
     """
-    call, args = own_script.bound_call(positional, named), own_script.parsed_arguments()
+    call, args = pretraining.bound_call(positional, named), pretraining.parsed_arguments()
     if not hasattr(args, "snip"):
         check_sources([] if getattr(args, "yaml_cfg", None) is None else ["--yaml-cfg"])
         raise SnipError(
             "attach() finds no --snip arguments: parse with extra_args_provider=snip_arguments(<your provider, if any>)"
         )
     prepare_megatron(args, startup)
-    with own_script.hooked_model(call, on_cpu=startup.on_cpu) as model, under_snip(args, model):
+    with pretraining.hooked_model(call, on_cpu=startup.on_cpu) as model, under_snip(args, model):
         return pretrain(*call.args, **call.kwargs)

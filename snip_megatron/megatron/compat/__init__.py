@@ -17,10 +17,10 @@ from snip_megatron.megatron.compat.graphs import (
     schedule_without_graph,
 )
 from snip_megatron.megatron.compat.groups import embedding_group, process_groups
-from snip_megatron.megatron.compat.learning_rate import learning_rate
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
     attention_logits_kept,
+    learning_rate,
     loss_tokens_counted,
     quiet_schedule,
     rerun_disabled,

@@ -1,13 +1,16 @@
-"""Megatron's CUDA graphs: which implementation is used, and how passes run without its graphs.
+"""Megatron's CUDA graphs: which implementation is used, how passes run without them, and how they are captured anew.
 
-The names of Megatron that this module, :mod:`snip_megatron.megatron.compat.recapture` and
-:mod:`snip_megatron.megatron.compat.te_graphs` use are checked when this module is imported.
+Megatron's three implementations capture once, in the first steps, and expect that a layer always computes the same.
+Deleting the graphs returns an implementation to its state before the capture. The names of Megatron that this module
+and :mod:`snip_megatron.megatron.compat.te_graphs` use are checked when this module is imported.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import megatron.training.training as training
@@ -111,3 +114,170 @@ def parameters(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
 
 def _never(*args: Any, **kwargs: Any) -> bool:
     return False
+
+
+class Graphs:
+    """Base class of the graphs of one implementation in this process.
+
+    Attributes:
+        seconds: duration of the captures since the last call of :meth:`take`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def captured(self) -> bool:
+        """Whether graphs have been captured."""
+        raise NotImplementedError
+
+    @property
+    def idle_bytes(self) -> float:
+        """Bytes that are reserved for graphs, and that nothing else can use while no graph runs; 0 if not known."""
+        return 0.0
+
+    def choose(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
+        """Return the layers to capture anew when linears have changed their formats, or None for all. Collective.
+
+        Args:
+            changed: the linears of this rank whose formats are not those that were captured.
+        """
+        return None
+
+    def renew(
+        self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
+    ) -> None:
+        """Delete graphs. They are captured again under the map in force, at once or in the next steps.
+
+        Args:
+            model: the model chunks of this rank.
+            args: Megatron's arguments.
+            layers: what :meth:`choose` returned.
+        """
+        raise NotImplementedError
+
+    def accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
+        """Set the function that returns, at every capture, the weights whose backward adds to ``main_grad`` itself.
+
+        Such a backward returns a dummy gradient to autograd. Only Transformer Engine's graphs need them.
+        """
+
+    def watched(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``forward_backward_func``, wrapped to time the captures that it makes."""
+        return forward_backward_func
+
+    def take(self) -> tuple[float, Mapping[str, Any]]:
+        """Return the duration of the captures since the last call, with further fields of the event, and reset it."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds, {}
+
+    def close(self) -> None:
+        """Undo all changes of Megatron's classes."""
+        self._undo.close()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        before = owner.__dict__[name]
+        setattr(owner, name, value)
+        self._undo.callback(setattr, owner, name, before)
+
+
+class LocalGraphs(Graphs):
+    """Megatron's own implementation, with one graph per layer and microbatch.
+
+    One step records the order of the layers. The graphs are created in this order at the end of the step. They share a
+    memory pool and pass buffers to each other, so that all of them must be captured anew together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        create = _RECORD._create_cudagraphs
+
+        def timed(record: Any) -> Any:
+            figures = create()
+            if figures:
+                self.seconds += figures["time"]
+            return figures
+
+        self._replace(_RECORD, "_create_cudagraphs", classmethod(timed))
+        apply = core._apply_cudagraph_buffer_metadata
+
+        def noted(tensor: Any, **named: Any) -> Any:
+            metadata = apply(tensor, **named)
+            self._metadata.append(weakref.ref(metadata))
+            return metadata
+
+        self._metadata: list[weakref.ref[Any]] = []  # what a recording has noted at tensors
+        self._replace(core, "_apply_cudagraph_buffer_metadata", noted)
+
+    @property
+    def captured(self) -> bool:
+        """See :class:`Graphs`."""
+        return bool(_RECORD.cudagraph_created)
+
+    def renew(
+        self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
+    ) -> None:
+        """See :class:`Graphs`. The next step is recorded."""
+        torch.cuda.synchronize()
+        for chunk in model:
+            for module in chunk.modules():
+                if isinstance(module, core.CudaGraphManager):
+                    module.cudagraph_runners.clear()
+                    module.custom_cudagraphs_lookup_table.clear()
+        core.delete_cuda_graphs()
+        for parameter in parameters(model):
+            parameter.__dict__.pop("_cudagraph_wgrad_ready_event", None)
+        # Tensors that outlive a step, such as rotary embeddings, would otherwise count as inputs of the old graphs.
+        for metadata in filter(None, (noted() for noted in self._metadata)):
+            vars(metadata).update(vars(core.CudagraphBufferMetadata()))
+        self._metadata.clear()
+        core.fwd_buffer_reuse_ref_count = core.bwd_buffer_reuse_ref_count = 0
+        # The constructor of a manager does this, and the deletion does not undo it.
+        core.CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
+        _RECORD._enable_saved_tensors_observer()
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+
+class FullIterationGraphs(Graphs):
+    """One graph of all forwards and backwards of a step. The first steps run without it."""
+
+    @property
+    def captured(self) -> bool:
+        """See :class:`Graphs`."""
+        return FullCudaGraphWrapper.cuda_graph["training"] is not None
+
+    def renew(
+        self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
+    ) -> None:
+        """See :class:`Graphs`. The next step runs without a graph and compiles kernels. The one after it captures."""
+        torch.cuda.synchronize()
+        FullCudaGraphWrapper.reset_cuda_graph(None, "training")  # a method that only uses the class
+        FullCudaGraphWrapper.curr_iteration["training"] = args.cuda_graph_warmup_steps - 1
+        full._shared_graph_pool = None  # the pool of deleted graphs cannot be used again
+        torch.cuda.empty_cache()
+
+    def watched(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
+        """See :class:`Graphs`."""
+
+        def watching(**named: Any) -> Any:
+            before, started = self.captured, time.perf_counter()
+            if not before:
+                _gather_in_the_step(named["model"])
+            result = forward_backward_func(**named)
+            if self.captured and not before:
+                self.seconds += time.perf_counter() - started
+            return result
+
+        return watching
+
+
+def _gather_in_the_step(model: Sequence[Any]) -> None:
+    """Make the next step gather the parameters even if a probe or a validation has gathered them already.
+
+    A graph that is captured in this step must contain the gather, because every replay needs it.
+    """
+    for chunk in model:
+        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        if chunk.ddp_config.overlap_param_gather and all(group.param_gather_handle is None for group in groups):
+            chunk.reset_param_sync_dispatch_state()

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from megatron.core.transformer import cuda_graphs as core
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from snip_megatron.megatron.compat.graphs import parameters
+from snip_megatron.megatron.compat.graphs import FullIterationGraphs, Graphs, LocalGraphs, parameters
 from snip_megatron.megatron.compat.random_state import rng_state, set_rng_state
-from snip_megatron.megatron.compat.recapture import FullIterationGraphs, Graphs, LocalGraphs
 
 _WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of its own: kernels are compiled by then
 _ROOM = 2.5

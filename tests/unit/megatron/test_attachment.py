@@ -12,7 +12,7 @@ from megatron.training import global_vars
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.attachment import run_attached
-from snip_megatron.megatron.compat.own_script import bound_call, hooked_model
+from snip_megatron.megatron.compat.pretraining import bound_call, hooked_model
 from snip_megatron.megatron.model_linears import check_shapes, linear_names
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.precision import LinearId
