@@ -1,6 +1,6 @@
 """The GEMMs of a linear in any format on the bf16 tensor cores of a GPU since Ampere, with the numerics of the format.
 
-One Triton kernel reads a tensor once and writes its quantised numbers in bf16, where they are exact
+A Triton kernel writes the quantised numbers of an operand in bf16, where they are exact
 (:mod:`snip_megatron.quantization.exact`). Products of bf16 numbers are exact too, and are added in FP32. So the result
 is that of the format's own GEMM, up to the order of the FP32 additions, at nearly the speed of bf16. See README.md.
 """
@@ -52,7 +52,7 @@ class EmulatedBackend(GemmBackend):
         first_row: int = 0,
         rotation: Rotation | None = None,
     ) -> Sides:
-        """See the base class. One read serves both GEMMs."""
+        """See the base class."""
         row, col = _quantised(formats)
         plain = super()._quantize(x, formats, amax, keys=keys, cols=cols, first_row=first_row, rotation=rotation)
         if row is None and col is None:

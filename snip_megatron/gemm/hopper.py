@@ -16,7 +16,7 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend, Sides
 from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
-from snip_megatron.gemm.parcels import Fours, Parcel, operand_parcel
+from snip_megatron.gemm.parcels import Packing, Parcel, operand_parcel
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
 from snip_megatron.quantization.hadamard import Rotation
@@ -28,7 +28,7 @@ NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
 _NOTHING = Operands(None, None)
 
 
-class Quantizers(Fours, Protocol):
+class Quantizers(Packing, Protocol):
     """The functions of ``quantization.packed``, which ``quantization.kernels.quantize`` has as Triton kernels."""
 
     quantize_tiles: Callable[..., Operands]

@@ -17,9 +17,8 @@ from torch import Tensor
 from snip_megatron.gemm.operands import Plain, Side
 from snip_megatron.gemm.reference import gradient_rounding
 from snip_megatron.precision import FOUR_BIT, Format
-from snip_megatron.quantization.fours import side_by_side
 from snip_megatron.quantization.packed import Operand
-from snip_megatron.quantization.wire import WireMatrix, decode, encode
+from snip_megatron.quantization.wire import WireMatrix, decode, encode, side_by_side
 
 
 @dataclass(frozen=True)
@@ -82,38 +81,38 @@ def _opened_wire(fmt: Format, axis: int, cols: int, sent: int, *tensors: Tensor)
 
 
 # -- operands of Hopper's GEMMs ----------------------------------------------------------------------------------------
-class Fours(Protocol):
-    """The functions of :mod:`snip_megatron.quantization.fours`, in torch or in Triton."""
+class Packing(Protocol):
+    """The functions of :mod:`snip_megatron.quantization.wire`, in torch or in Triton."""
 
-    pack_fours: Callable[..., Tensor]
-    unpack_fours: Callable[..., Tensor]
+    pack_fp4: Callable[..., Tensor]
+    unpack_fp4: Callable[..., Tensor]
 
 
-def operand_parcel(shard: Operand, fmt: Format, axis: int, fours: Fours) -> Parcel:
+def operand_parcel(shard: Operand, fmt: Format, axis: int, packing: Packing) -> Parcel:
     """Return the parcel of an operand with scales of tiles, or of a whole tensor that all ranks share.
 
     Args:
         shard: rows are tokens, or the reduction runs over tokens, whose number is then a multiple of 128.
         fmt: the format. Four-bit elements are packed two to a byte.
         axis: as in :func:`plain_parcel`.
-        fours: the functions that pack them.
+        packing: the functions that pack them.
     """
     values = shard.values.view(torch.uint8)
     if fmt in FOUR_BIT:
-        values = fours.pack_fours(values)
-    opened = partial(_opened_operand, shard.scaling, shard.depth, fmt, axis, fours)
+        values = packing.pack_fp4(values)
+    opened = partial(_opened_operand, shard.scaling, shard.depth, fmt, axis, packing)
     if shard.scaling == "tensor":
         return Parcel((values,), opened, (shard.scale,))
     return Parcel((values, shard.scale.t()), opened)
 
 
 def _opened_operand(
-    scaling: str, depth: int, fmt: Format, axis: int, fours: Fours, values: Tensor, scale: Tensor
+    scaling: str, depth: int, fmt: Format, axis: int, packing: Packing, values: Tensor, scale: Tensor
 ) -> Operand:
     """Return the operand of all tokens. ``values`` [ranks, rows, depth]; ``scale`` [ranks, tiles, rows] or [1]."""
     along_tokens = axis == 0
     parts = values if along_tokens else values.flatten(0, 1).unsqueeze(0)
-    whole = fours.unpack_fours(parts) if fmt in FOUR_BIT else side_by_side(parts)
+    whole = packing.unpack_fp4(parts) if fmt in FOUR_BIT else side_by_side(parts)
     if scaling != "tensor":
         scale = (scale.flatten(0, 1) if along_tokens else side_by_side(scale)).t()
     return Operand(whole.view(torch.float8_e4m3fn), scale, scaling, depth * len(values) if along_tokens else depth)

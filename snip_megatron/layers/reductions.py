@@ -3,7 +3,7 @@
 Those of a linear over tensor parallel ranks are of Y (row parallel linears) and of ∂L/∂X (column parallel ones). Under
 sequence parallelism every rank has a partial result for all tokens, and wants the sum for its own tokens. That is a
 reduce-scatter in the training dtype, or with ``--snip-communication all`` an exchange of quantised partial sums
-(:mod:`snip_megatron.quantization.partials`), which is half the bytes. The distributed optimizer's reduce-scatter of
+(:mod:`snip_megatron.quantization.wire`), which is half the bytes. The distributed optimizer's reduce-scatter of
 gradients may be such an exchange too (``--snip-gradient-reduction fp8``), which is a quarter of FP32's bytes.
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.quantization import partials
+from snip_megatron.quantization import wire
 from snip_megatron.quantization.formats import TILE
 
 Group = dist.ProcessGroup | None
@@ -165,9 +165,9 @@ def rehearse_quantised(x: Tensor, ranks: int) -> None:
 
 
 def _arithmetic(x: Tensor) -> ModuleType:
-    """Return the functions of ``partials`` for the device of ``x``."""
+    """Return the functions of ``wire`` for the device of ``x``."""
     if not x.is_cuda or importlib.util.find_spec("triton") is None:
-        return partials
-    from snip_megatron.quantization.kernels import partials as kernels
+        return wire
+    from snip_megatron.quantization.kernels import quantize as kernels
 
     return kernels

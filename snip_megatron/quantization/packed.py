@@ -16,10 +16,10 @@ from torch import Tensor
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import FOUR_BIT, Format
 from snip_megatron.quantization.formats import TILE, resolve
-from snip_megatron.quantization.fours import pack_fours as pack_fours
-from snip_megatron.quantization.fours import unpack_fours as unpack_fours
 from snip_megatron.quantization.reference import Quantized, quantize
 from snip_megatron.quantization.rounding import Key
+from snip_megatron.quantization.wire import pack_fp4 as pack_fp4
+from snip_megatron.quantization.wire import unpack_fp4 as unpack_fp4
 
 STORED = (Format.FP8, Format.FP4)
 """Formats with 1×128 tiles and 128×128 blocks that E4M3 storage with FP32 scales can represent."""

@@ -1,8 +1,15 @@
-"""Quantised matrices as the bytes that ranks exchange: elements in 8 or 4 bits, and scales as their format stores them.
+"""What ranks exchange, in plain torch: quantised matrices as bytes, and partial sums of matrices.
 
-Decoding gives the numbers of :func:`snip_megatron.quantization.fake_quantize`, bit for bit. The reference GEMMs use
-this module, for all formats. The operands of Hopper's GEMMs have this form already
-(:mod:`snip_megatron.quantization.packed`).
+Elements have 8 bits, or 4, of which two lie in a byte; scales are as their format stores them. Decoding gives the
+numbers of :func:`snip_megatron.quantization.fake_quantize`, bit for bit. The reference GEMMs use this, for all formats.
+The operands of Hopper's GEMMs have this form already (:mod:`snip_megatron.quantization.packed`).
+
+Each of R ranks may hold a term of a sum of matrices, and want some rows of the sum. A rank quantises its term to FP8
+(E4M3) with one FP32 scale for each 1×128 tile, sends every other rank the rows that this one wants, and adds what it
+gets in FP32 in the order of the ranks. Rows that a rank keeps are not sent, so that they are not quantised. Tiles run
+along a row, so that no choice of rows cuts them.
+
+:mod:`snip_megatron.quantization.kernels.wire` has the functions of packed fp4 and of partial sums in Triton.
 """
 
 from __future__ import annotations
@@ -16,19 +23,65 @@ from torch.nn import functional
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import E2M1, SPECS, FormatSpec, Scaling
-from snip_megatron.quantization.fours import pack_fours, unpack_fours
 from snip_megatron.quantization.reference import Quantized, quantize
 
 _SCALE_BYTES = {Scaling.FP32: 4, Scaling.FP32_TENSOR: 0, Scaling.E4M3_FP32: 1, Scaling.E8M0: 1}
 _LOWEST_E8M0 = 0x00400000  # 2^-127 in FP32, which is subnormal there
 
+FORMAT = Format.FP8
+"""The format in which partial sums are exchanged: 1.031 bytes an element."""
 
+
+# -- packed fp4 --------------------------------------------------------------------------------------------------------
+def pack_fp4(values: Tensor) -> Tensor:
+    """Pack E2M1 numbers that are stored as E4M3.
+
+    Args:
+        values: uint8 [R, C], contiguous, C even: bytes of E4M3 numbers that are also E2M1 numbers. A NaN becomes an
+            arbitrary number, because E2M1 has no NaN. The scale of its tile is NaN.
+
+    Returns:
+        uint8 [R, C/2]. A byte holds the E2M1 code (a sign bit and the index of the magnitude) of an even column in its
+        lower half and that of the next column in its upper half.
+    """
+    magnitude = values & 0x7F
+    # Bytes 0x38, 0x3C, … 0x4C are 1, 1.5, 2, 3, 4, 6, with the indices 2 … 7. 0x30 is 0.5, with the index 1.
+    index = torch.where(magnitude >= 0x38, (magnitude >> 2) - 12, (magnitude >> 4) & 1) & 7
+    codes = index | ((values >> 4) & 8)
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_fp4(parts: Tensor) -> Tensor:
+    """Undo :func:`pack_fp4`, and set the matrices of several ranks side by side.
+
+    Args:
+        parts: uint8 [P, R, C/2], packed matrices of P ranks, contiguous.
+
+    Returns:
+        uint8 [R, P·C], bytes of E4M3 numbers.
+    """
+    codes = torch.stack((parts & 0xF, parts >> 4), -1).flatten(-2)
+    index = codes & 7
+    magnitude = torch.where(index >= 2, (index + 12) << 2, index * 0x30)
+    return side_by_side(magnitude | ((codes & 8) << 4))
+
+
+def side_by_side(parts: Tensor) -> Tensor:
+    """Return the P matrices of ``parts`` [P, R, C] side by side, [R, P·C]. One matrix is returned without a copy."""
+    if parts.shape[0] == 1:
+        return parts[0]
+    if parts.element_size() == 1 and parts.shape[2] % 8 == 0:  # a copy moves words instead of bytes
+        return side_by_side(parts.view(torch.int64)).view(parts.dtype)
+    return torch.cat(parts.unbind(), 1)
+
+
+# -- quantised matrices -----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WireMatrix:
     """A quantised matrix [rows, cols]. Concatenated along rows, the tensors of several matrices form one matrix.
 
     Attributes:
-        elements: uint8 [rows, cols] (E4M3) or [rows, ceil(cols/2)] (E2M1, see :func:`~.fours.pack_fours`).
+        elements: uint8 [rows, cols] (E4M3) or [rows, ceil(cols/2)] (E2M1, see :func:`pack_fp4`).
         scales: scales of the tiles: FP32, or uint8 for E4M3 and E8M0. None if the whole tensor has one scale.
         tensor_scale: 0-dim FP32, the scale of the whole tensor. None if the format has none.
     """
@@ -62,7 +115,7 @@ def encode(x: Tensor, format: Format, axis: int, **options: Any) -> WireMatrix:
     q = quantize(x, format, axis=axis, **options)
     values = q.values.to(torch.float8_e4m3fn).view(torch.uint8)
     if spec.element is E2M1:
-        values = pack_fours(functional.pad(values, (0, values.shape[1] % 2)))
+        values = pack_fp4(functional.pad(values, (0, values.shape[1] % 2)))
     if spec.scaling is Scaling.FP32_TENSOR:
         return WireMatrix(values, None, q.scale.reshape(-1)[0])
     if spec.scaling is Scaling.E8M0:
@@ -78,7 +131,7 @@ def decode(matrix: WireMatrix, format: Format, axis: int, cols: int) -> Tensor:
     """Return the numbers of a matrix that :func:`encode` made, FP32 [rows, cols]."""
     spec, elements = SPECS[format], matrix.elements
     if spec.element is E2M1:
-        elements = unpack_fours(elements.unsqueeze(0))[:, :cols]
+        elements = unpack_fp4(elements.unsqueeze(0))[:, :cols]
     values = elements.view(torch.float8_e4m3fn).to(torch.float32)
     if matrix.scales is None:
         assert matrix.tensor_scale is not None
@@ -96,3 +149,43 @@ def _scales(matrix: WireMatrix, spec: FormatSpec) -> Tensor:
     bits = matrix.scales.to(torch.int32) << 23
     power = torch.where(bits == 0, _LOWEST_E8M0, bits).view(torch.float32)
     return torch.where(matrix.scales == 0xFF, torch.nan, power)
+
+
+# -- partial sums ------------------------------------------------------------------------------------------------------
+def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a partial sum, to nearest.
+
+    Args:
+        x: fp32, bf16 or fp16 [rows, cols].
+
+    Returns:
+        The elements, uint8 [rows, cols], and the scales of the tiles, FP32 [rows, ceil(cols/128)]; both contiguous. A
+        tile that holds a NaN or an Inf has a scale that is NaN.
+    """
+    made = encode(x.detach(), FORMAT, 1)
+    assert made.scales is not None
+    return made.elements, made.scales
+
+
+def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Tensor:
+    """Return the sum of the rows that all ranks hold.
+
+    Terms are converted to FP32 and added in the order of the ranks. The sum is rounded once.
+
+    Args:
+        elements: uint8 [ranks, rows, cols], of :func:`pack_partial` on each rank. Those of ``rank`` are not read.
+        scales: FP32 [ranks, rows, ceil(cols/128)].
+        own: this rank's own rows [rows, cols], as they are.
+        rank: this rank.
+
+    Returns:
+        [rows, cols] in the dtype of ``own``.
+    """
+    terms = [
+        own.to(torch.float32) if place == rank else decode(WireMatrix(values, scale, None), FORMAT, 1, own.shape[1])
+        for place, (values, scale) in enumerate(zip(elements, scales, strict=True))
+    ]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total.to(own.dtype)

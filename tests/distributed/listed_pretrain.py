@@ -65,7 +65,7 @@ def install() -> None:
     from snip_megatron.megatron import conversion, fused_mlp
     from snip_megatron.megatron.warmup import WarmUp
     from snip_megatron.optimizers import rehearsal, updates, weight_drift
-    from snip_megatron.quantization import fours, packed, swiglu
+    from snip_megatron.quantization import packed, swiglu, wire
     from snip_megatron.quantization.kernels import quantize
     from snip_megatron.quantization.kernels import swiglu as kernel_swiglu
     from snip_megatron.runtime.probing import gradient_norms, update_errors
@@ -75,7 +75,7 @@ def install() -> None:
 
     names = ("quantize_tiles", "quantize_blocks", "quantize_tensor")
     quantisers = {name: both(getattr(quantize, name), getattr(packed, name)) for name in names}
-    quantisers |= {name: both(getattr(quantize, name), getattr(fours, name)) for name in ("pack_fours", "unpack_fours")}
+    quantisers |= {name: both(getattr(quantize, name), getattr(wire, name)) for name in ("pack_fp4", "unpack_fp4")}
     names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax", "swiglu_gradient_with_amax")
     activations = {name: both(getattr(kernel_swiglu, name), getattr(swiglu, name)) for name in names}
     activations["fits"] = kernel_swiglu.fits

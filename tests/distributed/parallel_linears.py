@@ -227,20 +227,20 @@ def sent(case: Case, group: dist.ProcessGroup) -> list[dict[str, int]]:
 
 def reduced(case: Case, group: dist.ProcessGroup) -> tuple[list[Tensors], list[torch.Tensor]]:
     """The results of two runs that quantise partial sums, and what this rank quantised of them in the first."""
-    from snip_megatron.quantization import partials
+    from snip_megatron.quantization import wire
 
-    original, seen = partials.pack_partial, []
+    original, seen = wire.pack_partial, []
 
     def pack(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(x.clone())
         return original(x)
 
-    partials.pack_partial = pack
+    wire.pack_partial = pack
     results = [run(case, group, packs=True, reduces=True) for _ in range(2)]
     found = seen[: len(seen) // 2]
     run(case, group, packs=True, reduces=True, forced=True)
     assert len(seen) == 2 * len(found), "a measuring pass has quantised partial sums"
-    partials.pack_partial = original
+    wire.pack_partial = original
     return results, found
 
 

@@ -26,8 +26,6 @@ from snip_megatron.quantization.kernels.arguments import (
     types_of,
     values_like,
 )
-from snip_megatron.quantization.kernels.fours import pack_fours as pack_fours
-from snip_megatron.quantization.kernels.fours import unpack_fours as unpack_fours
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.kernels.programs import (
     MAXIMA,
@@ -36,6 +34,9 @@ from snip_megatron.quantization.kernels.programs import (
     tensor_kernel,
     tile_kernel,
 )
+from snip_megatron.quantization.kernels.wire import add_partials as add_partials
+from snip_megatron.quantization.kernels.wire import pack_fp4 as pack_fp4
+from snip_megatron.quantization.kernels.wire import unpack_fp4 as unpack_fp4
 from snip_megatron.quantization.packed import Held, Operand, Operands, stored_format
 from snip_megatron.quantization.rounding import Key
 
@@ -99,6 +100,13 @@ def quantize_tiles(
             LAUNCH["stochastic" if row_random or col_random else "fp8 rows" if row_width == 8 and col else "tiles"],
         )  # fmt: skip
     return Operands(row, col)
+
+
+def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`snip_megatron.quantization.wire.pack_partial`."""
+    made = quantize_tiles(x, "fp8", None).row
+    assert made is not None
+    return made.values.view(torch.uint8)[:, : x.shape[1]].contiguous(), made.scale.contiguous()
 
 
 def quantize_blocks(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.cublaslt import CublasLt
 from snip_megatron.gemm.emulated import EmulatedBackend
@@ -232,8 +233,18 @@ class _Failing(EmulatedBackend):
 
 
 def test_wrong_numbers_and_failures_do_not() -> None:
-    wrong = unlike_reference(_Wrong(quantize_exact, ExactProducts()), "cpu", [BF16, NVFP4])
-    assert wrong == "nvfp4 dgrad differs from the reference by 1.0e-03 on this device"
+    wrong = unlike_reference(_Wrong(quantize_exact, ExactProducts()), "cpu", [BF16, MXFP8])
+    assert wrong == "mxfp8 dgrad differs from the reference by 1.0e-03 on this device"
     failing = unlike_reference(_Failing(quantize_exact, ExactProducts()), "cpu", [MXFP8])
     assert failing is not None
     assert "mxfp8 fails on this device (RuntimeError: no kernel image)" in failing
+
+
+class _Poisoning(EmulatedBackend):
+    def wgrad(self, g: Any, x: Any, *, out: Tensor | None) -> Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand more")
+
+
+def test_a_device_that_fails_ends_the_run() -> None:
+    with pytest.raises(SnipError, match=r"the device fails \(CUDA error: an illegal.*--snip-gemm reference$"):
+        unlike_reference(_Poisoning(quantize_exact, ExactProducts()), "cpu", [MXFP8])

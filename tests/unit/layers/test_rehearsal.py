@@ -15,7 +15,7 @@ from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.rehearsal import covering, rehearse_gemms, stand_in
 from snip_megatron.precision import Format, LinearId
-from snip_megatron.quantization import partials
+from snip_megatron.quantization import wire
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 
@@ -106,13 +106,13 @@ def test_partial_sums_that_training_quantises_are_quantised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With ``--snip-communication all``."""
-    seen, original = [], partials.pack_partial
+    seen, original = [], wire.pack_partial
 
     def pack(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(tuple(x.shape))
         return original(x)
 
-    monkeypatch.setattr(partials, "pack_partial", pack)
+    monkeypatch.setattr(wire, "pack_partial", pack)
     handle = replace(a_linear(), parallel=parallel, tp_size=2)
     for reduces in (False, True):
         handle.context.reduces = reduces

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from snip_megatron.quantization.partials import add_partials, pack_partial
+from snip_megatron.quantization.wire import add_partials, pack_partial
 
 
 def partials(ranks: int, rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from snip_megatron.precision import FOUR_BIT, Format
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.formats import SPECS
-from snip_megatron.quantization.fours import pack_fours, side_by_side, unpack_fours
-from snip_megatron.quantization.wire import WireMatrix, bytes_per_element, decode, encode
+from snip_megatron.quantization.wire import (
+    WireMatrix,
+    bytes_per_element,
+    decode,
+    encode,
+    pack_fp4,
+    side_by_side,
+    unpack_fp4,
+)
 
 QUANTISED = [fmt for fmt in Format if fmt is not Format.BF16]
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
@@ -51,9 +58,9 @@ def test_codes_are_those_of_ml_dtypes() -> None:
     """Each pair of the sixteen numbers, as bytes in which the even column has the lower half."""
     low, high = np.meshgrid(np.arange(16, dtype=np.uint8), np.arange(16, dtype=np.uint8))
     pairs = np.stack([E2M1[low.ravel()], E2M1[high.ravel()]], axis=1)
-    packed = pack_fours(stored(pairs).reshape(16, 32))
+    packed = pack_fp4(stored(pairs).reshape(16, 32))
     assert packed.flatten().tolist() == (low | high << 4).ravel().tolist()
-    assert torch.equal(unpack_fours(packed.unsqueeze(0)), stored(pairs).reshape(16, 32))
+    assert torch.equal(unpack_fp4(packed.unsqueeze(0)), stored(pairs).reshape(16, 32))
 
 
 @settings(max_examples=30, deadline=None)
@@ -61,8 +68,8 @@ def test_codes_are_those_of_ml_dtypes() -> None:
 def test_packed_parts_lie_side_by_side(ranks: int, rows: int, pairs: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = stored(E2M1[torch.randint(16, (ranks, rows, 2 * pairs), generator=generator).numpy()])
-    packed = torch.stack([pack_fours(part) for part in values])
-    assert torch.equal(unpack_fours(packed), torch.cat(list(values), 1))
+    packed = torch.stack([pack_fp4(part) for part in values])
+    assert torch.equal(unpack_fp4(packed), torch.cat(list(values), 1))
 
 
 @pytest.mark.parametrize("columns", [3, 8, 64])

@@ -38,7 +38,7 @@ class Quantizers:
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.gemm import tiled_kernel
-    from snip_megatron.quantization.kernels import exact, keys, partials, swiglu
+    from snip_megatron.quantization.kernels import exact, keys, swiglu
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     if name == "advance":  # of keys: writes to its arguments
@@ -52,7 +52,7 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
     if "swiglu" in name:
         return getattr(swiglu, name)(*arguments, **options)
     if name in ("pack_partial", "add_partials"):
-        return getattr(partials, name)(*arguments)
+        return getattr(triton_quantize, name)(*arguments)
     return getattr(triton_quantize, name)(*arguments, **options)
 
 

@@ -9,11 +9,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from snip_megatron.quantization.kernels import fours as triton_fours
 from snip_megatron.quantization.kernels import keys as triton_keys
-from snip_megatron.quantization.kernels import partials as triton_partials
 from snip_megatron.quantization.kernels import programs as triton_kernels
 from snip_megatron.quantization.kernels import swiglu_programs as triton_swiglu
+from snip_megatron.quantization.kernels import wire as triton_wire
 from snip_megatron.quantization.kernels.quantize import LAUNCH
 from snip_megatron.quantization.kernels.swiglu import LAUNCH as SWIGLU_LAUNCH
 from snip_megatron.quantization.rounding import splitmix64
@@ -49,7 +48,7 @@ def assembled(
     divisible = [n for n, a in enumerate(kernel.arg_names) if a not in constants and "word" not in a]
     attributes = {(n,): [["tt.divisibility", 16]] for n in divisible}
     source = ASTSource(kernel, signature, values, attributes)
-    options = {"partials": triton_partials.LAUNCH} | LAUNCH | SWIGLU_LAUNCH
+    options = triton_wire.LAUNCH | LAUNCH | SWIGLU_LAUNCH
     chosen = {"num_warps": constants.get("WARPS", 1)} | options.get(launch, {})
     return triton.compile(source, target=HOPPER, options=chosen)
 
@@ -92,14 +91,14 @@ def test_the_kernel_of_keys_compiles_for_hopper() -> None:
 
 
 @pytest.mark.parametrize("name", ["pack_kernel", "unpack_kernel"])
-def test_the_kernels_of_fours_compile_for_hopper(name: str) -> None:
-    compiled = assembled(name, {"BLOCK": 2048}, "fours", module=triton_fours)
+def test_the_kernels_of_packed_fp4_compile_for_hopper(name: str) -> None:
+    compiled = assembled(name, {"BLOCK": 2048}, "packing", module=triton_wire)
     assert ".target sm_90a" in compiled.asm["ptx"]
 
 
 def test_the_kernel_of_partial_sums_rounds_products() -> None:
     """As the reference does: a fused multiply-add would not."""
-    compiled = assembled("add_kernel", {"RANKS": 4, "PIECE": 16}, "partials", module=triton_partials)
+    compiled = assembled("add_kernel", {"RANKS": 4, "PIECE": 16}, "sums", module=triton_wire)
     assert ".target sm_90a" in compiled.asm["ptx"]
     assert "mul.rn.f32" in compiled.asm["ptx"]
     assert "fma" not in compiled.asm["ptx"]

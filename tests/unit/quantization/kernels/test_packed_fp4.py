@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from snip_megatron.quantization import fours, packed
+from snip_megatron.quantization import packed, wire
 
 from .interpreter import Quantizers
 
@@ -26,10 +26,10 @@ def test_packing(quantizers: Quantizers, shape: tuple[int, int]) -> None:
     operand = packed.quantize_tiles(x, "fp4", None).row
     assert operand is not None
     values = operand.values.view(torch.uint8)
-    assert torch.equal(quantizers.call("pack_fours", values), fours.pack_fours(values))
+    assert torch.equal(quantizers.call("pack_fp4", values), wire.pack_fp4(values))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 65), (3, 2, 2048 + 64), (2, 0, 64)])
 def test_unpacking(quantizers: Quantizers, shape: tuple[int, int, int]) -> None:
     parts = torch.randint(256, shape, generator=torch.Generator().manual_seed(4), dtype=torch.uint8)
-    assert torch.equal(quantizers.call("unpack_fours", parts), fours.unpack_fours(parts))
+    assert torch.equal(quantizers.call("unpack_fp4", parts), wire.unpack_fp4(parts))
