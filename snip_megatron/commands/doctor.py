@@ -45,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.port < 65536:
         raise SnipError(f"--port {args.port}: must lie between 1 and 65535")
     checks = [*check_packages(), *check_hardware(), *check_backends(), *check_host(args.dir, args.port)]
-    print(
-        json.dumps({"schema": "snip.doctor/1", "checks": [c.as_dict() for c in checks]}) if args.json else _text(checks)
-    )
+    body = {"schema": "snip.doctor/1", "checks": [check.as_dict() for check in checks]}
+    print(json.dumps(body) if args.json else _text(checks))
     wrong = {Status.FAIL, Status.NOTE} if args.strict else {Status.FAIL}
     return 1 if any(check.status in wrong for check in checks) else 0
 

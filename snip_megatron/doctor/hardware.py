@@ -39,19 +39,10 @@ def check_hardware() -> Iterator[Check]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = properties.total_memory / 2**30
-        yield ok(
-            ROOM,
-            f"gpu {index}",
-            f"{properties.name}, sm_{properties.major}{properties.minor}, {memory:.0f} GiB of memory",
-        )
-    yield ok(
-        ROOM,
-        "nccl",
-        ".".join(
-            str(part)
-            for part in torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        ),
-    )
+        card = f"{properties.name}, sm_{properties.major}{properties.minor}"
+        yield ok(ROOM, f"gpu {index}", f"{card}, {memory:.0f} GiB of memory")
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    yield ok(ROOM, "nccl", ".".join(map(str, version)))
 
 
 def check_backends() -> Iterator[Check]:

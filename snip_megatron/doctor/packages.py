@@ -81,10 +81,8 @@ def check_packages() -> Iterator[Check]:
         yield ok(ROOM, "python", version)
     else:
         yield fail(ROOM, "python", version, f"install Python {_text(_OLDEST_PYTHON)} or newer")
-    for requirement in REQUIRED:
-        yield _required(requirement)
-    for requirement, purpose in OPTIONAL:
-        yield _optional(requirement, purpose)
+    for requirement, purpose in (*((each, None) for each in REQUIRED), *OPTIONAL):
+        yield _package(requirement, purpose)
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -100,23 +98,20 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _required(requirement: Requirement) -> Check:
-    version = _installed(requirement.name)
+def _package(requirement: Requirement, purpose: str | None) -> Check:
+    """Check a package. ``purpose`` says what needs an optional one; None for one that training needs."""
+    version, pip = _installed(requirement.name), f"pip install '{requirement.name}{requirement.range}'"
     if version is None:
-        return fail(ROOM, requirement.name, "not installed", f"pip install '{requirement.name}{requirement.range}'")
+        return _missing(requirement, "not installed", pip, purpose)
     if not requirement.admits(release(version)):
-        advice = f"supported: {requirement.range}; pip install '{requirement.name}{requirement.range}'"
-        return fail(ROOM, requirement.name, version, advice)
+        return _missing(requirement, version, f"supported: {requirement.range}; {purpose or pip}", purpose)
     return ok(ROOM, requirement.name, version)
 
 
-def _optional(requirement: Requirement, purpose: str) -> Check:
-    version = _installed(requirement.name)
-    if version is None:
-        return note(ROOM, requirement.name, "not installed", purpose)
-    if not requirement.admits(release(version)):
-        return note(ROOM, requirement.name, version, f"supported: {requirement.range}; {purpose}")
-    return ok(ROOM, requirement.name, version)
+def _missing(requirement: Requirement, found: str, advice: str, purpose: str | None) -> Check:
+    if purpose is None:
+        return fail(ROOM, requirement.name, found, advice)
+    return note(ROOM, requirement.name, found, purpose if found == "not installed" else advice)
 
 
 def _installed(name: str) -> str | None:
