@@ -17,7 +17,7 @@ from snip_megatron.precision import Format
 from snip_megatron.records.output_file import check_folder, deliver
 
 if TYPE_CHECKING:
-    from snip_megatron.records.replay import Change, Stored
+    from snip_megatron.records.stored import Change, Stored
     from snip_megatron.solver import Problem
 
 INFEASIBLE_EXIT = 3
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
     """Return the problem to solve, and the update of a run that it came from or None."""
     from snip_megatron.precision.budget import Budget
-    from snip_megatron.records.replay import find_stored, is_statistics, rebuild
+    from snip_megatron.records.stored import find_stored, is_statistics, rebuild
     from snip_megatron.solver import Problem
 
     change = _change(args)
@@ -149,7 +149,7 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
 
 def _change(args: argparse.Namespace) -> Change:
     """Return how the arguments change the run's own request."""
-    from snip_megatron.records.replay import Change
+    from snip_megatron.records.stored import Change
 
     given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _REPLACED}
     fields = {name: value for name, value in given.items() if name != "pin"}

@@ -14,9 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 from snip_megatron.errors import SnipError
-from snip_megatron.export.te_precision import load_map
+from snip_megatron.export.te_precision import load_map, write_files
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap
-from snip_megatron.records.storage import write_atomically
 
 MODULE = "snip_te_map"
 """Name of the written module."""
@@ -189,10 +188,7 @@ def run(args: argparse.Namespace) -> int:
     """
     formats = map_formats(load_map(args.source), str(args.source))
     path: Path = args.out / f"{MODULE}.py"
-    try:
-        write_atomically(path, factory_source(formats, str(args.source)).encode())
-    except OSError as error:
-        raise SnipError(f"{args.out}: cannot be written ({error})") from None
+    write_files(args.out, {path.name: factory_source(formats, str(args.source))})
     count = Counter(fmt for three in formats.values() for fmt in three)
     gemms = ", ".join(f"{count[fmt]} in {fmt.value}" for fmt in QUANTIZERS if count[fmt])
     print(f"{len(formats)} linears; GEMMs: {gemms}")

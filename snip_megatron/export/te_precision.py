@@ -52,12 +52,7 @@ SUBSTITUTIONS: Mapping[Format, str] = {
 # -- one format per linear -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Collapsed:
-    """A map with one format per linear.
-
-    Attributes:
-        formats: Linear → format.
-        changed: Linear → its formats for fprop, dgrad and wgrad, for linears where they differ.
-    """
+    """A map with one format per linear. ``changed``: its formats for fprop, dgrad and wgrad where they differ."""
 
     formats: Mapping[LinearId, Format]
     changed: Mapping[LinearId, tuple[Format, ...]]
@@ -66,39 +61,22 @@ class Collapsed:
 def collapse(precision_map: PrecisionMap) -> Collapsed:
     """Take the widest of the three formats of every linear, so that no GEMM runs in fewer bits than the map says.
 
-    Variants become the formats that they are variants of: a recipe knows no others. Raises SnipError for a format
-    without a recipe.
+    Variants become the formats that they are variants of: a recipe knows no others.
     """
     widths = list(RECIPES)
-    formats: dict[LinearId, Format] = {}
-    changed: dict[LinearId, tuple[Format, ...]] = {}
-    for linear in precision_map.linears():
-        three = tuple(precision_map.format_of(str(linear), gemm) for gemm in Gemm)
-        for gemm, fmt in zip(Gemm, three, strict=True):
-            if fmt.base not in RECIPES:
-                raise SnipError(
-                    f"{linear} runs {gemm.value} in {fmt.value}, for which Transformer Engine has no recipe"
-                    f" (it has them for {', '.join(fmt.value for fmt in RECIPES)})"
-                )
-        formats[linear] = min((fmt.base for fmt in three), key=widths.index)
-        if len(set(three)) > 1:
-            changed[linear] = three
-    return Collapsed(formats, changed)
+    threes = {
+        linear: tuple(precision_map.format_of(str(linear), g) for g in Gemm) for linear in precision_map.linears()
+    }
+    formats = {linear: min((fmt.base for fmt in three), key=widths.index) for linear, three in threes.items()}
+    return Collapsed(formats, {linear: three for linear, three in threes.items() if len(set(three)) > 1})
 
 
 # -- layers and stages ---------------------------------------------------------------------------------------------
 def chunk_layers(layers: int, stages: int, virtual: int = 1, counts: Sequence[int] | None = None) -> list[list[range]]:
-    """Return the global layer indices [stage][chunk] of a pipeline.
+    """Return the global layer indices [stage][chunk] of a pipeline with ``virtual`` model chunks per stage.
 
-    Args:
-        layers: Layers of the model.
-        stages: Pipeline parallel size.
-        virtual: Model chunks per stage.
-        counts: Layers of every chunk in the model's order (chunk c lies on stage c mod stages), or None for an even
-            split.
-
-    Raises:
-        SnipError: If the layers do not divide evenly, or if ``counts`` does not match the pipeline or the layers.
+    ``counts`` are the layers of every chunk in the model's order (chunk c lies on stage c mod stages); None for an even
+    split. Raises SnipError if the layers do not divide evenly, or if ``counts`` does not match pipeline or layers.
     """
     chunks = stages * virtual
     if counts is None:
@@ -117,9 +95,8 @@ def chunk_layers(layers: int, stages: int, virtual: int = 1, counts: Sequence[in
 def local_formats(formats: Mapping[LinearId, Format], stage: int, chunks: Sequence[range]) -> dict[str, Format]:
     """Return module name in a chunk (layers counted from 0) → format.
 
-    Raises:
-        SnipError: If two chunks of the stage need different recipes for one name. Megatron loads one file for all
-            chunks of a rank and cannot tell them apart.
+    Raises SnipError if two chunks of the stage need different recipes for one name: Megatron loads one file for all
+    chunks of a rank and cannot tell them apart.
     """
     found: dict[str, tuple[Format, LinearId]] = {}
     for layers in chunks:
@@ -193,13 +170,16 @@ def run(args: argparse.Namespace) -> int:
             f" recipe a linear ({len(collapsed.changed)} such linears): pass --collapse to take the widest of each"
         )
     stages = chunk_layers(_layers(collapsed, args.source), args.pp, args.vpp, _counts(args))
-    texts = []
+    texts = {}
     for stage, chunks in enumerate(stages):
         own = ", ".join(f"{c.start} to {c.stop - 1}" for c in chunks if c) or "none"
         comment = [f"Pipeline stage {stage} of {args.pp}: decoder layers {own}, counted from 0 within a chunk."]
         comment += ["For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine."]
-        texts.append(recipe_yaml(local_formats(collapsed.formats, stage, chunks), comment))
-    _write(args.out, texts)
+        texts[f"stage_{stage}.yaml"] = recipe_yaml(local_formats(collapsed.formats, stage, chunks), comment)
+    write_files(args.out, texts)
+    for path in args.out.glob("stage_*.yaml"):  # of an earlier export with more stages
+        if path.name not in texts:
+            path.unlink(missing_ok=True)
     for line in _summary(collapsed, args):
         print(line)
     return 0
@@ -255,14 +235,10 @@ def _counts(args: argparse.Namespace) -> list[int] | None:
     return [int(part) for part in parts]
 
 
-def _write(folder: Path, texts: Sequence[str]) -> None:
-    """Write each file by rename and remove files of an earlier export with more stages. Raises SnipError."""
+def write_files(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write files by name. Raises SnipError if the folder cannot be written."""
     try:
-        for stage, text in enumerate(texts):
-            write_atomically(folder / f"stage_{stage}.yaml", text.encode())
-        stale = len(texts)
-        while (path := folder / f"stage_{stale}.yaml").exists():
-            path.unlink()
-            stale += 1
+        for name, text in texts.items():
+            write_atomically(folder / name, text.encode())
     except OSError as error:
         raise SnipError(f"{folder}: cannot be written ({error})") from None

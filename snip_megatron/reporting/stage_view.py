@@ -10,8 +10,8 @@ from typing import Any
 from snip_megatron.errors import SnipError, is_finite
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction
 from snip_megatron.records.readers import step_files
-from snip_megatron.records.replay import parse_shapes
 from snip_megatron.records.run_data import Adoption, RunData
+from snip_megatron.records.stored import parse_shapes
 from snip_megatron.reporting.figures import Figure, add_stages
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.statistics.table import LinearRow, StatisticsTable

@@ -15,7 +15,7 @@ from warm_ranks import WarmRanks
 from snip_megatron.cli import main
 from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics
-from snip_megatron.records.replay import Change, find_stored, rebuild
+from snip_megatron.records.stored import Change, find_stored, rebuild
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver import Problem
 from snip_megatron.statistics.table import StatisticsTable

@@ -29,9 +29,10 @@ from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan, Schedule, SchedulePhase
 from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics, read_scores
-from snip_megatron.records.replay import find_stored, replay_schedule
+from snip_megatron.records.recorded_maps import replay_schedule
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.records.stored import find_stored
 from snip_megatron.runtime.budget_spent import BudgetSpent
 from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, GuardState

@@ -183,21 +183,6 @@ def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path,
     assert recipe_of(path, "decoder.layers.0.mlp.linear_fc2") == EXPECTED[Format.FP4]
 
 
-def test_a_format_without_a_recipe_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that is added to the package."""
-    known = {fmt: name for fmt, name in RECIPES.items() if fmt is not Format.MXFP8}
-    monkeypatch.setattr("snip_megatron.export.te_precision.RECIPES", known)
-    source = tmp_path / "map.json"
-    choices = dict.fromkeys(decoder_linear_names(1), Format.FP8) | {"decoder.layers.0.mlp.linear_fc1": Format.MXFP8}
-    source.write_text(PrecisionMap(choices).to_json())
-    assert main(["export", "--format", "megatron", str(source), "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert "decoder.layers.0.mlp.linear_fc1 runs fprop in mxfp8, for which Transformer Engine has no recipe" in error
-    assert error.count("\n") == 1
-
-
 # -- refusals --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "words"),

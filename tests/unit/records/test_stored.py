@@ -13,8 +13,8 @@ from sensitivity.synthetic import SHAPES, make_table
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, PrecisionMap
 from snip_megatron.precision.budget import Budget
-from snip_megatron.records.replay import Change, Stored, find_stored, is_statistics, rebuild
 from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.records.stored import Change, Stored, find_stored, is_statistics, rebuild
 from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_problem
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
