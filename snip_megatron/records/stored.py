@@ -216,7 +216,7 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
     share = budget.kind == "fp4"
     if (why := candidates_fault(request.formats, granularity=request.granularity, share=share)) is not None:
         raise SnipError(f"--formats {cut(','.join(request.formats))}: {why}")
-    if request.timed and (request.unquantised_flops or request.unquantised_stage_flops):
+    if request.timed and request.unquantised_stage_flops:
         raise SnipError(
             f"{stored.run}: times of its shared experts are not predicted; a budget of this run is a share"
             " of FLOPs (fp4=)"

@@ -74,14 +74,13 @@ def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per
 def _cost_factors(flops: Sequence[tuple[int, float]], request: SolveRequest) -> dict[int, float]:
     """Return stage → (FLOPs of candidates + unquantised FLOPs) / FLOPs of candidates.
 
-    Unquantised FLOPs of an unknown stage, or of a stage without candidates, are spread over all stages in proportion.
+    Unquantised FLOPs of a stage without candidates are spread over all stages in proportion.
     """
     stages = sorted({stage for stage, _ in flops})
     own = {stage: math.fsum(f for s, f in flops if s == stage) for stage in stages}
-    known = request.unquantised_stage_flops
-    extra = {stage: float((known or {}).get(stage, 0.0)) for stage in stages}
-    total = math.fsum(known.values()) if known else request.unquantised_flops
-    elsewhere = max(total - math.fsum(extra.values()), 0.0) / math.fsum(own.values())
+    known = request.unquantised_stage_flops or {}
+    extra = {stage: float(known.get(stage, 0.0)) for stage in stages}
+    elsewhere = math.fsum(value for stage, value in known.items() if stage not in own) / math.fsum(own.values())
     return {stage: 1.0 + extra[stage] / own[stage] + elsewhere for stage in stages}
 
 
@@ -90,19 +89,15 @@ def _formats(option: Option, request: SolveRequest) -> tuple[str, ...]:
     return (option.pinned,) if option.pinned else request.formats_of(split_option_id(option.id)[1])
 
 
-def _may_be_four_bit(option: Option, request: SolveRequest) -> bool:
-    return any(is_four_bit(f) for f in _formats(option, request))
-
-
 def _reachable(options: Sequence[Option], request: SolveRequest) -> float:
-    saved = math.fsum(o.flops for o in options if _may_be_four_bit(o, request))
+    saved = math.fsum(o.flops for o in options if any(map(is_four_bit, _formats(o, request))))
     return saved / math.fsum(o.cost for o in options)
 
 
 def reachable_share(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> float:
     """Return the highest budget in [0, 1] that pins, unquantised linears and the stage constraint allow.
 
-    ``tokens_per_step`` scales the FLOPs of the linears to those of ``request.unquantised_flops``; it has no effect
+    ``tokens_per_step`` scales the FLOPs of the linears to those of ``unquantised_stage_flops``; it has no effect
     without these. Raises SnipError if a pin matches nothing.
     """
     return _reachable_limit(list_options(linears, request, tokens_per_step), request)[0]

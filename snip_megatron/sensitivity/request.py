@@ -35,7 +35,7 @@ def is_four_bit(fmt: str) -> bool:
 
 
 _LISTS = ("formats", "protected_kinds")
-_UNUSED: tuple[Any, ...] = (None, [])  # a field of an earlier version that says nothing
+_UNUSED: tuple[Any, ...] = (None, [], 0.0)  # a field of an earlier version that says nothing
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,14 @@ class SolveRequest:
         seed: seed of the policy ``random``, and of the order that breaks ties.
         version: version of the map that this update makes.
         deterministic_time: CP-SAT's deterministic limit in seconds.
-        unquantised_flops: FLOPs per training step in decoder linears that are no candidates (MTP, experts).
-        unquantised_stage_flops: the same by pipeline stage. None: spread over the stages in proportion to the
-            candidates' FLOPs. If given, its sum is what counts, and must equal ``unquantised_flops`` unless that is 0.
+        unquantised_stage_flops: pipeline stage → FLOPs per training step in decoder linears that are no candidates
+            (MTP, experts). None if there are none.
         backward_share, noise_nats: constants of the rules ``split`` and ``noise`` of ``--snip-q``.
         backward_noise: use the gains of the paper's backward-noise pass.
         protected_kinds: kinds of linears that the policy ``layer-type`` protects, the most protected first.
         phases: the remaining phases of the run, over which the budget is the average. None: one map for all of it.
         prefix: prefix of the command's arguments, for errors. It is not stored.
-        standing_share, forgetting: constants of ``persistence``: the share of an fprop's loss that a later precise
+        standing_share, forgetting: constants of ``phased``: the share of an fprop's loss that a later precise
             phase removes at once, and the rate at which training repairs the rest.
     """
 
@@ -85,7 +84,6 @@ class SolveRequest:
     seed: int = 1234
     version: int = 0
     deterministic_time: float = 10.0
-    unquantised_flops: float = 0.0
     unquantised_stage_flops: Mapping[int, float] | None = None
     backward_share: float = BACKWARD_SHARE
     noise_nats: float = NOISE_NATS
@@ -122,11 +120,7 @@ class SolveRequest:
         of the candidates do.
         """
         stages = self.unquantised_stage_flops
-        return dataclasses.replace(
-            self,
-            unquantised_flops=self.unquantised_flops * share,
-            unquantised_stage_flops=None if stages is None else {k: v * share for k, v in stages.items()},
-        )
+        return dataclasses.replace(self, unquantised_stage_flops=stages and {k: v * share for k, v in stages.items()})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the request in a form that JSON can store. A run's config.json keeps it, to solve its statistics
@@ -204,19 +198,12 @@ def _check_numbers(request: SolveRequest) -> None:
         raise SnipError(f"stage tolerance {cut(request.stage_tolerance)}: must lie between 0 and 1")
     if not 0.0 <= request.standing_share <= 1.0:
         raise SnipError(f"standing_share {cut(request.standing_share)}: must lie between 0 and 1")
-    stage_flops = dict(request.unquantised_stage_flops or {})
     for name, value in (
-        ("unquantised_flops", request.unquantised_flops),
         ("backward_share", request.backward_share),
         ("noise_nats", request.noise_nats),
         ("change_penalty", request.change_penalty),
         ("forgetting", request.forgetting),
-        *((f"unquantised_stage_flops of stage {stage}", value) for stage, value in stage_flops.items()),
+        *((f"unquantised_stage_flops of stage {k}", v) for k, v in (request.unquantised_stage_flops or {}).items()),
     ):
         if not (math.isfinite(value) and value >= 0.0):
             raise SnipError(f"{name} {cut(value)}: must be a finite number, 0 or more")
-    total = math.fsum(stage_flops.values())
-    if stage_flops and request.unquantised_flops and not math.isclose(total, request.unquantised_flops, rel_tol=1e-6):
-        raise SnipError(
-            f"unquantised_flops {request.unquantised_flops:g} and the sum over stages {total:g} disagree; give one"
-        )

@@ -201,8 +201,6 @@ def test_unquantised_flops_count_in_the_denominator() -> None:
     for stage, factor in ((0, 1.0), (1, 1.5)):
         assert math.isclose(sum(i.cost for i in problem.items if i.stage == stage), factor * stage_flops[stage])
     assert [i.choices[1].saving for i in problem.items] == [i.cost for i in plain.items]
-    spread, _ = build_problem(table, SolveRequest(unquantised_flops=0.25 * sum(stage_flops.values())))
-    assert math.isclose(sum(i.cost for i in spread.items), 1.25 * sum(stage_flops.values()))
     elsewhere, _ = build_problem(table, SolveRequest(unquantised_stage_flops={7: sum(stage_flops.values())}))
     assert math.isclose(sum(i.cost for i in elsewhere.items), 2 * sum(stage_flops.values()))
 
@@ -214,7 +212,6 @@ def test_unquantised_flops_go_with_the_tokens_of_a_step() -> None:
     full = list_options(rows, whole, 1000)
     part = list_options(rows, whole.of_step(0.25), 250)
     assert [o.cost for o in part] == pytest.approx([o.cost / 4 for o in full], rel=1e-12)
-    assert SolveRequest(unquantised_flops=8.0).of_step(0.5).unquantised_flops == 4.0
 
 
 def test_reachable_share_counts_pins_and_unquantised_linears() -> None:
@@ -223,7 +220,7 @@ def test_reachable_share_counts_pins_and_unquantised_linears() -> None:
     half = SolveRequest(pins=(("decoder.layers.1.*", "fp8"),), stage_tolerance=None)
     assert reachable_share(rows, half) == pytest.approx(0.5)
     own = sum(6.0 * 4096 * r.n * r.k for r in rows)
-    third = replace(half, unquantised_flops=0.5 * own)
+    third = replace(half, unquantised_stage_flops={0: 0.5 * own})
     assert reachable_share(rows, third, tokens_per_step=4096) == pytest.approx(1 / 3)
     assert reachable_share(rows, SolveRequest(formats=("fp8",), stage_tolerance=None)) == 0.0
 
@@ -246,7 +243,11 @@ def test_the_reachable_share_is_reached_by_all_four_bits(
     own = sum(6.0 * table.tokens_per_step * r.n * r.k for r in table.linears)
     pins = (("decoder.layers.0.mlp.*", "bf16"),) if pinned else ()
     request = SolveRequest(
-        pins=pins, unquantised_flops=extra * own, granularity=granularity, stage_tolerance=None, policy="random"
+        pins=pins,
+        unquantised_stage_flops={0: extra * own},
+        granularity=granularity,
+        stage_tolerance=None,
+        policy="random",
     )
     share = reachable_share(table.linears, request, tokens_per_step=table.tokens_per_step)
     problem, _ = build_problem(table, request)
@@ -272,8 +273,7 @@ def test_a_table_with_a_nan_drops_the_update() -> None:
         ({"formats": ("fp4", "fp4")}, "distinct"),
         ({"pins": (("*", "fp2"),)}, "format 'fp2': unknown"),
         ({"stage_tolerance": -0.1}, "stage tolerance -0.1"),
-        ({"unquantised_flops": -1.0}, "unquantised_flops -1.0"),
-        ({"unquantised_flops": 1.0, "unquantised_stage_flops": {0: 2.0}}, "disagree"),
+        ({"unquantised_stage_flops": {0: -1.0}}, "unquantised_stage_flops of stage 0 -1.0"),
         ({"noise_nats": math.inf}, "noise_nats inf"),
     ],
 )

@@ -192,7 +192,7 @@ def test_the_penalty_is_in_means_of_the_worst_losses() -> None:
     "made",
     [
         SolveRequest(),
-        SolveRequest(pins=(("*.0.*", "bf16"),), unquantised_flops=3.0, unquantised_stage_flops={0: 1.0, 1: 2.0}),
+        SolveRequest(pins=(("*.0.*", "bf16"),), unquantised_stage_flops={0: 1.0, 1: 2.0}),
         request(granularity="layer", change_penalty=0.5),
         request(speedup=None, loss=0.002, q="noise", times=replace(times(), rest={0: 0.25, 1: 0.5})),
         request(times=replace(times(), exchanges={"mlp.linear_fc1": EXCHANGED}, estimated="at 350 GB/s a GPU")),
