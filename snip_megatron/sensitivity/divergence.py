@@ -111,41 +111,16 @@ class Propagation:
     sinks: FloatArray
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Positions of linears and sinks, as indices, and as masks [options, linears] or [options, sinks]."""
-
-    sub_block: np.ndarray  # of every linear; also the index of the residual boundary at its input
-    later: np.ndarray  # linear j lies in a later sub-block than option i
-    earlier: np.ndarray
-    into_second: np.ndarray  # i is the first linear of a sub-block, j the second
-    into_first: np.ndarray  # i and j are the first linear of the same sub-block: i is j
-    behind_first: np.ndarray  # i is the second linear of a sub-block, j the first
-    sink_boundary: np.ndarray
-    below_sink: np.ndarray  # the residual gradient below option i's sub-block reaches the sink
-    own_sink: np.ndarray  # the sink is the norm of option i's sub-block
-
-
-def _layout(table: StatisticsTable) -> _Layout:
+def _places(table: StatisticsTable) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the sub-block of every linear, which is also the index of the boundary at its input, and whether it is the
+    first of its sub-block.
+    """
     ids = [row.id for row in table.linears]
-    sub = np.array([i.sub_block for i in ids], dtype=np.int64)
-    first = np.array([i.is_first for i in ids], dtype=bool)
-    sink = np.array([row.boundary for row in table.sinks], dtype=np.int64)
-    # In the backward, a norm follows the linears of the sub-block above its boundary. The embedding is at boundary 0.
-    is_norm = np.array([not row.name.startswith(EMBEDDING) for row in table.sinks], dtype=bool)
-    at_boundary = sink[None, :] == sub[:, None]
-    same = sub[None, :] == sub[:, None]
-    return _Layout(
-        sub_block=sub,
-        later=sub[None, :] > sub[:, None],
-        earlier=sub[None, :] < sub[:, None],
-        into_second=same & first[:, None] & ~first[None, :],
-        into_first=same & first[:, None] & first[None, :],
-        behind_first=same & ~first[:, None] & first[None, :],
-        sink_boundary=sink,
-        below_sink=(sink[None, :] < sub[:, None]) | (at_boundary & ~is_norm),
-        own_sink=at_boundary & is_norm,
-    )
+    return np.array([i.sub_block for i in ids], dtype=np.int64), np.array([i.is_first for i in ids], dtype=bool)
+
+
+def _sink_boundaries(table: StatisticsTable) -> NDArray[np.int64]:
+    return np.array([row.boundary for row in table.sinks], dtype=np.int64)
 
 
 def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
@@ -167,20 +142,20 @@ def fprop_propagation(table: StatisticsTable, fmt: str) -> Propagation:
 
     Raises SnipError if the table lacks the forward-noise pass.
     """
-    where = _layout(table)
+    sub, first = _places(table)
     c2 = format_column(table, "c2", (fmt,))[:, 0]
-    calibration = table.boundary["cn2"][where.sub_block + 1]
+    calibration = table.boundary["cn2"][sub + 1]
     if bool(np.any((calibration <= 0.0) & (c2 > 0.0))):
         raise SnipError(f"the statistics of step {table.step} lack the forward-noise pass; use the estimator 'fisher'")
     k = _ratio(c2, calibration)[:, None]
     local = _ratio(format_column(table, "e2", (fmt,))[:, 0], table.linear["y2"])[:, None]
     gradient = k * _ratio(table.linear["fg2"], table.linear["gs2"])[None, :]
-    activation = k * _ratio(table.linear["fx2"], table.linear["xs2"])[None, :] * where.later
-    local = local * (where.into_second | where.into_first)
+    activation = k * _ratio(table.linear["fx2"], table.linear["xs2"])[None, :] * (sub[None, :] > sub[:, None])
+    local = local * ((sub[None, :] == sub[:, None]) & first[:, None])
     residual = _ratio(table.boundary["fr2"], table.boundary["r2"])
     return Propagation(
         linears=np.sqrt(gradient**2 + activation**2 + local**2),
-        sinks=k * residual[where.sink_boundary][None, :],
+        sinks=k * residual[_sink_boundaries(table)][None, :],
     )
 
 
@@ -213,22 +188,27 @@ def dgrad_propagation(table: StatisticsTable, fmt: str, *, backward_noise: bool 
     Raises:
         SnipError: ``backward_noise`` is set, and the table lacks that pass.
     """
-    where = _layout(table)
+    sub, first = _places(table)
+    sink, at_option = _sink_boundaries(table), sub[:, None]
+    # In the backward, a norm follows the linears of the sub-block above its boundary. The embedding is at boundary 0.
+    is_norm = np.array([not row.name.startswith(EMBEDDING) for row in table.sinks], dtype=bool)
+    own_norm = (sink[None, :] == at_option) & is_norm
     local = _ratio(dgrad_error2(table, fmt), table.linear["d2"])[:, None]
-    share = _ratio(table.boundary["branch_r2"], table.boundary["r2"])[where.sub_block][:, None]
+    share = _ratio(table.boundary["branch_r2"], table.boundary["r2"])[sub][:, None]
     q = local * share
-    to_linear, to_sink = where.earlier.astype(np.float64), where.below_sink.astype(np.float64)
+    to_linear = (sub[None, :] < at_option).astype(np.float64)
+    to_sink = ((sink[None, :] <= at_option) & ~own_norm).astype(np.float64)
     if backward_noise:
         if not np.any(table.linear["bg2"] > 0.0):
             raise SnipError(f"the statistics of step {table.step} lack the backward-noise pass")
         residual = _ratio(table.boundary["br2"], table.boundary["r2"])
-        at_option = residual[where.sub_block][:, None]
+        of_option = residual[sub][:, None]
         measured = _ratio(table.linear["bg2"], table.linear["gs2"])[None, :]
-        to_linear = to_linear * _ratio(measured**2, at_option**2)
-        to_sink = to_sink * _ratio(residual[where.sink_boundary][None, :] ** 2, at_option**2)
+        to_linear = to_linear * _ratio(measured**2, of_option**2)
+        to_sink = to_sink * _ratio(residual[sink][None, :] ** 2, of_option**2)
     return Propagation(
-        linears=q * to_linear + local * where.behind_first,
-        sinks=q * to_sink + local * where.own_sink,
+        linears=q * to_linear + local * ((sub[None, :] == at_option) & ~first[:, None] & first[None, :]),
+        sinks=q * to_sink + local * own_norm,
     )
 
 
