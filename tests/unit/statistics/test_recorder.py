@@ -381,31 +381,3 @@ def test_the_sum_over_shards_is_the_whole(
         rtol = 0.15 if name.split(".")[-1] in tiled else 2e-5
         np.testing.assert_allclose(two.arrays[name].numpy(), expected.numpy(), rtol=rtol, err_msg=name)
     assert float(one.arrays["linear.x2"][0]) > 0
-
-
-class Elsewhere(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda")
-
-
-def test_values_on_the_device_are_added_at_once_with_the_same_bits() -> None:
-    names = tuple(f"decoder.layers.0.{kind}" for kind in ("mlp.linear_fc1", "mlp.linear_fc2"))
-    shape = TableShape(names, ("fp8", "fp4"), ())
-    here, there = PartialTable(shape, 0.3), PartialTable(shape, 0.3)
-    generator = torch.Generator().manual_seed(4)
-    for name in (*names, *names):  # experts share a row
-        for column, size in (("g2", ()), ("x2", ()), ("dg_col2", (2,)), ("wdrift2", (2,))):
-            value = torch.rand(size, generator=generator, dtype=torch.float64)
-            for table, each in ((here, value), (there, value.as_subclass(Elsewhere))):
-                add = table.add_by_format if size else table.add_linear
-                add(name, column, each)
-    there.add_linear(names[0], "x2", float("inf"))
-    here.add_linear(names[0], "x2", float("inf"))
-    assert not any(array[1:].any() for name, array in there.arrays.items() if name != "boundary.h2")
-    there.finish()
-    for column, expected in here.arrays.items():
-        assert torch.equal(there.arrays[column], expected), column
-    assert here.linear(names[1], "g2") > 0

@@ -4,7 +4,6 @@ be chosen before the first import of triton, and Megatron imports it. Compiled k
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -149,32 +148,6 @@ def squares_differ(count: int) -> float:
 def test_sum_squares(interpreted: Run) -> None:
     assert interpreted(squares_differ, 0) == 0.0
     assert interpreted(squares_differ, 10_000) < 1e-2
-
-
-def test_launches_name_their_arguments_in_the_order_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A remembered kernel takes its arguments by position."""
-    from snip_megatron.statistics.kernels import sums as triton_sums
-
-    seen: dict[str, list[str]] = {}
-
-    def note(
-        kernel: Any, grid: Any, tensors: Any, dtypes: Any, numbers: Any, counters: Any, constants: Any, _: Any
-    ) -> None:
-        found = inspect.signature(kernel.fn).parameters
-        constant = [name for name, parameter in found.items() if "constexpr" in str(parameter.annotation)]
-        pointers = [name for name in found if name.endswith("_ptr")]
-        assert list(found) == [*pointers, *list(found)[len(pointers) : len(pointers) + len(numbers)], *constants]
-        assert (len(tensors), constant, counters) == (len(pointers), list(constants), ())
-        assert [t.dtype for t in tensors] == list(dtypes)
-        seen[kernel.fn.__name__] = constant
-
-    monkeypatch.setattr(triton_sums, "launch", note)
-    x, formats = torch.zeros(130, 256, dtype=torch.bfloat16), ("fp8", "fp4", "fp8_tensor")
-    triton_sums.tensor_sums(x, formats, stochastic=True, d=x)
-    triton_sums.weight_sums(x, formats)
-    triton_sums.output_sums(x.float(), x.float(), x)
-    triton_sums.sum_squares(x)
-    assert len(seen) == 5
 
 
 # -- drift -----------------------------------------------------------------------------------------------------
