@@ -77,6 +77,7 @@ class Controller:
         self._fractions: dict[int, float] = {}  # fp4 shares of the steps whose loss has not arrived yet
         self._started = False
         self._next_step = 0
+        self._validated_at: int | None = None
         self._replay_steps: list[int] = []
         self._answered = False  # whether rank 0 has the pending update's outcome, according to the latest figures
         self._restored = restored
@@ -165,9 +166,14 @@ class Controller:
         return self.state.to_bytes()
 
     def validated(self, losses: Mapping[str, float]) -> None:
-        """Record validation losses by the formats of the validation (``map``, ``bf16``)."""
+        """Record losses by the formats of the validation (``map``, ``bf16``).
+
+        After the last step Megatron validates and then evaluates the test set.
+        """
+        kind = "test" if self._validated_at == self._next_step else "validation"
+        self._validated_at = self._next_step
         for formats, loss in losses.items():
-            self._event(self._next_step, "validation", formats=formats, loss=loss)
+            self._event(self._next_step, kind, formats=formats, loss=loss)
 
     def captured(self, step: int, kind: str, seconds: float, fields: Mapping[str, Any]) -> None:
         """CUDA graphs were made in this step: for the first time ("capture"), or for another map ("recapture")."""

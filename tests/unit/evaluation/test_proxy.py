@@ -12,10 +12,8 @@ from sensitivity.synthetic import make_table, with_columns
 
 from snip_megatron.cli import main
 from snip_megatron.errors import SnipError
-from snip_megatron.evaluation import proxy
 from snip_megatron.evaluation.proxy import CEILING, QUANTITIES, find_tables, spearman, validate
 from snip_megatron.sensitivity.divergence import FPROP, second_order, weight_divergence
-from snip_megatron.sensitivity.policies import ESTIMATORS
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.statistics.truth import TRUTH_COLUMNS
 
@@ -52,14 +50,6 @@ def test_an_estimator_that_is_the_truth_correlates_perfectly() -> None:
     assert pooled is not None
     assert (loss.options, pooled.options) == (16, 48)  # fprop only; all three GEMMs
     assert validation.of("drift: all", "fisher") is None  # it has no weight divergence
-
-
-def test_an_estimator_that_is_added_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "ESTIMATORS", (*ESTIMATORS, "added"))
-    added, fisher = (validate(table_with_truth(0.1), "fp4", "run").of("loss", name) for name in ("added", "fisher"))
-    assert added is not None
-    assert fisher is not None
-    assert added.rho == fisher.rho  # divergences() knows no other ΔL
 
 
 def test_options_below_the_rounding_noise_are_counted_and_left_out_of_the_second_figure() -> None:

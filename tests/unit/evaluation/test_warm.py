@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.evaluation.warm import HASHES, warm_checkpoint
@@ -23,14 +21,3 @@ def test_a_warm_checkpoint_whose_weights_were_removed_is_trained_again(tmp_path:
     assert warm.sha256 == "abc"
     weights.rmdir()
     assert warm.sha256 is None
-
-
-def test_weights_whose_hash_takes_too_long_are_an_error_of_that_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("snip_megatron.evaluation.warm.HASH_TIMEOUT_S", 0.001)
-    warm = warm_checkpoint(load_experiment(NANO), Data(tmp_path, "bytes", "0" * 64, 1000, 100), tmp_path)
-    check = warm.job(tmp_path).check
-    assert check is not None
-    with pytest.raises(ValueError, match="iter_0000008: cannot be hashed"):
-        check()
