@@ -43,67 +43,39 @@ class SolverInProcess:
 
 
 def solve_job(job: SolveJob) -> SidecarResult:
-    """Solve an update."""
-    return _solve_map(job) if job.request.phases is None else _solve_plan(job)
+    """Solve an update: for a map, or for the plan of the remaining phases.
 
-
-def _solve_map(job: SolveJob) -> SidecarResult:
+    A plan's budget that past steps have made impossible is replaced by the reachable value. This happens once: if the
+    solver finds that value infeasible as well, the job fails.
+    """
     from snip_megatron.sensitivity.problem import build_problem, change_penalty
     from snip_megatron.solver import solve
 
-    started = time.perf_counter()
-    problem, scores = build_problem(job.table, job.request)
-    between = time.perf_counter()
-    solution = solve(
-        problem,
-        deterministic_time=job.request.deterministic_time,
-        seed=job.request.seed % 2**31,
-        hint=job.hint,
-        change_penalty=change_penalty(problem, job.request),
-    )
-    timings = {"build": between - started, "solve": time.perf_counter() - between}
-    text = problem.to_json()
-    if solution.status == "infeasible":
-        failure = SidecarFailure("infeasible", str(solution.fault))
-        return SidecarResult(failure=failure, problem_json=text, scores=scores, timings=timings)
-    return SidecarResult(solution=solution, problem_json=text, scores=scores, timings=timings)
-
-
-def _solve_plan(job: SolveJob) -> SidecarResult:
-    """Solve the remaining phases.
-
-    A budget that past steps have made impossible is replaced by the reachable value. This happens once: if the solver
-    finds that value infeasible as well, the job fails.
-    """
-    from snip_megatron.sensitivity.problem import build_problem
-    from snip_megatron.solver import solve
-
-    started = time.perf_counter()
-    limits: dict[str, Any] = {"deterministic_time": job.request.deterministic_time, "seed": job.request.seed % 2**31}
+    started, request = time.perf_counter(), job.request
+    limits: dict[str, Any] = {"deterministic_time": request.deterministic_time, "seed": request.seed % 2**31}
     limits["hint"] = job.hint
-    problem, scores = build_problem(job.table, job.request)
+    problem, scores = build_problem(job.table, request)
+    if request.phases is None:
+        limits["change_penalty"] = change_penalty(problem, request)
     between = time.perf_counter()
-    solution = solve(problem, **limits)
-    out_of_reach = None
-    if solution.fault is not None and solution.fault.reachable is not None:
-        budget = problem.budget
-        out_of_reach = OutOfReach(
-            "target" if budget.kind == "fp4" else budget.kind,
-            budget.value,
-            solution.fault.reachable,
-            solution.fault.why,
-        )
-        problem = dataclasses.replace(problem, budget=dataclasses.replace(budget, value=solution.fault.reachable))
+    solution, out_of_reach = solve(problem, **limits), None
+    if request.phases is not None and solution.fault is not None and solution.fault.reachable is not None:
+        budget, reachable = problem.budget, solution.fault.reachable
+        kind = "target" if budget.kind == "fp4" else budget.kind
+        out_of_reach = OutOfReach(kind, budget.value, reachable, solution.fault.why)
+        problem = dataclasses.replace(problem, budget=dataclasses.replace(budget, value=reachable))
         solution = solve(problem, **limits)
     timings = {"build": between - started, "solve": time.perf_counter() - between}
-    rest: dict[str, Any] = {"problem_json": problem.to_json(), "scores": scores, "timings": timings}
+    result = SidecarResult(problem_json=problem.to_json(), scores=scores, timings=timings)
     if solution.status == "infeasible":
-        assert job.request.phases is not None
-        begins = ", ".join(map(str, job.request.phases.begins))
-        why = f"{solution.fault} (phases 0, 1, … begin at steps {begins})"
-        hint = "lower its budget in --snip-schedule, or pin less"
-        return SidecarResult(failure=SidecarFailure("infeasible", f"{why}; {hint}"), **rest)
-    return SidecarResult(plan=_plan(job, solution, scores), out_of_reach=out_of_reach, **rest)
+        why = str(solution.fault)
+        if request.phases is not None:
+            why += f" (phases 0, 1, … begin at steps {', '.join(map(str, request.phases.begins))})"
+            why += "; lower its budget in --snip-schedule, or pin less"
+        return dataclasses.replace(result, failure=SidecarFailure("infeasible", why))
+    if request.phases is None:
+        return dataclasses.replace(result, solution=solution)
+    return dataclasses.replace(result, plan=_plan(job, solution, scores), out_of_reach=out_of_reach)
 
 
 def _plan(job: SolveJob, solution: Solution, scores: Mapping[str, Any]) -> PrecisionPlan:
