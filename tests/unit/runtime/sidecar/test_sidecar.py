@@ -208,7 +208,7 @@ def test_sigterm_to_all_processes_of_a_step_is_for_the_ranks(start: Start) -> No
 
 def test_a_worker_that_cannot_load_fails_every_job(start: Start) -> None:
     """Not only after the deadline."""
-    client = start("sidecar.builders:no_such_function", deadline_s=60.0)
+    client = start("sidecar.builders:no_such_function")
     client.submit(make_job(version=3))
     result = next_result(client)
     assert (result.version, result.failure.kind) == (3, "died")
