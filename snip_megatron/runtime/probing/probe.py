@@ -208,7 +208,7 @@ class ProbeRunner:
     def _sigma(self, phase: Pass, table: PartialTable, scale: StepScale) -> float:
         """Standard deviation of a pass's noise.
 
-        It is ``--snip-probe-noise`` times the root mean square of the residual stream at the embedding (forward noise)
+        It is ``probe_noise`` times the root mean square of the residual stream at the embedding (forward noise)
         or of its gradient at the last block's output (backward noise).
         """
         if phase is Pass.FORWARD_NOISE:

@@ -27,7 +27,7 @@ class ResidualStream:
         layers: number of blocks of the model.
         context: state that the converted linears share.
         shard: the tokens of this rank.
-        sample_tokens: value of ``--snip-probe-tokens``.
+        sample_tokens: the setting ``probe_tokens``.
         seed: seed of the noise.
 
     Attributes:
