@@ -23,7 +23,7 @@ from snip_megatron.runtime.sidecar.messages import SidecarFailure, SidecarResult
 SOLVE = "snip_megatron.runtime.sidecar.solving:solve_job"
 _MAX_BACKOFF_S = 60.0
 _LOOK_S = 0.2  # between two looks at an idle process
-_REAP_S = 1.0  # a killed process ends within a millisecond, unless it hangs in the kernel
+_REAP_S = 1.0  # a process that ends or is killed needs milliseconds, unless it hangs in the kernel
 # Variables of torchrun, SLURM and NCCL, which would make libraries take the process for a rank.
 _RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "NCCL_", "GROUP_", "ROLE_", "PMI_", "PMIX_", "OMPI_")
 _RANK_NAMES = frozenset(
@@ -182,7 +182,7 @@ def _worker_environment() -> dict[str, str]:
 def _end(process: subprocess.Popen[bytes]) -> str:
     """Reap a process that has ended, or kill it. Returns one line about its end."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=0.05)
+        process.wait(timeout=_REAP_S)  # its pipe closes a little before it ends
     process.kill()  # SIGKILL also ends a stopped process; one that has ended does not get it
     for stream in (process.stdin, process.stdout):
         assert stream is not None
