@@ -247,7 +247,7 @@ def _reasons(run: RunData, kind: str, what: str) -> list[tuple[int, str]]:
 
 
 def _point_text(point: Point, form: str) -> str:
-    shares = ", ".join(f"{fmt.value} {share:.1%}" for fmt, share in point.shares.items())
+    shares = ", ".join(f"{fmt} {share:.1%}" for fmt, share in point.shares.items())
     proven = "" if point.proven else "<br>not proven optimal"
     return f"{form.format(point.x)}, loss {point.loss:.4g}<br>{shares} of the cost{proven}"
 

@@ -6,20 +6,16 @@ The front is solved when the report is written.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.run_data import Update
-from snip_megatron.solver import Problem, Solution, solve
-from snip_megatron.solver.pareto import asking, reachable
+from snip_megatron.solver import Problem, sweep
+from snip_megatron.solver.pareto import cost_shares
 
 POINTS = 17
 SECONDS = 10.0
@@ -30,19 +26,14 @@ MAX_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Point:
-    """The solution for one budget.
-
-    Attributes:
-        x: the fp4 share of FLOPs, or the predicted speedup, that the solution reaches.
-        loss: sum of the predicted losses.
-        proven: whether the solution is proven optimal.
-        shares: format → its share of the cost.
+    """The solution for one budget: the fp4 share of FLOPs or predicted speedup ``x`` that it reaches, the sum of its
+    predicted losses, whether it is proven optimal, and the share of the cost by format.
     """
 
     x: float
     loss: float
     proven: bool
-    shares: Mapping[Format, float]
+    shares: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -101,42 +92,17 @@ def latest_front(
 
 def _front(step: int, problem: Problem, chosen: tuple[float, float] | None, points: int, seconds: float) -> Front:
     started = time.perf_counter()
-    budget = problem.budget
-    kind = "target" if budget.kind == "fp4" else "speedup"
-    if budget.kind == "loss":  # the same trade-off, drawn over the predicted speedup
+    share = problem.budget.kind == "fp4"
+    asked = ("target" if share else problem.budget.kind, problem.budget.value)
+    if problem.budget.kind == "loss":  # the same trade-off, drawn over the predicted speedup
         problem = replace(problem, budget=Budget("speedup", 1.0))
-    low, high = reachable(problem)
-    found: list[Point] = []
-    hint: Mapping[str, Format] | None = None
-    for wanted in np.linspace(low, high, points)[::-1].tolist():
-        left = seconds - (time.perf_counter() - started)
-        if left <= 0:
-            break
-        solution = solve(asking(problem, wanted), time_limit_s=left, hint=hint)
-        if solution.choices:
-            hint = solution.choices
-            found += _points(problem, solution)
-    return Front(
-        step,
-        kind,
-        found[::-1],
-        ("target" if budget.kind == "fp4" else budget.kind, budget.value),
-        chosen,
-        time.perf_counter() - started,
-    )
-
-
-def _points(problem: Problem, solution: Solution) -> list[Point]:
-    """Return the solution as a point, or nothing if the solution has no finite x or no loss."""
-    x = solution.achieved if solution.budget.kind == "fp4" else solution.finite_speedup
-    if x is None or solution.loss is None:
-        return []
-    cost: dict[Format, float] = defaultdict(float)
-    for item in problem.items:
-        cost[solution.choices[item.id]] += item.cost
-    total = sum(cost.values()) or 1.0
-    shares = {fmt: cost[fmt] / total for fmt in Format if cost[fmt] > 0}
-    return [Point(x, solution.loss, solution.status == "optimal", shares)]
+    cost = {item.id: item.cost for item in problem.items}
+    found = []
+    for solution in sweep(problem, points, time_limit_s=seconds / points):
+        x = solution.achieved if share else solution.finite_speedup
+        if x is not None and solution.loss is not None and solution.choices:
+            found.append(Point(x, solution.loss, solution.status == "optimal", cost_shares(solution, cost)))
+    return Front(step, "target" if share else "speedup", found, asked, chosen, time.perf_counter() - started)
 
 
 def _chosen(problem: Problem, step: int, updates: Sequence[Update]) -> tuple[float, float] | None:

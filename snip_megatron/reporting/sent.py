@@ -22,12 +22,8 @@ _NAMES = {
 def sent_sentence(run: RunData, stretches: Sequence[Stretch]) -> str | None:
     """Return what rank 0 sends in a step under the map in force, by kind of collective, and what it sent in bf16.
 
-    Args:
-        run: the records of the run.
-        stretches: the steps between adoptions, in the order of time.
-
-    Returns:
-        None if no bytes are recorded: on one rank, under CUDA graphs, or by an earlier release.
+    ``stretches`` are the steps between adoptions in the order of time. None if no bytes are recorded: on one rank,
+    under CUDA graphs, or by an earlier release.
     """
     by_step = {row["step"]: sent for row in run.metrics if (sent := _bytes(row.get("wire_bytes")))}
     steps = list(by_step)  # ascending

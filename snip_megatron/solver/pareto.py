@@ -79,7 +79,7 @@ def sweep_json(problem: Problem, solutions: Sequence[Solution]) -> str:
             "budget": s.budget.value,
             **{name: getattr(s, name) for name in ("status", "objective", "bound", "loss", "achieved")},
             "speedup": s.finite_speedup,
-            "cost_share": _shares(s, cost),
+            "cost_share": cost_shares(s, cost),
             "solve_seconds": s.solve_seconds,
         }
         for s in solutions
@@ -89,7 +89,8 @@ def sweep_json(problem: Problem, solutions: Sequence[Solution]) -> str:
     return json.dumps(body, indent=1, allow_nan=False) + "\n"
 
 
-def _shares(solution: Solution, cost: dict[str, float]) -> dict[str, float]:
+def cost_shares(solution: Solution, cost: dict[str, float]) -> dict[str, float]:
+    """Return format → its share of the cost, which is given by the options' ids."""
     total: dict[Format, float] = defaultdict(float)
     for name, fmt in solution.choices.items():
         total[fmt] += cost[name]

@@ -91,12 +91,7 @@ def test_time_and_loss_budgets_share_an_axis_of_speedup(tmp_path: Path, budget: 
     assert (line["y0"] if budget.kind == "loss" else line["x0"]) == budget.value
 
 
-def test_without_time_or_a_problem_there_is_no_figure(tmp_path: Path) -> None:
-    run = store(tmp_path / "run", problem())
-    front = latest_front(run, [], [], seconds=0.0)
-    assert front is not None
-    assert front.points == []
-    assert front_figure(front) is None
+def test_without_a_problem_there_is_no_front(tmp_path: Path) -> None:
     assert latest_front(store(tmp_path / "none"), [], []) is None
 
 
