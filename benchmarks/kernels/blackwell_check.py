@@ -30,7 +30,7 @@ from snip_megatron.gemm.blackwell_engine import NATIVE as OF_BLACKWELL
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import NATIVE as OF_HOPPER
-from snip_megatron.gemm.operands import GradientKeys
+from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.exact import quantize_exact
@@ -65,14 +65,14 @@ def formats_of(fmt: Format) -> tuple[Format, ...]:
 def products(backend: GemmBackend, fmt: Format, x: Tensor, w: Tensor, g: Tensor) -> dict[str, Tensor]:
     """Return the three GEMMs of a linear in FP32."""
     fprop, dgrad, wgrad = formats_of(fmt)
-    x_row, x_col = backend.quantize_input(x, fprop, wgrad)
-    w_row, w_col = backend.quantize_weight(w, fprop, dgrad)
-    g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, _keys(w))
+    x_row, x_col = backend.quantize(x, OperandSpec(fprop, wgrad))
+    w_row, w_col = backend.quantize(w, OperandSpec(fprop, dgrad, weight=True))
+    g_row, g_col = backend.quantize(g, OperandSpec(dgrad, wgrad, keys=_keys(w)))
     main_grad = torch.zeros(w.shape, device=w.device)
     return {
-        "fprop": backend.fprop(x_row, w_row, dtype=torch.float32),
-        "dgrad": backend.dgrad(g_row, w_col, dtype=torch.float32),
-        "wgrad": backend.wgrad(g_col, x_col, out=main_grad),
+        "fprop": backend.multiply(Gemm.FPROP, x_row, w_row, torch.float32),
+        "dgrad": backend.multiply(Gemm.DGRAD, g_row, w_col, torch.float32),
+        "wgrad": backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, main_grad),
     }
 
 
@@ -106,13 +106,13 @@ def step(backend: GemmBackend, fmt: Format, x: Tensor, w: Tensor, g: Tensor) -> 
     fprop, dgrad, wgrad = formats_of(fmt)
 
     def run() -> None:
-        w_row, w_col = backend.quantize_weight(w, fprop, dgrad)
+        w_row, w_col = backend.quantize(w, OperandSpec(fprop, dgrad, weight=True))
         for _ in range(_MICROBATCHES):
-            x_row, x_col = backend.quantize_input(x, fprop, wgrad)
-            backend.fprop(x_row, w_row, dtype=torch.bfloat16)
-            g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, keys)
-            backend.dgrad(g_row, w_col, dtype=torch.bfloat16)
-            backend.wgrad(g_col, x_col, out=main_grad)
+            x_row, x_col = backend.quantize(x, OperandSpec(fprop, wgrad))
+            backend.multiply(Gemm.FPROP, x_row, w_row, torch.bfloat16)
+            g_row, g_col = backend.quantize(g, OperandSpec(dgrad, wgrad, keys=keys))
+            backend.multiply(Gemm.DGRAD, g_row, w_col, torch.bfloat16)
+            backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, main_grad)
 
     return run
 

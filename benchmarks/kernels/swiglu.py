@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import cold_milliseconds, header, host_milliseconds, refuse_without_cuda, write
-from snip_megatron.gemm.backend import GemmBackend, Sides
-from snip_megatron.gemm.operands import GradientKeys
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.megatron.fused_mlp import STOCK
 from snip_megatron.precision import Format
@@ -35,7 +35,7 @@ SWEEP = [
     for registers in (40, 48, 64, 80, 96, 128, 168)
     if 32 * warps * registers <= 65536  # of a multiprocessor
 ]
-Call = Callable[[], Sides]
+Call = Callable[[], OperandPair]
 
 
 def calls(backend: GemmBackend, shape: tuple[int, int], fmt: Format) -> dict[str, tuple[Call, Call]]:
@@ -47,27 +47,27 @@ def calls(backend: GemmBackend, shape: tuple[int, int], fmt: Format) -> dict[str
     seeds = (2**63 + 11, 12) if fmt is Format.FP4 else (None, None)
     keys = GradientKeys(*seeds, torch.arange(2 * features, device="cuda"))
 
-    def with_amax() -> Sides:
-        x, amax = backend.swiglu_with_amax(y)
-        return backend.quantize_input(x, fmt, fmt, amax=amax)
+    def with_amax() -> OperandPair:
+        x, amax = backend.swiglu(y, None, None)
+        return backend.quantize(x, OperandSpec(fmt, fmt, amax=amax))
 
-    def gradient_with_amax() -> Sides:
-        g, amax = backend.swiglu_gradient_with_amax(d, y)
-        return backend.quantize_gradient(g, fmt, fmt, keys, amax=amax)
+    def gradient_with_amax() -> OperandPair:
+        g, amax = backend.swiglu(y, d, None)
+        return backend.quantize(g, OperandSpec(fmt, fmt, keys=keys, amax=amax))
 
     unfused = (
-        lambda: backend.quantize_input(STOCK.forward(y), fmt, fmt),
-        lambda: backend.quantize_gradient(STOCK.backward(d, y), fmt, fmt, keys),
+        lambda: backend.quantize(STOCK.forward(y), OperandSpec(fmt, fmt)),
+        lambda: backend.quantize(STOCK.backward(d, y), OperandSpec(fmt, fmt, keys=keys)),
     )
     if fmt is Format.FP8_TENSOR:
         return {"swiglu": (unfused[0], with_amax), "gradient": (unfused[1], gradient_with_amax)}
     return {
-        "swiglu": (unfused[0], lambda: backend.quantize_swiglu(y, fmt, fmt)),
-        "gradient": (unfused[1], lambda: backend.quantize_swiglu_gradient(d, y, fmt, fmt, keys)),
+        "swiglu": (unfused[0], lambda: backend.swiglu(y, None, OperandSpec(fmt, fmt))),
+        "gradient": (unfused[1], lambda: backend.swiglu(y, d, OperandSpec(fmt, fmt, keys=keys))),
     }
 
 
-def same(one: Sides, other: Sides) -> float:
+def same(one: OperandPair, other: OperandPair) -> float:
     """Return the smallest ratio of operands to their difference in decibels, at most 300."""
     pairs = [(a.dequantize().double(), b.dequantize().double()) for a, b in zip(one, other, strict=True)]
     return min(float(20 * torch.log10(a.norm() / (b - a).norm().clamp(min=1e-300))) for a, b in pairs)

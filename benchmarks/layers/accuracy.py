@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.layers.contenders import Contender, Problem
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import GradientKeys
-from snip_megatron.precision import Format
+from snip_megatron.gemm.operands import GradientKeys, OperandSpec
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.packed import Operand
 
 ROWS = 48
@@ -70,16 +70,16 @@ def gemm_errors(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[str
     """Return the errors of the GEMMs alone: FP32 results against the float64 product of the quantised operands."""
     x, w, g = problem.x.detach(), problem.weight.detach(), problem.g
     keys = GradientKeys(1, 2, torch.arange(w.shape[0], device="cuda"))
-    x_row, x_col = backend.quantize_input(x, fmt, fmt)
-    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
-    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
+    x_row, x_col = backend.quantize(x, OperandSpec(fmt, fmt))
+    w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
+    g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys))
     added = torch.full_like(problem.weight.main_grad, _BEFORE)  # type: ignore[attr-defined]
-    backend.wgrad(g_col, x_col, out=added)
+    backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, added)
     tokens, features = sample(x.shape[0]), sample(w.shape[0])
     return {
-        "fprop": _error(x_row, w_row, tokens, backend.fprop(x_row, w_row, dtype=torch.float32)),
-        "dgrad": _error(g_row, w_col, tokens, backend.dgrad(g_row, w_col, dtype=torch.float32)),
-        "wgrad": _error(g_col, x_col, features, backend.wgrad(g_col, x_col, out=None)),
+        "fprop": _error(x_row, w_row, tokens, backend.multiply(Gemm.FPROP, x_row, w_row, torch.float32)),
+        "dgrad": _error(g_row, w_col, tokens, backend.multiply(Gemm.DGRAD, g_row, w_col, torch.float32)),
+        "wgrad": _error(g_col, x_col, features, backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32)),
         "wgrad_accumulated": _error(g_col, x_col, features, added - _BEFORE),
     }
 

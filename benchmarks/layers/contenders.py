@@ -17,7 +17,7 @@ from torch import Tensor
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.cublaslt import cublaslt
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
-from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.precision import Format, LinearId
 
 MICROBATCHES = 4
@@ -86,13 +86,13 @@ class Snip(_Linear):
         self.handle = LinearHandle(
             id=LinearId(0, "mlp.linear_fc1"), parallel="column", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
             out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend),
-            module=_Holder(problem.weight), formats=formats,
+            module=_Holder(problem.weight), state=LinearState(formats=formats),
         )  # fmt: skip
-        self.call = LinearCall(self.handle, backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
+        self.call = LinearCall(self.handle)
 
     def step(self) -> None:
-        self.handle.backwards = 0
-        self.handle.weights.clear()
+        self.handle.state.backwards = 0
+        self.handle.state.weights.clear()
         super().step()
 
     def forward(self, microbatch: int) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import header, host_milliseconds, refuse_without_cuda, write
 from benchmarks.layers.contenders import Contender, Problem, Snip, bf16_contenders, transformer_engine_contenders
-from snip_megatron.gemm.replayed import ReplayedHopperBackend
+from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
 
@@ -31,23 +31,22 @@ MICROBATCHES = 20
 TOKENS, WIDTH = 256, 1024
 
 
-def contenders(problem: Problem, library: str) -> tuple[dict[str, Contender], ReplayedHopperBackend | None]:
-    """Return the contenders by name, and the backend that replays; None if the extension is not built."""
+def contenders(problem: Problem, library: str) -> tuple[dict[str, Contender], GemmBackend]:
+    """Return the contenders by name, and the backend whose calls C++ repeats if the extension is built."""
     found: dict[str, Contender] = {}
-    backend = select_backend("hopper", library=library).backend
-    replayed = backend if isinstance(backend, ReplayedHopperBackend) else None
+    python, backend = (select_backend("hopper", library=library, replays=replays).backend for replays in (False, True))
     for fmt in FORMATS:
-        found[f"snip {fmt.value} Python"] = Snip(problem, backend if replayed is None else replayed.python, (fmt,) * 3)
-        if replayed is not None:
-            found[f"snip {fmt.value} C++"] = Snip(problem, replayed, (fmt,) * 3)
-    return found | bf16_contenders(problem) | transformer_engine_contenders(problem), replayed
+        found[f"snip {fmt.value} Python"] = Snip(problem, python, (fmt,) * 3)
+        if backend.replayed:
+            found[f"snip {fmt.value} C++"] = Snip(problem, backend, (fmt,) * 3)
+    return found | bf16_contenders(problem) | transformer_engine_contenders(problem), backend
 
 
 def step(contender: Any) -> None:
     """Run the microbatches of a step."""
     if isinstance(contender, Snip):
-        contender.handle.backwards = 0
-        contender.handle.weights.clear()
+        contender.handle.state.backwards = 0
+        contender.handle.state.weights.clear()
     for index in range(MICROBATCHES):
         contender.microbatch(index)
 
@@ -95,7 +94,7 @@ def main() -> int:
         times = measure(working(found, result["failed"]), arguments.rounds)
     result["host_us"] = {name: statistics.median(each) for name, each in times.items()}
     result["fastest_us"] = {name: min(each) for name, each in times.items()}
-    result["replays"] = {} if backend is None else {name: each.replays for name, each in backend.replayed.items()}
+    result["replays"] = {name: each.replays for name, each in backend.replayed.items()}
     for name, taken in sorted(result["host_us"].items(), key=lambda pair: pair[1]):
         print(f"{taken:8.1f} µs (fastest {result['fastest_us'][name]:.1f})  {name}")
     print(f"replays {result['replays']}  {result['selection']}")

@@ -11,9 +11,9 @@ from benchmarks.common import interleaved
 from benchmarks.layers.contenders import MICROBATCHES, Problem
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.cublaslt import CublasLtError, cublaslt
-from snip_megatron.gemm.operands import GradientKeys
+from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.packed import Operand
 
 ROUNDS = 5
@@ -38,18 +38,18 @@ def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[s
     x, w, g = problem.x.detach(), problem.weight.detach(), problem.g
     main_grad = problem.weight.main_grad  # type: ignore[attr-defined]
     keys = GradientKeys(1, 2, torch.arange(w.shape[0], device="cuda"))
-    x_row, x_col = backend.quantize_input(x, fmt, fmt)
-    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
-    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
+    x_row, x_col = backend.quantize(x, OperandSpec(fmt, fmt))
+    w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
+    g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys))
     moved = {"x": _bytes(x, x_row, x_col), "g": _bytes(g, g_row, g_col), "w": _bytes(w, w_row, w_col)}
     apart = ScaledProducts()
     calls: dict[str, Callable[[], object]] = {
-        "quantize x": lambda: backend.quantize_input(x, fmt, fmt),
-        "quantize g": lambda: backend.quantize_gradient(g, fmt, fmt, keys),
-        "quantize w": lambda: backend.quantize_weight(w, fmt, fmt),
-        "fprop": lambda: backend.fprop(x_row, w_row, dtype=torch.bfloat16),
-        "dgrad": lambda: backend.dgrad(g_row, w_col, dtype=torch.bfloat16),
-        "wgrad": lambda: backend.wgrad(g_col, x_col, out=main_grad),
+        "quantize x": lambda: backend.quantize(x, OperandSpec(fmt, fmt)),
+        "quantize g": lambda: backend.quantize(g, OperandSpec(fmt, fmt, keys=keys)),
+        "quantize w": lambda: backend.quantize(w, OperandSpec(fmt, fmt, weight=True)),
+        "fprop": lambda: backend.multiply(Gemm.FPROP, x_row, w_row, torch.bfloat16),
+        "dgrad": lambda: backend.multiply(Gemm.DGRAD, g_row, w_col, torch.bfloat16),
+        "wgrad": lambda: backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, main_grad),
         "product": lambda: apart.accumulate(g_col, x_col, None),
         "product + add": lambda: apart.accumulate(g_col, x_col, main_grad),
     }

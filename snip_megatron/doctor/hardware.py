@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from snip_megatron.doctor.check import Check, attempt, described, fail, note, ok
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm.operands import OperandSpec
+from snip_megatron.precision import Gemm
 
 if TYPE_CHECKING:
     from snip_megatron.gemm.backend import GemmBackend
@@ -64,10 +66,9 @@ def _host_path() -> Iterator[Check]:
 
     if why_not_hopper() is not None:
         return
-    from snip_megatron.gemm.replayed import TYPES
     from snip_megatron.quantization.kernels.replay_build import replay_extension
 
-    extension, how = replay_extension(TYPES)
+    extension, how = replay_extension()
     if extension is not None:
         yield ok(GEMM_ROOM, "host path", how)
     else:
@@ -111,7 +112,10 @@ def _fprop_error(backend: GemmBackend, fmt_name: str) -> float:
     draws = torch.Generator().manual_seed(0)
     x, w = (torch.randn(_SHAPE, _SHAPE, generator=draws).to(device, torch.bfloat16) for _ in range(2))
     fmt = Format(fmt_name)
-    x_side, w_side = backend.quantize_input(x, fmt, None)[0], backend.quantize_weight(w, fmt, None)[0]
-    y = backend.fprop(x_side, w_side, dtype=torch.bfloat16)
+    x_side, w_side = (
+        backend.quantize(x, OperandSpec(fmt, None))[0],
+        backend.quantize(w, OperandSpec(fmt, None, weight=True))[0],
+    )
+    y = backend.multiply(Gemm.FPROP, x_side, w_side, torch.bfloat16)
     truth = x.double() @ w.double().T
     return float((y.double() - truth).norm() / truth.norm())

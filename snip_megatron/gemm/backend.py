@@ -2,16 +2,13 @@
 
 A linear passes each of its matrices to the backend once: X in the forward, for fprop and wgrad; G in the backward, for
 dgrad and wgrad; and W once per optimizer step, for fprop and dgrad. A backend can therefore quantise a matrix for both
-GEMMs in one read.
-
-Matrices are 2-D: X [T, K], W [N, K], G [T, N]. The three GEMMs of a linear may have three formats, whose granularity is
-given in docs/method.md, "Formats". A format of None means that the GEMM does not run. ``amax`` is max|·| of the
-unsharded matrix, 0-dim FP32. It is required if the matrix is a shard and the format has one scale for the whole tensor.
+GEMMs in one read. Matrices are 2-D: X [T, K], W [N, K], G [T, N]. The formats are given in docs/method.md, "Formats".
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,16 +16,22 @@ from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import reference
-from snip_megatron.gemm.operands import Apart, GradientKeys, HeldSides, Plain, Side, disassemble
-from snip_megatron.gemm.parcels import Parcel, plain_parcel
-from snip_megatron.precision import Format
-from snip_megatron.quantization.hadamard import ROTATED, Rotation
-from snip_megatron.quantization.rounding import Key
+from snip_megatron.gemm.operands import (
+    CachedPair,
+    FlatOperand,
+    GemmOperand,
+    OperandPair,
+    OperandSpec,
+    UnquantizedOperand,
+    assemble,
+    flatten,
+)
+from snip_megatron.gemm.shards import QuantizedShard, unquantized_shard
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization.hadamard import ROTATED
 
-Sides = tuple[Any, Any]
-"""The operands of the two GEMMs that read a tensor, each a :data:`Side`; None for a GEMM that does not run."""
 Formats = tuple[Format | None, Format | None]
-"""The formats of the two GEMMs that read a tensor."""
+"""The formats of the two GEMMs that read a tensor; None for a GEMM that does not run."""
 
 
 class GemmBackend:
@@ -36,13 +39,18 @@ class GemmBackend:
 
     This base class is the reference backend. It keeps every operand in the training dtype until the GEMM, which
     quantises, dequantises and multiplies in plain torch. It runs on any device and for any shape. A faster backend
-    overrides :meth:`_quantize` and multiplies the operands that it has made. An operand in a format that it has no
-    kernel for stays :class:`Plain`, and this class multiplies it.
+    overrides :meth:`quantize` and :meth:`multiply`. An operand in a format that it has no kernel for stays an
+    :class:`UnquantizedOperand`, and this class multiplies it.
+
+    The methods in ``REPLAYED`` are called with positional arguments alone, so that
+    :class:`snip_megatron.quantization.kernels.replay.Replayed` can take their places.
     """
 
     name = "reference"
+    replayed: Mapping[str, Any] = MappingProxyType({})
+    """The methods whose calls C++ repeats."""
     fuses_swiglu = False
-    """Whether there are kernels that quantise SwiGLU where it is computed."""
+    """Whether :meth:`swiglu` has kernels."""
 
     def check_graphs(self) -> None:
         """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
@@ -55,277 +63,122 @@ class GemmBackend:
                 " transformed before they are gathered so far; use --snip-communication bf16"
             )
 
-    # -- quantisation --------------------------------------------------------------------------------------------
-    def quantize_input(
-        self,
-        x: Tensor,
-        fprop: Format | None,
-        wgrad: Format | None,
-        *,
-        amax: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Sides:
-        """Return X [T, K] as the operands of fprop (tiles along K) and of wgrad (tiles along T).
+    def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
+        """Return what :meth:`swiglu` does beside SwiGLU of y [T, 2K] for operands in ``formats``.
+
+        "quantize": it quantises. "amax": it finds the amax, which spares a read. None: there is no kernel.
+        """
+        return None
+
+    def swiglu(self, y: Tensor, d: Tensor | None, spec: OperandSpec | None) -> tuple[Any, Any]:
+        """Return SwiGLU [T, K] of y [T, 2K], gates first, or its gradient [T, 2K].
 
         Args:
-            x: X [T, K] in the training dtype.
-            fprop, wgrad: formats of the two GEMMs; None if a GEMM does not run.
-            amax: see the module.
-            rotation: how the operand of wgrad is transformed if ``wgrad`` has a Hadamard transform. None: with the key
-                0.
-        """
-        return self._quantize(x, (fprop, wgrad), amax, rotation=rotation)
+            y: input. :meth:`swiglu_kernel` says which ``spec`` it may have.
+            d: gradient of SwiGLU [T, K], contiguous, to return the gradient of y; None for SwiGLU itself.
+            spec: how the result is quantised.
 
-    def quantize_weight(
-        self,
-        w: Tensor,
-        fprop: Format | None,
-        dgrad: Format | None,
-        *,
-        amax: Tensor | None = None,
-        held: HeldSides | None = None,
-    ) -> Sides:
-        """Return W [N, K] as the operands of fprop (reduction along K) and of dgrad (reduction along N).
-
-        Args:
-            w: W [N, K] in the training dtype.
-            fprop, dgrad: formats of the two GEMMs; None if a GEMM does not run.
-            amax: see the module.
-            held: operands of an earlier call. They are overwritten and returned, and no new memory is allocated.
-        """
-        if held is None:
-            return self._quantize(w, (fprop, dgrad), amax, weight=True)
-        self._renew(w, (fprop, dgrad), amax, held)
-        return held.sides
-
-    def quantize_gradient(
-        self,
-        g: Tensor,
-        dgrad: Format | None,
-        wgrad: Format | None,
-        keys: GradientKeys,
-        *,
-        amax: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Sides:
-        """Return G [T, N] as the operands of dgrad (tiles along N) and of wgrad (tiles along T).
-
-        Args:
-            g: G [T, N] in the training dtype.
-            dgrad, wgrad: formats of the two GEMMs; None if a GEMM does not run.
-            keys: keys of stochastic rounding, for the formats that use it.
-            amax: see the module.
-            rotation: as in :meth:`quantize_input`, with the same signs.
-        """
-        both = (keys.dgrad, keys.wgrad)
-        return self._quantize(
-            g, (dgrad, wgrad), amax, keys=both, cols=keys.cols, first_row=keys.first_row, rotation=rotation
-        )
-
-    def quantizes_swiglu(self, y: Tensor, formats: Formats) -> bool:
-        """Return whether the two functions below take y [T, 2K] and these formats of the operands. None: no operand."""
-        return False
-
-    def quantize_swiglu(self, y: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
-        """Return SwiGLU [T, K] of y [T, 2K], gates first, as :meth:`quantize_input` does.
-
-        Requires :meth:`quantizes_swiglu`.
+        Returns:
+            The two operands of the result. Without ``spec``: the result in y's dtype, and its amax, FP32 and 0-dim.
         """
         raise NotImplementedError
 
-    def quantize_swiglu_gradient(
-        self, d: Tensor, y: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys
-    ) -> Sides:
-        """Return the gradient [T, 2K] of SwiGLU of y as :meth:`quantize_gradient` does. ``d`` [T, K] is contiguous.
-
-        Requires :meth:`quantizes_swiglu`.
-        """
-        raise NotImplementedError
-
-    def finds_amax_of_swiglu(self, y: Tensor, formats: Formats) -> bool:
-        """Return whether the two functions below take y [T, 2K] and spare these formats a read for the amax."""
-        return False
-
-    def swiglu_with_amax(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return SwiGLU [T, K] of y [T, 2K], gates first, and its amax for :meth:`quantize_input`, FP32 and 0-dim.
-
-        Requires :meth:`finds_amax_of_swiglu`.
-        """
-        raise NotImplementedError
-
-    def swiglu_gradient_with_amax(self, d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient [T, 2K] of SwiGLU of y, and its amax for :meth:`quantize_gradient`, FP32 and 0-dim.
-
-        ``d`` [T, K] is contiguous. Requires :meth:`finds_amax_of_swiglu`.
-        """
-        raise NotImplementedError
-
-    def pack(self, side: Side, format: Format, axis: int) -> Parcel:
-        """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.
-
-        Args:
-            side: the operand, as :meth:`quantize_input` or :meth:`quantize_gradient` made it. Its tokens are a multiple
-                of 128, and its amax is that of all shards.
-            format: its format.
-            axis: the dimension that its GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
-        """
-        return plain_parcel(_plain(side), axis)
-
-    def _quantize(
-        self,
-        x: Tensor,
-        formats: Formats,
-        amax: Tensor | None,
-        *,
-        weight: bool = False,
-        keys: tuple[Key | None, Key | None] = (None, None),
-        cols: Tensor | None = None,
-        first_row: int = 0,
-        rotation: Rotation | None = None,
-    ) -> Sides:
-        """Return x as the operands of the GEMM that reduces over its columns and of the one that reduces over its rows.
+    # -- one matrix, one product ---------------------------------------------------------------------------------
+    def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
+        """Return a matrix as its rowwise and its columnwise operand.
 
         Args:
             x: the matrix, in the training dtype.
-            formats: formats of the two GEMMs.
-            amax: see the module.
-            weight: whether to quantise in blocks instead of tiles.
-            keys: keys of stochastic rounding of the two GEMMs.
-            cols: global indices of x's columns, which stochastic rounding reads.
-            first_row: global index of x's first row, likewise.
-            rotation: how the second operand is transformed if its format has a Hadamard transform.
+            spec: how it is quantised.
+            cached: operands of an earlier call. They are overwritten and returned, and no new memory is allocated.
         """
+        if cached is not None:
+            return cached.operands  # the weight itself
+        keys = spec.keys
 
-        def plain(fmt: Format | None, key: Key | None, axis: int) -> Plain | None:
-            if fmt is None or fmt is Format.BF16:  # bf16 is not rounded
-                return None if fmt is None else Plain(x, fmt)
-            return Plain(x, fmt, key, cols, amax, first_row, rotation=None if axis else rotation)
+        def operand(fmt: Format | None, seed: Any, axis: int) -> UnquantizedOperand | None:
+            if fmt is None or fmt is Format.BF16:
+                return None if fmt is None else UnquantizedOperand(x, fmt)
+            turned = None if axis else spec.rotation
+            if keys is None:
+                return UnquantizedOperand(x, fmt, amax=spec.amax, rotation=turned)
+            return UnquantizedOperand(x, fmt, seed, keys.cols, spec.amax, keys.first_row, rotation=turned)
 
-        return plain(formats[0], keys[0], 1), plain(formats[1], keys[1], 0)
-
-    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
-        """Quantise W into the operands of ``held``. Plain operands are the weight itself and need no update."""
-
-    # -- products ------------------------------------------------------------------------------------------------
-    def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """Return Y = Q(X)·Q(W)ᵀ [T, N] in ``dtype``."""
-        x, w = _plain(x), _plain(w)
-        return reference.fprop(
-            x.tensor,
-            w.tensor,
-            x.format,
-            amax=(x.amax, w.amax),
-            quantised=(x.quantised, w.quantised),
-            out_dtype=dtype,
+        return (
+            operand(spec.rowwise, None if keys is None else keys.dgrad, 1),
+            operand(spec.columnwise, None if keys is None else keys.wgrad, 0),
         )
 
-    def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """Return ∂L/∂X = Q(G)·Q(W) [T, K] in ``dtype``."""
-        g, w = _plain(g), _plain(w)
-        return reference.dgrad(
-            g.tensor,
-            w.tensor,
-            g.format,
-            seed=g.seed,
-            offset=(g.first_row, 0),
-            cols=g.cols,
-            amax=(g.amax, w.amax),
-            quantised=(g.quantised, w.quantised),
-            out_dtype=dtype,
-        )
+    def multiply(
+        self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """Compute one of the three products of a linear from the operands that :meth:`quantize` made.
 
-    def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
-        """Return ∇W = Q(G)ᵀ·Q(X) [N, K] in FP32. If ``out`` is given, ∇W is added to it and ``out`` is returned."""
-        g, x = _plain(g), _plain(x)
-        return reference.wgrad(
-            g.tensor,
-            x.tensor,
-            g.format,
-            seed=g.seed,
-            offset=(g.first_row, 0),
-            cols=g.cols,
-            amax=(g.amax, x.amax),
-            rotation=(g.rotation, x.rotation),
-            quantised=(g.quantised, x.quantised),
-            out=out,
-        )
+        fprop: Y = Q(X)·Q(W)ᵀ [T, N]; dgrad: ∂L/∂X = Q(G)·Q(W) [T, K]; wgrad: ∇W = Q(G)ᵀ·Q(X) [N, K].
+
+        Args:
+            gemm: the product.
+            a, b: (X, W), (G, W) or (G, X).
+            dtype: dtype of the result. That of wgrad is FP32.
+            out: wgrad is added to it, and it is returned; None: new memory. Only wgrad takes it.
+        """
+        assert isinstance(a, UnquantizedOperand)
+        assert isinstance(b, UnquantizedOperand)
+        amax, quantized = (a.amax, b.amax), (a.quantized, b.quantized)
+        if gemm is Gemm.FPROP:
+            return reference.fprop(a.tensor, b.tensor, a.format, amax=amax, quantised=quantized, out_dtype=dtype)
+        rounding: dict[str, Any] = {"seed": a.seed, "offset": (a.first_row, 0), "cols": a.cols}
+        how: dict[str, Any] = rounding | {"amax": amax, "quantised": quantized}
+        if gemm is Gemm.DGRAD:
+            return reference.dgrad(a.tensor, b.tensor, a.format, **how, out_dtype=dtype)
+        return reference.wgrad(a.tensor, b.tensor, a.format, **how, rotation=(a.rotation, b.rotation), out=out)
+
+    def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
+        """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.
+
+        Args:
+            operand: what :meth:`quantize` made. Its tokens are a multiple of 128, and its amax is that of all shards.
+            format: its format.
+            axis: the dimension that its GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
+        """
+        assert isinstance(operand, UnquantizedOperand)
+        return unquantized_shard(operand, axis)
 
     # -- what a linear runs between its collectives --------------------------------------------------------------
-    def forward(
-        self,
-        x: Tensor,
-        w: Side,
-        fprop: Format,
-        wgrad: Format | None,
-        *,
-        amax: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> tuple[Tensor, Apart | None]:
+    def forward(self, x: Tensor, w: GemmOperand, spec: OperandSpec) -> tuple[Tensor, FlatOperand | None]:
         """Quantise X and run fprop.
 
         Args:
             x: X [..., K] in the training dtype.
-            w: the operand of fprop that :meth:`quantize_weight` returned.
-            fprop, wgrad, amax, rotation: the arguments of :meth:`quantize_input`.
+            w: the rowwise operand of W.
+            spec: how X is quantised.
 
         Returns:
-            Y [..., N] in x's dtype, which is no view for autograd, and X as the operand of wgrad, taken apart; None for
-            a wgrad that does not run.
+            Y [..., N] in x's dtype, which is no view for autograd, and X as the operand of wgrad; None for a wgrad that
+            does not run.
         """
-        row, col = self.quantize_input(matrix(x), fprop, wgrad, amax=amax, rotation=rotation)
-        y = unflattened(self.fprop(row, w, dtype=x.dtype), x.shape[:-1])
-        return y, None if col is None else disassemble(col)
-
-    def input_gradient(
-        self,
-        g: Tensor,
-        w: Side,
-        dgrad: Format,
-        wgrad: Format,
-        keys: GradientKeys,
-        *,
-        amax: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> tuple[Tensor, Side]:
-        """Quantise G and run dgrad.
-
-        Args:
-            g: G [..., N] in the training dtype.
-            w: the operand of dgrad that :meth:`quantize_weight` returned.
-            dgrad, wgrad, keys, amax, rotation: the arguments of :meth:`quantize_gradient`.
-
-        Returns:
-            ∂L/∂X [..., K] in g's dtype, and G as the operand of wgrad.
-        """
-        row, col = self.quantize_gradient(matrix(g).contiguous(), dgrad, wgrad, keys, amax=amax, rotation=rotation)
-        return unflattened(self.dgrad(row, w, dtype=g.dtype), g.shape[:-1]), col
+        rowwise, columnwise = self.quantize(matrix(x), spec)
+        y = unflattened(self.multiply(Gemm.FPROP, rowwise, w, x.dtype), x.shape[:-1])
+        return y, None if columnwise is None else flatten(columnwise)
 
     def backward(
-        self,
-        g: Tensor,
-        w: Side,
-        x: Apart,
-        dgrad: Format,
-        wgrad: Format,
-        keys: GradientKeys,
-        *,
-        out: Tensor | None,
-        amax: Tensor | None = None,
-        rotation: Rotation | None = None,
+        self, g: Tensor, w: GemmOperand, x: FlatOperand, spec: OperandSpec, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Quantise G and run dgrad and wgrad.
 
         Args:
+            g: G [..., N] in the training dtype.
+            w: the columnwise operand of W.
             x: the operand of wgrad that :meth:`forward` returned.
-            out: see :meth:`wgrad`.
-            g, w, dgrad, wgrad, keys, amax, rotation: the arguments of :meth:`input_gradient`.
+            spec: how G is quantised.
+            out: see :meth:`multiply`.
 
         Returns:
-            ∂L/∂X [..., K] in g's dtype, and ∇W as :meth:`wgrad` returns it.
+            ∂L/∂X [..., K] in g's dtype, and ∇W.
         """
-        d, col = self.input_gradient(g, w, dgrad, wgrad, keys, amax=amax, rotation=rotation)
-        tensors, assemble = x
-        return d, self.wgrad(col, assemble(*tensors), out=out)
+        rowwise, columnwise = self.quantize(matrix(g).contiguous(), spec)
+        d = unflattened(self.multiply(Gemm.DGRAD, rowwise, w, g.dtype), g.shape[:-1])
+        return d, self.multiply(Gemm.WGRAD, columnwise, assemble(x), torch.float32, out)
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -350,10 +203,6 @@ def refuse_gathers(backend: str, formats: Collection[Format]) -> None:
         )
 
 
-def _plain(side: Side) -> Plain:
-    """Return ``side``, which is a plain operand. Both operands of a GEMM are of the same kind."""
-    assert isinstance(side, Plain)
-    return side
-
-
 REFERENCE = GemmBackend()
+REPLAYED = ("quantize", "multiply", "swiglu", "forward", "backward")
+"""The methods of a backend that compute."""

@@ -7,13 +7,14 @@ in the forward and MXFP8 or bf16 in the backward. The reference runs GEMMs in ot
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import Formats, GemmBackend, Sides, refuse_gathers
+from snip_megatron.gemm.backend import GemmBackend, refuse_gathers
 from snip_megatron.gemm.blackwell_engine import (
     COLUMN,
     NATIVE,
@@ -23,11 +24,10 @@ from snip_megatron.gemm.blackwell_engine import (
     TransformerEngine,
     one_usage,
 )
-from snip_megatron.gemm.operands import HeldSides, Plain, Side
+from snip_megatron.gemm.operands import CachedPair, GemmOperand, OperandPair, OperandSpec, UnquantizedOperand
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import SPECS
-from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.rounding import Key
 
 EDGE = 32
@@ -62,75 +62,51 @@ class BlackwellBackend(GemmBackend):
         refuse_gathers(self.name, set(formats).intersection(NATIVE))
 
     # -- quantisation --------------------------------------------------------------------------------------------
-    def _quantize(
-        self,
-        x: Tensor,
-        formats: Formats,
-        amax: Tensor | None,
-        *,
-        weight: bool = False,
-        keys: tuple[Key | None, Key | None] = (None, None),
-        cols: Tensor | None = None,
-        first_row: int = 0,
-        rotation: Rotation | None = None,
-    ) -> Sides:
+    def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         """See the base class. If both formats are equal, one call serves both GEMMs and rounds with the first key."""
-        row, col = formats
-        seeds = (self._number(keys[0]), self._number(keys[1]))
-        if row is not None and row is col and row in NATIVE:
-            both = self._native(x, row, (ROW, COLUMN), amax, weight, seeds[0])
-            return both[0], both[1]
-        sides = list(super()._quantize(x, formats, amax, keys=seeds, cols=cols, first_row=first_row, rotation=rotation))
+        keys = spec.keys
+        if cached is not None or (
+            keys is not None and (isinstance(keys.dgrad, Tensor) or isinstance(keys.wgrad, Tensor))
+        ):
+            self.check_graphs()  # weights are cached, and keys on the device, for CUDA graphs alone
+        formats, seeds = (spec.rowwise, spec.columnwise), (None, None) if keys is None else (keys.dgrad, keys.wgrad)
+        if formats[0] is not None and formats[0] is formats[1] and formats[0] in NATIVE:
+            return self._native(x, formats[0], (ROW, COLUMN), spec, seeds[0])
+        pair = list(super().quantize(x, spec))
         for place, usage in enumerate((ROW, COLUMN)):
             fmt = formats[place]
             if fmt is not None and fmt in NATIVE:
-                (sides[place],) = self._native(x, fmt, (usage,), amax, weight, seeds[place])
-        return sides[0], sides[1]
-
-    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
-        """See the base class. Weights are held only for CUDA graphs."""
-        self.check_graphs()
-
-    def _number(self, key: Key | None) -> int | None:
-        """Return the key as a number. Keys on the device exist only for CUDA graphs."""
-        if isinstance(key, Tensor):
-            self.check_graphs()
-            return None
-        return key
+                (pair[place],) = self._native(x, fmt, (usage,), spec, seeds[place])
+        return pair[0], pair[1]
 
     def _native(
-        self, x: Tensor, fmt: Format, usages: tuple[str, ...], amax: Tensor | None, square: bool, seed: int | None
-    ) -> tuple[NativeOperand, ...]:
+        self, x: Tensor, fmt: Format, usages: tuple[str, ...], spec: OperandSpec, seed: Key | None
+    ) -> tuple[Any, ...]:
         x = x.detach()
         rows, cols = x.shape
         if x.numel() == 0:
             return tuple(NativeOperand(fmt, (rows, cols), usage, None, {}, ("",), (x,)) for usage in usages)
-        spec = SPECS[fmt]
-        square, stochastic = square and spec.square_blocks, seed is not None and spec.stochastic
+        of_format = SPECS[fmt]
+        square, stochastic = spec.weight and of_format.square_blocks, seed is not None and of_format.stochastic
+        assert not isinstance(seed, Tensor)
         key = QuantizerKey(fmt.base, ROW in usages, COLUMN in usages, square, stochastic)
-        quantized = self._engine.quantize(padded(x), key, seed=seed, amax=amax)
+        quantized = self._engine.quantize(padded(x), key, seed=seed, amax=spec.amax)
         return tuple(one_usage(quantized, usage, fmt, (rows, cols)) for usage in usages)
 
     # -- products ------------------------------------------------------------------------------------------------
-    def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See the base class."""
-        if isinstance(x, NativeOperand) and isinstance(w, NativeOperand):
-            return self._multiply(w, x, "TN", (x.shape[0], w.shape[0]), dtype)
-        return super().fprop(x, w, dtype=dtype)
-
-    def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See the base class."""
-        if isinstance(g, NativeOperand) and isinstance(w, NativeOperand):
-            return self._multiply(w, g, "NN", (g.shape[0], w.shape[1]), dtype)
-        return super().dgrad(g, w, dtype=dtype)
-
-    def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
+    def multiply(
+        self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
         """See the base class. A bf16 wgrad of a mixed linear is a library GEMM that accumulates into ``out``."""
-        if isinstance(g, NativeOperand) and isinstance(x, NativeOperand):
-            return self._accumulate(g, x, out)
-        if isinstance(g, Plain) and isinstance(x, Plain) and g.format is Format.BF16:
-            return self._products.accumulate_plain(g.tensor, x.tensor, out)
-        return super().wgrad(g, x, out=out)
+        if isinstance(a, NativeOperand) and isinstance(b, NativeOperand):
+            if gemm is Gemm.WGRAD:
+                return self._accumulate(a, b, out)
+            rows, cols = a.shape[0], b.shape[0 if gemm is Gemm.FPROP else 1]
+            return self._multiply(b, a, "TN" if gemm is Gemm.FPROP else "NN", (rows, cols), dtype)
+        if gemm is Gemm.WGRAD and isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
+            assert isinstance(b, UnquantizedOperand)
+            return self._products.accumulate_plain(a.tensor, b.tensor, out)
+        return super().multiply(gemm, a, b, dtype, out)
 
     def _accumulate(self, g: NativeOperand, x: NativeOperand, out: Tensor | None) -> Tensor:
         shape = (g.shape[1], x.shape[1])

@@ -10,8 +10,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +52,7 @@ class QuantizerKey:
         return usages | {"with_2d_quantization": self.square, "stochastic_rounding": self.stochastic, "with_rht": False}
 
 
-@dataclass(frozen=True)
-class NativeOperand:
+class NativeOperand(NamedTuple):
     """A matrix [rows, cols] in one usage, as a GEMM of Transformer Engine reads it.
 
     Attributes:
@@ -71,9 +70,9 @@ class NativeOperand:
     shape: tuple[int, int]
     usage: str
     storage: Callable[..., Any] | None
-    fields: Mapping[str, Any] = field(repr=False)
+    fields: Mapping[str, Any]
     names: tuple[str, ...]
-    tensors: tuple[Tensor, ...] = field(repr=False)
+    tensors: tuple[Tensor, ...]
 
     def native(self) -> Any:
         """Return the operand as an object of Transformer Engine."""

@@ -1,4 +1,4 @@
-"""Checks of the Blackwell backend: whether it can run on this machine, and whether its results are correct."""
+"""Whether the Blackwell backend can run on this machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import re
 from collections.abc import Collection
 
 import torch
-from torch import Tensor
 
-from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.blackwell_engine import NATIVE, transformer_engine
-from snip_megatron.gemm.operands import GradientKeys
 from snip_megatron.precision import Format
 
 CAPABILITIES = ((10, 0), (10, 3))
@@ -20,12 +17,6 @@ CAPABILITIES = ((10, 0), (10, 3))
 Transformer Engine (its pull request 3281), and MXFP8 lacks layouts on sm_120."""
 
 LEAST_VERSION = (2, 9)
-
-# Signal to noise ratios below which a result is wrong. Correct kernels reach 15 to 17 and 27 to 29 dB. A wrong layout,
-# a missing scale or a gradient of zeros stays below these limits.
-LEAST_DECIBEL = {Format.NVFP4: 12.0, Format.MXFP8: 25.0}
-_EDGE, _DRAWS = 256, 32
-_BIASED = 0.5
 
 
 def is_blackwell() -> bool:
@@ -78,73 +69,6 @@ def _no_format(formats: Collection[Format] | None, sharded: bool) -> str | None:
     if sharded and wants_nvfp4 and not transformer_engine().takes_amax:
         return "nvfp4 under tensor parallelism needs Transformer Engine 2.17 or later: one amax for all shards"
     return None
-
-
-# -- numbers -------------------------------------------------------------------------------------------------------
-def wrong_numbers(backend: GemmBackend, device: torch.device | str, formats: Collection[Format] = NATIVE) -> str | None:
-    """Return what is wrong with the backend's results on ``device``, or None if they are correct.
-
-    Compares three products of 256×256 matrices per format with FP32, and the mean of 32 stochastic roundings of a
-    gradient with the gradient. This takes milliseconds and runs once, before training. It finds kernels that return
-    wrong results without an error.
-    """
-    for fmt in formats:
-        try:
-            fault = _wrong_products(backend, device, fmt) or _wrong_rounding(backend, device, fmt)
-        except Exception as error:  # Transformer Engine raises RuntimeError, AssertionError and others
-            fault = f"fails ({_line(error)})"
-        if fault is not None:
-            return f"{fmt.value} {fault} on this device"
-    return None
-
-
-def _wrong_products(backend: GemmBackend, device: torch.device | str, fmt: Format) -> str | None:
-    x, w, g = _operands(device)
-    x_row, x_col = backend.quantize_input(x, fmt, fmt)
-    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
-    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, _keys(0, device))
-    out = torch.ones(_EDGE, _EDGE, device=device)
-    found = {
-        "fprop": (backend.fprop(x_row, w_row, dtype=torch.bfloat16), x.float() @ w.float().t()),
-        "dgrad": (backend.dgrad(g_row, w_col, dtype=torch.bfloat16), g.float() @ w.float()),
-        "wgrad": (backend.wgrad(g_col, x_col, out=out) - 1.0, g.float().t() @ x.float()),
-    }
-    for gemm, (product, exact) in found.items():
-        signal = _decibel(exact, product)
-        if not signal >= LEAST_DECIBEL[fmt]:
-            return f"gives a signal to noise ratio of {signal:.1f} dB in {gemm} (at least {LEAST_DECIBEL[fmt]:.0f})"
-    return None
-
-
-def _wrong_rounding(backend: GemmBackend, device: torch.device | str, fmt: Format) -> str | None:
-    """Check for nvfp4 that the mean of many stochastic roundings is closer to G than one of them is."""
-    if fmt is not Format.NVFP4:
-        return None
-    _, _, g = _operands(device)
-    _, identity = backend.quantize_weight(torch.eye(_EDGE, device=device, dtype=g.dtype), None, fmt)
-    draws = []
-    for seed in range(_DRAWS):
-        side, _ = backend.quantize_gradient(g, fmt, None, _keys(seed, device))
-        draws.append(backend.dgrad(side, identity, dtype=torch.float32))
-    errors = [float((draw - g).norm()) for draw in (draws[0], torch.stack(draws).mean(0))]
-    if errors[1] > _BIASED * errors[0]:
-        return f"rounds gradients with a bias (error of one draw {errors[0]:.3g}, of the mean of 32 {errors[1]:.3g})"
-    return None
-
-
-def _operands(device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    x, w, g = (torch.randn(_EDGE, _EDGE, generator=generator).to(device, torch.bfloat16) for _ in range(3))
-    return x, w, g
-
-
-def _keys(seed: int, device: torch.device | str) -> GradientKeys:
-    return GradientKeys(2 * seed, 2 * seed + 1, torch.arange(_EDGE, device=device))
-
-
-def _decibel(exact: Tensor, found: Tensor) -> float:
-    noise = (found.float() - exact).norm().square()
-    return float(10 * torch.log10(exact.norm().square() / noise))
 
 
 def _line(error: Exception) -> str:

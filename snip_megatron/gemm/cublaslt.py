@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from snip_megatron.quantization.kernels.replay import NOWHERE, Address, Product, Recording, recording
+from snip_megatron.quantization.kernels.replay import Argument, Recording, recording
 from snip_megatron.quantization.packed import Operand
 
 _Function = ctypes._CFuncPtr  # type: ignore[attr-defined]  # the class of functions that have an address
+_SET_OPERATION = "cublasLtMatmulDescSetAttribute"
 _LIBRARY = "libcublasLt.so.{major}"
 _FIRST_VERSION = 120900  # 1×128 and 128×128 scales
 _WORKSPACE = 32 << 20  # bytes, recommended by cuBLAS for Hopper
@@ -220,46 +221,45 @@ class CublasLt:
                 plan.algorithm, None if workspace is None else _pointer(workspace), ctypes.c_size_t(size),
                 ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)),
             )  # fmt: skip
-            recorded = recording()
-            if recorded is not None:
-                tensors = (*values, out, workspace, factor, *(scales or ()))
-                recorded.product(self._recorded(recorded, device, problem, plan, tensors, add=add))
+            if (recorded := recording()) is not None:
+                tensors = (*values, out, workspace, factor)
+                self._record(recorded, device, problem, plan, tensors, scales, add=add)
         return out
 
-    def _recorded(
+    def _record(
         self,
         recorded: Recording,
         device: int,
         problem: _Problem,
         plan: _Plan,
         tensors: tuple[Tensor | None, ...],
+        scales: tuple[Tensor, Tensor] | None,
         *,
         add: bool,
-    ) -> Product | None:
-        """Return a product for ``replay.cpp``, or None if the library's functions have no address.
-
-        It has an operation of its own, because the addresses of scales are part of that.
+    ) -> None:
+        """Record a product, with an operation of its own, because the addresses of scales are part of that.
 
         Args:
-            tensors: A, B, result, workspace, factor and scales, with None for those that there are not.
+            tensors: A, B, result, workspace and factor, with None for those that there are not.
         """
-        names = "cublasLtMatmul", "cublasLtMatmulDescSetAttribute"
-        functions = [getattr(self._library, name) for name in names]
-        if not all(isinstance(function, _Function) for function in functions):
-            return None
-        matmul, set_attribute = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-        a, b, out, workspace, factor, *scales = (None if t is None else recorded.address(t) for t in tensors)
-        assert a is not None
-        assert b is not None
-        assert out is not None
-        zero_or_one = self._factors(add, None if factor is None else tensors[4])
-        alpha: Address = (-1, _host_address(zero_or_one[0])) if factor is None else factor
-        return Product(
-            matmul, set_attribute, self._handle(device).value or 0, self._operation(problem).value or 0,
-            (plan.a.value or 0, plan.b.value or 0, plan.c.value or 0), ctypes.addressof(plan.algorithm._obj),
-            alpha, (-1, _host_address(zero_or_one[1])), a, b, out, workspace or NOWHERE, plan.workspace,
-            (_A_SCALE, _B_SCALE), tuple(scale for scale in scales if scale is not None),
+        operation = self._operation(problem).value or 0
+        for name, scale in zip((_A_SCALE, _B_SCALE), scales or (), strict=False):
+            setting = (operation, name, ("pointer", (recorded.address(scale),)), 8)
+            recorded.c_call(_SET_OPERATION, self._function(_SET_OPERATION), *setting)
+        a, b, out, workspace, factor = (0 if t is None else recorded.address(t) for t in tensors)
+        alpha, beta = map(_host_address, self._factors(add, tensors[4]))
+        first: Argument = factor if tensors[4] is not None else alpha
+        layouts = [layout.value or 0 for layout in (plan.a, plan.b, plan.c)]
+        recorded.c_call(
+            "cublasLtMatmul", self._function("cublasLtMatmul"), self._handle(device).value or 0, operation, first,
+            a, layouts[0], b, layouts[1], beta, out, layouts[2], out, layouts[2],
+            ctypes.addressof(plan.algorithm._obj), workspace, plan.workspace, ("stream",),
         )  # fmt: skip
+
+    def _function(self, name: str) -> int:
+        """Return the address of a function of the library; 0 if it has none."""
+        function = getattr(self._library, name)
+        return ctypes.cast(function, ctypes.c_void_p).value or 0 if isinstance(function, _Function) else 0
 
     def _factors(self, add: bool, factor: Tensor | None) -> tuple[Any, Any]:
         """Return where alpha and beta are: both in host memory, or both on the device."""
@@ -371,7 +371,7 @@ class CublasLt:
             pointer.value = scale.data_ptr()
             self._set(operation, name, pointer)
 
-    def _set(self, target: Any, name: int, value: Any, call: str = "cublasLtMatmulDescSetAttribute") -> None:
+    def _set(self, target: Any, name: int, value: Any, call: str = _SET_OPERATION) -> None:
         self._call(call, target, name, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
     def _call(self, name: str, *arguments: Any) -> None:

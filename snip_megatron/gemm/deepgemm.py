@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,7 @@ class DeepGemm:
         """
         if weight is None or weight.scaling != "block" or _blocks(weight).is_contiguous():
             return weight
-        return replace(weight, unpadded=_row_major(_blocks(weight)))
+        return weight._replace(unpadded=_row_major(_blocks(weight)))
 
     def accumulate(self, a: Operand, b: Operand, out: Tensor) -> bool:
         """Compute out += a·bᵀ for ``a`` and ``b`` in tiles.

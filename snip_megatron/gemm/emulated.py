@@ -12,13 +12,11 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.backend import Formats, GemmBackend, Sides, refuse_gathers
+from snip_megatron.gemm.backend import GemmBackend, refuse_gathers
 from snip_megatron.gemm.exact_products import ExactProducts
-from snip_megatron.gemm.operands import HeldSides, Plain, Side
-from snip_megatron.precision import Format
+from snip_megatron.gemm.operands import CachedPair, GemmOperand, OperandPair, OperandSpec, UnquantizedOperand
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair
-from snip_megatron.quantization.hadamard import Rotation
-from snip_megatron.quantization.rounding import Key
 
 
 class EmulatedBackend(GemmBackend):
@@ -39,69 +37,39 @@ class EmulatedBackend(GemmBackend):
         """See the base class. Gathers of quantised operands are not implemented for this backend."""
         refuse_gathers(self.name, formats)
 
-    # -- quantisation --------------------------------------------------------------------------------------------
-    def _quantize(
-        self,
-        x: Tensor,
-        formats: Formats,
-        amax: Tensor | None,
-        *,
-        weight: bool = False,
-        keys: tuple[Key | None, Key | None] = (None, None),
-        cols: Tensor | None = None,
-        first_row: int = 0,
-        rotation: Rotation | None = None,
-    ) -> Sides:
+    def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         """See the base class."""
-        row, col = _quantised(formats)
-        plain = super()._quantize(x, formats, amax, keys=keys, cols=cols, first_row=first_row, rotation=rotation)
+        row, col = (None if fmt is Format.BF16 else fmt for fmt in (spec.rowwise, spec.columnwise))
+        plain = super().quantize(x, spec, cached)
         if row is None and col is None:
             return plain
+        held, keys = None, spec.keys
+        if cached is not None:
+            first, second = (each if isinstance(each, ExactOperand) else None for each in cached.operands)
+            held = HeldPair((first, second), cached.current)
         made = self._quantize_exact(
             x,
             row,
             col,
-            square=weight,
-            row_seed=keys[0],
-            col_seed=keys[1],
-            cols=cols,
-            amax=amax,
-            rotation=rotation,
+            square=spec.weight,
+            row_seed=None if keys is None else keys.dgrad,
+            col_seed=None if keys is None else keys.wgrad,
+            cols=None if keys is None else keys.cols,
+            amax=spec.amax,
+            rotation=spec.rotation,
+            held=held,
         )
-        return made[0] or plain[0], made[1] or plain[1]
+        return (made[0] or plain[0], made[1] or plain[1]) if cached is None else cached.operands
 
-    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
-        """See the base class."""
-        row, col = _quantised(formats)
-        if row is None and col is None:
-            return
-        first, second = (side if isinstance(side, ExactOperand) else None for side in held.sides)
-        kept = HeldPair((first, second), held.current)
-        self._quantize_exact(w, row, col, square=True, amax=amax, held=kept)
-
-    # -- products ------------------------------------------------------------------------------------------------
-    def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See the base class."""
-        if isinstance(x, ExactOperand) and isinstance(w, ExactOperand):
-            return self._products.multiply(x, w, (False, True), dtype)
-        return super().fprop(x, w, dtype=dtype)
-
-    def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See the base class."""
-        if isinstance(g, ExactOperand) and isinstance(w, ExactOperand):
-            return self._products.multiply(g, w, (False, False), dtype)
-        return super().dgrad(g, w, dtype=dtype)
-
-    def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
+    def multiply(
+        self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
         """See the base class. A bf16 wgrad of a mixed linear is a library GEMM that accumulates into ``out``."""
-        if isinstance(g, ExactOperand) and isinstance(x, ExactOperand):
-            return self._products.accumulate(g, x, out)
-        if isinstance(g, Plain) and isinstance(x, Plain) and g.format is Format.BF16:
-            return self._products.accumulate_plain(g.tensor, x.tensor, out)
-        return super().wgrad(g, x, out=out)
-
-
-def _quantised(formats: Formats) -> Formats:
-    """Return ``formats`` with None for bf16."""
-    row, col = (None if fmt is Format.BF16 else fmt for fmt in formats)
-    return row, col
+        if isinstance(a, ExactOperand) and isinstance(b, ExactOperand):
+            if gemm is Gemm.WGRAD:
+                return self._products.accumulate(a, b, out)
+            return self._products.multiply(a, b, (False, gemm is Gemm.FPROP), dtype)
+        if gemm is Gemm.WGRAD and isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
+            assert isinstance(b, UnquantizedOperand)
+            return self._products.accumulate_plain(a.tensor, b.tensor, out)
+        return super().multiply(gemm, a, b, dtype, out)

@@ -9,23 +9,21 @@ formats. See README.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend, Sides
-from snip_megatron.gemm.operands import GradientKeys, HeldSides, Plain, Side
-from snip_megatron.gemm.parcels import Packing, Parcel, operand_parcel
+from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend
+from snip_megatron.gemm.operands import CachedPair, GemmOperand, OperandPair, OperandSpec, UnquantizedOperand
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.precision import Format
-from snip_megatron.quantization.hadamard import Rotation
+from snip_megatron.gemm.shards import Packing, QuantizedShard, operand_shard
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.packed import STORED, Held, Operand, Operands
-from snip_megatron.quantization.rounding import Key
 
 NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
 """Formats that these tensor cores multiply."""
-_NOTHING = Operands(None, None)
+_TILED, _QUANTIZED = frozenset(STORED), NATIVE - {Format.BF16}
 
 
 class Quantizers(Packing, Protocol):
@@ -71,130 +69,85 @@ class HopperBackend(GemmBackend):
         self._activations = activations
         self.fuses_swiglu = activations is not None
 
-    # -- quantisation --------------------------------------------------------------------------------------------
-    def _quantize(
-        self,
-        x: Tensor,
-        formats: Formats,
-        amax: Tensor | None,
-        *,
-        weight: bool = False,
-        keys: tuple[Key | None, Key | None] = (None, None),
-        cols: Tensor | None = None,
-        first_row: int = 0,
-        rotation: Rotation | None = None,
-    ) -> Sides:
-        """See the base class. One read serves both GEMMs if both formats have tiles, or both one scale per tensor."""
-        stored = [fmt if fmt in STORED else None for fmt in formats]
-        scaled = [fmt is Format.FP8_TENSOR for fmt in formats]
-        tiled = whole = _NOTHING
-        if any(stored) and weight:
-            tiled = self._products.prepared(self._quantizers.quantize_blocks(x, *stored))
-        elif any(stored):
-            tiled = self._quantizers.quantize_tiles(
-                x, *stored, row_seed=keys[0], col_seed=keys[1], first_row=first_row, cols=cols
-            )
-        if any(scaled):
-            whole = self._quantizers.quantize_tensor(x, row=scaled[0], col=scaled[1], amax=amax)
-        rest = self._others._quantize(
-            x, _of_others(formats), amax, weight=weight, keys=keys, cols=cols, first_row=first_row, rotation=rotation
-        )
-        return tiled.row or whole.row or rest[0], tiled.col or whole.col or rest[1]
-
-    def quantizes_swiglu(self, y: Tensor, formats: Formats) -> bool:
-        """See the base class. Formats with tiles are made in the pass that computes SwiGLU."""
-        return self._activations is not None and {*STORED, None}.issuperset(formats) and self._activations.fits(y)
-
-    def quantize_swiglu(self, y: Tensor, fprop: Format | None, wgrad: Format | None) -> Sides:
-        """See the base class."""
-        assert self._activations is not None
-        found = self._activations.quantize_swiglu(y, fprop, wgrad)
-        return found.row, found.col
-
-    def quantize_swiglu_gradient(
-        self, d: Tensor, y: Tensor, dgrad: Format | None, wgrad: Format | None, keys: GradientKeys
-    ) -> Sides:
-        """See the base class."""
-        assert self._activations is not None
-        found = self._activations.quantize_swiglu_gradient(
-            d, y, dgrad, wgrad, row_seed=keys.dgrad, col_seed=keys.wgrad, cols=keys.cols
-        )
-        return found.row, found.col
-
-    def finds_amax_of_swiglu(self, y: Tensor, formats: Formats) -> bool:
-        """See the base class. A format with one scale per tensor is beside another or itself."""
-        own = Format.FP8_TENSOR in formats and {*NATIVE, None}.issuperset(formats)
-        return self._activations is not None and own and self._activations.fits(y)
-
-    def swiglu_with_amax(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """See the base class."""
-        assert self._activations is not None
-        return self._activations.swiglu_with_amax(y)
-
-    def swiglu_gradient_with_amax(self, d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """See the base class."""
-        assert self._activations is not None
-        return self._activations.swiglu_gradient_with_amax(d, y)
-
     def check_gathers(self, formats: Collection[Format]) -> None:
         """See the base class."""
         if others := set(formats) - NATIVE:
             self._others.check_gathers(others)
 
-    def pack(self, side: Side, format: Format, axis: int) -> Parcel:
-        """See the base class. Ranks exchange the operand as it is, except that fp4 is packed two elements to a byte."""
-        if isinstance(side, Operand):
-            return operand_parcel(side, format, axis, self._quantizers)
-        return self._others.pack(side, format, axis)
+    def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
+        """See the base class. Formats with tiles are made in the pass that computes SwiGLU."""
+        if self._activations is None or not self._activations.fits(y):
+            return None
+        if {*_TILED, None}.issuperset(formats):
+            return "quantize"
+        return "amax" if Format.FP8_TENSOR in formats and {*NATIVE, None}.issuperset(formats) else None
 
-    def _renew(self, w: Tensor, formats: Formats, amax: Tensor | None, held: HeldSides) -> None:
+    def swiglu(self, y: Tensor, d: Tensor | None, spec: OperandSpec | None) -> tuple[Any, Any]:
         """See the base class."""
-        blocks, whole = _held_by_scaling(held, "block"), _held_by_scaling(held, "tensor")
-        if blocks is not None:
-            self._quantizers.quantize_blocks(w, *_formats_of(blocks.operands, formats), held=blocks)
-            self._products.renew(blocks.operands)
-        if whole is not None:
-            row, col = whole.operands.row is not None, whole.operands.col is not None
-            self._quantizers.quantize_tensor(w, row=row, col=col, amax=amax, held=whole)
-        self._others._renew(w, _of_others(formats), amax, held)
+        kernels = self._activations
+        assert kernels is not None
+        if spec is None:
+            return kernels.swiglu_with_amax(y) if d is None else kernels.swiglu_gradient_with_amax(d, y)
+        if d is None or spec.keys is None:
+            made = kernels.quantize_swiglu(y, spec.rowwise, spec.columnwise)
+        else:
+            dgrad, wgrad, cols, *_ = spec.keys
+            made = kernels.quantize_swiglu_gradient(
+                d, y, spec.rowwise, spec.columnwise, row_seed=dgrad, col_seed=wgrad, cols=cols
+            )
+        return made.row, made.col
 
-    # -- products ------------------------------------------------------------------------------------------------
-    def fprop(self, x: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See the base class."""
-        if isinstance(x, Operand) and isinstance(w, Operand):
-            return self._products.multiply(x, w, dtype)
-        return self._others.fprop(x, w, dtype=dtype)
+    def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
+        """See the base class. One read serves both GEMMs if both formats have tiles, or both one scale per tensor."""
+        formats = spec.rowwise, spec.columnwise
+        row = col = None
+        if not _TILED.isdisjoint(formats):
+            tiled = self._tiled(x, spec, formats, cached)
+            row, col = tiled.row, tiled.col
+        if Format.FP8_TENSOR in formats:
+            wanted, held = [fmt is Format.FP8_TENSOR for fmt in formats], _held(cached, "tensor")
+            whole = self._quantizers.quantize_tensor(x, row=wanted[0], col=wanted[1], amax=spec.amax, held=held)
+            row, col = row or whole.row, col or whole.col
+        left = [None if fmt in _QUANTIZED else fmt for fmt in formats]
+        if left != [None, None]:
+            rest = self._others.quantize(x, spec._replace(rowwise=left[0], columnwise=left[1]), cached)
+            row, col = row or rest[0], col or rest[1]
+        return (row, col) if cached is None else cached.operands
 
-    def dgrad(self, g: Side, w: Side, *, dtype: torch.dtype) -> Tensor:
-        """See the base class."""
-        if isinstance(g, Operand) and isinstance(w, Operand):
-            return self._products.multiply(g, w, dtype)
-        return self._others.dgrad(g, w, dtype=dtype)
+    def _tiled(self, x: Tensor, spec: OperandSpec, formats: Formats, cached: CachedPair | None) -> Operands:
+        row, col = (fmt if fmt in _TILED else None for fmt in formats)
+        if spec.weight:
+            held = _held(cached, "block")
+            blocks = self._quantizers.quantize_blocks(x, row, col, held=held)
+            return self._products.prepared(blocks) if held is None else self._products.renewed(blocks)
+        if spec.keys is None:
+            return self._quantizers.quantize_tiles(x, row, col)
+        dgrad, wgrad, cols, first_row, _ = spec.keys
+        return self._quantizers.quantize_tiles(
+            x, row, col, row_seed=dgrad, col_seed=wgrad, first_row=first_row, cols=cols
+        )
 
-    def wgrad(self, g: Side, x: Side, *, out: Tensor | None) -> Tensor:
+    def multiply(
+        self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
         """See the base class. A bf16 wgrad of a mixed linear is a library GEMM that accumulates into ``out``."""
-        if isinstance(g, Operand) and isinstance(x, Operand):
-            return self._products.accumulate(g, x, out)
-        if isinstance(g, Plain) and isinstance(x, Plain) and g.format is Format.BF16:
-            return self._products.accumulate_plain(g.tensor, x.tensor, out)
-        return self._others.wgrad(g, x, out=out)
+        if isinstance(a, Operand) and isinstance(b, Operand):
+            return self._products.accumulate(a, b, out) if gemm is Gemm.WGRAD else self._products.multiply(a, b, dtype)
+        if gemm is Gemm.WGRAD and isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
+            assert isinstance(b, UnquantizedOperand)
+            return self._products.accumulate_plain(a.tensor, b.tensor, out)
+        return self._others.multiply(gemm, a, b, dtype, out)
+
+    def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
+        """See the base class. Ranks exchange the operand as it is, except that fp4 is packed two elements to a byte."""
+        if isinstance(operand, Operand):
+            return operand_shard(operand, format, axis, self._quantizers)
+        return self._others.pack(operand, format, axis)
 
 
-def _held_by_scaling(held: HeldSides, scaling: str) -> Held | None:
-    """Return those of the kept operands that one call of a quantiser makes, or None if there are none."""
-
-    def of_kind(side: Side) -> Operand | None:
-        return side if isinstance(side, Operand) and side.scaling == scaling else None
-
-    row, col = map(of_kind, held.sides)
-    return None if row is None and col is None else Held(Operands(row, col), held.current)
-
-
-def _formats_of(operands: Operands, formats: Formats) -> Formats:
-    return (None if operands.row is None else formats[0], None if operands.col is None else formats[1])
-
-
-def _of_others(formats: Formats) -> Formats:
-    """Return ``formats`` with None for those of this backend."""
-    row, col = (None if fmt in NATIVE and fmt is not Format.BF16 else fmt for fmt in formats)
-    return row, col
+def _held(cached: CachedPair | None, scaling: str) -> Held | None:
+    """Return those of the cached operands that one call of a quantiser makes."""
+    if cached is None:
+        return None
+    row, col = (each if isinstance(each, Operand) and each.scaling == scaling else None for each in cached.operands)
+    return Held(Operands(row, col), cached.current)

@@ -1,10 +1,13 @@
-"""The operands of a GEMM: matrices that the GEMM quantises itself, and matrices that are quantised already."""
+"""The operands of a GEMM, and how a matrix is quantised for the two GEMMs that read it.
+
+A linear reads each of its matrices for two GEMMs. The *rowwise* operand is that of the GEMM that reduces over the
+columns of the matrix, the *columnwise* operand that of the GEMM that reduces over its rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,16 +31,37 @@ class GradientKeys(NamedTuple):
             GEMM does not round stochastically.
         cols: integer [N local], global indices of G's columns.
         first_row: global index of G's first row. It is 0 unless G is a token shard.
+        paired: whether neighbouring columns are pairs (2i, 2i + 1), for which kernels are others.
     """
 
     dgrad: Key | None
     wgrad: Key | None
     cols: Tensor
     first_row: int = 0
+    paired: bool | None = None
 
 
-@dataclass(frozen=True)
-class Plain:
+class OperandSpec(NamedTuple):
+    """How a matrix is quantised for the two GEMMs that read it.
+
+    Attributes:
+        rowwise, columnwise: formats of the two GEMMs; None if a GEMM does not run.
+        weight: whether the matrix is a weight, which is quantised in blocks instead of tiles.
+        amax: max|·| of the unsharded matrix, 0-dim FP32. It is required if the matrix is a shard and a format has one
+            scale for the whole tensor.
+        keys: keys of stochastic rounding; None unless the matrix is G.
+        rotation: how the columnwise operand is transformed if its format has a Hadamard transform; None: with key 0.
+    """
+
+    rowwise: Format | None
+    columnwise: Format | None
+    weight: bool = False
+    amax: Tensor | None = None
+    keys: GradientKeys | None = None
+    rotation: Rotation | None = None
+
+
+class UnquantizedOperand(NamedTuple):
     """A matrix that the GEMM quantises to ``format``. In bf16 it is not quantised.
 
     Attributes:
@@ -47,7 +71,7 @@ class Plain:
         cols: global indices of the columns for stochastic rounding.
         amax: max|x| of the unsharded matrix if ``tensor`` is a shard (0-dim FP32). None: that of ``tensor``.
         first_row: global index of the first row for stochastic rounding.
-        quantised: whether ``tensor`` holds quantised numbers in FP32 already, which the GEMM uses unchanged.
+        quantized: whether ``tensor`` holds quantised numbers in FP32 already, which the GEMM uses unchanged.
         rotation: how the matrix is transformed if ``format`` has a Hadamard transform for it.
     """
 
@@ -57,57 +81,58 @@ class Plain:
     cols: Tensor | None = None
     amax: Tensor | None = None
     first_row: int = 0
-    quantised: bool = False
+    quantized: bool = False
     rotation: Rotation | None = None
 
 
-Side = Plain | Operand | ExactOperand | NativeOperand
-"""An operand of a GEMM. Both operands of a GEMM are of the same kind."""
+GemmOperand = UnquantizedOperand | Operand | ExactOperand | NativeOperand
+"""An operand of a GEMM. Both operands of a GEMM are of the same class."""
+OperandPair = tuple[Any, Any]
+"""The rowwise and the columnwise operand of a matrix, each a :data:`GemmOperand`; None for a GEMM that does not run."""
 
 
 @dataclass(frozen=True)
-class HeldSides:
+class CachedPair:
     """The two operands of a weight, which stay at the same addresses from step to step for CUDA graphs.
 
     Attributes:
-        sides: the operands of fprop and dgrad that an earlier call returned for the same weight and formats.
+        operands: what an earlier call returned for the same weight and formats.
         current: int32 [1] on the device. If it is not zero, the operands are up to date and are not written.
     """
 
-    sides: tuple[Side, Side]
+    operands: OperandPair
     current: Tensor
 
 
-Apart = tuple[tuple[Tensor, ...], Callable[..., Any]]
-"""An operand taken apart: its tensors, and a function that makes the operand from these tensors again."""
+FlatOperand = tuple[tuple[Tensor, ...], Any]
+"""A flattened operand: its tensors, which autograd can save, and the operand with ``...`` in their places."""
 
 
-def disassemble(side: Side) -> Apart:
-    """Take an operand of X or W apart, so that autograd can save it.
-
-    Operands that differ in their tensors alone get one function, by which a replay finds its recording.
-    """
-    if isinstance(side, Operand):
-        return (side.values, side.scale), _maker(Operand, scaling=side.scaling, depth=side.depth)
-    if isinstance(side, ExactOperand):
-        if side.scale is None:
-            return (side.values,), _maker(ExactOperand, scale=None, tile=None)
-        return (side.values, side.scale), _maker(ExactOperand, tile=side.tile)
-    if isinstance(side, NativeOperand):
-        return side.tensors, partial(_native, replace(side, tensors=()))
-    make = _maker if side.rotation is None else partial  # a rotation may hold a tensor
-    tensors = (side.tensor,) if side.amax is None else (side.tensor, side.amax)
-    return tensors, make(_plain, format=side.format, rotation=side.rotation)
+def flatten(operand: Any) -> FlatOperand:
+    """Take an operand apart, so that autograd can save its tensors."""
+    tensors: list[Tensor] = []
+    rest = _without_tensors(operand, tensors)
+    return tuple(tensors), rest
 
 
-@lru_cache(maxsize=4096)
-def _maker(kind: Callable[..., Side], **attributes: Any) -> Callable[..., Side]:
-    return partial(kind, **attributes)
+def assemble(flat: FlatOperand) -> Any:
+    """Return the operand that :func:`flatten` took apart."""
+    tensors, rest = flat
+    return _with_tensors(rest, iter(tensors))
 
 
-def _native(side: NativeOperand, *tensors: Tensor) -> NativeOperand:
-    return replace(side, tensors=tensors)
+def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ...
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), [_without_tensors(each, tensors) for each in value])
+    return value
 
 
-def _plain(tensor: Tensor, amax: Tensor | None = None, *, format: Format, rotation: Rotation | None) -> Plain:
-    return Plain(tensor, format, amax=amax, rotation=rotation)
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if value is ...:
+        return next(tensors)
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), [_with_tensors(each, tensors) for each in value])
+    return value

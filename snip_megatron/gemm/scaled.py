@@ -102,12 +102,13 @@ class ScaledProducts:
             return weight
         return replace(weight, row=self._faster.prepared(weight.row), col=self._faster.prepared(weight.col))
 
-    def renew(self, weight: Operands) -> None:
+    def renewed(self, weight: Operands) -> Operands:
         """Bring :meth:`prepared` operands up to date after their values and scales were written anew."""
         for side in (weight.row, weight.col):
             if side is not None and side.unpadded is not None:
                 rows, depth = side.unpadded.shape
                 side.unpadded.copy_(side.scale.t()[:rows, :depth])
+        return weight
 
     # -- accumulation --------------------------------------------------------------------------------------------
     def accumulate(self, a: Operand, b: Operand, out: Tensor | None) -> Tensor:
@@ -148,10 +149,10 @@ def _padded(a: Operand) -> Operand:
         return a
     values = functional.pad(a.values.view(torch.uint8), (0, 0, 0, missing)).view(a.values.dtype)
     if a.scaling == "tensor":
-        return replace(a, values=values)
+        return a._replace(values=values)
     scale = torch.ones(a.scale.shape[1], a.rows + missing, dtype=a.scale.dtype, device=a.scale.device).t()
     scale[: a.rows] = a.scale
-    return replace(a, values=values, scale=scale)
+    return a._replace(values=values, scale=scale)
 
 
 def _row_major(x: Tensor) -> bool:

@@ -8,14 +8,16 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import BACKENDS, LIBRARIES
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.gemm.blackwell_support import availability, is_blackwell, wrong_numbers
-from snip_megatron.gemm.emulated_support import unlike_reference
+from snip_megatron.gemm.backend import REFERENCE, REPLAYED, GemmBackend
+from snip_megatron.gemm.blackwell_engine import NATIVE as OF_BLACKWELL
+from snip_megatron.gemm.blackwell_support import availability, is_blackwell
+from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.hopper import NATIVE
 from snip_megatron.precision import Format
 
@@ -115,7 +117,11 @@ def _fault(formats: Collection[Format] | None) -> str | None:
 
 @functools.cache
 def _fault_of(formats: tuple[Format, ...]) -> str | None:
-    return unlike_reference(_emulated(), torch.device("cuda", torch.cuda.current_device()), formats)
+    return wrong_numbers(_emulated(), _here(), formats)
+
+
+def _here() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _device() -> str:
@@ -126,7 +132,7 @@ def _device() -> str:
 def _select_blackwell(name: str, formats: Collection[Format] | None, tensor_parallel: bool) -> Selection:
     missing = availability(formats, sharded=tensor_parallel)
     if missing is None:
-        missing = wrong_numbers(_blackwell(), torch.device("cuda", torch.cuda.current_device()))
+        missing = wrong_numbers(_blackwell(), _here(), OF_BLACKWELL)
     if missing is None:
         return Selection(_blackwell(), _device())
     if name == "auto":
@@ -188,7 +194,6 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     from snip_megatron.gemm.deepgemm import deepgemm
     from snip_megatron.gemm.hopper import HopperBackend
     from snip_megatron.gemm.proposals import measured_choices
-    from snip_megatron.gemm.replayed import TYPES, ReplayedHopperBackend, difference
     from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.quantization.kernels import quantize as triton_quantize
     from snip_megatron.quantization.kernels import swiglu as triton_swiglu
@@ -201,17 +206,30 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
         faster, products = deepgemm(library, required=library_name == "deepgemm")
     scaled = ScaledProducts(library=library, choices=choices, faster=faster)
     others = _emulated() if emulates else REFERENCE
-    python = HopperBackend(triton_quantize, scaled, others, triton_swiglu)
+
+    def backend() -> GemmBackend:
+        return HopperBackend(triton_quantize, scaled, others, triton_swiglu)
+
     if not replays:
-        return python, products
-    extension, host = replay_extension(TYPES)
+        return backend(), products
+    extension, host = replay_extension()
     if extension is None:
-        return python, f"{products}; {host}"
-    backend = ReplayedHopperBackend(extension, python)
-    fault = difference(backend, python, torch.device("cuda", torch.cuda.current_device()))
+        return backend(), f"{products}; {host}"
+    replayed = replay(backend(), extension)
+    fault = wrong_numbers(replayed, _here(), (Format.FP4, Format.FP8_TENSOR))
     if fault is not None:
-        return python, f"{products}; Python launches kernels ({fault})"
-    return backend, f"{products}; {host}"
+        return backend(), f"{products}; Python launches kernels (C++: {fault})"
+    return replayed, f"{products}; {host}"
+
+
+def replay(backend: GemmBackend, extension: Any) -> GemmBackend:
+    """Let C++ repeat what the methods of ``backend`` do on the device, and return the backend."""
+    from snip_megatron.quantization.kernels.replay import Replayed
+
+    backend.replayed = {name: Replayed(extension, getattr(backend, name)) for name in REPLAYED}
+    for name, replayed in backend.replayed.items():
+        setattr(backend, name, replayed.call)
+    return backend
 
 
 # -- small linears -------------------------------------------------------------------------------------------------

@@ -7,34 +7,43 @@ the input gradient, overlapped with wgrad, and the accumulation into ``main_grad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import GemmBackend, Sides, matrix, unflattened
-from snip_megatron.gemm.operands import Apart, GradientKeys, Side, disassemble
-from snip_megatron.gemm.parcels import Parcel, disassemble_parcel
-from snip_megatron.layers.amax import gathered_amaxes
-from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHandle
-from snip_megatron.layers.exchange import (
-    Gather,
+from snip_megatron.gemm.backend import matrix, unflattened
+from snip_megatron.gemm.operands import (
+    FlatOperand,
+    GemmOperand,
+    GradientKeys,
+    OperandPair,
+    OperandSpec,
+    assemble,
+    flatten,
+)
+from snip_megatron.gemm.shards import QuantizedShard
+from snip_megatron.layers.communication import (
+    Exchange,
+    done,
     gather_tokens,
     has_whole_tiles,
-    plain_shard,
-    quantised_by,
+    quantized_shards,
+    start_all_reduce,
     start_gather,
+    start_reduce_scatter,
+    unquantized_shard,
 )
-from snip_megatron.layers.forcing import nudged, output_error, report_error
-from snip_megatron.layers.handover import check_nothing
-from snip_megatron.layers.reductions import Reduction, no_reduction, start_all_reduce, start_reduce_scatter
+from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, LinearHandle, Override
+from snip_megatron.layers.override import output_error, perturbed, report_error
+from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import derive_seeds
 from snip_megatron.quantization.formats import STOCHASTIC
-from snip_megatron.quantization.hadamard import Rotation
+from snip_megatron.quantization.wire import bytes_per_element
 
 _GRADIENT_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
 
@@ -46,118 +55,112 @@ class LinearCall(NamedTuple):
 
     Attributes:
         handle: the linear.
-        backend: the backend that runs the GEMMs.
         sequence_parallel: whether the input is this rank's token shard. It is then gathered, and its gradient is
             reduce-scattered.
         allreduce_dgrad: whether the input is replicated. Its gradient is then all-reduced.
+        tp_group: the tensor parallel group, which communication needs.
+        has_backward: whether a backward may follow. X is quantised for wgrad only then.
+        override: what a measuring pass requests; None during training and in probes.
         scatters: whether the output is reduce-scattered, so that the output gradient is this rank's token shard. It is
             then gathered.
         packs_gradient: with ``scatters``, whether the output gradient is quantised before it is gathered.
-        tp_group: the tensor parallel group. All of the above need it.
-        has_backward: whether a backward may follow. X is quantised for wgrad only then.
-        forced: what a measuring pass requests; None during training and in probes.
     """
 
     handle: LinearHandle
-    backend: GemmBackend
-    sequence_parallel: bool
-    allreduce_dgrad: bool
-    tp_group: dist.ProcessGroup | None
+    sequence_parallel: bool = False
+    allreduce_dgrad: bool = False
+    tp_group: dist.ProcessGroup | None = None
     has_backward: bool = True
-    forced: Forced | None = None
+    override: Override | None = None
     scatters: bool = False
     packs_gradient: bool = False
 
     @property
     def formats(self) -> tuple[Format, Format, Format]:
         """Formats of (fprop, dgrad, wgrad) in this microbatch."""
-        if self.forced is not None:
-            return self.forced.formats
-        return ALL_BF16 if self.handle.context.probing else self.handle.formats
+        if self.override is not None:
+            return self.override.formats
+        return ALL_BF16 if self.handle.context.probing else self.handle.state.formats
 
     @property
     def is_alone(self) -> bool:
         """Whether dgrad and wgrad run at once: nothing is exchanged or measured between them."""
-        return not (self.sequence_parallel or self.allreduce_dgrad or self.packs_gradient or self.forced is not None)
+        return not (self.sequence_parallel or self.allreduce_dgrad or self.packs_gradient or self.override is not None)
 
     @property
     def trains(self) -> bool:
         """Whether the pass uses the formats of the map in force. Only such passes may be captured in CUDA graphs."""
-        return self.forced is None and not self.handle.context.probing
+        return self.override is None and not self.handle.context.probing
 
-    def packs(self, x: torch.Tensor) -> bool:
+    def packs(self, x: Tensor) -> bool:
         """Whether the token shard x [s/tp, b, K] is quantised before it is gathered."""
         packs = self.sequence_parallel and self.trains and self.handle.context.packs
         return packs and has_whole_tiles(math.prod(x.shape[:-1]))
 
     def reduces(self, fmt: Format) -> bool:
         """Whether the partial results of a GEMM in ``fmt`` are quantised before they are summed over ranks."""
-        return self.trains and self.handle.reduces(fmt)
+        return self.trains and self.handle.context.reduces and fmt is not Format.BF16
+
+    def spec(self, operand: str, x: Tensor, rowwise: Format | None, columnwise: Format | None) -> OperandSpec:
+        """Return how X or W is quantised. See :meth:`LinearHandle.spec`."""
+        return self.handle.spec(operand, x, rowwise, columnwise, on_device=self.trains)
 
 
 class QuantizedLinear(torch.autograd.Function):
     """Compute Y = X·Wᵀ (+ bias) with X [s(/tp), b, K], W [N, K] and Y [s, b, N] in X's dtype.
 
     X is saved for the backward as the operand of wgrad. Quantised to 8 bits, it takes half the bytes of bf16. Under
-    sequence parallelism the token shard is saved: as it is, or quantised (``--snip-communication gather``).
+    sequence parallelism the token shard is saved: as it is, or quantised (``--snip-communication gather``). X, and the
+    gradient of Y, may be a :class:`PrequantizedTensor`.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        call: LinearCall,
-        given: Sides | None = None,
-    ) -> torch.Tensor:
-        """Run fprop, and save the operand of wgrad and the formats of the call for the backward.
-
-        With ``given``, the operands of X, nothing reads the numbers of x.
-        """
-        handle, backend = call.handle, call.backend
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+        """Run fprop, and save the operand of wgrad and the formats of the call for the backward."""
+        handle = call.handle
+        backend = handle.context.backend
         # The parameter itself is kept on ctx. Activation checkpointing may replace a saved tensor by one that has no
         # main_grad.
         ctx.weight, ctx.x_shape, ctx.has_bias, ctx.call = weight, x.shape, bias is not None, call
         ctx.formats, ctx.error, ctx.version = call.formats, None, weight._version
-        ctx.given = None  # or the operands of G, which the backward of an activation hands over
-        ctx.recorder = handle.recorder if handle.context.probing else None
-        handle.to(weight.device)
+        ctx.recorder = handle.state.recorder if handle.context.probing else None
         fprop, dgrad, wgrad = ctx.formats
         kept_format = wgrad if call.has_backward else None
-        total, side, kept, amax, rotation = x, None, None, None, None
-        if given is not None:
-            side, kept = given
+        total, rowwise, kept = x, None, None
+        if isinstance(x, PrequantizedTensor):
+            rowwise, kept = x.operands
         elif call.packs(x):
-            side, kept = _exchanged_input(call, matrix(x).contiguous())
+            row, kept = quantized_shards(
+                backend, matrix(x).contiguous(), OperandSpec(fprop, kept_format), call.tp_group
+            )
+            assert row is not None
+            rowwise = start_gather(row, call.tp_group).result()
         elif call.sequence_parallel:
-            total, kept_format = gather_tokens(x, call.tp_group), None
-            kept = plain_shard(x, backend, wgrad, _rotation(call, "x", x, wgrad))
+            total = gather_tokens(x, call.tp_group)
+            kept = unquantized_shard(x, backend, wgrad, handle.rotation("x", x, wgrad, on_device=call.trains))
+            kept_format = None
+        if rowwise is None:
+            spec = call.spec("x", total, fprop, kept_format)
+            y, saved = backend.forward(total, weight_operands(call, weight, fprop, dgrad)[0], spec)
+            saved = saved if kept is None else flatten(kept)
         else:
-            amax = handle.shared_amax("x", x, (fprop, kept_format))
-            rotation = _rotation(call, "x", x, kept_format)
-        w_side, _ = _weight(call, weight, fprop, dgrad, refresh=True)
-        saved = None if kept is None else _disassembled(kept)
-        if side is not None:
-            y = backend.fprop(side, w_side, dtype=x.dtype)
-        else:
-            y, own = backend.forward(total, w_side, fprop, kept_format, amax=amax, rotation=rotation)
-            saved = saved or own
+            w = weight_operands(call, weight, fprop, dgrad)[0]
+            y, saved = backend.multiply(Gemm.FPROP, rowwise, w, x.dtype), None if kept is None else flatten(kept)
         if saved is not None:
-            tensors, ctx.assemble = saved
+            tensors, ctx.rest = saved
             ctx.save_for_backward(*tensors)
-        if call.forced is not None:
-            y = nudged(call.forced, Gemm.FPROP, matrix(total), weight.t(), matrix(y))
+        if call.override is not None:
+            y = perturbed(call.override, Gemm.FPROP, matrix(total), weight.t(), matrix(y))
             if call.has_backward:
-                ctx.error = output_error(call.forced, handle, backend, matrix(total), weight, y)
+                ctx.error = output_error(call.override, handle, backend, matrix(total), weight, y)
         if call.scatters:
             y = start_reduce_scatter(matrix(y), call.tp_group, quantised=call.reduces(fprop)).result()
-        if side is not None or call.forced is not None or call.scatters:
+        if y.dim() != x.dim() or call.override is not None:
             y = _unflattened(y, x, call)
         return y if bias is None else y + bias
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, Any, None]:
         """Run dgrad and wgrad."""
         call: LinearCall = ctx.call
         handle, weight, g = call.handle, ctx.weight, grad_outputs[0]
@@ -166,70 +169,61 @@ class QuantizedLinear(torch.autograd.Function):
         if weight._version != ctx.version:
             raise SnipError(f"{handle.name}: its weight was changed between the forward and the backward")
         fprop, dgrad, wgrad = ctx.formats
-        x: Apart = ctx.saved_tensors, ctx.assemble
-        given, ctx.given = ctx.given, None
-        amax = rotation = None
-        if given is not None:
-            check_nothing(g, f"the output gradient of {handle.name}")
-        elif not call.packs_gradient:
+        x: FlatOperand = ctx.saved_tensors, ctx.rest
+        main_grad = getattr(weight, "main_grad", None)
+        _, w = weight_operands(call, weight, fprop, dgrad, refresh=False)
+        if not isinstance(g, PrequantizedTensor) and ctx.recorder is None and call.is_alone:
             if call.scatters:
                 g = gather_tokens(g, call.tp_group)
-            # These collectives come before the gather of X: those of one group run in order, so that quantising G would
-            # otherwise wait for the whole gather.
-            amax = handle.shared_amax("g", g, (dgrad, wgrad))
-            rotation = _rotation(call, "g", g, wgrad)
-        _, w_side = _weight(call, weight, fprop, dgrad, refresh=False)
-        main_grad = getattr(weight, "main_grad", None)
-        if given is None and ctx.recorder is None and call.is_alone:
-            keys = gradient_keys(call, dgrad, wgrad)
-            d, grad_weight = call.backend.backward(
-                g, w_side, x, dgrad, wgrad, keys, out=main_grad, amax=amax, rotation=rotation
-            )
-            handle.backwards += 1
+            spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g.device, dgrad, wgrad), on_device=call.trains)
+            d, grad_weight = handle.context.backend.backward(g, w, x, spec, main_grad)
+            handle.state.backwards += 1
         else:
-            d, grad_weight = _backward_in_parts(ctx, g, w_side, x, given, main_grad, amax, rotation)
+            g, d, grad_weight = _backward_in_parts(ctx, g, w, x, main_grad)
         if d.shape != ctx.x_shape:
             d = d.view(ctx.x_shape)
         grad_bias = matrix(g).contiguous().sum(dim=0) if ctx.has_bias else None
-        return d, _passed_on(weight, grad_weight, main_grad), grad_bias, None, None
+        return d, _passed_on(weight, grad_weight, main_grad), grad_bias, None
 
 
 def _backward_in_parts(
-    ctx: Any,
-    g: torch.Tensor,
-    w_side: Side,
-    x: Apart,
-    given: Sides | None,
-    main_grad: torch.Tensor | None,
-    amax: torch.Tensor | None,
-    rotation: Rotation | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    ctx: Any, g: Tensor, w: GemmOperand, x: FlatOperand, main_grad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run dgrad, start the reduction of its result, and run wgrad while that reduction is in progress.
 
     Returns:
-        ∂L/∂X of this rank's tokens [..., K], and ∇W as :meth:`GemmBackend.wgrad` returns it.
+        G with all tokens, ∂L/∂X of this rank's tokens [..., K], and ∇W.
     """
     call: LinearCall = ctx.call
-    handle, backend, weight = call.handle, call.backend, ctx.weight
-    _, dgrad, wgrad = ctx.formats
-    tensors, assemble = x
-    kept, x_gather, g_gather = assemble(*tensors), None, None
-    if isinstance(kept, Parcel):
+    handle, weight, (_, dgrad, wgrad) = call.handle, ctx.weight, ctx.formats
+    backend = handle.context.backend
+    kept, x_gather, g_gather = assemble(x), None, None
+    rowwise: Any = None
+    columnwise: Any = None
+    if isinstance(g, PrequantizedTensor):
+        rowwise, columnwise = g.operands
+    elif not call.packs_gradient:
+        if call.scatters:
+            g = gather_tokens(g, call.tp_group)
+        # These collectives come before the gather of X: those of one group run in order, so that quantising G would
+        # otherwise wait for the whole gather.
+        spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g.device, dgrad, wgrad), on_device=call.trains)
+    if isinstance(kept, QuantizedShard):
         x_gather = start_gather(kept, call.tp_group)
-    if given is not None:
-        g_row, g_col = given
-        d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
-    elif call.packs_gradient:
-        g_row, g_gather = _exchanged_gradient(call, matrix(g).contiguous(), dgrad, wgrad)
-        d_local = backend.dgrad(g_row, w_side, dtype=g.dtype)
-    else:
-        keys = gradient_keys(call, dgrad, wgrad)
-        d_local, g_col = backend.input_gradient(g, w_side, dgrad, wgrad, keys, amax=amax, rotation=rotation)
-    handle.backwards += 1
-    if call.forced is not None:
+    if call.packs_gradient:
+        keys = gradient_keys(call, g.device, dgrad, wgrad)._replace(first_row=handle.tp_rank * math.prod(g.shape[:-1]))
+        spec = OperandSpec(dgrad, wgrad, keys=keys)
+        shards = quantized_shards(backend, matrix(g).contiguous(), spec, call.tp_group)
+        row_gather, g_gather = (start_gather(shard, call.tp_group) for shard in shards if shard is not None)
+        rowwise = row_gather.result()
+    elif rowwise is None:
+        rowwise, columnwise = backend.quantize(matrix(g).contiguous(), spec)
+    handle.state.backwards += 1
+    d_local = backend.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
+    if call.override is not None:
         rows = matrix(g).contiguous()
-        d_local = nudged(call.forced, Gemm.DGRAD, rows, weight, matrix(d_local))
-        report_error(call.forced, rows, ctx.error)
+        d_local = perturbed(call.override, Gemm.DGRAD, rows, weight, d_local)
+        report_error(call.override, rows, ctx.error)
     for gather in (x_gather, g_gather):
         if gather is not None:
             gather.wait()
@@ -237,55 +231,19 @@ def _backward_in_parts(
     # A recorder reads the unreduced input gradient as well. The all-reduce works in place, so it gets a copy.
     copied = ctx.recorder is not None and call.allreduce_dgrad
     reduction = _start_reduction(d_local.clone() if copied else d_local, call, dgrad)
-    x_col: Any = kept if x_gather is None else x_gather.opened()
-    grad_weight = backend.wgrad(g_col if g_gather is None else g_gather.opened(), x_col, out=main_grad)
+    x_columnwise: Any = kept if x_gather is None else x_gather.result()
+    g_columnwise = columnwise if g_gather is None else g_gather.result()
+    grad_weight = backend.multiply(Gemm.WGRAD, g_columnwise, x_columnwise, torch.float32, main_grad)
     d = reduction.result()
     if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
         with torch.no_grad():
             whole = _expert_gradient(handle, d) if handle.expert is not None else d
             rows = matrix(g).contiguous()
-            ctx.recorder.on_backward(x_col.tensor, weight.detach(), rows, matrix(d_local), matrix(whole))
-    return d, grad_weight
+            ctx.recorder.on_backward(x_columnwise.tensor, weight.detach(), rows, d_local, matrix(whole))
+    return g, d, grad_weight
 
 
-def _exchanged_input(call: LinearCall, x: torch.Tensor) -> tuple[Side, Parcel | None]:
-    """Quantise a shard of X [T/tp, K] and gather it for fprop.
-
-    Returns:
-        X as fprop takes it, and the shard as wgrad will gather it, or None if there is no backward.
-    """
-    backend, (fprop, _, wgrad) = call.backend, call.formats
-    formats = (fprop, wgrad if call.has_backward else None)
-    row, col = quantised_by(backend.quantize_input, x, formats, gathered_amaxes(x, formats, call.tp_group))
-    gather = start_gather(backend.pack(row, fprop, 1), call.tp_group)
-    kept = None if col is None else backend.pack(col, wgrad, 0)
-    gather.wait()
-    return gather.opened(), kept
-
-
-def _exchanged_gradient(call: LinearCall, g: torch.Tensor, dgrad: Format, wgrad: Format) -> tuple[Side, Gather]:
-    """Quantise a shard of G [T/tp, N] and gather it. Returns G as dgrad takes it, and the gather for wgrad."""
-    backend, group = call.backend, call.tp_group
-    keys = gradient_keys(call, dgrad, wgrad)._replace(first_row=call.handle.tp_rank * g.shape[0])
-    quantise = partial(_quantize_gradient, backend, keys)
-    row, col = quantised_by(quantise, g, (dgrad, wgrad), gathered_amaxes(g, (dgrad, wgrad), group))
-    first, second = start_gather(backend.pack(row, dgrad, 1), group), start_gather(backend.pack(col, wgrad, 0), group)
-    first.wait()
-    return first.opened(), second
-
-
-def _quantize_gradient(
-    backend: GemmBackend,
-    keys: GradientKeys,
-    g: torch.Tensor,
-    dgrad: Format | None,
-    wgrad: Format | None,
-    amax: torch.Tensor | None,
-) -> Sides:
-    return backend.quantize_gradient(g, dgrad, wgrad, keys, amax=amax)
-
-
-def _unflattened(y: torch.Tensor, x: torch.Tensor, call: LinearCall) -> torch.Tensor:
+def _unflattened(y: Tensor, x: Tensor, call: LinearCall) -> Tensor:
     """Return y [T, N] with the leading dimensions of x, of which a gather or a scatter changes the first."""
     leading: Sequence[int] = x.shape[:-1]
     if call.sequence_parallel or call.scatters:
@@ -293,46 +251,60 @@ def _unflattened(y: torch.Tensor, x: torch.Tensor, call: LinearCall) -> torch.Te
     return unflattened(y, leading)
 
 
-def _disassembled(kept: Side | Parcel) -> Apart:
-    return disassemble_parcel(kept) if isinstance(kept, Parcel) else disassemble(kept)
+def weight_operands(
+    call: LinearCall, weight: Tensor, fprop: Format, dgrad: Format, *, refresh: bool = True
+) -> OperandPair:
+    """Return the weight as the operands of fprop and of dgrad, quantised if it has changed.
+
+    With CUDA graphs only a forward may quantise it anew (``refresh``).
+    """
+    state, backend = call.handle.state, call.handle.context.backend
+
+    def spec() -> OperandSpec:
+        return call.spec("w", weight, fprop, dgrad)
+
+    if state.graphed is None or not call.trains:
+        return state.weights.get(backend, weight, (fprop, dgrad), spec)
+    if refresh:
+        return state.graphed.weight.refresh(backend, weight, (fprop, dgrad), spec)
+    return state.graphed.weight.operands
 
 
-def _weight(
-    call: LinearCall, weight: torch.Tensor, fprop: Format, dgrad: Format, *, refresh: bool
-) -> tuple[Side, Side]:
-    handle = call.handle
-
-    def shared_amax(w: torch.Tensor, formats: Iterable[Format]) -> torch.Tensor | None:
-        return handle.shared_amax("w", w, formats)
-
-    if handle.held is not None and call.trains:
-        if not refresh:
-            return handle.held.sides
-        return handle.held.refresh(call.backend, weight, fprop, dgrad, shared_amax)
-    return handle.weights.get(call.backend, weight, fprop, dgrad, shared_amax)
-
-
-def gradient_keys(call: LinearCall, *formats: Format) -> GradientKeys:
+def gradient_keys(call: LinearCall, device: torch.device, *formats: Format) -> GradientKeys:
     """Return the keys of stochastic rounding of G. They are None unless dgrad or wgrad uses it.
 
     With CUDA graphs this counts a microbatch, so that it is called once in each backward.
     """
     handle = call.handle
+    context, graphed, cols = handle.context, handle.state.graphed, handle.columns(device)
     if STOCHASTIC.isdisjoint(formats):
-        return GradientKeys(None, None, handle.out_features)
-    if handle.device_keys is not None and call.trains:
-        return GradientKeys(*handle.device_keys(), handle.out_features)
-    context = handle.context
-    global_microbatch = handle.global_microbatch(handle.backwards if call.forced is None else call.forced.microbatch)
-    dgrad, wgrad = derive_seeds((context.seed, context.step, global_microbatch, handle.index), _GRADIENT_GEMMS)
-    return GradientKeys(dgrad, wgrad, handle.out_features)
+        return GradientKeys(None, None, cols)
+    if graphed is not None and call.trains:
+        dgrad, wgrad = graphed.next_keys()
+        return GradientKeys(dgrad, wgrad, cols, paired=handle.paired)
+    own = handle.state.backwards if call.override is None else call.override.microbatch
+    identity = (context.seed, context.step, handle.global_microbatch(own), handle.index)
+    first, second = derive_seeds(identity, _GRADIENT_GEMMS)
+    return GradientKeys(first, second, cols, paired=handle.paired)
 
 
-def _rotation(call: LinearCall, operand: str, x: torch.Tensor, wgrad: Format | None) -> Rotation | None:
-    return call.handle.rotation(operand, x, wgrad, on_device=call.trains)
+def packs_gradient(handle: LinearHandle, x: Tensor) -> bool:
+    """Return whether the output gradient of a row parallel linear is to be quantised before it is gathered.
+
+    Args:
+        handle: the linear. The pass must be one of training.
+        x: its input [s, b, K local], with the tokens of all ranks.
+    """
+    _, dgrad, wgrad = handle.formats
+    if not handle.context.packs or Format.BF16 in (dgrad, wgrad):
+        return False
+    size = x.element_size()
+    tokens, left = divmod(math.prod(x.shape[:-1]), handle.tp_size)
+    saves = bytes_per_element(dgrad, unquantised=size) + bytes_per_element(wgrad, unquantised=size) < size
+    return saves and not left and has_whole_tiles(tokens)
 
 
-def _expert_gradient(handle: LinearHandle, d: torch.Tensor) -> torch.Tensor:
+def _expert_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
     """Return the input gradient of an expert, summed over the tensor parallel ranks that share the expert.
 
     Only recorders need the sum here: in training Megatron's token dispatcher computes it.
@@ -344,7 +316,7 @@ def _expert_gradient(handle: LinearHandle, d: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _passed_on(weight: torch.Tensor, grad_weight: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor | None:
+def _passed_on(weight: Tensor, grad_weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
     """Return the gradient that autograd gets for the weight.
 
     Without a ``main_grad`` (FP32, made by DDP) this is ∇W in the weight's dtype. Otherwise ∇W has been added to
@@ -360,9 +332,8 @@ def _passed_on(weight: torch.Tensor, grad_weight: torch.Tensor, main_grad: torch
     return make(weight)
 
 
-def _start_reduction(d: torch.Tensor, call: LinearCall, dgrad: Format) -> Reduction:
-    """Start the reduction of d [..., K], the input gradient, over tensor parallel ranks."""
+def _start_reduction(d: Tensor, call: LinearCall, dgrad: Format) -> Exchange[Tensor]:
+    """Start the reduction of d [T, K], the input gradient, over tensor parallel ranks."""
     if call.sequence_parallel:
-        quantised = call.reduces(dgrad)
-        return start_reduce_scatter(matrix(d) if quantised else d, call.tp_group, quantised=quantised)
-    return start_all_reduce(d, call.tp_group) if call.allreduce_dgrad else no_reduction(d)
+        return start_reduce_scatter(d, call.tp_group, quantised=call.reduces(dgrad))
+    return start_all_reduce(d, call.tp_group) if call.allreduce_dgrad else done(d)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,9 +10,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend, Sides
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.layers.amax import is_shared, largest_of_shards, shared_amax, shared_rotation
-from snip_megatron.layers.weights import HeldWeight, WeightCache
+from snip_megatron.layers.weights import GraphedWeight, WeightCache
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
@@ -39,15 +41,15 @@ class BackwardRecorder(Protocol):
 
 
 @dataclass(frozen=True)
-class Forced:
+class Override:
     """The request of a measuring pass to one linear in one microbatch. It replaces the formats of the map.
 
     Attributes:
         formats: formats of (fprop, dgrad, wgrad).
         microbatch: index of the microbatch in the step. It enters the keys of stochastic rounding, so that a repeated
             microbatch rounds as it did before.
-        nudge: the GEMM whose result is changed by less than a rounding step of the training dtype, which measures the
-            effect of rounding alone; None for no change. See :func:`snip_megatron.layers.forcing.nudged`.
+        perturb: the GEMM whose result is changed by less than a rounding step of the training dtype, which measures the
+            effect of rounding alone; None for no change. See :func:`snip_megatron.layers.override.perturbed`.
         compare: a format for fprop. The backward reports ⟨G, E⟩, where E is the error that fprop has in this format.
         report: called with ⟨G, E⟩, a float64 scalar, for the shards of this tensor parallel rank and G as autograd
             passes it.
@@ -55,7 +57,7 @@ class Forced:
 
     formats: tuple[Format, Format, Format] = ALL_BF16
     microbatch: int = 0
-    nudge: Gemm | None = None
+    perturb: Gemm | None = None
     compare: Format | None = None
     report: Callable[[torch.Tensor], None] | None = None
 
@@ -72,7 +74,7 @@ class StepContext:
             experts. A GEMM of an expert has tokens of all expert parallel ranks.
         backend: the backend that runs the GEMMs.
         probing: whether a probe is running. All GEMMs then run in bf16, and backwards are recorded.
-        forcing: during a measuring pass, a function that returns what the pass requests of a linear in the current
+        override: during a measuring pass, a function that returns what the pass requests of a linear in the current
             microbatch; None otherwise. During a measuring pass no linear runs Megatron's own code, so that every wgrad
             accumulates in FP32.
         bf16_eval: whether forwards without gradients run in bf16 under any map, of modules in evaluation mode
@@ -90,15 +92,53 @@ class StepContext:
     expert_dp_size: int = 1
     backend: GemmBackend = REFERENCE
     probing: bool = False
-    forcing: Callable[[LinearHandle], Forced] | None = None
+    override: Callable[[LinearHandle], Override] | None = None
     bf16_eval: bool = False
     packs: bool = False
     reduces: bool = False
 
 
 @dataclass
+class GraphedState:
+    """What a linear in CUDA graphs reads from the device.
+
+    Attributes:
+        weight: the quantised weight. Probes and measuring passes use :attr:`LinearState.weights` also with graphs.
+        next_keys: returns the keys of stochastic rounding of the next backward.
+        signs: the signs of this step's Hadamard transforms, int32 [1].
+    """
+
+    weight: GraphedWeight
+    next_keys: Callable[[], Words]
+    signs: torch.Tensor
+
+
+@dataclass
+class LinearState:
+    """What changes of a linear while it trains.
+
+    Attributes:
+        formats: formats of (fprop, dgrad, wgrad) in the map in force.
+        recorder: receives the backwards of probes; None if the linear is not recorded.
+        weights: the quantised weight of this step.
+        graphed: None without CUDA graphs.
+        beside_swiglu: whether SwiGLU, of this linear's output or as its input, may be fused with quantisation.
+        backwards: number of backwards in this step so far. Every pipeline schedule runs backwards in microbatch order,
+            with and without recomputation. In a backward this is therefore the index of the microbatch on this rank,
+            which enters the keys of stochastic rounding.
+    """
+
+    formats: tuple[Format, Format, Format] = ALL_BF16
+    recorder: BackwardRecorder | None = None
+    weights: WeightCache = field(default_factory=WeightCache)
+    graphed: GraphedState | None = None
+    beside_swiglu: bool = False
+    backwards: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class LinearHandle:
-    """One converted linear of this rank.
+    """The identity of one converted linear of this rank.
 
     Attributes:
         id: layer and kind, which are the linear's global name.
@@ -106,21 +146,13 @@ class LinearHandle:
         n, k: shape of the unsharded weight.
         stage: pipeline parallel rank.
         tp_rank, tp_size: tensor parallel rank and size.
-        tp_group: the tensor parallel group; None if no tensor is sharded.
         out_features, in_features: int64 global indices of the local weight's rows and columns.
-        context: the state of the step.
+        context: the state of the step, which all linears share.
         module: the converted linear. Its ``weight`` is the local shard [N local, K local].
-        formats: formats of (fprop, dgrad, wgrad) in the map in force.
-        recorder: receives the backwards of probes; None if the linear is not recorded.
-        weights: the quantised weight of this step.
-        held: the quantised weight that CUDA graphs read; None without graphs. Probes and measuring passes use
-            ``weights`` also with graphs.
-        device_keys: returns the keys of stochastic rounding of the next backward on the device; None without graphs.
-        device_signs: the signs of this step's Hadamard transforms on the device, int32 [1]; None without graphs.
-        beside_swiglu: whether SwiGLU, of this linear's output or as its input, may be fused with quantisation.
-        given: the operands of the next forward's input, if a fused function has made them.
+        tp_group: the tensor parallel group; None if no tensor is sharded.
         expert: global index of the expert that the linear belongs to; None if it belongs to none. The same linear of
             all experts of a layer has one name.
+        state: what changes.
     """
 
     id: LinearId
@@ -134,38 +166,101 @@ class LinearHandle:
     in_features: torch.Tensor
     context: StepContext
     module: torch.nn.Module = field(repr=False)
-    formats: tuple[Format, Format, Format] = ALL_BF16
-    recorder: BackwardRecorder | None = None
     tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
-    weights: WeightCache = field(default_factory=WeightCache, repr=False)
-    held: HeldWeight | None = field(default=None, repr=False)
-    device_keys: Callable[[], Words] | None = field(default=None, repr=False)
-    device_signs: torch.Tensor | None = field(default=None, repr=False)
-    beside_swiglu: bool = False
-    given: Sides | None = field(default=None, repr=False)
     expert: int | None = None
-    backwards: int = field(default=0)
-    """Number of backwards in this step so far. Every pipeline schedule runs backwards in microbatch order, with and
-    without recomputation. In a backward this is therefore the index of the microbatch on this rank, which enters the
-    keys of stochastic rounding."""
+    state: LinearState = field(default_factory=LinearState, repr=False)
 
-    def to(self, device: torch.device) -> None:
-        """Move the feature indices to ``device``. Stochastic rounding reads them in every backward."""
-        if self.out_features.device != device:
-            with torch.inference_mode(False):  # a validation may move them for training
-                self.out_features = self.out_features.to(device)
-                self.in_features = self.in_features.to(device)
+    @property
+    def name(self) -> str:
+        """The global name."""
+        return str(self.id)
 
-    def shared_amax(self, operand: str, x: torch.Tensor, formats: Iterable[Format | str | None]) -> torch.Tensor | None:
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """The local shard of the weight."""
+        weight = self.module.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        return weight
+
+    @property
+    def formats(self) -> tuple[Format, Format, Format]:
+        """Formats of (fprop, dgrad, wgrad) in the map in force."""
+        return self.state.formats
+
+    @functools.cached_property
+    def index(self) -> int:
+        """An integer that identifies the linear and is the same under every parallel layout."""
+        if self.expert is None:
+            return self.id.layer * len(LINEAR_KINDS) + LINEAR_KINDS.index(self.id.kind)
+        of_layer = self.id.layer * len(EXPERT_KINDS) + EXPERT_KINDS.index(self.id.kind)
+        return _EXPERTS + of_layer * _EXPERTS_A_LINEAR + self.expert
+
+    @functools.cached_property
+    def paired(self) -> bool:
+        """Whether neighbouring output features are pairs (2i, 2i + 1)."""
+        features = self.out_features.cpu()
+        even = features[: features.numel() // 2 * 2 : 2]
+        return bool((features[::2] % 2 == 0).all() and (features[1::2] == even + 1).all())
+
+    def columns(self, device: torch.device) -> torch.Tensor:
+        """Return the output features on a device. Stochastic rounding reads them in every backward."""
+        found = self._columns.get(device)
+        if found is None:
+            with torch.inference_mode(False):  # a validation may make them for training
+                found = self._columns[device] = self.out_features.to(device)
+        return found
+
+    @functools.cached_property
+    def _columns(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+    def global_microbatch(self, microbatch: int) -> int:
+        """Return the index of this rank's ``microbatch`` among those of all ranks that have the same weight."""
+        if self.expert is None:
+            return microbatch * self.context.dp_size + self.context.dp_rank
+        return microbatch * self.context.expert_dp_size + self.context.expert_dp_rank
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the next forward runs Megatron's own linear, because nothing is quantised or recorded."""
+        context = self.context
+        if context.override is not None:
+            return False
+        if context.probing:
+            return self.state.recorder is None
+        if context.bf16_eval and not torch.is_grad_enabled() and not self.module.training:
+            return True
+        return self.state.formats == ALL_BF16
+
+    # -- how operands are quantised ------------------------------------------------------------------------------
+    def spec(
+        self,
+        operand: str,
+        x: torch.Tensor,
+        rowwise: Format | None,
+        columnwise: Format | None,
+        keys: GradientKeys | None = None,
+        *,
+        on_device: bool = False,
+    ) -> OperandSpec:
+        """Return how an operand is quantised. It may be a collective of the tensor parallel group.
+
+        Args:
+            operand: "x", "w" or "g".
+            x: this rank's shard of the operand [..., features], with all tokens.
+            rowwise, columnwise: formats of the two GEMMs; None for one that does not run.
+            keys: keys of stochastic rounding of G.
+            on_device: see :meth:`rotation`.
+        """
+        amax = self.shared_amax(operand, x, (rowwise, columnwise))
+        rotation = None if operand == "w" else self.rotation(operand, x, columnwise, on_device=on_device)
+        return OperandSpec(rowwise, columnwise, operand == "w", amax, keys, rotation)
+
+    def shared_amax(self, operand: str, x: torch.Tensor, formats: Iterable[Format | None]) -> torch.Tensor | None:
         """Return the amax of the unsharded operand. See :func:`snip_megatron.layers.amax.shared_amax`.
 
         Returns None, without communication, if this rank holds the whole operand or if none of ``formats`` has a scale
         for the whole tensor. Otherwise this is a collective of the tensor parallel group.
-
-        Args:
-            operand: "x", "w" or "g".
-            x: this rank's shard of the operand.
-            formats: formats that the operand will be quantised to.
         """
         group = self._sharing(operand)
         return None if group is None else shared_amax(x, formats, group)
@@ -192,55 +287,13 @@ class LinearHandle:
             operand: "x" or "g".
             x: this rank's shard of the operand [..., features], with all tokens.
             wgrad: its format; None if wgrad does not run.
-            on_device: take the signs from ``device_signs`` if the linear has them.
+            on_device: take the signs from the device if the linear is in CUDA graphs.
         """
         if wgrad is None or wgrad not in ROTATED:
             return None
-        context = self.context
-        captured = self.device_signs if on_device else None
-        signs = signs_of([self], context.seed, context.step)[0] if captured is None else captured
+        graphed = self.state.graphed if on_device else None
+        signs = signs_of([self], self.context.seed, self.context.step)[0] if graphed is None else graphed.signs
         return shared_rotation(x.reshape(-1, x.shape[-1]), wgrad, signs, self._sharing(operand))
-
-    @property
-    def name(self) -> str:
-        """The global name."""
-        return str(self.id)
-
-    @property
-    def weight(self) -> torch.nn.Parameter:
-        """The local shard of the weight."""
-        weight = self.module.weight
-        assert isinstance(weight, torch.nn.Parameter)
-        return weight
-
-    @property
-    def index(self) -> int:
-        """An integer that identifies the linear and is the same under every parallel layout."""
-        if self.expert is None:
-            return self.id.layer * len(LINEAR_KINDS) + LINEAR_KINDS.index(self.id.kind)
-        of_layer = self.id.layer * len(EXPERT_KINDS) + EXPERT_KINDS.index(self.id.kind)
-        return _EXPERTS + of_layer * _EXPERTS_A_LINEAR + self.expert
-
-    def reduces(self, fmt: Format) -> bool:
-        """Return whether training quantises the partial results of a GEMM in ``fmt`` before they are summed."""
-        return self.context.reduces and fmt is not Format.BF16
-
-    def global_microbatch(self, microbatch: int) -> int:
-        """Return the index of this rank's ``microbatch`` among those of all ranks that have the same weight."""
-        if self.expert is None:
-            return microbatch * self.context.dp_size + self.context.dp_rank
-        return microbatch * self.context.expert_dp_size + self.context.expert_dp_rank
-
-    @property
-    def is_stock(self) -> bool:
-        """Whether the next forward runs Megatron's own linear, because nothing is quantised or recorded."""
-        if self.context.forcing is not None:
-            return False
-        if self.context.probing:
-            return self.recorder is None
-        if self.context.bf16_eval and not torch.is_grad_enabled() and not self.module.training:
-            return True
-        return self.formats == ALL_BF16
 
 
 def signs_of(linears: Sequence[LinearHandle], seed: int, step: int) -> list[int]:

@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, signs_of
-from snip_megatron.layers.weights import HeldWeight
+from snip_megatron.layers.context import GEMM_INDEX, GraphedState, LinearHandle, signs_of
+from snip_megatron.layers.weights import GraphedWeight
 from snip_megatron.precision import Gemm
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity
 
@@ -25,7 +25,7 @@ class DeviceStep:
     """The device state of the linears of a rank. It must be made before the first graph is captured.
 
     Args:
-        handles: the linears. Their ``device_keys``, ``device_signs`` and ``held`` are set.
+        handles: the linears. Their ``graphed`` states are set.
         chunks: index of the model chunk of each linear.
         device: the device of the weights.
     """
@@ -37,9 +37,8 @@ class DeviceStep:
         self._signs = torch.zeros(len(handles), _APART, dtype=torch.int32, device=device)
         self._handles = list(handles)
         for place, (handle, chunk) in enumerate(zip(handles, chunks, strict=True)):
-            handle.device_keys = partial(self._keys.next, place)
-            handle.device_signs = self._signs[place, :1]
-            handle.held = HeldWeight(self._current[chunk, :1])
+            weight = GraphedWeight(self._current[chunk, :1])
+            handle.state.graphed = GraphedState(weight, partial(self._keys.next, place), self._signs[place, :1])
 
     def start_step(self, seed: int, step: int) -> None:
         """Prepare for the first microbatch of a step. This does not wait for the device."""
@@ -59,8 +58,8 @@ class DeviceStep:
     def forget_weights(self, handles: Iterable[LinearHandle]) -> None:
         """Free the quantised weights of ``handles``. Graphs that read them must not run afterwards."""
         for handle in handles:
-            assert handle.held is not None
-            handle.held.clear()
+            assert handle.state.graphed is not None
+            handle.state.graphed.weight.clear()
 
 
 def _identity(handle: LinearHandle) -> Identity:

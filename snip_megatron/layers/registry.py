@@ -108,8 +108,8 @@ class LinearRegistry:
             raise SnipError(f"map {precision_map.version} names {min(unknown)}, which this model does not have")
         for handle in self:
             fprop, dgrad, wgrad = (precision_map.format_of(handle.name, gemm) for gemm in Gemm)
-            handle.formats = (fprop, dgrad, wgrad)
-            handle.weights.clear()
+            handle.state.formats = (fprop, dgrad, wgrad)
+            handle.state.weights.clear()
         # The whole map is compared, not only this rank's linears, so that all ranks capture new graphs together.
         if (precision_map.to_codes(self.names) != self.current.to_codes(self.names)).any():
             self.generation += 1
@@ -119,14 +119,14 @@ class LinearRegistry:
         """Set the step, reset the counters of all linears, and discard their quantised weights."""
         self.context.step = step
         for handle in self:
-            handle.backwards = 0
-            handle.weights.clear()
+            handle.state.backwards = 0
+            handle.state.weights.clear()
         if self.device is not None:
             self.device.start_step(self.context.seed, step)
 
     def end_step(self) -> None:
         """Discard the quantised weights, because the optimizer has changed the weights and a validation may follow."""
         for handle in self:
-            handle.weights.clear()
+            handle.state.weights.clear()
         if self.device is not None:
             self.device.weights_changed()

@@ -3,7 +3,7 @@
 Unfused, SwiGLU writes X of fc2 in bf16, and fc2 reads it to quantise it; the backward writes G of fc1 in bf16, and fc1
 reads it to quantise it. A format with one scale for the whole tensor reads it once more, for its amax. Each half is
 fused where the formats of the map in force have a kernel: one that quantises, or one that finds the amax. Where they
-have none, Megatron's own function runs, so that the numbers of a training do not depend on what is fused.
+have none, Megatron's own function runs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from snip_megatron.gemm.backend import Formats, GemmBackend, Sides, matrix
+from snip_megatron.gemm.backend import Formats, matrix
+from snip_megatron.gemm.operands import OperandPair, OperandSpec
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.handover import hand_over, nothing
-from snip_megatron.precision import Format
+from snip_megatron.layers.prequantized import PrequantizedTensor
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,17 @@ class SwiGLU:
         backward: (gradient of the result [T, K], y) → gradient of y [T, 2K].
     """
 
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
 
 
 def may_fuse(fc1: LinearHandle, fc2: LinearHandle) -> bool:
     """Return whether the next forward may be fused: not in probes, measuring passes and linears that are all bf16."""
     context = fc2.context
-    return not (context.probing or context.forcing is not None or (fc1.is_stock and fc2.is_stock))
+    return not (context.probing or context.override is not None or (fc1.is_stock and fc2.is_stock))
 
 
-def fused_swiglu(y: torch.Tensor, fc1: LinearHandle, fc2: LinearHandle, stock: SwiGLU) -> torch.Tensor:
+def fused_swiglu(y: Tensor, fc1: LinearHandle, fc2: LinearHandle, stock: SwiGLU) -> Tensor:
     """Return the input of fc2 [s, b, K] for the output of fc1.
 
     Args:
@@ -51,69 +52,65 @@ def fused_swiglu(y: torch.Tensor, fc1: LinearHandle, fc2: LinearHandle, stock: S
     """
     fprop, _, wgrad = fc2.formats
     formats = (fprop, wgrad if torch.is_grad_enabled() else None)
-    sides = None if fc2.is_stock else quantised_swiglu(matrix(y.detach()), fc2, formats)
-    x: torch.Tensor = _FusedSwiGLU.apply(y, stock, sides is not None, _receiver(y, fc1))  # type: ignore[no-untyped-call]
-    return x if sides is None else hand_over(x, sides)
+    operands = None if fc2.is_stock else quantized_swiglu(matrix(y.detach()), fc2, formats)
+    x: Tensor = _FusedSwiGLU.apply(y, stock, operands, _receiver(y, fc1))  # type: ignore[no-untyped-call]
+    return x
 
 
 class _FusedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, stock: SwiGLU, quantised: bool, receiver: Any) -> torch.Tensor:
-        """Return the result, or a tensor without numbers if it is quantised already."""
+    def forward(
+        ctx: Any, y: Tensor, stock: SwiGLU, operands: OperandPair | None, receiver: LinearCall | None
+    ) -> Tensor:
+        """Return the result, quantised if there are ``operands``. ``receiver`` takes a quantised gradient."""
         ctx.save_for_backward(y)
         ctx.stock, ctx.receiver = stock, receiver
         shape = (*y.shape[:-1], y.shape[-1] // 2)
-        return nothing(shape, y) if quantised else stock.forward(matrix(y)).view(shape)
+        return stock.forward(matrix(y)).view(shape) if operands is None else PrequantizedTensor(operands, shape, y)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Hand the quantised gradient to fc1, or compute it as the training does without fusion."""
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        """Quantise the gradient for fc1, or compute it as the training does without fusion."""
         (y,) = ctx.saved_tensors
         d, rows = matrix(grad_outputs[0]).contiguous(), matrix(y)
-        if ctx.receiver is not None:
-            call: LinearCall = ctx.receiver.call
-            ctx.receiver.given = quantised_gradient(d, rows, call, *ctx.receiver.formats[1:])
-            return nothing(y.shape, y), None, None, None
-        return ctx.stock.backward(d, rows).view(y.shape), None, None, None
+        if ctx.receiver is None:
+            return ctx.stock.backward(d, rows).view(y.shape), None, None, None
+        return PrequantizedTensor(quantized_gradient(d, rows, ctx.receiver), y.shape, y), None, None, None
 
 
-def fuses(backend: GemmBackend, y: torch.Tensor, formats: Formats) -> bool:
-    """Return whether the backend has kernels for SwiGLU of y [T, 2K], or for its gradient, in two formats."""
-    return backend.quantizes_swiglu(y, formats) or backend.finds_amax_of_swiglu(y, formats)
-
-
-def quantised_swiglu(y: torch.Tensor, fc2: LinearHandle, formats: Formats) -> Sides | None:
+def quantized_swiglu(y: Tensor, fc2: LinearHandle, formats: Formats) -> OperandPair | None:
     """Return SwiGLU of y [T, 2K] as the operands of fprop and wgrad of ``fc2``; None if nothing is fused.
 
     If its amax is that of a shard, this is a collective of the tensor parallel group.
     """
     backend = fc2.context.backend
-    if backend.quantizes_swiglu(y, formats):
-        return backend.quantize_swiglu(y, *formats)
-    if not backend.finds_amax_of_swiglu(y, formats):
+    way = backend.swiglu_kernel(y, formats)
+    if way is None:
         return None
-    x, amax = backend.swiglu_with_amax(y)
-    return backend.quantize_input(x, *formats, amax=fc2.unsharded_amax("x", amax))
+    if way == "quantize":
+        return backend.swiglu(y, None, OperandSpec(*formats))
+    x, amax = backend.swiglu(y, None, None)
+    return backend.quantize(x, OperandSpec(*formats, amax=fc2.unsharded_amax("x", amax)))
 
 
-def quantised_gradient(d: torch.Tensor, y: torch.Tensor, call: LinearCall, dgrad: Format, wgrad: Format) -> Sides:
+def quantized_gradient(d: Tensor, y: Tensor, call: LinearCall) -> OperandPair:
     """Return the gradient of SwiGLU of y [T, 2K] as the operands of dgrad and wgrad of fc1, which made y by ``call``.
 
-    :func:`fuses` holds. If its amax is that of a shard, this is a collective of the tensor parallel group.
+    The backend fuses it. If its amax is that of a shard, this is a collective of the tensor parallel group.
     """
-    backend, keys = call.backend, gradient_keys(call, dgrad, wgrad)
-    if backend.quantizes_swiglu(y, (dgrad, wgrad)):
-        return backend.quantize_swiglu_gradient(d, y, dgrad, wgrad, keys)
-    g, amax = backend.swiglu_gradient_with_amax(d, y)
-    return backend.quantize_gradient(g, dgrad, wgrad, keys, amax=call.handle.unsharded_amax("g", amax))
+    handle, (_, dgrad, wgrad) = call.handle, call.formats
+    backend, spec = handle.context.backend, OperandSpec(dgrad, wgrad, keys=gradient_keys(call, y.device, dgrad, wgrad))
+    if backend.swiglu_kernel(y, (dgrad, wgrad)) == "quantize":
+        return backend.swiglu(y, d, spec)
+    g, amax = backend.swiglu(y, d, None)
+    return backend.quantize(g, spec._replace(amax=handle.unsharded_amax("g", amax)))
 
 
-def _receiver(y: torch.Tensor, fc1: LinearHandle) -> Any:
-    """Return the graph node of fc1 that takes a quantised gradient; None if it does not."""
+def _receiver(y: Tensor, fc1: LinearHandle) -> LinearCall | None:
+    """Return the call of fc1 that made y, if its backward takes a quantised gradient."""
     node: Any = y.grad_fn
     call = getattr(node, "call", None)
     if not isinstance(call, LinearCall) or call.handle is not fc1 or not call.trains or node.has_bias:
         return None
-    _, dgrad, wgrad = node.formats
-    return node if fuses(call.backend, matrix(y.detach()), (dgrad, wgrad)) else None
+    return call if fc1.context.backend.swiglu_kernel(matrix(y.detach()), call.formats[1:]) else None

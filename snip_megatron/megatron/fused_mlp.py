@@ -6,7 +6,6 @@ Like linears, instances are made by assigning the class of a built module. Param
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,31 +39,8 @@ class SnipMLP(MLP):  # type: ignore[misc]
         return self.linear_fc2(fused_swiglu(y, fc1, fc2, self.snip_swiglu))  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class Fused:
-    """What was fused with quantisation.
-
-    Attributes:
-        what: the function.
-        where: modules in whose number it is counted.
-        number: how many of them.
-        why_not: why in none; None if it is fused.
-    """
-
-    what: str
-    where: str
-    number: int
-    why_not: str | None
-
-    def __str__(self) -> str:
-        """Return a phrase for the log."""
-        return (
-            f"{self.what} of {self.number} {self.where}" if self.why_not is None else f"no {self.what} ({self.why_not})"
-        )
-
-
-def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: SwiGLU = STOCK) -> Fused:
-    """Fuse SwiGLU in the dense MLPs of ``layers``.
+def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: SwiGLU = STOCK) -> str:
+    """Fuse SwiGLU in the dense MLPs of ``layers``, and return a phrase for the log.
 
     Args:
         layers: decoder layers whose linears are converted.
@@ -76,8 +52,8 @@ def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: 
     if reason is None:
         for mlp in mlps:
             mlp.__class__, mlp.snip_swiglu = SnipMLP, stock
-            mlp.linear_fc1.snip.beside_swiglu = mlp.linear_fc2.snip.beside_swiglu = True
-    return Fused("SwiGLU", "layers", 0 if reason is not None else len(mlps), reason)
+            mlp.linear_fc1.snip.state.beside_swiglu = mlp.linear_fc2.snip.state.beside_swiglu = True
+    return f"SwiGLU of {len(mlps)} layers" if reason is None else f"no SwiGLU ({reason})"
 
 
 def _is_converted(mlp: Any) -> bool:
@@ -102,7 +78,7 @@ def _why_not(mlps: Sequence[Any], backend: GemmBackend) -> str | None:
         if hindered:
             return why
     y = torch.empty(1, 2 * mlps[0].linear_fc2.weight.shape[1], dtype=config.params_dtype, device="meta")
-    if not backend.quantizes_swiglu(y, (Format.FP8, Format.FP8)):
+    if backend.swiglu_kernel(y, (Format.FP8, Format.FP8)) is None:
         return (
             f"the {backend.name} GEMMs have no kernel for {config.params_dtype} and {y.shape[1] // 2} features a rank"
         )

@@ -12,10 +12,8 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from snip_megatron.errors import SnipError, quoted
-from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, packs_gradient
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.exchange import packs_gradient
-from snip_megatron.layers.handover import handed_over
 
 # Arguments of Megatron's GEMM that the quantised path does not implement, with the values that it may ignore.
 _MUST_BE_DEFAULT: dict[str, tuple[Any, ...]] = {
@@ -57,35 +55,24 @@ def quantized_forward(
             raise SnipError(
                 f"{handle.name}: Megatron asks for {name}={quoted(value)}, which quantised linears do not support"
             )
-    forcing = handle.context.forcing
+    override = handle.context.override
     call = LinearCall(
         handle=handle,
-        backend=handle.context.backend,
         sequence_parallel=bool(kwargs.get("sequence_parallel", False)),
         allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
         tp_group=kwargs.get("tp_group"),
         has_backward=torch.is_grad_enabled(),
-        forced=None if forcing is None else forcing(handle),
+        override=None if override is None else override(handle),
         scatters=scatters,
         packs_gradient=packs_gradient,
     )
-    given, handle.given = handle.given, None
-    return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call, given)  # type: ignore[no-untyped-call,no-any-return]
+    return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _QuantizedForward:
     """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Megatron's own code runs."""
 
     snip: LinearHandle
-
-    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Take the operands that came with the input, which Megatron may replace by an alias, and run the linear."""
-        if self.snip.beside_swiglu:
-            self.snip.given = handed_over(input_, self.snip.id)
-        return self._linear(input_, *args, **kwargs)
-
-    def _linear(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return super().forward(input_, *args, **kwargs)  # type: ignore[misc,no-any-return]
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if self.snip.is_stock:
@@ -100,7 +87,7 @@ class SnipColumnParallelLinear(_QuantizedForward, ColumnParallelLinear):  # type
 class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: ignore[misc]
     """A row-parallel linear whose GEMMs follow the precision map."""
 
-    def _linear(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the linear, and reduce its output over tensor parallel ranks.
 
         Under sequence parallelism the reduction is part of the linear. One node of autograd then takes less host time
@@ -108,7 +95,7 @@ class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: igno
         gathered, which Megatron's own reduction does in the training dtype.
         """
         if not self._scatters():
-            return super()._linear(input_)
+            return super().forward(input_)  # type: ignore[no-any-return]
         packs = torch.is_grad_enabled() and packs_gradient(self.snip, input_)
         given = {"tp_group": self.tp_group}
         output = quantized_forward(self.snip, input_, self.weight, given, scatters=True, packs_gradient=packs)
@@ -124,4 +111,4 @@ class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: igno
         shards = self.sequence_parallel and not self.explicit_expert_comm and self.snip.tp_group is not None
         if not shards or self.config.cpu_offloading or self.snip.is_stock:
             return False
-        return self.snip.context.forcing is None and not self.snip.context.probing
+        return self.snip.context.override is None and not self.snip.context.probing

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, Forced, LinearHandle
+from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, LinearHandle, Override
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import MegatronStep
@@ -128,7 +128,7 @@ class Oracle:
         try:
             yield
         finally:
-            self._registry.context.forcing = None
+            self._registry.context.override = None
 
     def _owners(self, step: MegatronStep, names: Sequence[str]) -> list[_Owner]:
         owned = [(names.index(handle.name), handle.weight, True) for handle in self._registry]
@@ -193,7 +193,7 @@ class _Call:
 
     def run(self) -> _Call:
         """Run all passes."""
-        self._registry.context.forcing = self._forced
+        self._registry.context.override = self._forced
         self._step.schedule([each.microbatch for each in self._passes], self._forward_step)
         return self
 
@@ -236,18 +236,18 @@ class _Call:
         self.loss += change.double()
 
     # -- linears -----------------------------------------------------------------------------------------------
-    def _forced(self, handle: LinearHandle) -> Forced:
+    def _forced(self, handle: LinearHandle) -> Override:
         trial, own = self._trial, self._current
-        nothing = Forced(microbatch=own.microbatch)
+        nothing = Override(microbatch=own.microbatch)
         if trial is None or not own.sign or handle.name not in trial.linears:
             return nothing
         if trial.format is None:
-            return Forced(microbatch=own.microbatch, nudge=trial.gemm) if own.sign > 0 else nothing
+            return Override(microbatch=own.microbatch, perturb=trial.gemm) if own.sign > 0 else nothing
         if own.sign > 0:
-            return Forced(_only(trial.gemm, trial.format), own.microbatch)
+            return Override(_only(trial.gemm, trial.format), own.microbatch)
         if trial.gemm is not Gemm.FPROP:
             return nothing
-        return Forced(microbatch=own.microbatch, compare=trial.format, report=self._note_first_order)
+        return Override(microbatch=own.microbatch, compare=trial.format, report=self._note_first_order)
 
     def _note_first_order(self, dot: torch.Tensor) -> None:
         """Note ⟨G, E⟩ of this rank's shards. G is of the pass whose loss is multiplied by −1."""

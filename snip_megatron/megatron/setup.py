@@ -16,7 +16,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.layers import LinearRegistry, convert_model
-from snip_megatron.layers.reductions import ErrorFeedback
+from snip_megatron.layers.communication import ErrorFeedback
 from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.layers.rehearsal import Formats, covering, rehearse_gemms, stand_in
+from snip_megatron.layers.warm_up import Formats, covering, warm_up_gemms, warm_up_linear
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.optimizers.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
@@ -112,8 +112,8 @@ class WarmUp:
         for handle, formats in self._kinds():
             for tokens, graphed in itertools.product(self._tokens(handle), self._graphed(handle)):
                 gathered = asked.gathers and handle.parallel == "column"
-                linear = stand_in(handle, tokens, whole_x=gathered, graphed=graphed)
-                rehearse_gemms(linear, formats)
+                linear = warm_up_linear(handle, tokens, whole_x=gathered, graphed=graphed)
+                warm_up_gemms(linear, formats)
                 if self._config.updates:
                     recorder = warm_up_recording(linear, self._config.measured_formats, self._config.probe_tokens)
                     if asked.drift:
@@ -135,7 +135,7 @@ class WarmUp:
 
     def _graphed(self, handle: LinearHandle) -> list[bool]:
         """Return whether to rehearse the linear inside CUDA graphs."""
-        return [handle.held is not None]
+        return [handle.state.graphed is not None]
 
     def _kinds(self) -> Iterator[tuple[LinearHandle, list[Formats]]]:
         """Yield one linear of each shape, with the formats that all linears of this shape may get."""
@@ -145,7 +145,7 @@ class WarmUp:
                 tuple(handle.weight.shape),
                 handle.parallel,
                 handle.expert is None,
-                handle.beside_swiglu,
+                handle.state.beside_swiglu,
             )
             _, formats = found.setdefault(key, (handle, {}))
             formats |= dict.fromkeys(self._formats(handle))

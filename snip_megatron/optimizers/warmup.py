@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from snip_megatron.layers.rehearsal import StandIn
+from snip_megatron.layers.warm_up import WarmUpLinear
 from snip_megatron.optimizers.update_error import StepScale, linear_update_error, sink_update_error
 from snip_megatron.optimizers.updates import AdamWState
 from snip_megatron.statistics.recorder import LinearRecorder, Pass
@@ -15,7 +15,7 @@ from snip_megatron.statistics.squares import sum_squares
 _SCALE = StepScale(gradient=1.0, clip=1.0, tokens=1, tokens_per_step=2)
 
 
-def warm_up_recording(linear: StandIn, formats: Sequence[str], sample_tokens: int) -> LinearRecorder:
+def warm_up_recording(linear: WarmUpLinear, formats: Sequence[str], sample_tokens: int) -> LinearRecorder:
     """Run the passes of a probe over two microbatches.
 
     Args:

@@ -37,15 +37,9 @@ class SnipLinear(nn.Linear):
             dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         if not torch.is_grad_enabled():
-            handle.weights.clear()  # weight.data may have been written, as averaged weights are, which nothing counts
-        call = LinearCall(
-            handle,
-            handle.context.backend,
-            sequence_parallel=False,
-            allreduce_dgrad=False,
-            tp_group=None,
-            has_backward=torch.is_grad_enabled(),
-        )
+            # weight.data may have been written, as averaged weights are, which nothing counts
+            handle.state.weights.clear()
+        call = LinearCall(handle, has_backward=torch.is_grad_enabled())
         with torch.autocast(device, enabled=False):
             return QuantizedLinear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
 

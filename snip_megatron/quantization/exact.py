@@ -10,7 +10,7 @@ result. The scales of fp8 and fp4 are arbitrary FP32 numbers, which are stored s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from snip_megatron.quantization.reference import Quantized, quantize
 from snip_megatron.quantization.rounding import Key
 
 
-@dataclass(frozen=True)
-class ExactOperand:
+class ExactOperand(NamedTuple):
     """A quantised matrix [rows, cols], in the orientation of the matrix it was made of.
 
     Attributes:

@@ -8,7 +8,7 @@ Triton, with the same bytes; this module is their reference, and runs where the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ STORED = (Format.FP8, Format.FP4)
 """Formats with 1×128 tiles and 128×128 blocks that E4M3 storage with FP32 scales can represent."""
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One operand of a GEMM: ``rows`` vectors of length ``depth``, quantised along the reduction dimension.
 
     Attributes:

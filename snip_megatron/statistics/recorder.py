@@ -15,6 +15,7 @@ from types import ModuleType
 
 import torch
 
+from snip_megatron.gemm.operands import OperandSpec
 from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import Gemm
@@ -260,9 +261,9 @@ class LinearRecorder:
             if Gemm.FPROP not in fmt.gemms:
                 found.append((nothing, nothing.sum()))
                 continue
-            x_side, _ = backend.quantize_input(xs, fmt, None, amax=amax["x"])
-            w_side, _ = backend.quantize_weight(w, fmt, None, amax=amax["w"])
-            quantised = backend.fprop(x_side, w_side, dtype=torch.float32)
+            x_rowwise, _ = backend.quantize(xs, OperandSpec(fmt, None, amax=amax["x"]))
+            w_rowwise, _ = backend.quantize(w, OperandSpec(fmt, None, weight=True, amax=amax["w"]))
+            quantised = backend.multiply(Gemm.FPROP, x_rowwise, w_rowwise, torch.float32)
             found.append(_implementation(x).output_sums(quantised, y, gs))
         dots, squares = zip(*found, strict=True)
         if column:
@@ -275,7 +276,7 @@ class LinearRecorder:
         """
         if not WHOLE_TENSOR & {resolve(fmt) for fmt in self.formats}:
             return None
-        shared = self.handle.shared_amax(name, tensor, self.formats)
+        shared = self.handle.shared_amax(name, tensor, map(resolve, self.formats))
         if shared is not None or not tensor.numel():
             return shared
         amax: torch.Tensor = torch.linalg.vector_norm(tensor, float("inf")).float()
@@ -343,8 +344,8 @@ def attached(recorders: list[LinearRecorder]) -> Iterator[None]:
     """Attach recorders to their linears, and detach them at exit, after an exception too."""
     try:
         for recorder in recorders:
-            recorder.handle.recorder = recorder
+            recorder.handle.state.recorder = recorder
         yield
     finally:
         for recorder in recorders:
-            recorder.handle.recorder = None
+            recorder.handle.state.recorder = None

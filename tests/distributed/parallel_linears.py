@@ -139,7 +139,7 @@ def run(
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from snip_megatron.layers.context import Forced, StepContext
+    from snip_megatron.layers.context import Override, StepContext
     from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
     from snip_megatron.megatron.conversion import _convert_linear
     from snip_megatron.statistics.recorder import LinearRecorder
@@ -171,13 +171,13 @@ def run(
     linear = LinearId(3, case.kind)
     registry = LinearRegistry(decoder_linear_names(4), StepContext(step=6, seed=5))
     _convert_linear(module, linear, registry, None)
-    registry[str(linear)].formats = case.formats
+    registry[str(linear)].state.formats = case.formats
     registry.start_step(6)
     registry.context.packs, registry.context.reduces = packs, reduces
-    registry.context.forcing = (lambda _: Forced(case.formats)) if forced else None
+    registry.context.override = (lambda _: Override(case.formats)) if forced else None
     recorder = LinearRecorder(registry[str(linear)], CANDIDATES, sample_tokens=16)
     if recorded is not None:
-        registry.context.probing, registry[str(linear)].recorder = True, recorder
+        registry.context.probing, registry[str(linear)].state.recorder = True, recorder
     main_grad = module.weight.main_grad = torch.zeros_like(w, dtype=torch.float32)
     module.weight.grad_added_to_main_grad = False
     x.requires_grad_()

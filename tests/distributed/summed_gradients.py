@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from snip_megatron.layers.reductions import ErrorFeedback, start_gradient_reduction
+from snip_megatron.layers.communication import ErrorFeedback, start_gradient_reduction
 
 LENGTHS = (1, 130, 384, 2048)
 STEPS = 8

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
-from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.precision import Format, LinearId
 
 Formats = tuple[Format, Format, Format]
@@ -35,11 +35,10 @@ class Linear(torch.nn.Module):
         self.handle = LinearHandle(
             id=LinearId(3, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
             out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend, seed=11),
-            module=self, formats=formats,
+            module=self, state=LinearState(formats=formats),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        backend = self.handle.context.backend
-        call = LinearCall(self.handle, backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
+        call = LinearCall(self.handle)
         y: Tensor = QuantizedLinear.apply(x, self.weight, None, call)
         return y

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.blackwell_support import LEAST_DECIBEL, availability
-from snip_megatron.gemm.operands import GradientKeys, disassemble
+from snip_megatron.gemm.operands import GradientKeys, OperandSpec, flatten
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
-from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.precision import Format, LinearId
+from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
+from snip_megatron.precision import Format, Gemm, LinearId
 
 BF16, NVFP4, MXFP8 = Format.BF16, Format.NVFP4, Format.MXFP8
 UNIFORM = [(NVFP4,) * 3, (MXFP8,) * 3]
@@ -63,9 +63,9 @@ def test_a_linear(backend: GemmBackend, formats: Any, shape: tuple[int, int, int
     handle = LinearHandle(
         id=LinearId(0, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
         out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend, seed=3),
-        module=module, formats=formats,
+        module=module, state=LinearState(formats=formats),
     )  # fmt: skip
-    call = LinearCall(handle, backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
+    call = LinearCall(handle)
     for _ in range(2):
         leaf = x.clone().requires_grad_()
         y = QuantizedLinear.apply(leaf, module.weight, None, call)
@@ -83,30 +83,32 @@ def test_mxfp8_numbers_are_those_of_the_rule_that_rounds_scales_up(backend: Gemm
     mantissa, exponent = torch.frexp(tiles.abs().amax(-1, keepdim=True) * (1.0 / torch.tensor(448.0, device="cuda")))
     scale = torch.exp2((exponent - (mantissa == 0.5).int()).float())
     expected = ((tiles / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
-    row, _ = backend.quantize_input(x, MXFP8, None)
-    identity, _ = backend.quantize_weight(torch.eye(512, device="cuda", dtype=torch.bfloat16), MXFP8, None)
-    assert torch.equal(backend.fprop(row, identity, dtype=torch.float32), expected)
+    row, _ = backend.quantize(x, OperandSpec(MXFP8, None))
+    identity, _ = backend.quantize(
+        torch.eye(512, device="cuda", dtype=torch.bfloat16), OperandSpec(MXFP8, None, weight=True)
+    )
+    assert torch.equal(backend.multiply(Gemm.FPROP, row, identity, torch.float32), expected)
 
 
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP8])
 def test_no_tokens(backend: GemmBackend, fmt: Format) -> None:
     x, w, g = operands(0, 256, 128)
-    x_row, x_col = backend.quantize_input(x, fmt, fmt)
-    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
-    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys(256))
-    assert backend.fprop(x_row, w_row, dtype=torch.bfloat16).shape == (0, 256)
-    assert backend.dgrad(g_row, w_col, dtype=torch.bfloat16).shape == (0, 128)
-    assert not backend.wgrad(g_col, x_col, out=None).any()
+    x_row, x_col = backend.quantize(x, OperandSpec(fmt, fmt))
+    w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
+    g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys(256)))
+    assert backend.multiply(Gemm.FPROP, x_row, w_row, torch.bfloat16).shape == (0, 256)
+    assert backend.multiply(Gemm.DGRAD, g_row, w_col, torch.bfloat16).shape == (0, 128)
+    assert not backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32).any()
 
 
 def test_draws_depend_on_the_keys_and_leave_the_generator_alone(backend: GemmBackend) -> None:
     _, w, g = operands(512, 1024, 256)
-    _, w_col = backend.quantize_weight(w, None, NVFP4)
+    _, w_col = backend.quantize(w, OperandSpec(None, NVFP4, weight=True))
     state = torch.cuda.get_rng_state()
 
     def product(seed: int) -> Tensor:
-        side, _ = backend.quantize_gradient(g, NVFP4, None, keys(1024, seed))
-        return backend.dgrad(side, w_col, dtype=torch.float32)
+        side, _ = backend.quantize(g, OperandSpec(NVFP4, None, keys=keys(1024, seed)))
+        return backend.multiply(Gemm.DGRAD, side, w_col, torch.float32)
 
     first = product(5)
     assert torch.equal(first, product(5))
@@ -120,8 +122,8 @@ def test_draws_depend_on_the_keys_and_leave_the_generator_alone(backend: GemmBac
 @pytest.mark.parametrize(("fmt", "share"), [(NVFP4, 0.5 + 1 / 16), (MXFP8, 1 + 1 / 32)])
 def test_x_is_kept_in_one_usage_only(backend: GemmBackend, fmt: Format, share: float) -> None:
     x, _, _ = operands(4096, 128, 4096)
-    _, col = backend.quantize_input(x, fmt, fmt)
-    saved = sum(t.numel() * t.element_size() for t in disassemble(col)[0])
+    _, col = backend.quantize(x, OperandSpec(fmt, fmt))
+    saved = sum(t.numel() * t.element_size() for t in flatten(col)[0])
     assert saved == pytest.approx(share * x.numel(), rel=1e-3)
 
 
@@ -131,12 +133,12 @@ def test_shards_scale_by_the_amax_of_the_whole(backend: GemmBackend) -> None:
         pytest.skip(missing)
     x, w, _ = operands(256, 128, 512)
     x[0, -1] = 30.0
-    w_row, _ = backend.quantize_weight(w[:, :256].contiguous(), NVFP4, None)
+    w_row, _ = backend.quantize(w[:, :256].contiguous(), OperandSpec(NVFP4, None, weight=True))
     whole = x.clone()
     whole[:, 256:-1] = 0.0
     padded = torch.zeros(128, 512, device="cuda", dtype=torch.bfloat16)
     padded[:, :256] = w[:, :256]
-    padded_row, _ = backend.quantize_weight(padded, NVFP4, None)
-    expected = backend.fprop(backend.quantize_input(whole, NVFP4, None)[0], padded_row, dtype=torch.float32)
-    half, _ = backend.quantize_input(x[:, :256].contiguous(), NVFP4, None, amax=x.float().abs().amax())
-    torch.testing.assert_close(backend.fprop(half, w_row, dtype=torch.float32), expected, rtol=1e-5, atol=1e-5)
+    padded_row, _ = backend.quantize(padded, OperandSpec(NVFP4, None, weight=True))
+    expected = backend.fprop(backend.quantize(whole, OperandSpec(NVFP4, None))[0], padded_row, dtype=torch.float32)
+    half, _ = backend.quantize(x[:, :256].contiguous(), OperandSpec(NVFP4, None, amax=x.float().abs().amax()))
+    torch.testing.assert_close(backend.multiply(Gemm.FPROP, half, w_row, torch.float32), expected, rtol=1e-5, atol=1e-5)

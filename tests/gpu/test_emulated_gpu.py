@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.gemm.operands import GradientKeys, HeldSides
+from snip_megatron.gemm.operands import CachedPair, GradientKeys, OperandSpec
 from snip_megatron.gemm.selection import select_backend
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import exact
 from snip_megatron.quantization.hadamard import Rotation
 
@@ -99,18 +99,18 @@ def test_gemms_add_nothing_to_what_quantisation_did(
 ) -> None:
     x, w, g = operands(*shape)
     n, k = w.shape
-    x_row, x_col = backend.quantize_input(x, fmt, fmt)
-    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
-    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, GradientKeys(5, 6, torch.arange(n, device="cuda")))
+    x_row, x_col = backend.quantize(x, OperandSpec(fmt, fmt))
+    w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
+    g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=GradientKeys(5, 6, torch.arange(n, device="cuda"))))
     exact_w, exact_g = g_col.dequantize().double().t() @ x_col.dequantize().double(), g_row.dequantize().double()
     products = (
         (
-            backend.fprop(x_row, w_row, dtype=torch.float32),
+            backend.multiply(Gemm.FPROP, x_row, w_row, torch.float32),
             x_row.dequantize().double() @ w_row.dequantize().double().t(),
         ),
-        (backend.dgrad(g_row, w_col, dtype=torch.float32), exact_g @ w_col.dequantize().double()),
-        (backend.wgrad(g_col, x_col, out=None), exact_w),
-        (backend.wgrad(g_col, x_col, out=torch.zeros(n, k, device="cuda")), exact_w),
+        (backend.multiply(Gemm.DGRAD, g_row, w_col, torch.float32), exact_g @ w_col.dequantize().double()),
+        (backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32), exact_w),
+        (backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, torch.zeros(n, k, device="cuda")), exact_w),
     )
     for index, (found, expected) in enumerate(products):
         assert float((found.double() - expected).norm() / expected.norm()) < 1e-6, index
@@ -123,17 +123,19 @@ def test_captured_products_follow_keys_and_weights(backend: GemmBackend, fmt: Fo
     x, w, g = operands(m, n, k)
     words = torch.tensor([[1, 2, 0, 0], [3, 4, 0, 0]], dtype=torch.int32, device="cuda")
     current = torch.zeros(4, dtype=torch.int32, device="cuda")[:1]
-    sides = backend.quantize_weight(w, fmt, fmt)
-    held = HeldSides(sides, current)
+    sides = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
+    held = CachedPair(sides, current)
     cols = torch.arange(n, device="cuda")
     out = torch.zeros(n, k, device="cuda")
 
     def step() -> tuple[Tensor, Tensor]:
-        x_row, x_col = backend.quantize_input(x, fmt, fmt)
-        w_row, w_col = backend.quantize_weight(w, fmt, fmt, held=held)
-        g_row, g_col = backend.quantize_gradient(g, fmt, fmt, GradientKeys(words[0, :2], words[1, :2], cols))
-        backend.wgrad(g_col, x_col, out=out.zero_())
-        return backend.fprop(x_row, w_row, dtype=torch.bfloat16), backend.dgrad(g_row, w_col, dtype=torch.bfloat16)
+        x_row, x_col = backend.quantize(x, OperandSpec(fmt, fmt))
+        w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True), held)
+        g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=GradientKeys(words[0, :2], words[1, :2], cols)))
+        backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, out.zero_())
+        return backend.multiply(Gemm.FPROP, x_row, w_row, torch.bfloat16), backend.multiply(
+            Gemm.DGRAD, g_row, w_col, torch.bfloat16
+        )
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -163,7 +165,11 @@ def test_the_reference_gives_the_same_through_auto() -> None:
     x, w, _ = operands(128, 256, 512)
     for fmt in (Format.NVFP4, Format.MXFP4):
         y = [
-            b.fprop(b.quantize_input(x, fmt, None)[0], b.quantize_weight(w, fmt, None)[0], dtype=torch.float32)
+            b.fprop(
+                b.quantize(x, OperandSpec(fmt, None))[0],
+                b.quantize(w, OperandSpec(fmt, None, weight=True))[0],
+                dtype=torch.float32,
+            )
             for b in (found.backend, REFERENCE)
         ]
         torch.testing.assert_close(y[0], y[1], rtol=1e-5, atol=1e-5)

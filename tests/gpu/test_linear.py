@@ -12,10 +12,10 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.cublaslt import cublaslt
-from snip_megatron.gemm.operands import GradientKeys
+from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.selection import select_backend
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 SHAPES = [(4096, 4096, 4096), (1000, 1040, 4224), (8192, 512, 1024), (132, 144, 208), (130, 136, 200), (4, 128, 128)]
@@ -90,14 +90,14 @@ def test_gemms_add_nothing_to_what_quantisation_did(
     x, g = operands(m, n, k)
     w = torch.randn(n, k, device="cuda").bfloat16()
     keys = GradientKeys(5, 6, torch.arange(n, device="cuda"))
-    x_row, x_col = backend.quantize_input(x.detach(), fmt, fmt)
-    w_row, w_col = backend.quantize_weight(w, fmt, fmt)
-    g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
+    x_row, x_col = backend.quantize(x.detach(), OperandSpec(fmt, fmt))
+    w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
+    g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys))
     products = (
-        (x_row, w_row, backend.fprop(x_row, w_row, dtype=torch.float32)),
-        (g_row, w_col, backend.dgrad(g_row, w_col, dtype=torch.float32)),
-        (g_col, x_col, backend.wgrad(g_col, x_col, out=None)),
-        (g_col, x_col, backend.wgrad(g_col, x_col, out=torch.zeros(n, k, device="cuda"))),
+        (x_row, w_row, backend.multiply(Gemm.FPROP, x_row, w_row, torch.float32)),
+        (g_row, w_col, backend.multiply(Gemm.DGRAD, g_row, w_col, torch.float32)),
+        (g_col, x_col, backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32)),
+        (g_col, x_col, backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, torch.zeros(n, k, device="cuda"))),
     )
     for index, (a, b, found) in enumerate(products):
         exact = a.dequantize().double() @ b.dequantize().double().t()
@@ -148,8 +148,8 @@ def test_accumulation_in_the_gemm(backend: GemmBackend, fmt: Format) -> None:
     assert library is not None
     m, n, k = 2048, 1024, 768
     x, g = operands(m, n, k)
-    _, x_col = backend.quantize_input(x.detach(), None, fmt)
-    _, g_col = backend.quantize_gradient(g, None, fmt, GradientKeys(5, 6, torch.arange(n, device="cuda")))
+    _, x_col = backend.quantize(x.detach(), OperandSpec(None, fmt))
+    _, g_col = backend.quantize(g, OperandSpec(None, fmt, keys=GradientKeys(5, 6, torch.arange(n, device="cuda"))))
     before = torch.randn(n, k, device="cuda")
     fused = before.clone()
     assert library.accumulate(g_col, x_col, fused)
@@ -173,14 +173,14 @@ def test_stochastic_rounding_of_gradients_is_unbiased(backend: GemmBackend) -> N
     m, n, k, draws = 256, 256, 256, 64
     x, g = operands(m, n, k)
     w = torch.randn(n, k, device="cuda").bfloat16()
-    _, x_col = backend.quantize_input(x.detach(), None, FP4)
-    _, w_col = backend.quantize_weight(w, None, FP4)
+    _, x_col = backend.quantize(x.detach(), OperandSpec(None, FP4))
+    _, w_col = backend.quantize(w, OperandSpec(None, FP4, weight=True))
     d, gw = [], []
     for seed in range(draws):
         keys = GradientKeys(seed, 1000 + seed, torch.arange(n, device="cuda"))
-        g_row, g_col = backend.quantize_gradient(g, FP4, FP4, keys)
-        d.append(backend.dgrad(g_row, w_col, dtype=torch.float32).double())
-        gw.append(backend.wgrad(g_col, x_col, out=None).double())
+        g_row, g_col = backend.quantize(g, OperandSpec(FP4, FP4, keys=keys))
+        d.append(backend.multiply(Gemm.DGRAD, g_row, w_col, torch.float32).double())
+        gw.append(backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32).double())
     expected_d = g.double() @ w_col.dequantize().double().t()
     expected_gw = g.double().t() @ x_col.dequantize().double().t()
     for found, expected in ((d, expected_d), (gw, expected_gw)):

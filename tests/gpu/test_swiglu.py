@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from snip_megatron.gemm.backend import GemmBackend, Sides
-from snip_megatron.gemm.operands import GradientKeys
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
 
@@ -37,7 +37,7 @@ def decibel(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(20 * torch.log10(expected.norm() / (found - expected).norm().clamp(min=1e-300)))
 
 
-def assert_close(found: Sides, expected: Sides) -> None:
+def assert_close(found: OperandPair, expected: OperandPair) -> None:
     """A number that is rounded to its other neighbour costs little; what is written elsewhere would cost all."""
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
@@ -53,10 +53,12 @@ def test_operands_are_those_of_the_unfused_sequence(
 
     d, y = tensors(*shape)
     torch.compiler.reset()
-    assert_close(backend.quantize_swiglu(y, *formats), backend.quantize_input(STOCK.forward(y), *formats))
+    assert_close(
+        backend.swiglu(y, None, OperandSpec(*formats)), backend.quantize(STOCK.forward(y), OperandSpec(*formats))
+    )
     keys = GradientKeys(2**63 + 5, 6, torch.arange(y.shape[1], device="cuda") + 2 * shape[1])
-    expected = backend.quantize_gradient(STOCK.backward(d, y), *formats, keys)
-    assert_close(backend.quantize_swiglu_gradient(d, y, *formats, keys), expected)
+    expected = backend.quantize(STOCK.backward(d, y), OperandSpec(*formats, keys=keys))
+    assert_close(backend.swiglu(y, d, OperandSpec(*formats, keys=keys)), expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -68,25 +70,27 @@ def test_operands_with_one_scale_are_those_of_the_unfused_sequence(
 
     d, y = tensors(*shape)
     torch.compiler.reset()
-    x, amax = backend.swiglu_with_amax(y)
+    x, amax = backend.swiglu(y, None, None)
     expected = STOCK.forward(y)
     assert decibel(x, expected) > 60
     assert amax == x.abs().amax()
-    assert_close(backend.quantize_input(x, *formats, amax=amax), backend.quantize_input(expected, *formats))
+    assert_close(
+        backend.quantize(x, OperandSpec(*formats, amax=amax)), backend.quantize(expected, OperandSpec(*formats))
+    )
     keys = GradientKeys(2**63 + 5, 6, torch.arange(y.shape[1], device="cuda") + 2 * shape[1])
-    g, amax = backend.swiglu_gradient_with_amax(d, y)
+    g, amax = backend.swiglu(y, d, None)
     expected = STOCK.backward(d, y)
     assert decibel(g, expected) > 60
     assert amax == g.abs().amax()
-    found = backend.quantize_gradient(g, *formats, keys, amax=amax)
-    assert_close(found, backend.quantize_gradient(expected, *formats, keys))
+    found = backend.quantize(g, OperandSpec(*formats, keys=keys, amax=amax))
+    assert_close(found, backend.quantize(expected, OperandSpec(*formats, keys=keys)))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nan_and_inf_reach_the_amax(backend: GemmBackend, poison: float) -> None:
     d, y = tensors(1000, 5632)
     y[900, 3] = poison
-    for x, amax in (backend.swiglu_with_amax(y), backend.swiglu_gradient_with_amax(d, y)):
-        side, _ = backend.quantize_input(x, TENSOR, None, amax=amax)
+    for x, amax in (backend.swiglu(y, None, None), backend.swiglu(y, d, None)):
+        side, _ = backend.quantize(x, OperandSpec(TENSOR, None, amax=amax))
         assert not amax.isfinite()
         assert side.scale.isnan().all()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.reductions import ErrorFeedback, Reduction, start_gradient_reduction
+from snip_megatron.layers.communication import ErrorFeedback, Exchange, start_gradient_reduction
 from snip_megatron.megatron.compat.versions import check_signature
 
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
@@ -107,7 +107,7 @@ def check_reduced_models(models: Sequence[Any]) -> None:
 class _Handle:
     """What Megatron waits for."""
 
-    def __init__(self, reduction: Reduction) -> None:
+    def __init__(self, reduction: Exchange[Any]) -> None:
         self._reduction = reduction
 
     def wait(self) -> None:

@@ -3,8 +3,8 @@
 The host bounds small linears: a function of a backend spends most of its time in Python, on views, dictionaries and
 launchers. What it does on the device depends only on the shapes, dtypes, strides and alignments of its tensors and on
 its other arguments. :class:`Replayed` therefore runs a call under a :class:`Recording`, and later calls with equal
-arguments repeat its steps on other memory: allocations, launches of Triton's kernels, products of cuBLASLt, and
-calls of Python functions for everything else that computes.
+arguments repeat its steps on other memory: allocations, calls of C functions (launches of Triton's kernels, products of
+cuBLASLt), and calls of Python functions for everything else that computes.
 
 A recording is refused, and Python runs the function in every call, if it used memory that is neither an argument nor
 its own, looked at numbers on the device, or launched what has no address.
@@ -13,10 +13,10 @@ its own, looked at numbers on the device, or launched what has no address.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,16 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snip_megatron.quantization.kernels.listing import _active as listings
 from snip_megatron.quantization.rounding import key_words
 
-Address = tuple[int, int]
-"""A slot and an offset in bytes from its first element, or -1 and an address."""
-NOWHERE: Address = (-1, 0)
 _ALLOCATING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 _ZEROING = ("zeros", "zeros_like", "new_zeros")
 _KERNEL_NUMBERS = ("i32", "u32", "i64", "u64")
+_SEED = 1 << 31  # a larger number among the arguments is a seed, which differs from call to call
 _current = threading.local()
 
+Argument = int | tuple[Any, ...]
+"""An argument of a C function: a number, ("address", slot, offset in bytes from its first element), ("word", place of a
+seed, 0 or 1), ("stream",), or ("pointer" or "pointers", arguments): an address of the one, or of addresses of all."""
 
-# -- what is recorded: replay.cpp reads these attributes --------------------------------------------------------------
+
 @dataclass(frozen=True)
 class View:
     """The tensor of a slot, or (not ``whole``) one like ``like`` on its memory from byte ``offset``."""
@@ -42,85 +43,6 @@ class View:
     offset: int
     whole: bool
     like: Tensor
-
-
-@dataclass(frozen=True)
-class Object:
-    """An object that is made without its ``__init__``, from the values of its attributes."""
-
-    type: type
-    attributes: tuple[tuple[str, object], ...]
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Memory like that of ``like``, uninitialised or zero, for a slot."""
-
-    slot: int
-    like: Tensor
-    zero: bool
-    kind: Literal["allocation"] = "allocation"
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launch of a compiled kernel. ``numbers`` are (-1, number), or (seed, 0 or 1) for a key word of a seed."""
-
-    function: int
-    grid: tuple[int, int]
-    threads: int
-    shared: int
-    addresses: tuple[Address, ...]
-    numbers: tuple[tuple[int, int], ...]
-    kind: Literal["launch"] = "launch"
-
-
-@dataclass(frozen=True)
-class Product:
-    """A product of cuBLASLt: the addresses of its functions, of what a plan holds, and of the matrices."""
-
-    matmul: int
-    set_attribute: int
-    handle: int
-    operation: int
-    layouts: tuple[int, int, int]
-    algorithm: int
-    alpha: Address
-    beta: Address
-    a: Address
-    b: Address
-    c: Address
-    workspace: Address
-    workspace_size: int
-    scale_names: tuple[int, int]
-    scales: tuple[Address, ...]
-    kind: Literal["product"] = "product"
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a Python function. ``results`` are the slots of its results; -1: memory of another slot."""
-
-    function: Callable[..., object]
-    arguments: tuple[object, ...]
-    results: tuple[int, ...]
-    kind: Literal["call"] = "call"
-
-
-Step = Allocation | Launch | Product | Call
-
-
-@dataclass(frozen=True)
-class _Timed:
-    step: Step
-    last_uses: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    slots: int
-    steps: tuple[_Timed, ...]
-    result: object
 
 
 class Seed:
@@ -148,23 +70,23 @@ class Word(int):
         return made
 
 
-# -- recording --------------------------------------------------------------------------------------------------------
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the steps of one call.
 
     Args:
-        arguments: the arguments of the call: tensors, and values that hold tensors.
+        arguments: the arguments of the call: tensors, and tuples that hold tensors.
     """
 
     def __init__(self, arguments: Sequence[object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused: str | None = None
-        self._steps: list[Step] = []
+        self._steps: list[tuple[Any, ...]] = []
         self._kept: list[Tensor] = []  # the tensor of each slot. While they live, no memory is used twice
         self._slots: dict[int, list[int]] = {}  # storage → slots
         self._opaque = False
-        for tensor in tensors_of(arguments):
-            self._new_slot(tensor)
+        for each in _leaves(arguments):
+            if isinstance(each, Tensor):
+                self._new_slot(each)
 
     def __enter__(self) -> Recording:
         """Record the calls of this thread."""
@@ -194,41 +116,44 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(found, (list, tuple)) or not all(isinstance(t, Tensor) for t in found):
             self.refuse(f"{name} returns no tensor")
         elif name in (*_ALLOCATING, *_ZEROING):
-            self._steps.append(Allocation(self._new_slot(found[0]), found[0], name in _ZEROING))
+            self._steps.append(("allocation", self._new_slot(found[0]), found[0], name in _ZEROING))
         elif func._schema.is_mutable or not all(_storage(t) in self._slots for t in found):
-            if list(tensors_of(kwargs.values())):
+            if any(isinstance(each, Tensor) for each in kwargs.values()):
                 self.refuse(f"{name} has a tensor among its named arguments")
             arguments = self.placed(tuple(args))
             slots = tuple(-1 if _storage(t) in self._slots else self._new_slot(t) for t in found)
-            self._steps.append(Call(partial(func, **kwargs), arguments, slots))
+            self._steps.append(("python", partial(func, **kwargs), arguments, slots))
 
     def _new_slot(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         self._slots.setdefault(_storage(tensor), []).append(len(self._kept) - 1)
         return len(self._kept) - 1
 
-    def address(self, tensor: Tensor) -> Address:
-        """Return where a tensor is."""
+    def _place(self, tensor: Tensor) -> tuple[int, int]:
+        """Return the slot of a tensor and its offset there."""
         slots = self._slots.get(_storage(tensor), [])
         if len(slots) > 1:  # arguments that share memory may lie elsewhere in another call
             slots = [slot for slot in slots if self._kept[slot].data_ptr() == tensor.data_ptr()]
         if len(slots) != 1:
             self.refuse("it uses memory that is not its own, or of which argument is unknown")
-            return NOWHERE
+            return 0, 0
         offset = _start(tensor) - _start(self._kept[slots[0]])
         if offset < 0:
             self.refuse("it uses memory before an argument")
         return slots[0], offset
 
+    def address(self, tensor: Tensor) -> Argument:
+        """Return the argument of a C function that is the address of a tensor."""
+        return ("address", *self._place(tensor))
+
     def placed(self, value: Any) -> Any:
-        """Return a value with a :class:`View` for each tensor, and with objects taken apart."""
+        """Return a value with a :class:`View` for each tensor."""
         if isinstance(value, Tensor):
-            slot, offset = self.address(value)
-            return View(slot, offset, slot >= 0 and value is self._kept[slot], value)
+            slot, offset = self._place(value)
+            return View(slot, offset, value is self._kept[slot], value)
         if isinstance(value, (tuple, list)):
-            return tuple(self.placed(each) for each in value)
-        if is_dataclass(value) and not isinstance(value, type):
-            return Object(type(value), tuple((f.name, self.placed(getattr(value, f.name))) for f in fields(value)))
+            kind = type(value) if isinstance(value, tuple) else tuple
+            return tuple.__new__(kind, [self.placed(each) for each in value])
         if isinstance(value, (Seed, Word, dict)):
             self.refuse("a seed or a dictionary is left over")
         return value
@@ -247,22 +172,21 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         known = _launchable(compiled)
         types = list(compiled.src.signature.values())[len(tensors) :] if known else []
-        numbers = [value for value, kind in zip(values, types, strict=False) if kind != "constexpr"]
         if not known or not {*_KERNEL_NUMBERS, "constexpr"}.issuperset(types):
             self.refuse("a kernel has no address, or takes other arguments than addresses and integers")
             return
-        addresses = tuple(self.address(t) for t in tensors)
-        given = tuple((n.place, n.index) if isinstance(n, Word) else (-1, int(n)) for n in numbers)
-        metadata = compiled.metadata
-        threads = 32 * metadata.num_warps
-        self._steps.append(Launch(compiled.function, grid, threads, metadata.shared, addresses, given))
+        numbers = [value for value, kind in zip(values, types, strict=False) if kind != "constexpr"]
+        given = [("word", n.place, n.index) if isinstance(n, Word) else int(n) for n in numbers]
+        # Triton's kernels end with one or two addresses of scratch memory, which these kernels do not use.
+        arguments = ("pointers", (*map(self.address, tensors), *given, 0, 0))
+        shape = (*grid, 1, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
+        self.c_call("cuLaunchKernel", launcher(), compiled.function, *shape, ("stream",), arguments, 0)
 
-    def product(self, product: Product | None) -> None:
-        """Record a product of cuBLASLt; None if the library's functions have no address."""
-        if product is None:
-            self.refuse("a library has no address")
-        else:
-            self._steps.append(product)
+    def c_call(self, name: str, function: int, *arguments: Argument) -> None:
+        """Record the call of a C function that returns 0. ``function`` is its address; 0: it has none."""
+        if not function:
+            self.refuse(f"{name} has no address")
+        self._steps.append(("c", name, function, arguments))
 
     def opaque(self, function: Callable[..., object], *arguments: object) -> None:
         """Run a function that launches by itself, and record the call."""
@@ -271,20 +195,31 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             function(*arguments)
         finally:
             self._opaque = False
-        self._steps.append(Call(function, self.placed(arguments), ()))
+        self._steps.append(("python", function, self.placed(arguments), ()))
 
-    def finished(self, result: object) -> _Recorded | None:
+    def finished(self, result: object) -> tuple[Any, ...] | None:
         """Return the recording of a call that returned ``result``, or None if it is refused."""
         placed = self.placed(result)
         if self.refused is not None:
             return None
         kept = set(_slots_of(placed))
-        timed: list[_Timed] = []
+        timed: list[tuple[Any, tuple[int, ...]]] = []
         for step in reversed(self._steps):  # a slot is freed after its last use, as Python would free it at the latest
-            used = set(_slots_of(step))
-            timed.append(_Timed(step, tuple(used - kept)))
+            used = {step[1]} if step[0] == "allocation" else set(_slots_of(step[2:]))
+            used |= {slot for slot in step[3] if slot >= 0} if step[0] == "python" else set()
+            timed.append((step, tuple(used - kept)))
             kept |= used
-        return _Recorded(len(self._kept), tuple(reversed(timed)), placed)
+        return len(self._kept), tuple(reversed(timed)), placed
+
+
+_address_of_launch: list[int] = []
+
+
+def launcher(address: int | None = None) -> int:
+    """Return the address of ``cuLaunchKernel``, or set it."""
+    if address is not None:
+        _address_of_launch[:] = [address]
+    return _address_of_launch[0] if _address_of_launch else 0
 
 
 def recording() -> Recording | None:
@@ -310,36 +245,24 @@ def _launchable(compiled: Any) -> bool:
     return metadata.num_ctas == 1 and not any(getattr(metadata, name, 0) for name in unusual)
 
 
-def tensors_of(values: Iterable[object]) -> Iterable[Tensor]:
-    """Yield the tensors in ``values``, in the order in which replay.cpp finds them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors_of(value)
-        elif is_dataclass(value) and not isinstance(value, type):
-            yield from tensors_of(getattr(value, f.name) for f in fields(value))
+def _leaves(value: object) -> Iterator[object]:
+    """Yield what is in tuples and lists of any depth, in the order in which replay.cpp finds it."""
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
 
 
-def _slots_of(value: object) -> Iterable[int]:
-    """Yield the slots that a step or a placed value uses."""
-    if isinstance(value, View):
-        yield value.slot
-    elif isinstance(value, Object):
-        yield from _slots_of(tuple(each for _, each in value.attributes))
+def _slots_of(value: object) -> Iterator[int]:
+    """Yield the slots in arguments and placed values."""
+    if isinstance(value, tuple) and value[:1] == ("address",):
+        yield value[1]
     elif isinstance(value, tuple):
         for each in value:
             yield from _slots_of(each)
-    elif isinstance(value, Allocation):
+    elif isinstance(value, View):
         yield value.slot
-    elif isinstance(value, Launch):
-        yield from (slot for slot, _ in value.addresses)
-    elif isinstance(value, Product):
-        places = (value.alpha, value.beta, value.a, value.b, value.c, value.workspace, *value.scales)
-        yield from (slot for slot, _ in places if slot >= 0)
-    elif isinstance(value, Call):
-        yield from _slots_of(value.arguments)
-        yield from (slot for slot in value.results if slot >= 0)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -351,7 +274,6 @@ def _start(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.itemsize
 
 
-# -- replay -----------------------------------------------------------------------------------------------------------
 class Replayed:
     """A function that is recorded at the second call with given arguments, and replayed afterwards.
 
@@ -359,19 +281,18 @@ class Replayed:
 
     Args:
         extension: the compiled ``replay.cpp``.
-        function: called with the arguments of a call. It returns tensors, alone or inside tuples and dataclasses. What
-            it does must depend only on its arguments' shapes, dtypes, strides, alignments and other values.
-        patience: number of calls with given arguments before the one that is recorded.
+        function: called with positional arguments: tensors, numbers, constants, and tuples of them. It returns the
+            same. What it does must depend only on its tensors' shapes, dtypes, strides and alignments and on its other
+            arguments, of which numbers of 2³¹ and more are seeds that only kernels read.
 
     Attributes:
-        call: called with a tuple of seeds and the arguments. A seed is a number that may differ from call to call. The
-            function gets the seeds as its first argument, as numbers or as :class:`Seed`.
+        call: replaces the function.
     """
 
-    def __init__(self, extension: Any, function: Callable[..., Any], patience: int = 1) -> None:
+    def __init__(self, extension: Any, function: Callable[..., Any]) -> None:
         self._function = function
-        self._table = extension.Table(self._record, function, listings, patience)
-        self.call: Callable[..., Any] = self._table.function()
+        self._table = extension.Table(self._record, function, listings)
+        self.call: Callable[..., Any] = self._table.call()
 
     @property
     def replays(self) -> int:
@@ -383,19 +304,28 @@ class Replayed:
         """Number of recordings."""
         return int(self._table.kept)
 
-    def _record(self, seeds: tuple[int, ...], *arguments: Any) -> Any:
-        if recording() is not None:  # inside another recorded call
-            return self._function(seeds, *arguments)
-        noted = Recording(arguments)
+    def _record(self, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...] | None]:
+        """Call the function. Returns its result and what was recorded."""
+        seeds: list[Seed] = []
+        given = _with_seeds(arguments, seeds)
+        noted = Recording(given)
         try:
             with noted:
-                result = self._function(tuple(Seed(seed, place) for place, seed in enumerate(seeds)), *arguments)
+                result = self._function(*given)
             recorded = noted.finished(result)
         except TypeError:  # of a function that computes with a seed, before it wrote anything
             if not seeds:
                 raise
-            recorded = None
-        self._table.add(arguments, recorded)
-        if recorded is None and seeds:  # the result may hold a seed that is no number
-            return self._function(seeds, *arguments)
-        return result
+            return self._function(*arguments), None
+        if recorded is None and any(isinstance(each, Seed) for each in _leaves(result)):
+            return self._function(*arguments), None  # which has only described what a GEMM will quantise
+        return result, recorded
+
+
+def _with_seeds(value: Any, seeds: list[Seed]) -> Any:
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), [_with_seeds(each, seeds) for each in value])
+    if type(value) is int and value >= _SEED:
+        seeds.append(Seed(value, len(seeds)))
+        return seeds[-1]
+    return value

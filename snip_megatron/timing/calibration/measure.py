@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import GradientKeys
+from snip_megatron.gemm.operands import OperandSpec, GradientKeys
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.timing.calibration.clock import Call, Clock
 from snip_megatron.timing.calibration.workload import Size
@@ -76,8 +76,8 @@ class Measurer:
         calls: dict[tuple[str, Format, int], Call] = {}
         for fmt in self.formats:
             for side, pair in enumerate(((fmt, None), (None, fmt), (fmt, fmt))):
-                quantise_x = [partial(self.backend.quantize_input, x, *pair) for x in sets]
-                quantise_g = [partial(self.backend.quantize_gradient, x, *pair, keys) for x in sets]
+                quantise_x = [partial(self.backend.quantize, x, OperandSpec(*pair)) for x in sets]
+                quantise_g = [partial(self.backend.quantize, x, OperandSpec(*pair, keys=keys)) for x in sets]
                 calls["input", fmt, side] = _rotating(quantise_x)
                 calls["gradient", fmt, side] = _rotating(quantise_g)
         times = self.clock.seconds(calls)
@@ -92,7 +92,10 @@ class Measurer:
         """Return format → seconds of quantising a weight (n, k) for fprop and dgrad in one call."""
         sets = [self._normal(*size) for _ in range(_sets(2 * size[0] * size[1]))]
         return self.clock.seconds(
-            {fmt: _rotating([partial(self.backend.quantize_weight, w, fmt, fmt) for w in sets]) for fmt in self.formats}
+            {
+                fmt: _rotating([partial(self.backend.quantize, w, OperandSpec(fmt, fmt, weight=True)) for w in sets])
+                for fmt in self.formats
+            }
         )
 
     def _linear(self, m: int, n: int, k: int) -> dict[tuple[Format, Gemm], Callable[[], object]]:
@@ -102,12 +105,12 @@ class Measurer:
         keys = GradientKeys(*_KEYS, torch.arange(n, device=self.clock.device))
         calls: dict[tuple[Format, Gemm], Callable[[], object]] = {}
         for fmt in (Format.BF16, *self.formats):
-            x_row, x_col = self.backend.quantize_input(x, fmt, fmt)
-            w_row, w_col = self.backend.quantize_weight(w, fmt, fmt)
-            g_row, g_col = self.backend.quantize_gradient(g, fmt, fmt, keys)
-            calls[fmt, Gemm.FPROP] = partial(self.backend.fprop, x_row, w_row, dtype=torch.bfloat16)
-            calls[fmt, Gemm.DGRAD] = partial(self.backend.dgrad, g_row, w_col, dtype=torch.bfloat16)
-            calls[fmt, Gemm.WGRAD] = partial(self.backend.wgrad, g_col, x_col, out=main_grad)
+            x_row, x_col = self.backend.quantize(x, OperandSpec(fmt, fmt))
+            w_row, w_col = self.backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
+            g_row, g_col = self.backend.quantize(g, OperandSpec(fmt, fmt, keys=keys))
+            calls[fmt, Gemm.FPROP] = partial(self.backend.multiply, Gemm.FPROP, x_row, w_row, torch.bfloat16)
+            calls[fmt, Gemm.DGRAD] = partial(self.backend.multiply, Gemm.DGRAD, g_row, w_col, torch.bfloat16)
+            calls[fmt, Gemm.WGRAD] = partial(self.backend.multiply, Gemm.WGRAD, g_col, x_col, torch.float32, main_grad)
         return calls
 
     # -- the rest of a step --------------------------------------------------------------------------------------

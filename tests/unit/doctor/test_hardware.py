@@ -10,6 +10,7 @@ from snip_megatron.doctor.check import Status
 from snip_megatron.gemm import selection
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.selection import Selection
+from snip_megatron.quantization.kernels import replay_build
 
 
 def test_every_backend_is_named_and_the_reference_is_right():
@@ -29,13 +30,13 @@ def test_without_a_gpu_hopper_says_why():
 class _Transposed(GemmBackend):
     """A backend whose weights come out in the wrong layout."""
 
-    def fprop(self, x, w, *, dtype):
-        return super().fprop(x, w, dtype=dtype).T
+    def multiply(self, gemm, a, b, dtype, out=None):
+        return super().multiply(gemm, a, b, dtype, out).T
 
 
 class _NotANumber(GemmBackend):
-    def fprop(self, x, w, *, dtype):
-        return super().fprop(x, w, dtype=dtype) * float("nan")
+    def multiply(self, gemm, a, b, dtype, out=None):
+        return super().multiply(gemm, a, b, dtype, out) * float("nan")
 
 
 @pytest.mark.parametrize("backend", [_Transposed(), _NotANumber()])
@@ -47,7 +48,7 @@ def test_wrong_numbers_fail(monkeypatch, backend):
 
 
 class _WithoutCompiler(GemmBackend):
-    def quantize_input(self, x, fprop, wgrad):
+    def quantize(self, x, spec, cached=None):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
 
@@ -57,3 +58,24 @@ def test_a_backend_that_raises_fails(monkeypatch):
     found = next(check for check in hardware.check_backends() if check.name == "auto")
     assert (found.status, found.advice) == (Status.FAIL, "mend that; until then use --snip-gemm reference")
     assert found.found == ("RuntimeError: Failed to find C compiler. Please specify via CC")
+
+
+def test_a_backend_that_cannot_be_made_fails(monkeypatch):
+    def select_backend(name):
+        raise ImportError("libcublasLt.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(selection, "select_backend", select_backend)
+    found = next(iter(hardware.check_backends()))
+    assert found.status is Status.FAIL
+    assert "libcublasLt.so.13" in found.found
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_the_host_path_is_checked_where_the_hopper_backend_runs(monkeypatch, capability):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(replay_build, "replay_extension", lambda: (None, "Python launches kernels (no g++)"))
+    found = list(hardware._host_path())
+    assert [check.status for check in found] == ([Status.NOTE] if capability == (9, 0) else [])

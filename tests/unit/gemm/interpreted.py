@@ -24,7 +24,7 @@ def differences(shape: tuple[int, int, int], formats: tuple[str, str, str]) -> l
     return [name for name, found, expected in named if not torch.equal(found, expected)]
 
 
-def parcel_differences(shape: tuple[int, int, int], formats: tuple[str, str, str]) -> list[str]:
+def shard_differences(shape: tuple[int, int, int], formats: tuple[str, str, str]) -> list[str]:
     """Which of Y, ∂L/∂X, ∇W differ by a bit between shards of tokens and the whole, by Triton's quantisers."""
     from snip_megatron.gemm.hopper import HopperBackend
     from snip_megatron.gemm.scaled import ScaledProducts
@@ -32,7 +32,7 @@ def parcel_differences(shape: tuple[int, int, int], formats: tuple[str, str, str
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     from .emulated_scaled_mm import scaled_mm
-    from .test_parcels import differing
+    from .test_shards import differing
 
     chosen = tuple(Format(name) for name in formats)
     return differing(HopperBackend(triton_quantize, ScaledProducts(scaled_mm)), chosen, shape)

@@ -7,10 +7,10 @@ import torch
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import GradientKeys, disassemble
+from snip_megatron.gemm.operands import GradientKeys, OperandSpec, assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.amax import WHOLE_TENSOR, is_shared
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 
 from .emulated_scaled_mm import scaled_mm
@@ -40,11 +40,13 @@ def test_a_shard_with_the_amax_of_the_whole_gives_its_share_of_the_whole(backend
     keys = GradientKeys(1, 2, torch.arange(256))
 
     def gradients(x: torch.Tensor, w: torch.Tensor, x_amax: torch.Tensor | None, w_amax: torch.Tensor | None) -> tuple:
-        _, kept = backend.quantize_input(x, None, fmt, amax=x_amax)
-        tensors, assemble = disassemble(kept)
-        _, w_side = backend.quantize_weight(w, None, fmt, amax=w_amax)
-        g_row, g_col = backend.quantize_gradient(g, fmt, fmt, keys)
-        return backend.dgrad(g_row, w_side, dtype=torch.float32), backend.wgrad(g_col, assemble(*tensors), out=None)
+        _, kept = backend.quantize(x, OperandSpec(None, fmt, amax=x_amax))
+        tensors, rest = flatten(kept)
+        _, w_side = backend.quantize(w, OperandSpec(None, fmt, weight=True, amax=w_amax))
+        g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys))
+        return backend.multiply(Gemm.DGRAD, g_row, w_side, torch.float32), backend.multiply(
+            Gemm.WGRAD, g_col, assemble((tensors, rest)), torch.float32
+        )
 
     whole = gradients(x, w, None, None)
     share = gradients(x[:, :256], w[:, :256], x.float().abs().amax(), w.float().abs().amax())

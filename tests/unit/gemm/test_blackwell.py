@@ -17,11 +17,11 @@ from torch import Tensor
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.blackwell import BlackwellBackend
 from snip_megatron.gemm.blackwell_engine import NATIVE, NativeOperand, QuantizerKey
-from snip_megatron.gemm.operands import GradientKeys, Plain, disassemble
+from snip_megatron.gemm.operands import GradientKeys, OperandSpec, UnquantizedOperand, assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
-from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.precision import Format, LinearId
+from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
+from snip_megatron.precision import Format, Gemm, LinearId
 from snip_megatron.quantization import quantize_dequantize
 
 from .emulated_transformer_engine import engine
@@ -53,20 +53,20 @@ def sides(b: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any) -> list
     """X, W and G as fprop, dgrad and wgrad take them: x_row, x_col, w_row, w_col, g_row, g_col."""
     fprop, dgrad, wgrad = formats
     return [
-        *b.quantize_input(x, fprop, wgrad),
-        *b.quantize_weight(w, fprop, dgrad),
-        *b.quantize_gradient(g, dgrad, wgrad, keys(w.shape[0])),
+        *b.quantize(x, OperandSpec(fprop, wgrad)),
+        *b.quantize(w, OperandSpec(fprop, dgrad, weight=True)),
+        *b.quantize(g, OperandSpec(dgrad, wgrad, keys=keys(w.shape[0]))),
     ]
 
 
 def products(b: GemmBackend, made: list[Any], dtype: torch.dtype, out: Tensor | None = None) -> list[Tensor]:
     """Y, ∂L/∂X and ∇W; X as autograd saves it."""
     x_row, x_col, w_row, w_col, g_row, g_col = made
-    tensors, assemble = disassemble(x_col)
+    tensors, rest = flatten(x_col)
     return [
-        b.fprop(x_row, w_row, dtype=dtype),
-        b.dgrad(g_row, w_col, dtype=dtype),
-        b.wgrad(g_col, assemble(*tensors), out=out),
+        b.multiply(Gemm.FPROP, x_row, w_row, dtype),
+        b.multiply(Gemm.DGRAD, g_row, w_col, dtype),
+        b.multiply(Gemm.WGRAD, g_col, assemble((tensors, rest)), torch.float32, out),
     ]
 
 
@@ -135,7 +135,7 @@ def test_mxfp8_operands_are_transformer_engine_s_numbers() -> None:
 def test_where_the_two_rules_of_mxfp8_differ() -> None:
     """In tiles whose amax is above 1.75 times a power of two: OCP's scale saturates, the other is twice as large."""
     x, _, _ = operands(*EVEN)
-    row, _ = backend().quantize_input(x, MXFP8, None)
+    row, _ = backend().quantize(x, OperandSpec(MXFP8, None))
     ours, theirs = (q.unflatten(1, (-1, 32)) for q in (quantize_dequantize(x, "mxfp8"), decoded(row)))
     mantissa, _ = torch.frexp(x.float().unflatten(1, (-1, 32)).abs().amax(-1))
     saturated = mantissa > 1.75 / 2
@@ -147,7 +147,7 @@ def test_where_the_two_rules_of_mxfp8_differ() -> None:
     assert decibel(x, theirs.flatten(1)) > decibel(x, ours.flatten(1)) + 0.5
     # What a whole tile of them looks like.
     alike = torch.full((32, 32), 500.0)
-    row, _ = backend().quantize_input(alike, MXFP8, None)
+    row, _ = backend().quantize(alike, OperandSpec(MXFP8, None))
     assert torch.equal(decoded(row), torch.full((32, 32), 512.0))
     assert float(quantize_dequantize(alike, "mxfp8").max()) == 448.0
 
@@ -185,7 +185,7 @@ def test_wgrad_accumulates_into_main_grad(fmt: Format, shape: tuple[int, int, in
         torch.full(alone.t().shape, 0.5).t(),
         torch.full(alone.shape, 0.5).double(),
     ):
-        assert backend().wgrad(made[5], made[1], out=out) is out
+        assert backend().multiply(Gemm.WGRAD, made[5], made[1], torch.float32, out) is out
         torch.testing.assert_close(out.float() - 0.5, alone, rtol=0, atol=1e-6)
 
 
@@ -249,22 +249,22 @@ def test_operands_are_quantised_for_the_gemms_that_read_them(formats: Any, expec
 def test_x_is_kept_in_one_usage_only(fmt: Format, share: float) -> None:
     """Bytes an element: elements and scales, of the usage that wgrad reads."""
     x, _, _ = operands(512, 128, 1024)
-    row, col = backend().quantize_input(x, fmt, fmt)
-    tensors, assemble = disassemble(col)
+    row, col = backend().quantize(x, OperandSpec(fmt, fmt))
+    tensors, rest = flatten(col)
     saved = sum(t.numel() * t.element_size() for t in tensors)
     assert saved == pytest.approx(share * x.numel(), abs=4)  # and nvfp4's amax
     assert not {t.data_ptr() for t in row.tensors} & {t.data_ptr() for t in tensors}
     assert not any(isinstance(value, Tensor) for value in col.fields.values())
-    assert torch.equal(decoded(assemble(*tensors)), decoded(col))
+    assert torch.equal(decoded(assemble((tensors, rest))), decoded(col))
 
 
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(NATIVE))
 def test_padding_changes_no_number(rows: int, cols: int, fmt: Format) -> None:
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * 71 + cols))
-    row, col = backend().quantize_input(x, fmt, fmt)
+    row, col = backend().quantize(x, OperandSpec(fmt, fmt))
     padded = torch.zeros(96, 96)
     padded[:rows, :cols] = x
-    whole_row, whole_col = backend().quantize_input(padded, fmt, fmt)
+    whole_row, whole_col = backend().quantize(padded, OperandSpec(fmt, fmt))
     assert row.shape == (rows, cols)
     assert torch.equal(decoded(row), decoded(whole_row)[:rows, :cols])
     assert torch.equal(decoded(col), decoded(whole_col)[:rows, :cols])
@@ -273,7 +273,7 @@ def test_padding_changes_no_number(rows: int, cols: int, fmt: Format) -> None:
 def test_formats_without_a_gemm_here_are_the_reference_s() -> None:
     x, w, g = operands(*EVEN)
     made = sides(backend(), x, w, g, (FP4,) * 3)
-    assert all(isinstance(side, Plain) for side in made)
+    assert all(isinstance(side, UnquantizedOperand) for side in made)
     expected = products(REFERENCE, sides(REFERENCE, x, w, g, (FP4,) * 3), torch.bfloat16)
     for found, exact in zip(products(backend(), made, torch.bfloat16), expected, strict=True):
         assert torch.equal(found, exact)
@@ -283,35 +283,38 @@ def test_shards_scale_by_the_amax_of_the_whole() -> None:
     x, _, _ = operands(*EVEN)
     x[0, -1] = 30.0
     half, amax = x[:, :256].contiguous(), x.float().abs().amax()
-    row, _ = backend().quantize_input(half, NVFP4, None, amax=amax)
+    row, _ = backend().quantize(half, OperandSpec(NVFP4, None, amax=amax))
     assert torch.equal(decoded(row), quantize_dequantize(x, "nvfp4")[:, :256])
     assert not torch.equal(decoded(row), quantize_dequantize(half, "nvfp4"))
-    assert isinstance(backend().quantize_input(half, MXFP8, None, amax=amax)[0], NativeOperand)
+    assert isinstance(backend().quantize(half, OperandSpec(MXFP8, None, amax=amax))[0], NativeOperand)
 
 
 # -- stochastic rounding -------------------------------------------------------------------------------------------
 def test_draws_depend_on_the_keys_and_leave_the_generator_alone() -> None:
     _, _, g = operands(*EVEN)
     state = torch.random.get_rng_state()
-    first, again = (backend().quantize_gradient(g, NVFP4, NVFP4, keys(384)) for _ in range(2))
-    other = backend().quantize_gradient(g, NVFP4, NVFP4, keys(384, seed=18))
+    first, again = (backend().quantize(g, OperandSpec(NVFP4, NVFP4, keys=keys(384))) for _ in range(2))
+    other = backend().quantize(g, OperandSpec(NVFP4, NVFP4, keys=keys(384, seed=18)))
     assert torch.equal(torch.random.get_rng_state(), state)
     for side, same, different in zip(first, again, other, strict=True):
         assert torch.equal(decoded(side), decoded(same))
         assert not torch.equal(decoded(side), decoded(different))
-    alone, _ = backend().quantize_gradient(g, NVFP4, MXFP8, keys(384))
-    _, column = backend().quantize_gradient(g, MXFP8, NVFP4, keys(384))
+    alone, _ = backend().quantize(g, OperandSpec(NVFP4, MXFP8, keys=keys(384)))
+    _, column = backend().quantize(g, OperandSpec(MXFP8, NVFP4, keys=keys(384)))
     assert not torch.equal(decoded(alone), decoded(column))
 
 
 def test_rounding_of_gradients_is_unbiased_and_of_the_rest_nearest() -> None:
     x, _, g = operands(128, 128, 256)
-    draws = torch.stack([decoded(backend().quantize_gradient(g, NVFP4, None, keys(128, seed=i))[0]) for i in range(64)])
+    draws = torch.stack(
+        [decoded(backend().quantize(g, OperandSpec(NVFP4, None, keys=keys(128, seed=i)))[0]) for i in range(64)]
+    )
     step = float((draws.amax(0) - draws.amin(0)).max())
     assert float((draws.mean(0) - g).mean().abs()) < 4 * step / (64 * g.numel()) ** 0.5
     assert decibel(g, draws.mean(0)) > decibel(g, draws[0]) + 12
-    for make in (backend().quantize_input, backend().quantize_weight):
-        assert torch.equal(decoded(make(x, NVFP4, None)[0]), decoded(make(x, NVFP4, None)[0]))
+    for weight in (False, True):
+        first, second = (backend().quantize(x, OperandSpec(NVFP4, None, weight=weight))[0] for _ in range(2))
+        assert torch.equal(decoded(first), decoded(second))
 
 
 # -- in a linear ---------------------------------------------------------------------------------------------------
@@ -325,9 +328,9 @@ def test_a_linear(formats: Any) -> None:
     handle = LinearHandle(
         id=LinearId(0, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
         out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend(), seed=3),
-        module=module, formats=formats,
+        module=module, state=LinearState(formats=formats),
     )  # fmt: skip
-    call = LinearCall(handle, handle.context.backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
+    call = LinearCall(handle)
     expected = torch.zeros(n, k, dtype=torch.float64)
     for microbatch in range(2):
         x, _, g = operands(tokens + 32 * microbatch, n, k)

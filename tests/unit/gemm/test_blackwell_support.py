@@ -15,8 +15,9 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm import blackwell_support, selection
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.blackwell import BlackwellBackend
-from snip_megatron.gemm.blackwell_engine import TransformerEngine
-from snip_megatron.gemm.blackwell_support import availability, wrong_numbers
+from snip_megatron.gemm.blackwell_engine import NATIVE, TransformerEngine
+from snip_megatron.gemm.blackwell_support import availability
+from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
@@ -56,7 +57,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         )
         monkeypatch.setattr(selection, "_blackwell", lambda: backend)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(selection, "wrong_numbers", lambda backend, device: wrong_numbers(backend, "cpu"))
+        monkeypatch.setattr(
+            selection, "wrong_numbers", lambda backend, device, formats: wrong_numbers(backend, "cpu", formats)
+        )
 
     return set_up
 
@@ -139,7 +142,7 @@ def test_elsewhere_auto_does_not_ask_for_transformer_engine(
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
 def test_right_numbers() -> None:
-    assert wrong_numbers(emulated_backend(), "cpu") is None
+    assert wrong_numbers(emulated_backend(), "cpu", NATIVE) is None
 
 
 def test_gradients_of_zeros_are_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,14 +169,14 @@ def test_rounding_to_nearest_in_place_of_stochastic_is_found(monkeypatch: pytest
         return quantise(self, tensor, amax)
 
     monkeypatch.setattr(emulated.NVFP4Quantizer, "__call__", nearest)
-    wrong = wrong_numbers(emulated_backend(), "cpu")
+    wrong = wrong_numbers(emulated_backend(), "cpu", NATIVE)
     assert wrong is not None
     assert "nvfp4 rounds gradients with a bias" in wrong
 
 
 def test_a_dropped_scale_and_a_kernel_that_fails_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulated, "_e8m0", lambda scale: torch.ones(scale.shape))
-    wrong = wrong_numbers(emulated_backend(), "cpu")
+    wrong = wrong_numbers(emulated_backend(), "cpu", NATIVE)
     assert wrong is not None
     assert wrong.startswith("mxfp8 gives a signal to noise ratio of ")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 import sysconfig
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,7 +133,7 @@ def test_a_plan_is_made_once_a_shape(emulated: CublasLt) -> None:
     """Scales move from call to call; what is planned does not depend on them."""
     a, b = operand(32, 128, "tile", 1), operand(64, 128, "tile", 2)
     for factor in (1.0, 2.0, 3.0):
-        scaled = replace(a, scale=a.scale * factor)
+        scaled = a._replace(scale=a.scale * factor)
         out = emulated.multiply(scaled, b, torch.float32)
         torch.testing.assert_close(out, scaled.dequantize() @ b.dequantize().t(), rtol=1e-5, atol=1e-4)
     assert emulated._library.heuristics == 1

@@ -13,9 +13,9 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm import deepgemm
 from snip_megatron.gemm.deepgemm import DeepGemm, difference, find_nvcc
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import HeldSides
+from snip_megatron.gemm.operands import CachedPair, OperandSpec
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 
 from .emulated_scaled_mm import TILE, scaled_mm
@@ -107,16 +107,16 @@ def test_scales_are_copied_once_a_weight_and_renewed_with_it(depth: int, copied:
         fp8_gemm_nt(a, b, *args, **options)
 
     backend = HopperBackend(packed, ScaledProducts(scaled_mm, faster=DeepGemm(gemm)))
-    x, _ = backend.quantize_input(matrix(64, depth), Format.FP8, None)
-    weight = backend.quantize_weight(matrix(144, depth, 1), Format.FP8, None)
+    x, _ = backend.quantize(matrix(64, depth), OperandSpec(Format.FP8, None))
+    weight = backend.quantize(matrix(144, depth, 1), OperandSpec(Format.FP8, None, weight=True))
     assert (weight[0].unpadded is not None) is copied
-    first, second = (backend.fprop(x, weight[0], dtype=torch.bfloat16) for _ in range(2))
+    first, second = (backend.multiply(Gemm.FPROP, x, weight[0], torch.bfloat16) for _ in range(2))
     assert torch.equal(first, second)
     assert len(set(read)) == 1
-    held = HeldSides(weight, torch.zeros(1, dtype=torch.int32))
-    renewed, _ = backend.quantize_weight(matrix(144, depth, 2) * 3, Format.FP8, None, held=held)
-    other, _ = backend.quantize_weight(matrix(144, depth, 2) * 3, Format.FP8, None)
-    found, expected = (backend.fprop(x, side, dtype=torch.bfloat16) for side in (renewed, other))
+    held = CachedPair(weight, torch.zeros(1, dtype=torch.int32))
+    renewed, _ = backend.quantize(matrix(144, depth, 2) * 3, OperandSpec(Format.FP8, None, weight=True), held)
+    other, _ = backend.quantize(matrix(144, depth, 2) * 3, OperandSpec(Format.FP8, None, weight=True))
+    found, expected = (backend.multiply(Gemm.FPROP, x, side, torch.bfloat16) for side in (renewed, other))
     assert torch.equal(found, expected)
     assert not torch.equal(found, first)
     assert read[2] == read[0]  # a captured graph reads this address

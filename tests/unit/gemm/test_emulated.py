@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE
+from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.cublaslt import CublasLt
 from snip_megatron.gemm.emulated import EmulatedBackend
-from snip_megatron.gemm.emulated_support import unlike_reference
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import HeldSides, Plain, disassemble
+from snip_megatron.gemm.operands import CachedPair, OperandSpec, UnquantizedOperand, assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.exact import ExactOperand, quantize_exact
 
@@ -74,15 +74,15 @@ def test_error_of_the_gemm_alone(fmt: Format) -> None:
     """At most 1e-6 beside quantisation, against float64 products of the operands."""
     x, w, g = operands(*EVEN)
     b = backend()
-    x_row, x_col = b.quantize_input(x, fmt, fmt)
-    w_row, w_col = b.quantize_weight(w, fmt, fmt)
-    g_row, g_col = b.quantize_gradient(g, fmt, fmt, keys(w.shape[0]))
+    x_row, x_col = b.quantize(x, OperandSpec(fmt, fmt))
+    w_row, w_col = b.quantize(w, OperandSpec(fmt, fmt, weight=True))
+    g_row, g_col = b.quantize(g, OperandSpec(fmt, fmt, keys=keys(w.shape[0])))
     exact = {name: side.dequantize().double() for name, side in
              {"x": x_row, "xc": x_col, "w": w_row, "wc": w_col, "g": g_row, "gc": g_col}.items()}  # fmt: skip
     products = (
-        (b.fprop(x_row, w_row, dtype=torch.float32), exact["x"] @ exact["w"].t()),
-        (b.dgrad(g_row, w_col, dtype=torch.float32), exact["g"] @ exact["wc"]),
-        (b.wgrad(g_col, x_col, out=None), exact["gc"].t() @ exact["xc"]),
+        (b.multiply(Gemm.FPROP, x_row, w_row, torch.float32), exact["x"] @ exact["w"].t()),
+        (b.multiply(Gemm.DGRAD, g_row, w_col, torch.float32), exact["g"] @ exact["wc"]),
+        (b.multiply(Gemm.WGRAD, g_col, x_col, torch.float32), exact["gc"].t() @ exact["xc"]),
     )
     for found, expected in products:
         assert float((found.double() - expected).norm() / expected.norm()) < 1e-6
@@ -174,17 +174,17 @@ def test_one_read_gives_both_orientations() -> None:
 @pytest.mark.parametrize("fmt", [NVFP4, Format.MXFP4, FP8])
 def test_saved_operands_come_back(fmt: Format) -> None:
     x, _, _ = operands(*EVEN)
-    _, kept = backend().quantize_input(x, None, fmt)
-    tensors, assemble = disassemble(kept)
-    again = assemble(*tensors)
+    _, kept = backend().quantize(x, OperandSpec(None, fmt))
+    tensors, rest = flatten(kept)
+    again = assemble((tensors, rest))
     assert isinstance(again, ExactOperand)
     assert torch.equal(again.dequantize(), kept.dequantize())
 
 
 def test_x_of_a_bf16_wgrad_is_kept_as_it_is() -> None:
     x, _, _ = operands(*EVEN)
-    _, kept = backend().quantize_input(x, NVFP4, BF16)
-    assert isinstance(kept, Plain)
+    _, kept = backend().quantize(x, OperandSpec(NVFP4, BF16))
+    assert isinstance(kept, UnquantizedOperand)
     assert kept.tensor is x
 
 
@@ -194,12 +194,12 @@ def test_a_kept_weight_is_written_where_it_lies(formats: Any, on_hopper: bool) -
     b: Any = HopperBackend(packed, ScaledProducts(scaled_mm), backend()) if on_hopper else backend()
     first, second = operands(8, 128, 256)[1], operands(9, 128, 256)[1]
     current = torch.zeros(1, dtype=torch.int32)
-    sides = b.quantize_weight(first, *formats)
-    held = HeldSides(sides, current)
-    assert b.quantize_weight(second, *formats, held=held) is sides
-    fresh = b.quantize_weight(second, *formats)
+    sides = b.quantize(first, OperandSpec(*formats, weight=True))
+    held = CachedPair(sides, current)
+    assert b.quantize(second, OperandSpec(*formats, weight=True), held) is sides
+    fresh = b.quantize(second, OperandSpec(*formats, weight=True))
     for side, other in zip(sides, fresh, strict=True):
-        if not isinstance(side, Plain):
+        if not isinstance(side, UnquantizedOperand):
             assert torch.equal(side.dequantize(), other.dequantize())
 
 
@@ -219,32 +219,26 @@ def test_hopper_leaves_other_formats_to_it() -> None:
 
 # -- the check before training -------------------------------------------------------------------------------------
 def test_right_numbers_pass_the_check() -> None:
-    assert unlike_reference(backend(), "cpu", list(Format)) is None
+    assert wrong_numbers(backend(), "cpu", list(Format)) is None
 
 
 class _Wrong(EmulatedBackend):
-    def dgrad(self, g: Any, w: Any, *, dtype: torch.dtype) -> Tensor:
-        return super().dgrad(g, w, dtype=dtype) * 1.001
-
-
-class _Failing(EmulatedBackend):
-    def wgrad(self, g: Any, x: Any, *, out: Tensor | None) -> Tensor:
-        raise RuntimeError("no kernel image\nand more")
+    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        if gemm is Gemm.WGRAD and out is not None:
+            raise RuntimeError("no kernel image\nand more")
+        return super().multiply(gemm, a, b, dtype, out) * (1.5 if gemm is Gemm.DGRAD else 1.0)
 
 
 def test_wrong_numbers_and_failures_do_not() -> None:
-    wrong = unlike_reference(_Wrong(quantize_exact, ExactProducts()), "cpu", [BF16, MXFP8])
-    assert wrong == "mxfp8 dgrad differs from the reference by 1.0e-03 on this device"
-    failing = unlike_reference(_Failing(quantize_exact, ExactProducts()), "cpu", [MXFP8])
-    assert failing is not None
-    assert "mxfp8 fails on this device (RuntimeError: no kernel image)" in failing
+    failing = _Wrong(quantize_exact, ExactProducts())
+    found = wrong_numbers(failing, "cpu", [BF16, MXFP8])
+    assert found == "mxfp8 fails (RuntimeError: no kernel image) on this device"
+    failing.multiply = partial(_multiplied, failing)  # type: ignore[method-assign]
+    found = wrong_numbers(failing, "cpu", [NVFP4])
+    assert found is not None
+    assert found.startswith("nvfp4 gives a signal to noise ratio of ")
+    assert "in dgrad (at least 12)" in found
 
 
-class _Poisoning(EmulatedBackend):
-    def wgrad(self, g: Any, x: Any, *, out: Tensor | None) -> Tensor:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand more")
-
-
-def test_a_device_that_fails_ends_the_run() -> None:
-    with pytest.raises(SnipError, match=r"the device fails \(CUDA error: an illegal.*--snip-gemm reference$"):
-        unlike_reference(_Poisoning(quantize_exact, ExactProducts()), "cpu", [MXFP8])
+def _multiplied(self: EmulatedBackend, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Any = None) -> Tensor:
+    return EmulatedBackend.multiply(self, gemm, a, b, dtype, out) * (1.5 if gemm is Gemm.DGRAD else 1.0)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import GradientKeys, Plain, disassemble
+from snip_megatron.gemm.operands import GradientKeys, OperandSpec, UnquantizedOperand, assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 
 from .emulated_scaled_mm import scaled_mm
@@ -49,14 +49,14 @@ def keys(n: int) -> GradientKeys:
 def run(b: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any, out: Tensor | None = None) -> list[Tensor]:
     """Y, ∂L/∂X and ∇W as a linear gets them."""
     fprop, dgrad, wgrad = formats
-    x_row, x_col = b.quantize_input(x, fprop, wgrad)
-    w_row, w_col = b.quantize_weight(w, fprop, dgrad)
-    g_row, g_col = b.quantize_gradient(g, dgrad, wgrad, keys(w.shape[0]))
-    tensors, assemble = disassemble(x_col)
+    x_row, x_col = b.quantize(x, OperandSpec(fprop, wgrad))
+    w_row, w_col = b.quantize(w, OperandSpec(fprop, dgrad, weight=True))
+    g_row, g_col = b.quantize(g, OperandSpec(dgrad, wgrad, keys=keys(w.shape[0])))
+    tensors, rest = flatten(x_col)
     return [
-        b.fprop(x_row, w_row, dtype=x.dtype),
-        b.dgrad(g_row, w_col, dtype=g.dtype),
-        b.wgrad(g_col, assemble(*tensors), out=out),
+        b.multiply(Gemm.FPROP, x_row, w_row, x.dtype),
+        b.multiply(Gemm.DGRAD, g_row, w_col, g.dtype),
+        b.multiply(Gemm.WGRAD, g_col, assemble((tensors, rest)), torch.float32, out),
     ]
 
 
@@ -142,8 +142,8 @@ def test_bf16_tensors_are_not_quantised() -> None:
 @pytest.mark.parametrize("fmt", [FP8, FP4])
 def test_x_is_kept_in_half_the_bytes(fmt: Format) -> None:
     x, _, _ = operands(256, 16, 512)
-    _, kept = backend().quantize_input(x, fmt, fmt)
-    tensors, _ = disassemble(kept)
+    _, kept = backend().quantize(x, OperandSpec(fmt, fmt))
+    tensors, _ = flatten(kept)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     assert sum(held.values()) == x.numel() + x.numel() // 128 * 4
     assert x.untyped_storage().data_ptr() not in held
@@ -151,8 +151,8 @@ def test_x_is_kept_in_half_the_bytes(fmt: Format) -> None:
 
 def test_x_of_a_bf16_wgrad_is_kept_as_it_is() -> None:
     x, _, _ = operands(*EVEN)
-    _, kept = backend().quantize_input(x, FP8, BF16)
-    assert isinstance(kept, Plain)
+    _, kept = backend().quantize(x, OperandSpec(FP8, BF16))
+    assert isinstance(kept, UnquantizedOperand)
     assert kept.tensor is x
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision import Format, LinearId
 from snip_megatron.quantization import derive_seed, fake_quantize
@@ -73,7 +73,7 @@ def convert(linear: Any, context: StepContext, formats: Formats) -> LinearHandle
         in_features=torch.arange(k),
         context=context,
         module=linear,
-        formats=formats,
+        state=LinearState(formats=formats),
     )
     linear.__class__ = SnipRowParallelLinear if row else SnipColumnParallelLinear
     linear.snip = handle
@@ -106,11 +106,11 @@ def reference(
     def quantised(t: torch.Tensor, fmt: Format, **options: Any) -> torch.Tensor:
         return t.double() if fmt is Format.BF16 else fake_quantize(t, fmt, **options).double()
 
-    word = derive_seed(context.seed, context.step, 0x486164616D617264, FC1_INDEX)
+    drawn = derive_seed(context.seed, context.step, 0x486164616D617264, FC1_INDEX) >> 48
     y = quantised(x, fprop) @ quantised(w, fprop, block=True).t()
     d = quantised(g, dgrad, **rounding(dgrad, context, microbatch, 1)) @ quantised(w, dgrad, block=True, axis=0)
     if wgrad in ROTATED:
-        x, g = (rotate(t, word >> 48 if SPECS[wgrad].random_signs else 0) for t in (x, g))
+        x, g = (rotate(t, drawn if SPECS[wgrad].random_signs else 0) for t in (x, g))
     gw = quantised(g, wgrad, axis=0, **rounding(wgrad, context, microbatch, 2)).t() @ quantised(x, wgrad, axis=0)
     return y, d, gw
 

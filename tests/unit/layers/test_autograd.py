@@ -165,7 +165,7 @@ def test_the_output_has_the_leading_dimensions_of_the_input(context: StepContext
     handle = LinearHandle(
         FC1, "column", 96, 64, 0, 0, 1, torch.arange(96), torch.arange(64), context, torch.nn.Module(), (FP8, FP4, FP8)
     )
-    call = LinearCall(handle, context.backend, sequence_parallel=False, allreduce_dgrad=False, tp_group=None)
+    call = LinearCall(handle)
     y = QuantizedLinear.apply(x, weight, None, call)  # type: ignore[no-untyped-call]
     assert y.shape == torch.nn.functional.linear(x, weight).shape
     y.sum().backward()
@@ -218,9 +218,9 @@ def test_features_that_a_validation_moves_can_be_used_in_training(
     """Kernels look at the version of the features, which tensors of the inference mode do not have."""
     handle = convert(stock_linear(group, 96, 64, dtype=torch.float32), context, (FP4, FP4, FP4))
     with torch.inference_mode():
-        handle.to(torch.device("meta"))
-    assert handle.out_features.is_meta
-    assert handle.out_features._version == handle.in_features._version == 0
+        columns = handle.columns(torch.device("meta"))
+    assert columns.is_meta
+    assert columns._version == 0
 
 
 # -- gradients of weights --------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_the_backward_uses_the_formats_of_its_forward(group: dist.ProcessGroup, 
     main_grad = with_main_grad(linear)
     x, g = operands(s, b, n, k, torch.float32)
     y, _ = linear(x)
-    handle.formats = (FP4, FP8, FP4)
+    handle.state.formats = (FP4, FP8, FP4)
     y.backward(g)
     _, expected_d, expected_gw = reference(x, linear.weight, g, (FP8, FP4, FP8), context)
     assert x.grad is not None
@@ -316,7 +316,7 @@ def test_recomputation_gives_the_same_bits(
                 main_grad += linear.weight.grad
                 linear.weight.grad = None
             outputs += [y.detach(), x.grad]
-        assert handle.backwards == (0 if formats == ALL_BF16 else 2)
+        assert handle.state.backwards == (0 if formats == ALL_BF16 else 2)
         results.append([*outputs, main_grad])
     for plain, recomputed in zip(*results, strict=True):
         assert torch.equal(plain, recomputed)
@@ -330,7 +330,7 @@ def test_draws_depend_on_seed_step_microbatch_rank_and_gemm(group: dist.ProcessG
         backwards = fields.pop("backwards", 0)
         linear = stock_linear(group, n, k, dtype=torch.float32)
         handle = convert(linear, StepContext(**{"step": 5, "seed": 77, **fields}), (FP4, FP4, FP4))
-        handle.backwards = backwards
+        handle.state.backwards = backwards
         x.grad = None
         linear(x)[0].backward(g)
         assert x.grad is not None
@@ -397,7 +397,7 @@ def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(
     context.probing = True
     assert handle.is_stock
     recorder = Seen()
-    handle.recorder = recorder
+    handle.state.recorder = recorder
     assert not handle.is_stock
     x, g = operands(s, b, n, k, torch.float32)
     y = checkpoint(linear, x, use_reentrant=False)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,8 +58,7 @@ def test_one_decision_for_all_experts_and_a_number_for_each() -> None:
     linear = LinearId(1, "mlp.experts.linear_fc1")
     registry = LinearRegistry([str(linear)], StepContext(dp_size=4, dp_rank=3, expert_dp_size=2, expert_dp_rank=1))
     for number in (3, 2):
-        one = handle(linear, registry.context)
-        one.expert = number
+        one = replace(handle(linear, registry.context), expert=number)
         registry.add(one)
     with pytest.raises(SnipError, match="registered twice"):
         registry.add(one)
@@ -107,10 +108,10 @@ def test_adopt_refuses_an_unknown_linear_and_changes_nothing() -> None:
 def test_start_step_resets_the_counters() -> None:
     registry = registry_of(LinearId(0, "mlp.linear_fc1"), LinearId(0, "mlp.linear_fc2"))
     for h in registry:
-        h.backwards = 3
+        h.state.backwards = 3
     registry.start_step(8)
     assert registry.context.step == 8
-    assert [h.backwards for h in registry] == [0, 0]
+    assert [h.state.backwards for h in registry] == [0, 0]
 
 
 def test_a_linear_is_registered_once_and_only_if_known() -> None:

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from linears import convert, one_rank, operands, stock_linear
 
-from snip_megatron.gemm.backend import GemmBackend, Sides
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, PrecisionMap
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
+HADAMARD = Format.NVFP4_HADAMARD
 
 
 class Counting(GemmBackend):
@@ -24,16 +26,9 @@ class Counting(GemmBackend):
     def __init__(self) -> None:
         self.weights = 0
 
-    def quantize_weight(
-        self,
-        w: torch.Tensor,
-        fprop: Format | None,
-        dgrad: Format | None,
-        *,
-        amax: torch.Tensor | None = None,
-    ) -> Sides:
-        self.weights += 1
-        return super().quantize_weight(w.detach().clone(), fprop, dgrad, amax=amax)
+    def quantize(self, x: torch.Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
+        self.weights += spec.weight
+        return super().quantize(x.detach().clone() if spec.weight else x, spec, cached)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +128,6 @@ def test_another_backend_quantises_anew(linear: Any, registry: LinearRegistry, b
 def test_freed_at_the_step_s_end(linear: Any, registry: LinearRegistry) -> None:
     step(linear)
     (handle,) = registry
-    assert handle.weights._sides is not None
+    assert handle.state.weights._pair is not None
     registry.end_step()
-    assert handle.weights._sides is None
+    assert handle.state.weights._pair is None

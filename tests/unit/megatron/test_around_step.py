@@ -80,8 +80,8 @@ def test_a_step_that_megatron_repeats_rounds_as_before(monkeypatch: pytest.Monke
 
     def two_microbatches(*, losses: str) -> str:
         for _ in range(2):
-            indices.append((registry.context.step, handle.backwards))
-            handle.backwards += 1
+            indices.append((registry.context.step, handle.state.backwards))
+            handle.state.backwards += 1
         return losses
 
     registry.start_step(3)

@@ -19,12 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers import LinearRegistry, convert_model
-from snip_megatron.layers.context import Forced
+from snip_megatron.layers.context import Override
 from snip_megatron.layers.device_step import DeviceStep
-from snip_megatron.layers.handover import handed_over
+from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.layers.swiglu import SwiGLU
 from snip_megatron.megatron.fused_mlp import SnipMLP, fuse_swiglu
 from snip_megatron.precision import Format, Gemm, PrecisionMap
@@ -127,7 +128,6 @@ class Run:
         self.layers = list(model.decoder.layers)
         self.mlp: Any = self.layers[0].mlp
         self.fused = fuse_swiglu(self.layers, BACKEND, STOCK)
-        self.number = self.fused.number
         ACTIVATIONS.called.clear()
         choices = {
             f"{name}:{gemm.value}": fmt
@@ -188,29 +188,27 @@ def tensors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (40 * x).to(torch.bfloat16).requires_grad_(), (1e-3 * g).to(torch.bfloat16)
 
 
-def assert_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def assert_alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for a, b in zip(found, expected, strict=True):
         assert a.dtype is b.dtype
-        assert torch.equal(a, b)
-        assert a.any()
+        assert decibel(b.double(), a) > 40
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["counted on the host", "counted on the device"])
 @pytest.mark.parametrize("chosen", MAPS)
-def test_bits_are_those_of_the_unfused_sequence(chosen: str, device: bool) -> None:
+def test_results_are_those_of_the_unfused_sequence(chosen: str, device: bool) -> None:
     run, plain = Run(MAPS[chosen], device=device), Run(MAPS[chosen], device=device)
-    assert run.number == 1
+    assert run.fused == "SwiGLU of 1 layers"
     expected = plain.step(unfused)
     assert not ACTIVATIONS.called
-    assert_bits(run.step(), expected)
+    assert_alike(run.step(), expected)
     assert set(ACTIVATIONS.called) == {kinds[chosen] for kinds in (FORWARD, BACKWARD) if chosen in kinds}
 
 
 def test_every_layer_and_the_log() -> None:
     run = Run(MAPS["fp8"], num_layers=2)
-    assert run.number == 2
     assert type(run.mlp) is SnipMLP
-    assert str(run.fused) == "SwiGLU of 2 layers"
+    assert run.fused == "SwiGLU of 2 layers"
     assert set(run.mlp.state_dict()) == set(gpt().decoder.layers[0].mlp.state_dict())
 
 
@@ -218,7 +216,7 @@ def test_every_layer_and_the_log() -> None:
 def test_repeated_steps_and_recomputation(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     run, plain = Run(MAPS["mixed"]), Run(MAPS["mixed"])
     for _ in range(2):
-        assert_bits(run.step(forward), plain.step(unfused))
+        assert_alike(run.step(forward), plain.step(unfused))
 
 
 def test_gradients_are_those_of_float64() -> None:
@@ -256,9 +254,9 @@ def test_probes_and_measuring_passes_run_unfused(monkeypatch: pytest.MonkeyPatch
     run.registry.context.probing = True
     fused(run.mlp, tensors(0)[0])
     run.registry.context.probing = False
-    run.registry.context.forcing = lambda handle: Forced()
+    run.registry.context.override = lambda handle: Override()
     fused(run.mlp, tensors(0)[0])
-    run.registry.context.forcing = None
+    run.registry.context.override = None
     run.registry.adopt(PrecisionMap.uniform(run.registry.names, BF16))
     fused(run.mlp, tensors(0)[0])
     assert len(stock) == 3
@@ -266,13 +264,14 @@ def test_probes_and_measuring_passes_run_unfused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_use_of_what_lies_between_the_linears_is_noticed() -> None:
-    """Its numbers are NaN, and a second gradient of fc1's output is an error."""
+    """It has no numbers, and a second gradient of fc1's output is an error."""
     run = Run(MAPS["fp8"])
     inputs: list[torch.Tensor] = []
     run.mlp.linear_fc2.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     fused(run.mlp, tensors(0)[0])
-    assert inputs[0].isnan().all()
-    assert handed_over(inputs[0], run.mlp.linear_fc2.snip.id) is not None
+    assert isinstance(inputs[0], PrequantizedTensor)
+    with pytest.raises(SnipError, match="--snip-fusions none"):
+        inputs[0].isnan()
     extra: list[torch.Tensor] = []
     run.mlp.linear_fc1.register_forward_hook(lambda *arguments: extra.append(arguments[2][0]))
     x, g = tensors(0)
@@ -282,10 +281,10 @@ def test_a_use_of_what_lies_between_the_linears_is_noticed() -> None:
 
 
 def test_a_hook_that_replaces_what_lies_between_the_linears_is_refused() -> None:
-    """torch passes a linear with such a hook another tensor, which has no operands beside it."""
+    """torch passes a linear with such a hook another tensor."""
     run = Run(MAPS["fp8"])
     hook = run.mlp.linear_fc2.register_full_backward_hook(lambda *arguments: None)
-    with pytest.raises(SnipError, match=r"linear_fc2.*hook.*--snip-fusions none"):
+    with pytest.raises(SnipError, match=r"a hook.*--snip-fusions none"):
         fused(run.mlp, tensors(0)[0])
     hook.remove()
     assert fused(run.mlp, tensors(0)[0]).isfinite().all()
@@ -301,9 +300,9 @@ def test_a_hook_that_replaces_what_lies_between_the_linears_is_refused() -> None
 )
 def test_other_mlps_stay_unfused(changes: dict[str, Any], why: str) -> None:
     run = Run(MAPS["fp8"], **changes)
-    assert run.number == 0
     assert type(run.mlp) is MLP
-    assert why in str(run.fused)
+    assert run.fused.startswith("no SwiGLU")
+    assert why in run.fused
 
 
 def test_a_backend_without_kernels_fuses_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,7 +258,7 @@ def test_captures_are_told_with_their_time(run: Any) -> None:
 
 def test_linears_learn_their_chunk_and_their_place(run: Any) -> None:
     _, registry, _, _ = run
-    flags = [handle.held._current for handle in registry]
+    flags = [handle.state.graphed.weight._current for handle in registry]
     registry.device.weights_are_current(1)
     assert [int(flag) for flag in flags] == [0, 1]
     registry.start_step(0)

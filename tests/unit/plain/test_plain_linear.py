@@ -26,7 +26,7 @@ def linear() -> Any:
     linears = tuple(nn.Linear(128, 128, bias=False) for _ in range(4))
     context = StepContext(backend=EmulatedBackend(quantize_exact, ExactProducts()))
     for handle in convert_linears((linears,), context):
-        handle.formats = (Format.FP8,) * 3
+        handle.state.formats = (Format.FP8,) * 3
     return linears[0]
 
 

@@ -349,5 +349,5 @@ def test_a_block_that_runs_twice_is_refused_and_the_model_stays_whole() -> None:
     with pytest.raises(SnipError, match="block 0 ran 2 times forward"):
         training.snip.step(lambda: training.loss(1) + training.loss(2))
     assert not training.snip.registry.context.probing
-    assert all(handle.recorder is None for handle in training.snip.registry)
+    assert all(handle.state.recorder is None for handle in training.snip.registry)
     training.run(range(2, 4))

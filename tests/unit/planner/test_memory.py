@@ -12,7 +12,7 @@ import torch
 
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
-from snip_megatron.gemm.operands import disassemble
+from snip_megatron.gemm.operands import OperandSpec, flatten
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import (
     NATIVE,
@@ -112,11 +112,11 @@ def test_emulated_operands_have_the_bytes_that_the_backend_makes(formats: Format
     shape = chosen.linear_shapes()["mlp.linear_fc1"]
     backend = EmulatedBackend(quantize_exact, ExactProducts())
     x, w = (torch.zeros(rows, shape.k, dtype=torch.bfloat16) for rows in (256, shape.n))
-    _, x_side = backend.quantize_input(x, None, formats[2])
-    operands = backend.quantize_weight(w, formats[0], formats[1])
+    _, x_side = backend.quantize(x, OperandSpec(None, formats[2]))
+    operands = backend.quantize(w, OperandSpec(formats[0], formats[1], weight=True))
     sides = {id(side): side for side in operands if isinstance(side, ExactOperand)}
-    saved = sum(t.nbytes for t in disassemble(x_side)[0] if t.numel() > 1)
-    quantised = sum(t.nbytes for side in sides.values() for t in disassemble(side)[0] if t.numel() > 1)
+    saved = sum(t.nbytes for t in flatten(x_side)[0] if t.numel() > 1)
+    quantised = sum(t.nbytes for side in sides.values() for t in flatten(side)[0] if t.numel() > 1)
     assert saved_input(chosen, "mlp.linear_fc1", formats, native=()) == saved
     assert quantised_weight(shape, formats, native=()) == quantised
 

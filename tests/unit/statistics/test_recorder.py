@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ def handle_of(
 
 def record(recorder: LinearRecorder, index: int, *tensors: torch.Tensor) -> None:
     """Microbatch ``index``, the way a backward does it: it counts itself first."""
-    recorder.handle.backwards = index + 1
+    recorder.handle.state.backwards = index + 1
     recorder.on_backward(*tensors)
 
 
@@ -253,7 +253,7 @@ def test_no_tokens_leave_no_nan() -> None:
 # -- experts ---------------------------------------------------------------------------------------------------
 def expert(number: int, weight: torch.Tensor) -> LinearRecorder:
     handle = handle_of(LinearId(1, "mlp.experts.linear_fc1"))
-    handle.parallel, handle.expert, handle.module = "column", number, torch.nn.Linear(K, N, bias=False)
+    handle = replace(handle, parallel="column", expert=number, module=torch.nn.Linear(K, N, bias=False))
     with torch.no_grad():
         handle.module.weight.copy_(weight)
     return LinearRecorder(handle, FORMATS, 64)
@@ -310,12 +310,12 @@ def test_recorders_are_detached_after_an_error() -> None:
 
     def fail() -> None:
         with attached([recorder]):
-            assert recorder.handle.recorder is recorder
+            assert recorder.handle.state.recorder is recorder
             raise RuntimeError("in the probe")
 
     with pytest.raises(RuntimeError, match="in the probe"):
         fail()
-    assert recorder.handle.recorder is None
+    assert recorder.handle.state.recorder is None
 
 
 # -- two tensor parallel ranks, simulated ----------------------------------------------------------------------

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from snip_megatron.quantization.kernels import replay_build
+from snip_megatron.quantization.kernels.replay import launcher
 
-from .replay_library import HOOKS, Library, Side
+from .replay_library import Library
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +20,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 @pytest.fixture(scope="module")
 def extension(library: Library) -> Any:
     found = replay_build.compiled_extension()
-    launch = library.address("launch")
-    replay_build.configure(found, launch=launch, types=(Side,), hooks=HOOKS, stream=lambda _: 0)
+    launcher(library.address("launch"))
+    found.configure(replay_build.CONSTANTS, lambda _: 0)
     return found

@@ -5,18 +5,14 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from snip_megatron.quantization.kernels.replay import recording
-
-HOOKS = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
-"""Triton's hooks."""
 
 SOURCE = """
 #include <stdint.h>
@@ -71,8 +67,7 @@ class Library:
         )
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """An operand as a backend has them."""
 
     values: Tensor
@@ -93,7 +88,7 @@ def scaled(library: Library, factor: int) -> Callable[..., Any]:
     kernel = library.kernel("scale", ("*fp32", "*fp32", "i32", "constexpr"))
     address, launch = library.address("scale"), library.address("launch")
 
-    def function(_: Any, x: Tensor, side: Side, count: int) -> Any:
+    def function(x: Tensor, side: Side, count: int) -> Any:
         x = x.detach().view(-1)
         out = torch.zeros(count + 2)
         run_kernel(launch, address, (3, count), (x, out[1:]), factor)
@@ -115,6 +110,4 @@ def run_kernel(launch: int, function: int, grid: tuple[int, int], tensors: tuple
 
 
 def flat(value: Any) -> list[Any]:
-    if isinstance(value, Side):
-        return [value.values, value.scale, value.scaling]
     return [part for each in value for part in flat(each)] if isinstance(value, tuple) else [value]

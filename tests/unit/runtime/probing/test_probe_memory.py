@@ -112,14 +112,15 @@ def test_a_probe_keeps_in_bf16_what_training_keeps_quantised() -> None:
     plain = memory().needed(PEAK, 1, 8)
     quantised = memory()
     for handle in quantised._handles:
-        handle.formats = (Format.FP8,) * 3
+        handle.state.formats = (Format.FP8,) * 3
     assert quantised.needed(PEAK, 1, 8) - plain == 512 * 2 * (64 + 64 + 64 + 128)
     gathered = memory(gathers=True)
     for handle in gathered._handles:
-        handle.formats = (Format.BF16, Format.BF16, Format.FP4)
+        handle.state.formats = (Format.BF16, Format.BF16, Format.FP4)
     assert gathered.needed(PEAK, 1, 8) - plain == 512 * 2 * (64 + 128)
     for handle in gathered._handles:  # shards of two ranks, gathered quantised: half a byte and 4 / 128 of a scale
-        handle.context.packs, handle.tp_size = True, 2
+        handle.context.packs = True
+        object.__setattr__(handle, "tp_size", 2)
     assert gathered.needed(PEAK, 1, 8) - plain == 512 * 2 * (64 + 128 + (64 + 64) / 2 * (2 - 0.53125))
 
 

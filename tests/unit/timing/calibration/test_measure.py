@@ -15,7 +15,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.packed import Operand
 from snip_megatron.timing.calibration.clock import Call, HostClock
@@ -107,9 +107,9 @@ def test_a_kind_without_any_size_makes_no_table(kind: str) -> None:
 
 def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:
     class Refusing(HopperBackend):
-        def fprop(self, x: Any, w: Any, *, dtype: torch.dtype) -> torch.Tensor:
-            result = super().fprop(x, w, dtype=dtype)
-            if isinstance(x, Operand) and x.depth == 256:
+        def multiply(self, gemm: Gemm, x: Any, b: Any, dtype: torch.dtype, out: Any = None) -> torch.Tensor:
+            result = super().multiply(gemm, x, b, dtype, out)
+            if gemm is Gemm.FPROP and isinstance(x, Operand) and x.depth == 256:
                 raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
             return result
 

@@ -1,9 +1,15 @@
-"""Sums over ranks, exchanged in the training dtype or as quantised partial sums.
+"""What ranks exchange around GEMMs: token shards that they gather, and partial results that they sum.
 
-Those of a linear over tensor parallel ranks are of Y (row parallel linears) and of ∂L/∂X (column parallel ones). Under
-sequence parallelism every rank has a partial result for all tokens, and wants the sum for its own tokens. That is a
-reduce-scatter in the training dtype, or with ``--snip-communication all`` an exchange of quantised partial sums
-(:mod:`snip_megatron.quantization.wire`), which is half the bytes. The distributed optimizer's reduce-scatter of
+Under sequence parallelism a rank holds consecutive tokens of X (column parallel linears) and of G (row parallel ones),
+and gathers those of all ranks. In Megatron's layout [s, b, h] a shard of s is a range of the rows of the matrix
+[s·b, h]. If the number of a rank's tokens is a multiple of 128, its tiles are tiles of the whole matrix, and it may
+quantise them before the gather (``--snip-communication gather``). X has two operands. The rowwise operand is gathered
+in the forward; the shard of the columnwise one is saved and gathered in the backward. Both GEMMs of G run in the
+backward, so that both operands of G are gathered there, if the two have fewer bytes than G.
+
+Sums are those of Y (row parallel linears) and of ∂L/∂X (column parallel ones) over tensor parallel ranks, in the
+training dtype or, with ``--snip-communication all``, as quantised partial sums
+(:mod:`snip_megatron.quantization.wire`), which are half the bytes. The distributed optimizer's reduce-scatter of
 gradients may be such an exchange too (``--snip-gradient-reduction fp8``), which is a quarter of FP32's bytes.
 """
 
@@ -22,8 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.operands import GemmOperand, OperandSpec
+from snip_megatron.gemm.shards import QuantizedShard
+from snip_megatron.layers.amax import gathered_amaxes
+from snip_megatron.precision import Format
 from snip_megatron.quantization import wire
 from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.hadamard import Rotation
 
 Group = dist.ProcessGroup | None
 _ROW = 16 * TILE  # elements of gradients that kernels treat as a row, at most
@@ -31,36 +43,95 @@ _LARGE, _LONG_ROW = 2**29, 256 * TILE  # a bucket of so many elements, and its r
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """A sum over ranks in progress.
+class Exchange[Result]:
+    """An exchange in progress.
 
     Attributes:
         works: handles of the collectives.
-        finish: returns the sum once the collectives are done.
+        finish: returns the result once the collectives are done.
     """
 
     works: tuple[Any, ...]
-    finish: Callable[[], Tensor]
+    finish: Callable[[], Result]
 
-    def result(self) -> Tensor:
-        """Make the current stream, or a CPU, wait for the collectives, and return the sum."""
+    def wait(self) -> None:
+        """Make the current stream, or a CPU, wait for the collectives."""
         for work in self.works:
             work.wait()
+
+    def result(self) -> Result:
+        """Wait for the collectives, and return the result."""
+        self.wait()
         return self.finish()
 
 
-def no_reduction(whole: Tensor) -> Reduction:
-    """Return a reduction that is done: of a result that this rank has alone."""
-    return Reduction((), lambda: whole)
+def done(whole: Tensor) -> Exchange[Tensor]:
+    """Return an exchange that is done: of a result that this rank has alone."""
+    return Exchange((), lambda: whole)
 
 
-def start_all_reduce(x: Tensor, group: Group) -> Reduction:
+# -- gathers -----------------------------------------------------------------------------------------------------------
+def gather_tokens(x: Tensor, group: Group) -> Tensor:
+    """Return the token shards x [s/tp, b, K] of all ranks along dimension 0."""
+    out = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def start_gather(shard: QuantizedShard, group: Group) -> Exchange[GemmOperand]:
+    """Start the gather of the shards of all ranks. Its result is the operand of all tokens."""
+    size = dist.get_world_size(group)
+    gathered = tuple(t.new_empty((size, *t.shape)) for t in shard.tensors)
+    pairs = zip(gathered, shard.tensors, strict=True)
+    works = [dist.all_gather_into_tensor(out.flatten(0, 1), t, group=group, async_op=True) for out, t in pairs]
+    return Exchange(tuple(works), lambda: shard.opened(gathered))
+
+
+def quantized_shards(backend: GemmBackend, x: Tensor, spec: OperandSpec, group: Group) -> list[QuantizedShard | None]:
+    """Quantise a shard of tokens [T/tp, cols], which has whole tiles, with the amax of the shards of all ranks.
+
+    Returns:
+        The shards of the rowwise and of the columnwise operand; None for a GEMM that does not run.
+    """
+    formats = spec.rowwise, spec.columnwise
+    amaxes = gathered_amaxes(x, formats, group)
+    if amaxes[0] is amaxes[1]:
+        pair = backend.quantize(x, spec._replace(amax=amaxes[0]))
+    else:
+        pair = (
+            backend.quantize(x, spec._replace(columnwise=None, amax=amaxes[0]))[0],
+            backend.quantize(x, spec._replace(rowwise=None, amax=amaxes[1]))[1],
+        )
+    found = zip(pair, formats, (1, 0), strict=True)
+    return [None if fmt is None else backend.pack(operand, fmt, axis) for operand, fmt, axis in found]
+
+
+def unquantized_shard(
+    x: Tensor, backend: GemmBackend, wgrad: Format, rotation: Rotation | None = None
+) -> QuantizedShard:
+    """Return the shard x [s/tp, b, K] so that it is gathered as it is and then quantised for wgrad.
+
+    ``rotation`` is that of wgrad's operand, if ``wgrad`` has a Hadamard transform.
+    """
+    return QuantizedShard((x.contiguous(),), partial(_opened, backend, OperandSpec(None, wgrad, rotation=rotation)))
+
+
+def _opened(backend: GemmBackend, spec: OperandSpec, gathered: Tensor) -> Any:
+    return backend.quantize(gathered.view(-1, gathered.shape[-1]), spec)[1]
+
+
+def has_whole_tiles(tokens: int) -> bool:
+    """Return whether a shard of so many tokens consists of whole tiles."""
+    return tokens > 0 and tokens % TILE == 0
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+def start_all_reduce(x: Tensor, group: Group) -> Exchange[Tensor]:
     """Start the sum over ranks of ``x``, which is overwritten by it."""
-    work = dist.all_reduce(x, group=group, async_op=True)
-    return Reduction((work,), lambda: x)
+    return Exchange((dist.all_reduce(x, group=group, async_op=True),), lambda: x)
 
 
-def start_reduce_scatter(x: Tensor, group: Group, *, quantised: bool = False) -> Reduction:
+def start_reduce_scatter(x: Tensor, group: Group, *, quantised: bool = False) -> Exchange[Tensor]:
     """Start the sum over ranks of ``x`` [T, ...], of which this rank gets its T/ranks tokens.
 
     Args:
@@ -71,11 +142,10 @@ def start_reduce_scatter(x: Tensor, group: Group, *, quantised: bool = False) ->
     if quantised:
         return _start_quantised(x, group)
     shard = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
-    work = dist.reduce_scatter_tensor(shard, x, group=group, async_op=True)
-    return Reduction((work,), lambda: shard)
+    return Exchange((dist.reduce_scatter_tensor(shard, x, group=group, async_op=True),), lambda: shard)
 
 
-def _start_quantised(x: Tensor, group: Group, lost: Tensor | None = None) -> Reduction:
+def _start_quantised(x: Tensor, group: Group, lost: Tensor | None = None) -> Exchange[Tensor]:
     """Start the sum of quantised ``x`` [rows, cols]. ``lost`` gets what quantisation loses of it."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     arithmetic = _arithmetic(x)
@@ -91,7 +161,7 @@ def _start_quantised(x: Tensor, group: Group, lost: Tensor | None = None) -> Red
         lost.view(ranks, -1)[rank] = 0.0  # not sent
     elements, scales = (t.view(ranks, -1, t.shape[1]) for t in received)
     own = x.view(ranks, -1, x.shape[1])[rank]
-    return Reduction(works, partial(arithmetic.add_partials, elements, scales, own, rank))
+    return Exchange(works, partial(arithmetic.add_partials, elements, scales, own, rank))
 
 
 class ErrorFeedback:
@@ -123,7 +193,7 @@ class ErrorFeedback:
 
 def start_gradient_reduction(
     shard: Tensor, whole: Tensor, group: Group, feedback: ErrorFeedback | None = None
-) -> Reduction:
+) -> Exchange[Tensor]:
     """Start the sum over data parallel ranks of gradients, of which this rank gets its part.
 
     Partial sums are exchanged in FP8 with a scale for every 128 consecutive elements of a rank's part.
@@ -136,13 +206,13 @@ def start_gradient_reduction(
     """
     ranks, n = dist.get_world_size(group), shard.numel()
     if ranks == 1:
-        return Reduction((), lambda: shard.copy_(whole))
+        return Exchange((), lambda: shard.copy_(whole))
     rows = as_rows(whole.view(ranks, n))
     lost = None if feedback is None else feedback.of(whole, rows)
     if lost is not None:
         rows.add_(lost)
     reduction = _start_quantised(rows, group, lost)
-    return Reduction(reduction.works, lambda: shard.copy_(reduction.finish().view(-1)[:n]))
+    return Exchange(reduction.works, lambda: shard.copy_(reduction.finish().view(-1)[:n]))
 
 
 def as_rows(parts: Tensor) -> Tensor:
@@ -157,7 +227,7 @@ def as_rows(parts: Tensor) -> Tensor:
     return parts.view(-1, math.gcd(parts.shape[1], longest))
 
 
-def rehearse_quantised(x: Tensor, ranks: int) -> None:
+def warm_up_sums(x: Tensor, ranks: int) -> None:
     """Quantise and add partial sums like ``x`` [T, cols] without an exchange, so that kernels are compiled."""
     arithmetic = _arithmetic(x)
     elements, scales = (t.view(ranks, -1, t.shape[1]) for t in arithmetic.pack_partial(x))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snip_megatron.layers import reductions
-from snip_megatron.layers.reductions import ErrorFeedback, as_rows
+from snip_megatron.layers import communication
+from snip_megatron.layers.communication import ErrorFeedback, as_rows
 
 
 def test_a_reset_clears_the_memory_that_a_cuda_graph_reads() -> None:
@@ -52,7 +52,7 @@ def test_kernels_can_be_launched_on_a_bucket_of_any_size(ranks: int, each: int) 
 
 @pytest.mark.parametrize("large", [False, True])
 def test_rows_hold_the_parts(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reductions, "_LARGE", 1 if large else 2**29)
+    monkeypatch.setattr(communication, "_LARGE", 1 if large else 2**29)
     parts = torch.arange(3.0 * 300).view(3, 300)
     rows = as_rows(parts)
     assert rows.shape == ((3, 32768) if large else (9, 128))

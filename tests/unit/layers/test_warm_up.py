@@ -1,4 +1,4 @@
-"""Which formats are rehearsed, and that a rehearsal leaves the model's own linear alone."""
+"""Which formats are run before training, and that the warm-up leaves the model's own linear alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.parcels import Parcel
+from snip_megatron.gemm.shards import QuantizedShard
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
 from snip_megatron.layers.device_step import DeviceStep
-from snip_megatron.layers.rehearsal import covering, rehearse_gemms, stand_in
+from snip_megatron.layers.warm_up import covering, warm_up_gemms, warm_up_linear
 from snip_megatron.precision import Format, LinearId
 from snip_megatron.quantization import wire
 
@@ -52,16 +52,15 @@ def test_what_graphs_read_of_the_linear_is_left_alone() -> None:
     handle = a_linear()
     device = DeviceStep([handle], [0], torch.device("cpu"))
     device.start_step(3, 7)
-    assert handle.device_keys is not None
-    expected = [words.clone() for words in handle.device_keys()]
+    assert handle.state.graphed is not None
+    expected = [words.clone() for words in handle.state.graphed.next_keys()]
     device.start_step(3, 7)
-    linear = stand_in(handle, 16, whole_x=False, graphed=True)
-    rehearse_gemms(linear, [(FP8, FP4, FP4)])
-    assert linear.handle.held is not None
-    assert linear.handle.held._held is not None  # it has read its own
-    assert handle.held is not None
-    assert handle.held._held is None
-    assert all(torch.equal(a, b) for a, b in zip(handle.device_keys(), expected, strict=True))
+    linear = warm_up_linear(handle, 16, whole_x=False, graphed=True)
+    warm_up_gemms(linear, [(FP8, FP4, FP4)])
+    assert linear.handle.state.graphed is not None
+    assert linear.handle.state.graphed.weight._cached is not None  # it has read its own
+    assert handle.state.graphed.weight._cached is None
+    assert all(torch.equal(a, b) for a, b in zip(handle.state.graphed.next_keys(), expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -80,13 +79,13 @@ def test_shards_that_training_packs_are_packed_in_each_format(
     packed = []
 
     class Packing(GemmBackend):
-        def pack(self, side: Any, format: Format, axis: int) -> Parcel:
+        def pack(self, side: Any, format: Format, axis: int) -> QuantizedShard:
             packed.append((tuple(side.tensor.shape), format, axis))
             return super().pack(side, format, axis)
 
     handle = replace(a_linear(), parallel=parallel, tp_size=2)
     handle.context.packs, handle.context.backend = True, Packing()
-    rehearse_gemms(stand_in(handle, 256, whole_x=parallel == "column"), [formats])
+    warm_up_gemms(warm_up_linear(handle, 256, whole_x=parallel == "column"), [formats])
     assert packed == expected
 
 
@@ -116,7 +115,7 @@ def test_partial_sums_that_training_quantises_are_quantised(
     handle = replace(a_linear(), parallel=parallel, tp_size=2)
     for reduces in (False, True):
         handle.context.reduces = reduces
-        rehearse_gemms(stand_in(handle, 256, whole_x=parallel == "column"), [formats])
+        warm_up_gemms(warm_up_linear(handle, 256, whole_x=parallel == "column"), [formats])
         assert seen == (expected if reduces else [])
 
 
@@ -124,10 +123,10 @@ def test_the_linear_itself_is_left_alone() -> None:
     handle = a_linear()
     module = handle.module
     before = module.weight.detach().clone()
-    linear = stand_in(handle, 16, whole_x=True)
-    rehearse_gemms(linear, [(FP8, FP4, FP8), ALL_BF16, (FP4, FP4, BF16)])
-    assert linear.handle.backwards == 2  # of the formats that are Megatron's own linear none
-    assert (handle.backwards, handle.formats, handle.weights._key) == (0, ALL_BF16, None)
+    linear = warm_up_linear(handle, 16, whole_x=True)
+    warm_up_gemms(linear, [(FP8, FP4, FP8), ALL_BF16, (FP4, FP4, BF16)])
+    assert linear.handle.state.backwards == 2  # of the formats that are Megatron's own linear none
+    assert (handle.state.backwards, handle.formats, handle.state.weights._key) == (0, ALL_BF16, None)
     assert module.weight.grad is None
     assert torch.equal(module.weight, before)
     assert linear.x.shape == (16, 32)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from linears import convert, one_rank, operands, reference, stock_linear
 
-from snip_megatron.layers.context import ALL_BF16, Forced, LinearHandle, StepContext
+from snip_megatron.layers.context import ALL_BF16, LinearHandle, Override, StepContext
 from snip_megatron.precision import Format, Gemm
 
 N, K, S, B = 192, 160, 40, 2
@@ -29,13 +29,13 @@ def linear(group: dist.ProcessGroup, dtype: torch.dtype, context: StepContext) -
     return handle
 
 
-def passed(handle: LinearHandle, forced: Forced | None, x: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+def passed(handle: LinearHandle, forced: Override | None, x: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
     """Y, ∂L/∂X and ∇W of one pass under ``forced``."""
-    handle.context.forcing = None if forced is None else lambda _: forced
+    handle.context.override = None if forced is None else lambda _: forced
     handle.weight.main_grad.zero_()  # type: ignore[attr-defined]
     x = x.detach().requires_grad_()
     y, _ = handle.module(x)
-    handle.context.forcing = None  # a backward keeps what its forward was told
+    handle.context.override = None  # a backward keeps what its forward was told
     y.backward(g)
     assert x.grad is not None
     return [y.detach(), x.grad, handle.weight.main_grad.clone()]  # type: ignore[operator]
@@ -46,11 +46,11 @@ def test_a_forced_format_is_the_map_s_and_draws_the_bits_of_its_microbatch(group
     handle = linear(group, torch.float32, context)
     x, g = operands(S, B, N, K, torch.float32)
     for microbatch in (0, 2):
-        found = passed(handle, Forced(FP4, microbatch), x, g)
+        found = passed(handle, Override(FP4, microbatch), x, g)
         expected = reference(x, handle.weight, g, FP4, context, microbatch * 2 + 1)
         for name, a, b in zip(("y", "d", "gw"), found, expected, strict=True):
             torch.testing.assert_close(a.reshape(b.shape).double(), b, rtol=2e-5, atol=2e-6, msg=name)
-    draws = [passed(handle, Forced(FP4, m), x, g)[2] for m in (0, 2)]
+    draws = [passed(handle, Override(FP4, m), x, g)[2] for m in (0, 2)]
     assert not torch.equal(*draws)
 
 
@@ -58,7 +58,7 @@ def test_nothing_forced_is_the_plain_linear_with_wgrad_in_fp32(group: dist.Proce
     """A bf16 weight gradient would drown what is measured."""
     handle = linear(group, torch.bfloat16, StepContext())
     x, g = operands(S, B, N, K, torch.bfloat16)
-    y, d, gw = passed(handle, Forced(), x, g)
+    y, d, gw = passed(handle, Override(), x, g)
     flat_x, flat_g = x.detach().reshape(-1, K), g.reshape(-1, N)
     assert torch.equal(y.view(-1, N), flat_x @ handle.weight.t())
     assert torch.equal(d.view(-1, K), flat_g @ handle.weight)
@@ -70,7 +70,7 @@ def test_nothing_forced_is_the_plain_linear_with_wgrad_in_fp32(group: dist.Proce
 def test_a_nudge_moves_few_elements_by_one_rounding_step(group: dist.ProcessGroup, gemm: Gemm) -> None:
     handle = linear(group, torch.bfloat16, StepContext())
     x, g = operands(S, B, N, K, torch.bfloat16)
-    plain, moved = passed(handle, Forced(), x, g), passed(handle, Forced(nudge=gemm), x, g)
+    plain, moved = passed(handle, Override(), x, g), passed(handle, Override(perturb=gemm), x, g)
     index = 0 if gemm is Gemm.FPROP else 1
     changed = moved[index] != plain[index]
     assert 0 < int(changed.sum()) < 0.05 * changed.numel()
@@ -85,10 +85,10 @@ def test_the_first_order_term_is_that_of_the_forced_output(group: dist.ProcessGr
     handle = linear(group, dtype, StepContext())
     x, g = operands(S, B, N, K, dtype)
     found: list[torch.Tensor] = []
-    plain = passed(handle, Forced(compare=Format.FP4, report=found.append), x, g)
-    for a, b in zip(plain, passed(handle, Forced(), x, g), strict=True):
+    plain = passed(handle, Override(compare=Format.FP4, report=found.append), x, g)
+    for a, b in zip(plain, passed(handle, Override(), x, g), strict=True):
         assert torch.equal(a, b)  # comparing changes nothing
-    forced = passed(handle, replace(Forced(), formats=(Format.FP4, Format.BF16, Format.BF16)), x, g)
+    forced = passed(handle, replace(Override(), formats=(Format.FP4, Format.BF16, Format.BF16)), x, g)
     expected = (g.double() * (forced[0].double() - plain[0].double())).sum()
     assert len(found) == 1
     torch.testing.assert_close(found[0], expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=1e-12)

@@ -14,18 +14,18 @@ from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import Side
-from snip_megatron.gemm.parcels import Parcel, disassemble_parcel
+from snip_megatron.gemm.operands import GemmOperand, OperandSpec, assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.gemm.shards import QuantizedShard
 from snip_megatron.layers.amax import gathered_amaxes
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.exact import quantize_exact
 from snip_megatron.quantization.hadamard import ROTATED
 from snip_megatron.quantization.wire import bytes_per_element
 
 from .emulated_scaled_mm import scaled_mm
-from .interpreted import parcel_differences
+from .interpreted import shard_differences
 from .test_hopper import keys, operands
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
@@ -41,47 +41,49 @@ def hopper() -> HopperBackend:
     return HopperBackend(packed, ScaledProducts(scaled_mm))
 
 
-def joined(backend: GemmBackend, sides: list[Side], fmt: Format, axis: int) -> tuple[Side, list[Parcel]]:
-    """The operand that every rank makes of all parcels, after autograd has kept them."""
-    parcels = []
-    for side in sides:
-        tensors, assemble = disassemble_parcel(backend.pack(side, fmt, axis))
-        parcels.append(assemble(*tensors))
-    assert all(tensor.is_contiguous() for parcel in parcels for tensor in parcel.tensors)
-    stacked = tuple(torch.stack(same) for same in zip(*(parcel.tensors for parcel in parcels), strict=True))
-    return parcels[0].opened(stacked), parcels
+def joined(
+    backend: GemmBackend, sides: list[GemmOperand], fmt: Format, axis: int
+) -> tuple[GemmOperand, list[QuantizedShard]]:
+    """The operand that every rank makes of all shards, after autograd has kept them."""
+    shards = [assemble(flatten(backend.pack(side, fmt, axis))) for side in sides]
+    assert all(tensor.is_contiguous() for shard in shards for tensor in shard.tensors)
+    stacked = tuple(torch.stack(same) for same in zip(*(shard.tensors for shard in shards), strict=True))
+    return shards[0].opened(stacked), shards
 
 
 def by_shards(backend: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any) -> list[Tensor]:
     """Y, ∂L/∂X and ∇W where X and G are quantised as shards of tokens."""
     fprop, dgrad, wgrad = formats
     shards = list(zip(x.chunk(RANKS), g.chunk(RANKS), strict=True))
-    of_x = [backend.quantize_input(part, fprop, wgrad, amax=x.abs().max().float()) for part, _ in shards]
+    of_x = [backend.quantize(part, OperandSpec(fprop, wgrad, amax=x.abs().max().float())) for part, _ in shards]
     of_g = [
-        backend.quantize_gradient(
-            part, dgrad, wgrad, keys(w.shape[0])._replace(first_row=i * len(part)), amax=g.abs().max().float()
+        backend.quantize(
+            part,
+            OperandSpec(
+                dgrad, wgrad, keys=keys(w.shape[0])._replace(first_row=i * len(part)), amax=g.abs().max().float()
+            ),
         )
         for i, (_, part) in enumerate(shards)
     ]
-    w_row, w_col = backend.quantize_weight(w, fprop, dgrad)
+    w_row, w_col = backend.quantize(w, OperandSpec(fprop, dgrad, weight=True))
     (x_row, _), (x_col, _) = (joined(backend, [pair[i] for pair in of_x], (fprop, wgrad)[i], 1 - i) for i in (0, 1))
     (g_row, _), (g_col, _) = (joined(backend, [pair[i] for pair in of_g], (dgrad, wgrad)[i], 1 - i) for i in (0, 1))
     return [
-        backend.fprop(x_row, w_row, dtype=x.dtype),
-        backend.dgrad(g_row, w_col, dtype=g.dtype),
-        backend.wgrad(g_col, x_col, out=None),
+        backend.multiply(Gemm.FPROP, x_row, w_row, x.dtype),
+        backend.multiply(Gemm.DGRAD, g_row, w_col, g.dtype),
+        backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32),
     ]
 
 
 def by_the_whole(backend: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any) -> list[Tensor]:
     fprop, dgrad, wgrad = formats
-    x_row, x_col = backend.quantize_input(x, fprop, wgrad)
-    w_row, w_col = backend.quantize_weight(w, fprop, dgrad)
-    g_row, g_col = backend.quantize_gradient(g, dgrad, wgrad, keys(w.shape[0]))
+    x_row, x_col = backend.quantize(x, OperandSpec(fprop, wgrad))
+    w_row, w_col = backend.quantize(w, OperandSpec(fprop, dgrad, weight=True))
+    g_row, g_col = backend.quantize(g, OperandSpec(dgrad, wgrad, keys=keys(w.shape[0])))
     return [
-        backend.fprop(x_row, w_row, dtype=x.dtype),
-        backend.dgrad(g_row, w_col, dtype=g.dtype),
-        backend.wgrad(g_col, x_col, out=None),
+        backend.multiply(Gemm.FPROP, x_row, w_row, x.dtype),
+        backend.multiply(Gemm.DGRAD, g_row, w_col, g.dtype),
+        backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32),
     ]
 
 
@@ -101,8 +103,8 @@ def test_bits_are_those_of_the_whole(make: Any, formats: Any) -> None:
 def test_a_wrong_place_of_rows_would_show() -> None:
     """Stochastic rounding by rows that start at 0 on every rank draws other bits."""
     _, w, g = operands(*SHAPE)
-    sides = [hopper().quantize_gradient(part, FP4, FP4, keys(w.shape[0])) for part in g.chunk(RANKS)]
-    whole = hopper().quantize_gradient(g, FP4, FP4, keys(w.shape[0]))
+    sides = [hopper().quantize(part, OperandSpec(FP4, FP4, keys=keys(w.shape[0]))) for part in g.chunk(RANKS)]
+    whole = hopper().quantize(g, OperandSpec(FP4, FP4, keys=keys(w.shape[0])))
     side, _ = joined(hopper(), [pair[0] for pair in sides], FP4, 1)
     assert not side.values.view(torch.uint8).equal(whole[0].values.view(torch.uint8))
 
@@ -110,9 +112,9 @@ def test_a_wrong_place_of_rows_would_show() -> None:
 @pytest.mark.parametrize("make", [lambda: REFERENCE, hopper], ids=["reference", "hopper"])
 @pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_parcels_have_the_bytes_of_the_format(make: Any, fmt: Format, axis: int) -> None:
+def test_shards_have_the_bytes_of_the_format(make: Any, fmt: Format, axis: int) -> None:
     backend, x = make(), operands(256, 128, 512)[0]
-    side = backend.quantize_input(x, fmt, fmt)[1 - axis]
+    side = backend.quantize(x, OperandSpec(fmt, fmt))[1 - axis]
     sent = sum(tensor.nbytes for tensor in backend.pack(side, fmt, axis).tensors)
     assert sent == bytes_per_element(fmt) * x.numel()
 
@@ -129,11 +131,14 @@ def test_a_nan_stays_in_its_tile_as_without_shards(fmt: Format) -> None:
     for place, axis in ((0, 1), (1, 0)):
         known = [pair[place] for pair in amaxes if pair[place] is not None]
         amax = torch.stack(known).amax() if known else None  # of torch: a NaN is the largest
-        sides = [REFERENCE.quantize_input(part, fmt, fmt, amax=amax)[place] for part in shards]
+        sides = [REFERENCE.quantize(part, OperandSpec(fmt, fmt, amax=amax))[place] for part in shards]
         both.append(joined(REFERENCE, sides, fmt, axis)[0])
-    w_row, _ = REFERENCE.quantize_weight(w, fmt, None)
-    _, g_col = REFERENCE.quantize_gradient(g, None, fmt, keys(w.shape[0]))
-    found = [REFERENCE.fprop(both[0], w_row, dtype=x.dtype), REFERENCE.wgrad(g_col, both[1], out=None)]
+    w_row, _ = REFERENCE.quantize(w, OperandSpec(fmt, None, weight=True))
+    _, g_col = REFERENCE.quantize(g, OperandSpec(None, fmt, keys=keys(w.shape[0])))
+    found = [
+        REFERENCE.multiply(Gemm.FPROP, both[0], w_row, x.dtype),
+        REFERENCE.multiply(Gemm.WGRAD, g_col, both[1], torch.float32),
+    ]
     for one, other in zip(found, (expected[0], expected[2]), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     assert fmt is TENSOR or not found[0].isnan().all()
@@ -156,4 +161,4 @@ def test_backends_without_gathers_say_so() -> None:
 # -- Triton's kernels ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("formats", [("fp8", "fp4", "fp4"), ("fp4", "fp8", "fp8"), ("fp8_tensor", "fp8", "fp8_tensor")])
 def test_kernels_give_the_bits_of_the_whole(interpreter: ProcessPoolExecutor, formats: tuple[str, str, str]) -> None:
-    assert not interpreter.submit(parcel_differences, (384, 128, 256), formats).result(timeout=300)
+    assert not interpreter.submit(shard_differences, (384, 128, 256), formats).result(timeout=300)

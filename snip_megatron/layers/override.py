@@ -1,6 +1,6 @@
-"""What a measuring pass does in a linear beside forcing formats.
+"""What a measuring pass does in a linear beside overriding formats.
 
-It can nudge the result of a GEMM, and it can report the first-order effect that an error of fprop has on the loss.
+It can perturb the result of a GEMM, and it can report the first-order effect that an error of fprop has on the loss.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.layers.context import Forced, LinearHandle
+from snip_megatron.layers.context import LinearHandle, Override
 from snip_megatron.precision import Gemm
 
 NUDGE = 2.0**-6
@@ -16,13 +16,15 @@ NUDGE = 2.0**-6
 far below a rounding step, but about one element in fifty rounds to another value. In FP32 a nudge changes nothing."""
 
 
-def nudged(forced: Forced, gemm: Gemm, left: torch.Tensor, right: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+def perturbed(
+    override: Override, gemm: Gemm, left: torch.Tensor, right: torch.Tensor, plain: torch.Tensor
+) -> torch.Tensor:
     """Return ``left @ right`` times 1 + NUDGE·eps, rounded to the dtype of ``plain``, if ``gemm`` is to be nudged.
 
     Returns ``plain``, the product that has been computed already, otherwise. The effect of a nudge on the loss is the
     noise that another order of summation would also cause (docs/method.md).
     """
-    if forced.nudge is not gemm:
+    if override.perturb is not gemm:
         return plain
     if left.is_cuda and left.dtype is not torch.float32 and left.numel():
         product = torch.mm(left, right, out_dtype=torch.float32)
@@ -32,30 +34,29 @@ def nudged(forced: Forced, gemm: Gemm, left: torch.Tensor, right: torch.Tensor, 
 
 
 def output_error(
-    forced: Forced,
+    override: Override,
     handle: LinearHandle,
     backend: GemmBackend,
     x: torch.Tensor,
     weight: torch.Tensor,
     y: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Return the error E [T, N] that fprop has in the format ``forced.compare``, in y's dtype.
+    """Return the error E [T, N] that fprop has in the format ``override.compare``, in y's dtype.
 
-    Returns None if ``forced.compare`` is None.
+    Returns None if ``override.compare`` is None.
 
     Args:
         x, weight: operands [T, K] and [N, K].
         y: output [T, N] that the error is relative to.
     """
-    fmt = forced.compare
+    fmt = override.compare
     if fmt is None:
         return None
-    x_side, _ = backend.quantize_input(x, fmt, None, amax=handle.shared_amax("x", x, (fmt,)))
-    w_side, _ = backend.quantize_weight(weight, fmt, None, amax=handle.shared_amax("w", weight, (fmt,)))
-    return (backend.fprop(x_side, w_side, dtype=y.dtype).float() - y.float()).to(y.dtype)
+    left, right = (backend.quantize(t, handle.spec(name, t, fmt, None))[0] for name, t in (("x", x), ("w", weight)))
+    return (backend.multiply(Gemm.FPROP, left, right, y.dtype).float() - y.float()).to(y.dtype)
 
 
-def report_error(forced: Forced, g: torch.Tensor, error: torch.Tensor | None) -> None:
-    """Pass ⟨G, E⟩ of this rank's shards to ``forced.report``. Does nothing if there is no error or no receiver."""
-    if error is not None and forced.report is not None:
-        forced.report((g.float() * error.float()).sum(dtype=torch.float64))
+def report_error(override: Override, g: torch.Tensor, error: torch.Tensor | None) -> None:
+    """Pass ⟨G, E⟩ of this rank's shards to ``override.report``. Does nothing if there is no error or no receiver."""
+    if error is not None and override.report is not None:
+        override.report((g.float() * error.float()).sum(dtype=torch.float64))
