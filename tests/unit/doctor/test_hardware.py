@@ -10,7 +10,6 @@ from snip_megatron.doctor.check import Status
 from snip_megatron.gemm import selection
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.selection import Selection
-from snip_megatron.quantization.kernels import replay_build
 
 
 def test_every_backend_is_named_and_the_reference_is_right():
@@ -58,24 +57,3 @@ def test_a_backend_that_raises_fails(monkeypatch):
     found = next(check for check in hardware.check_backends() if check.name == "auto")
     assert (found.status, found.advice) == (Status.FAIL, "mend that; until then use --snip-gemm reference")
     assert found.found == ("RuntimeError: Failed to find C compiler. Please specify via CC")
-
-
-def test_a_backend_that_cannot_be_made_fails(monkeypatch):
-    def select_backend(name):
-        raise ImportError("libcublasLt.so.13: cannot open shared object file")
-
-    monkeypatch.setattr(selection, "select_backend", select_backend)
-    found = next(iter(hardware.check_backends()))
-    assert found.status is Status.FAIL
-    assert "libcublasLt.so.13" in found.found
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
-def test_the_host_path_is_checked_where_the_hopper_backend_runs(monkeypatch, capability):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(replay_build, "replay_extension", lambda: (None, "Python launches kernels (no g++)"))
-    found = list(hardware._host_path())
-    assert [check.status for check in found] == ([Status.NOTE] if capability == (9, 0) else [])
