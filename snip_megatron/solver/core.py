@@ -44,24 +44,10 @@ class Limits:
         return self.spent >= self.deterministic or self.seconds <= 0
 
 
-@dataclass(frozen=True)
-class CoreResult:
-    """The result of one core.
-
-    Attributes:
-        pick: picks among the open choices that are best for the rounded numbers, and may miss a need by rounding; None
-            if none were found.
-        bound: lower bound of Σ shifted loss over all feasible picks among the open choices.
-    """
-
-    pick: Ints | None
-    bound: float
-
-
-def solve_core(table: Table, open_: Bools, hint: Ints, limits: Limits, *, effort: float, gap: float) -> CoreResult:
+def solve_core(
+    table: Table, open_: Bools, hint: Ints, limits: Limits, *, effort: float, gap: float
+) -> tuple[Ints | None, float]:
     """Minimise Σ loss over the open choices [D, F], starting from ``hint``.
-
-    Numbers are rounded so that no feasible picks are lost; the bound holds, and picks may miss a need by rounding.
 
     Args:
         table: the problem.
@@ -70,6 +56,10 @@ def solve_core(table: Table, open_: Bools, hint: Ints, limits: Limits, *, effort
         limits: the limits of the whole solve.
         effort: deterministic seconds that this core may spend.
         gap: stop at this gap.
+
+    Returns:
+        The best picks, or None if none were found; and a lower bound of Σ shifted loss over the open choices. Numbers
+        are rounded so that no feasible picks are lost: the bound holds, and the picks may miss a need by rounding.
     """
     model = _Model(table, open_, hint)
     for presolve in (True, False):
@@ -79,11 +69,11 @@ def solve_core(table: Table, open_: Bools, hint: Ints, limits: Limits, *, effort
         _configure(solver, limits, effort, gap, presolve=presolve)
         status = solver.solve(model.model)
         limits.spent += float(solver.response_proto.deterministic_time)
-        result = model.result(solver, status)
+        pick, bound = model.result(solver, status)
         # An answer that rules the hint out is wrong, and CP-SAT is run again without presolve.
-        if status != cp_model.INFEASIBLE and result.bound <= table.shifted_loss(hint) + model.resolution:
-            return result
-    return CoreResult(None, -math.inf)
+        if status != cp_model.INFEASIBLE and bound <= table.shifted_loss(hint) + model.resolution:
+            return pick, bound
+    return None, -math.inf
 
 
 class _Model:
@@ -151,16 +141,16 @@ class _Model:
         self.model.minimize(loss + int(self.known / self.loss_unit))
         self.resolution = len(losses) * self.loss_unit
 
-    def result(self, solver: cp_model.CpSolver, status: cp_model.CpSolverStatus) -> CoreResult:
+    def result(self, solver: cp_model.CpSolver, status: cp_model.CpSolverStatus) -> tuple[Ints | None, float]:
         """Return CP-SAT's answer."""
         rest = self.known - int(self.known / self.loss_unit) * self.loss_unit
         bound = float(solver.best_objective_bound) * self.loss_unit + rest
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return CoreResult(None, bound)
+            return None, bound
         on = np.array([solver.boolean_value(v) for v in self.variables], dtype=bool)
         pick = self.pick.copy()
         pick[self.rows[on]] = self.columns[on]
-        return CoreResult(pick, bound)
+        return pick, bound
 
 
 def _integers(values: Floats, bits: int, *, up: bool) -> list[int]:

@@ -85,12 +85,9 @@ def _limit(problem: Problem, table: Table) -> float | None:
         taken = math.fsum([steps - done, -worth, done / achieved])
         limit, least, highest = steps / taken if taken > 0 else MAX_SPEEDUP, 1.0, MAX_SPEEDUP
     limit = math.floor(min(limit, highest) * _DIGITS) / _DIGITS
-    for _ in range(3):
-        if limit < least:
-            return None
-        reached = replace(problem, budget=replace(problem.budget, value=limit))
-        if Table.build(reached).saves_enough(most):
-            return limit
-        limit = limit - 1 / _DIGITS if limit > least else -1.0
-        limit = max(limit, least) if limit >= 0 else limit
+    for tried in (limit, max(limit - 1 / _DIGITS, least), max(limit - 2 / _DIGITS, least)):
+        if limit >= least:
+            reached = replace(problem, budget=replace(problem.budget, value=tried))
+            if Table.build(reached).saves_enough(most):
+                return tried
     return None

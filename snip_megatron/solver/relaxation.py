@@ -49,10 +49,8 @@ def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
         last, last_limit = np.concatenate([np.zeros(len(rows)), -weights]), -table.need / float(table.steps.sum())
     else:
         objective = np.concatenate([np.zeros(len(rows)), -weights])
-        last, last_limit = (
-            np.concatenate([table.loss[rows, columns] / scale, np.zeros(len(weights))]),
-            (table.limit - table.least) / scale,
-        )
+        last = np.concatenate([table.loss[rows, columns] / scale, np.zeros(len(weights))])
+        last_limit = (table.limit - table.least) / scale
     one = coo_array((np.ones(len(rows)), (rows, np.arange(len(rows)))), shape=(len(open_), len(objective)))
     result = linprog(
         objective,

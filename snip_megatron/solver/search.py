@@ -155,9 +155,9 @@ class _Search:
         beyond = float(lowest[~core].min(initial=math.inf))
         core[np.arange(len(core)), self.pick] = True
         effort = self.effort if end == whole else _CORE_EFFORT
-        result = solve_core(self.table, core, self.pick, self.limits, effort=effort, gap=self.table.goal / 2)
-        self.bound = max(self.bound, min(result.bound, beyond))
-        if result.pick is not None and not self._offer(result.pick):  # it misses a need by rounding
-            worth = self.table.worth(self.table.savings(result.pick))
-            self._offer(mend_picks(self.table, result.pick, worth, self.pick))
+        pick, bound = solve_core(self.table, core, self.pick, self.limits, effort=effort, gap=self.table.goal / 2)
+        self.bound = max(self.bound, min(bound, beyond))
+        if pick is not None and not self._offer(pick):  # it misses a need by rounding
+            worth = self.table.worth(self.table.savings(pick))
+            self._offer(mend_picks(self.table, pick, worth, self.pick))
         return end == whole
