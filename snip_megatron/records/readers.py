@@ -76,10 +76,7 @@ def read_config(run: Path | str) -> dict[str, Any]:
 def read_events(run: Path | str) -> list[dict[str, Any]]:
     """Return the events in the order in which they were written.
 
-    Torn lines are skipped. A missing file gives an empty list.
-
-    Raises:
-        SnipError: the file cannot be read.
+    Torn lines are skipped. A missing file gives an empty list. Raises SnipError if the file cannot be read.
     """
     return [record for record in _lines(Path(run) / EVENTS) if isinstance(record.get("event"), str)]
 
@@ -87,8 +84,7 @@ def read_events(run: Path | str) -> list[dict[str, Any]]:
 def read_metrics(run: Path | str) -> list[dict[str, Any]]:
     """Return the metrics, one record a step, ascending. Of a step that was recorded twice, the last record is used.
 
-    Raises:
-        SnipError: the file cannot be read.
+    Raises SnipError if the file cannot be read.
     """
     by_step = {record["step"]: record for record in _lines(Path(run) / METRICS)}
     return [by_step[step] for step in sorted(by_step)]
@@ -115,10 +111,7 @@ def read_plans(run: Path | str, *, skipped: list[str] | None = None) -> dict[int
 def read_scores(
     run: Path | str, *, skipped: list[str] | None = None, last: int | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Return the bodies of the scores files (version, scores) by step, ascending: all, or the ``last`` ones.
-
-    See :func:`read_maps`.
-    """
+    """Return the scores files by step, ascending: all, or the ``last`` ones. See :func:`read_maps`."""
     return _parsed(Path(run), "scores", _parse_scores, skipped, last)
 
 
@@ -146,16 +139,10 @@ def _parsed[T](
     files = list(step_files(run, folder).items())
     for step, file in files if last is None else files[-last:]:
         try:
-            found[step] = parse(_text(file), str(file))
-        except SnipError as error:
+            found[step] = parse(file.read_text(encoding="utf-8"), str(file))
+        except (OSError, ValueError, SnipError) as error:
+            fault = error if isinstance(error, SnipError) else SnipError(f"{file}: cannot be read ({error})")
             if skipped is None:
-                raise
-            skipped.append(str(error))
+                raise fault from None
+            skipped.append(str(fault))
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise SnipError(f"{path}: cannot be read ({error})") from None

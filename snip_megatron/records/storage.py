@@ -90,7 +90,7 @@ def _sync_folder(folder: Path) -> None:
 
 @dataclass
 class Faults:
-    """Counts failed and lost writes. The first failure is reported on standard error."""
+    """Counts failed and lost writes. The first of either is reported on standard error, and all losses at the end."""
 
     where: Path
     count: int = 0
@@ -103,6 +103,12 @@ class Faults:
         self.last_error = str(error)
         if self.count == 1:
             self._say(f"cannot write ({error}); training goes on, the records are kept and written later")
+
+    def lose(self, count: int) -> None:
+        """Count lost records. The first ones are reported at once."""
+        if count and not self.lost:
+            self._say(f"more records wait than are kept: the oldest are lost from now on ({self.last_error})")
+        self.lost += count
 
     def report_loss(self) -> None:
         """Print how many records were never written, if any."""
@@ -142,7 +148,7 @@ class WriteQueue:
         self.drain()
         while self._bytes > MAX_PENDING_BYTES and len(self._jobs) > 1:
             self._bytes -= self._jobs.popleft()[0]
-            self._faults.lost += 1
+            self._faults.lose(1)
 
     def drain(self, *, force: bool = False) -> None:
         """Try every kept write once. During the back-off nothing is tried unless ``force`` is set."""

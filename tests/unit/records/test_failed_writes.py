@@ -162,6 +162,7 @@ def test_pending_writes_are_bounded_and_the_loss_is_said(tmp_path, monkeypatch, 
     for step in range(100):
         run.event(step, "collect", seconds=0.1)
     assert 80 <= run.faults.lost < 100
+    assert capsys.readouterr().err.count("the oldest are lost from now on") == 1  # hours before the end
     run.close()
     assert run.faults.lost == 100
     assert "100 records were lost" in capsys.readouterr().err
