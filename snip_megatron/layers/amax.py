@@ -18,7 +18,6 @@ import torch.distributed as dist
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import SPECS, Scaling
 from snip_megatron.quantization.hadamard import ROTATED, Rotation, Signs, rotate
-from snip_megatron.quantization.reference import tile_amax
 
 _SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
 
@@ -71,8 +70,8 @@ def gathered_amaxes(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the amaxes of the gathered matrix, for token shards that are quantised before they are gathered.
 
-    nvfp4 scales by the largest finite tile, and the tiles of the two GEMMs differ. The two results are therefore equal
-    unless a shard holds a NaN or Inf. If a result is needed, this is a collective of ``group``.
+    nvfp4 scales by the largest finite number, fp8_tensor by the largest of all. If a result is needed, this is a
+    collective of ``group``.
 
     Args:
         shard: this rank's tokens [T, cols]. T is not zero.
@@ -80,20 +79,16 @@ def gathered_amaxes(
         group: the tensor parallel group; None for a single shard.
 
     Returns:
-        For each GEMM FP32 and 0-dim, or None if its format has no scale for the whole tensor. Equal formats that do
-        not ignore anything get one tensor.
+        For each GEMM FP32 and 0-dim, or None if its format has no scale for the whole tensor. Equal formats get one
+        tensor.
     """
     wanted = [fmt for fmt in formats if fmt in WHOLE_TENSOR]
     if not wanted:
         return None, None
-    own = [_amax_of(shard, fmt, axis) for fmt, axis in zip(formats, (1, 0), strict=True)]
-    known = [amax for amax in own if amax is not None]
-    if wanted == [Format.FP8_TENSOR] * 2:
-        (both,) = largest(known[0].view(1), group).unbind()
-        return both, both
-    found = iter(largest(torch.stack(known), group).unbind())
-    row, col = (None if amax is None else next(found) for amax in own)
-    return row, col
+    kinds = list(dict.fromkeys(wanted))
+    own = torch.stack([_amax(shard, finite=SPECS[fmt].scaling is Scaling.E4M3_FP32) for fmt in kinds])
+    found: dict[Format | None, torch.Tensor] = dict(zip(kinds, largest(own, group).unbind(), strict=True))
+    return found.get(formats[0]), found.get(formats[1])
 
 
 def shared_rotation(x: torch.Tensor, wgrad: Format, signs: Signs, group: dist.ProcessGroup | None) -> Rotation:
@@ -114,21 +109,11 @@ def shared_rotation(x: torch.Tensor, wgrad: Format, signs: Signs, group: dist.Pr
     return Rotation(signs, largest_of_shards(_amax(rotate(x, signs)), group))
 
 
-def _amax(x: torch.Tensor) -> torch.Tensor:
-    """Return max|x|, FP32 and 0-dim, NaN if x holds a NaN."""
-    x = x.detach()
+def _amax(x: torch.Tensor, *, finite: bool = False) -> torch.Tensor:
+    """Return max|x|, FP32 and 0-dim, NaN if x holds a NaN; with ``finite`` that of the finite numbers."""
+    x = x.detach().nan_to_num(0.0, 0.0, 0.0) if finite else x.detach()
     amax = torch.linalg.vector_norm(x, float("inf")) if x.numel() else x.new_zeros(())
     return amax.to(torch.float32)
-
-
-def _amax_of(x: torch.Tensor, fmt: Format | None, axis: int) -> torch.Tensor | None:
-    if fmt not in WHOLE_TENSOR:
-        return None
-    spec = SPECS[fmt]
-    if spec.scaling is Scaling.FP32_TENSOR:
-        return _amax(x)
-    tiles = tile_amax(x, spec.tile_shape(axis, block=False))
-    return torch.where(tiles.isfinite(), tiles, 0.0).amax()
 
 
 def largest(amaxes: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

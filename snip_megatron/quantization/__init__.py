@@ -7,7 +7,7 @@ from snip_megatron.quantization.reference import (
     quantize_dequantize,
     squared_error,
 )
-from snip_megatron.quantization.rounding import derive_seed, derive_seeds, random_normal, random_signs
+from snip_megatron.quantization.rounding import derive_seed, derive_seeds, random_normal
 
 __all__ = [
     "Quantized",
@@ -17,6 +17,5 @@ __all__ = [
     "quantize",
     "quantize_dequantize",
     "random_normal",
-    "random_signs",
     "squared_error",
 ]

@@ -240,11 +240,11 @@ def _scales(
         factors = _nvfp4_factors(amax, spec, tensor_amax, tiled)
         scale = factors[0] * factors[1]
         return _divisor(scale), scale, factors
-    scale = fp32_scales(amax, spec)
+    scale = _fp32_scales(amax, spec)
     return scale, scale, None
 
 
-def fp32_scales(amax: Tensor, spec: FormatSpec) -> Tensor:
+def _fp32_scales(amax: Tensor, spec: FormatSpec) -> Tensor:
     """Return the FP32 scales of tiles with these amaxes, NaN where an amax is NaN or Inf. A zero tile has scale 1."""
     return torch.where(amax.isinf(), torch.nan, _nonzero(_divided(amax, spec.element.maximum)))
 
@@ -319,11 +319,6 @@ def _squared_error(tiled: Tensor, tile_scale: Tensor, tensor_scale: Tensor, spec
         error.nan_to_num_(0.0).clamp_(max=_LARGEST_ERROR).to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
     )
     return total.to(torch.float32) * tile_scale * tile_scale
-
-
-def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Return FP32 max|x| of each tile of ``x`` [rows, cols], NaN where a tile holds a NaN."""
-    return _amax(_tiled(_padded(x.detach().to(torch.float32), tile), tile))[:, 0, :, 0].abs()
 
 
 def _padded(x: Tensor, tile: tuple[int, int]) -> Tensor:

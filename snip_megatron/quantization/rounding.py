@@ -29,7 +29,7 @@ MIX_LAST = 0x9E3779B1
 # length 68,724, and no constant reaches more than 70,422.
 MIX_EVEN = 0xADB4A92D
 ROW_STEP, COLUMN_STEP = 0x9E3779B1, 0x85EBCA77
-_SIGN_STREAM, _NORMAL_STREAM = 0x7369676E, 0x6E6F726D
+_NORMAL_STREAM = 0x6E6F726D
 _NORMAL_BITS = 16
 _SLAB = 1 << 17  # elements
 
@@ -151,12 +151,6 @@ def _slabs(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
 
 def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
-
-
-def random_signs(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
-    """Return ±1 with equal probability, float32 [len(rows), len(cols)]. Arguments as :func:`random_bits`."""
-    bits = random_bits(seed ^ _SIGN_STREAM, rows, cols)
-    return (bits >> 31).mul_(2).add_(1).to(torch.float32)
 
 
 def random_normal(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
