@@ -16,7 +16,7 @@ from snip_megatron.gemm.backend import GemmBackend, refuse_gathers
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.operands import CachedPair, GemmOperand, OperandPair, OperandSpec, UnquantizedOperand
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair
+from snip_megatron.quantization.exact import CachedExactPair, ExactOperand, ExactPair
 
 
 class EmulatedBackend(GemmBackend):
@@ -46,7 +46,7 @@ class EmulatedBackend(GemmBackend):
         held, keys = None, spec.keys
         if cached is not None:
             first, second = (each if isinstance(each, ExactOperand) else None for each in cached.operands)
-            held = HeldPair((first, second), cached.current)
+            held = CachedExactPair((first, second), cached.current)
         made = self._quantize_exact(
             x,
             row,

@@ -19,7 +19,7 @@ from snip_megatron.gemm.operands import CachedPair, GemmOperand, OperandPair, Op
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.shards import Packing, QuantizedShard, operand_shard
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.packed import STORED, Held, Operand, Operands
+from snip_megatron.quantization.packed import STORED, CachedOperands, Operand, Operands
 
 NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
 """Formats that these tensor cores multiply."""
@@ -145,9 +145,9 @@ class HopperBackend(GemmBackend):
         return self._others.pack(operand, format, axis)
 
 
-def _held(cached: CachedPair | None, scaling: str) -> Held | None:
+def _held(cached: CachedPair | None, scaling: str) -> CachedOperands | None:
     """Return those of the cached operands that one call of a quantiser makes."""
     if cached is None:
         return None
     row, col = (each if isinstance(each, Operand) and each.scaling == scaling else None for each in cached.operands)
-    return Held(Operands(row, col), cached.current)
+    return CachedOperands(Operands(row, col), cached.current)

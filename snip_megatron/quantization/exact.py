@@ -49,7 +49,7 @@ ExactPair = tuple[ExactOperand | None, ExactOperand | None]
 
 
 @dataclass(frozen=True)
-class HeldPair:
+class CachedExactPair:
     """A quantised weight that stays at the same addresses from step to step, for CUDA graphs.
 
     Attributes:
@@ -72,7 +72,7 @@ def quantize_exact(
     cols: Tensor | None = None,
     amax: Tensor | None = None,
     rotation: Rotation | None = None,
-    held: HeldPair | None = None,
+    held: CachedExactPair | None = None,
 ) -> ExactPair:
     """Quantise ``x`` [M, K] for the GEMM that reduces over K and for the GEMM that reduces over M.
 

@@ -76,7 +76,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Held:
+class CachedOperands:
     """A quantised weight that stays at the same addresses from step to step, for CUDA graphs.
 
     Attributes:
@@ -124,7 +124,7 @@ def quantize_tiles(
 
 
 def quantize_blocks(
-    w: Tensor, row_format: Format | str | None, col_format: Format | str | None, *, held: Held | None = None
+    w: Tensor, row_format: Format | str | None, col_format: Format | str | None, *, held: CachedOperands | None = None
 ) -> Operands:
     """Quantise a weight [N, K] in 128×128 blocks.
 
@@ -149,7 +149,7 @@ def quantize_blocks(
 
 
 def quantize_tensor(
-    x: Tensor, *, row: bool = True, col: bool = False, amax: Tensor | None = None, held: Held | None = None
+    x: Tensor, *, row: bool = True, col: bool = False, amax: Tensor | None = None, held: CachedOperands | None = None
 ) -> Operands:
     """Quantise ``x`` [M, K] to fp8_tensor: E4M3 with one scale, ``amax``/448.
 
@@ -168,7 +168,7 @@ def quantize_tensor(
     return _kept(made, held)
 
 
-def _kept(made: Operands, held: Held | None) -> Operands:
+def _kept(made: Operands, held: CachedOperands | None) -> Operands:
     """Copy ``made`` into the operands of ``held``, unless they are up to date, and return these."""
     if held is None:
         return made

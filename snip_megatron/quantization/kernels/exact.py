@@ -14,7 +14,7 @@ from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
-from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair, shared
+from snip_megatron.quantization.exact import CachedExactPair, ExactOperand, ExactPair, shared
 from snip_megatron.quantization.formats import E2M1, SPECS, STOCHASTIC, Scaling, resolve
 from snip_megatron.quantization.hadamard import POINTS, Rotation, is_turned
 from snip_megatron.quantization.kernels.arguments import key_arguments
@@ -74,7 +74,7 @@ def quantize_exact(
     cols: Tensor | None = None,
     amax: Tensor | None = None,
     rotation: Rotation | None = None,
-    held: HeldPair | None = None,
+    held: CachedExactPair | None = None,
 ) -> ExactPair:
     """See :func:`snip_megatron.quantization.exact.quantize_exact`."""
     x = _checked(x)

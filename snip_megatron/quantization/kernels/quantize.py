@@ -37,7 +37,7 @@ from snip_megatron.quantization.kernels.programs import (
 from snip_megatron.quantization.kernels.wire import add_partials as add_partials
 from snip_megatron.quantization.kernels.wire import pack_fp4 as pack_fp4
 from snip_megatron.quantization.kernels.wire import unpack_fp4 as unpack_fp4
-from snip_megatron.quantization.packed import Held, Operand, Operands, stored_format
+from snip_megatron.quantization.packed import CachedOperands, Operand, Operands, stored_format
 from snip_megatron.quantization.rounding import Key
 
 LAUNCH: dict[str, dict[str, int]] = {
@@ -110,7 +110,7 @@ def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_blocks(
-    w: Tensor, row_format: Format | str | None, col_format: Format | str | None, *, held: Held | None = None
+    w: Tensor, row_format: Format | str | None, col_format: Format | str | None, *, held: CachedOperands | None = None
 ) -> Operands:
     """See :func:`snip_megatron.quantization.packed.quantize_blocks`."""
     w = _checked(w)
@@ -135,7 +135,7 @@ def quantize_blocks(
 
 
 def quantize_tensor(
-    x: Tensor, *, row: bool = True, col: bool = False, amax: Tensor | None = None, held: Held | None = None
+    x: Tensor, *, row: bool = True, col: bool = False, amax: Tensor | None = None, held: CachedOperands | None = None
 ) -> Operands:
     """See :func:`snip_megatron.quantization.packed.quantize_tensor`; without ``amax`` the matrix is read twice."""
     x = _checked(x)

@@ -10,7 +10,7 @@ import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.quantization import fake_quantize
-from snip_megatron.quantization.exact import ExactOperand, HeldPair, quantize_exact
+from snip_megatron.quantization.exact import CachedExactPair, ExactOperand, quantize_exact
 
 from . import oracle
 
@@ -94,7 +94,7 @@ def test_a_kept_weight_is_written_unless_it_is_current(fmt: str) -> None:
     first, second = matrix(64, 128), matrix(64, 128) * 2
     held = quantize_exact(first, fmt, fmt, square=True)
     for current, expected in ((1, first), (0, second)):
-        again = quantize_exact(second, fmt, fmt, square=True, held=HeldPair(held, torch.tensor([current])))
+        again = quantize_exact(second, fmt, fmt, square=True, held=CachedExactPair(held, torch.tensor([current])))
         assert again is held
         fresh = quantize_exact(expected, fmt, fmt, square=True)[0]
         assert fresh is not None

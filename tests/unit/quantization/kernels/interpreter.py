@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from snip_megatron.quantization.exact import ExactOperand, HeldPair
-from snip_megatron.quantization.packed import Held, Operand, Operands
+from snip_megatron.quantization.exact import CachedExactPair, ExactOperand
+from snip_megatron.quantization.packed import CachedOperands, Operand, Operands
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -94,10 +94,10 @@ class _Packed:
 
 
 def _map(value: Any, function: Any) -> Any:
-    if isinstance(value, Held):
-        return Held(_map(value.operands, function), function(value.current))
-    if isinstance(value, HeldPair):
-        return HeldPair(_map(value.operands, function), function(value.current))
+    if isinstance(value, CachedOperands):
+        return CachedOperands(_map(value.operands, function), function(value.current))
+    if isinstance(value, CachedExactPair):
+        return CachedExactPair(_map(value.operands, function), function(value.current))
     if isinstance(value, ExactOperand):
         return ExactOperand(function(value.values), function(value.scale), value.tile)
     if isinstance(value, Operands):

@@ -11,7 +11,7 @@ import torch
 
 from snip_megatron.quantization import derive_seeds
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity, advance
-from snip_megatron.quantization.packed import Held, Operand, Operands
+from snip_megatron.quantization.packed import CachedOperands, Operand, Operands
 
 from .interpreter import Quantizers
 
@@ -86,7 +86,7 @@ def test_a_kept_weight(kernels: Quantizers, call: str) -> None:
     for quantizers in (kernels, packed):
         for current in (0, 1):
             flag = torch.tensor([current], dtype=torch.int32)
-            held = Held(quantised(quantizers, first), flag)
+            held = CachedOperands(quantised(quantizers, first), flag)
             found = quantised(quantizers, second, held=held)
             expected = quantised(quantizers, first if current else second)
             same(found.row, expected.row)

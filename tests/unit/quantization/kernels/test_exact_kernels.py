@@ -14,7 +14,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.tiled_kernel import tiled_kernel
 from snip_megatron.quantization import derive_seeds, exact
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity
-from snip_megatron.quantization.exact import ExactOperand, ExactPair, HeldPair
+from snip_megatron.quantization.exact import CachedExactPair, ExactOperand, ExactPair
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.kernels.exact import SHAPES
 from snip_megatron.quantization.kernels.exact_programs import amax_kernel, side_kernel
@@ -137,7 +137,7 @@ def test_the_amax_of_a_shard(kernels: Quantizers) -> None:
 def test_kept_weights(kernels: Quantizers, fmt: str, current: int) -> None:
     old = exact.quantize_exact(matrix(40, 70), fmt, fmt, square=True)
     flag = torch.tensor([current], dtype=torch.int32)
-    held = HeldPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
+    held = CachedExactPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
                           for s in old if s is not None), flag)  # type: ignore[arg-type]  # fmt: skip
     new = matrix(40, 70) * 3
     found = kernels.call("quantize_exact", new, fmt, fmt, square=True, held=held)
