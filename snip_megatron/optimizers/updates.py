@@ -277,7 +277,7 @@ class MuonState(Update):
         seen = torch.stack([sum_squares(self.direction(g + every[i] * unit) - base) for i in chosen])
         known, values = every[chosen], seen.cpu().numpy()
         if len(every) > len(known) and (known > 0.0).all() and (values > 0.0).all():
-            drift = np.exp(np.interp(np.log(every), np.log(known), np.log(values)))
+            found = np.exp(np.interp(np.log(every), np.log(known), np.log(values)))
         else:
-            drift = np.interp(every, known, values)
-        return torch.from_numpy(drift).to(seen.device)
+            found = np.interp(every, known, values)
+        return torch.from_numpy(found).to(seen.device)

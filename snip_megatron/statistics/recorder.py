@@ -181,9 +181,9 @@ class LinearRecorder:
 
     def own_sums(self) -> torch.Tensor:
         """Return this rank's share of :attr:`whole`. Call it before a table takes the sums."""
-        nothing = torch.zeros((), dtype=torch.float64, device=self.handle.weight.device)
-        rows = nothing + self._rows * self._once
-        return torch.stack([*(self.sums.get(name, nothing) for name in ("x2", "g2", "s2")), rows])
+        zero = torch.zeros((), dtype=torch.float64, device=self.handle.weight.device)
+        rows = zero + self._rows * self._once
+        return torch.stack([*(self.sums.get(name, zero) for name in ("x2", "g2", "s2")), rows])
 
     # -- statistics pass ---------------------------------------------------------------------------------------
     def _record_weight(self, w: torch.Tensor) -> None:
@@ -255,11 +255,11 @@ class LinearRecorder:
         column = self.handle.parallel == "column"  # Y of a row-parallel linear is a partial sum; see reduction.py
         if column:
             self._add("y2", sum_squares(y) * weight)
-        nothing = g.new_zeros(len(rows), dtype=torch.float64)
+        zero = g.new_zeros(len(rows), dtype=torch.float64)
         found = []
         for fmt in map(resolve, self.formats):
             if Gemm.FPROP not in fmt.gemms:
-                found.append((nothing, nothing.sum()))
+                found.append((zero, zero.sum()))
                 continue
             x_rowwise, _ = backend.quantize(xs, OperandSpec(fmt, None, amax=amax["x"]))
             w_rowwise, _ = backend.quantize(w, OperandSpec(fmt, None, weight=True, amax=amax["w"]))

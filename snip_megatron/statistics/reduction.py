@@ -179,11 +179,11 @@ class PartialTable:
         self._add(f"by_format.{column}", self._row[name], values, column)
 
     def add_drift(self, name: str, values: torch.Tensor) -> None:
-        """Add the squared drift of a linear over the ρ grid."""
+        """Add the squared update error of a linear over the ρ grid."""
         self._add("drift2", self._row[name], values, "drift2")
 
     def add_sink(self, index: int, drift2: torch.Tensor, w2: torch.Tensor) -> None:
-        """Add the squared drift of a sink over the ρ grid, and its ‖W‖²."""
+        """Add the squared update error of a sink over the ρ grid, and its ‖W‖²."""
         self._add("sink_drift2", index, drift2, "sink_drift2")
         self._add("sink_w2", index, w2, "sink_w2")
 
