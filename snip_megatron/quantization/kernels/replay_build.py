@@ -41,10 +41,11 @@ def replay_extension() -> tuple[Any | None, str]:
     or there is no driver; the phrase then says why.
     """
     try:
-        launcher(_address(ctypes.CDLL("libcuda.so.1"), "cuLaunchKernel"))
+        driver = ctypes.CDLL("libcuda.so.1")
         found = compiled_extension()
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         return None, f"Python launches kernels ({' '.join(str(error).split())[:200]})"
+    launcher(_address(driver, "cuLaunchKernel"))
     found.configure(CONSTANTS, torch._C._cuda_getCurrentRawStream)
     return found, "C++ launches kernels"
 

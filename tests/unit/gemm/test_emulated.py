@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.cublaslt import CublasLt
@@ -242,3 +243,13 @@ def test_wrong_numbers_and_failures_do_not() -> None:
 
 def _multiplied(self: EmulatedBackend, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Any = None) -> Tensor:
     return EmulatedBackend.multiply(self, gemm, a, b, dtype, out) * (1.5 if gemm is Gemm.DGRAD else 1.0)
+
+
+class _Poisoning(EmulatedBackend):
+    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand more")
+
+
+def test_a_device_that_fails_ends_the_run() -> None:
+    with pytest.raises(SnipError, match=r"the device fails \(CUDA error: an illegal.*--snip-gemm reference$"):
+        wrong_numbers(_Poisoning(quantize_exact, ExactProducts()), "cpu", [MXFP8])
