@@ -157,9 +157,8 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
     if broken:
         raise SnipError(f"the statistics of step {table.step} are not finite: {', '.join(broken[:3])}")
     options = list_options(table.linears, request, table.tokens_per_step)
-    candidate = np.array(
-        [[f in request.formats_of(split_option_id(o.id)[1]) for f in request.formats] for o in options]
-    )
+    own = {gemm: request.formats_of(gemm) for gemm in (*Gemm, None)}
+    candidate = np.array([[fmt in own[split_option_id(o.id)[1]] for fmt in request.formats] for o in options])
     divergence = divergences(table, request)
     each = policy_scores(table, request, *divergence)
     q, (loss, weight) = _per_option(each, request), (_per_option(values, request) for values in divergence)
