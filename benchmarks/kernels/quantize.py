@@ -6,9 +6,6 @@ Every row names a kernel and a shape. ``fraction`` is its bytes (read once, writ
 same for a device-to-device copy of as many bytes in the same run. Both start with a cold L2 cache, and neither includes
 its launch; ``host_us`` is the host time of the launch. ``tensor`` reads its matrix twice unless the amax is known, and
 both reads are counted. The exit code is 1 if a kernel differs from the reference.
-
-``--orders`` measures only the quantisation of whole tensors: in ascending order, and in the descending order that finds
-the end of the matrix in the L2 cache, with policies for the caches. The orders take turns, and bits are compared.
 """
 
 from __future__ import annotations
@@ -40,14 +37,6 @@ SWEEP = {  # kind of kernel → (num_warps, maxnreg)
     "blocks": ((8, 56), (8, 64), (8, 80), (16, 40)),
     "tensor": ((8, 56), (8, 64), (16, 32), (16, 40), (16, 48)),
 }
-ORDERED = ((8192, 4096), (8192, 14336), (16384, 4096), (8192, 28672))
-ORDERS: dict[str, dict[str, object]] = {
-    "ascending": {"DESCENDING": False, "LAST_READ": "", "WRITE": ""},
-    "descending": {"DESCENDING": True, "LAST_READ": "", "WRITE": ""},
-    "descending, last reads evicted first": {"DESCENDING": True, "LAST_READ": "evict_first", "WRITE": ""},
-    "descending, all evicted first": {"DESCENDING": True, "LAST_READ": "evict_first", "WRITE": "evict_first"},
-}
-_ROUNDS = 5
 Call = Callable[[torch.Tensor], Operands]
 
 
@@ -232,48 +221,19 @@ def sweep() -> list[dict[str, Any]]:
     return rows
 
 
-def orders(shapes: Iterable[tuple[int, int]] = ORDERED) -> list[dict[str, Any]]:
-    """Measure the quantisation of whole tensors in each of ``ORDERS``, in turns."""
-    name, rows, usual = "tensor fp8 row+col", [], dict(triton_quantize.ORDER)
-    for m, k in shapes:
-        x = sample(m, k)
-        call = functools.partial(cases(triton_quantize)[name], x)
-        first = call()
-        size = moved_bytes(name, x, first)
-        times: dict[str, list[float]] = {order: [] for order in ORDERS}
-        differences: dict[str, str | None] = {}
-        for _ in range(_ROUNDS):
-            for order, chosen in ORDERS.items():
-                triton_quantize.ORDER.update(chosen)
-                differences[order] = difference(call(), first)
-                times[order].append(cold_milliseconds(call, batches=1))
-        triton_quantize.ORDER.update(usual)
-        for order, found in times.items():
-            fraction = size / statistics.median(found) * 1e3 / copy_bandwidth(size)
-            row = {"kernel": name, "input": order, "shape": [m, k], "bytes": size, "ms": statistics.median(found)}
-            rows.append(row | {"fraction": fraction, "rounds_ms": found, "difference": differences[order]})
-            print(f"{order:43s} {m:6d}×{k:<6d} {row['ms']:8.4f} ms {fraction:6.1%} of copy")
-    return rows
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Quantisation kernels: correctness and bandwidth")
     parser.add_argument("--out", type=Path, help="result file (JSON)")
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--sweep", action="store_true", help="also try other launch options")
-    chosen.add_argument("--orders", action="store_true", help="compare only the orders of whole-tensor quantisation")
+    parser.add_argument("--sweep", action="store_true", help="also try other launch options")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     arguments = parser.parse_args()
     refuse_without_cuda()
     torch.manual_seed(0)
-    checks = orders() if arguments.orders else check()
+    checks = check()
     wrong = [row for row in checks if row["difference"] is not None]
     for row in wrong:
         print(f"DIFFERS {row['kernel']} on {row['input']}: {row['difference']}")
     print(f"{len(checks) - len(wrong)} of {len(checks)} checks agree with the reference")
-    if arguments.orders:
-        write(arguments.out, header(arguments.commit) | {"orders": checks})
-        return 1 if wrong else 0
     names = list(cases(triton_quantize))
     result = header(arguments.commit) | {
         "launch": {name: dict(options) for name, options in triton_quantize.LAUNCH.items()},

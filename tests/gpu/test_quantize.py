@@ -133,19 +133,6 @@ def test_a_captured_graph_finds_the_amax_of_what_is_there() -> None:
             assert_same(found.col, expected.col)
 
 
-@pytest.mark.parametrize("policies", [("", ""), ("evict_first", ""), ("evict_first", "evict_first")])
-@pytest.mark.parametrize("descending", [False, True])
-def test_no_order_changes_a_bit(descending: bool, policies: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from snip_megatron.quantization.kernels import quantize as triton_quantize
-
-    for name, value in zip(("DESCENDING", "LAST_READ", "WRITE"), (descending, *policies), strict=True):
-        monkeypatch.setitem(triton_quantize.ORDER, name, value)
-    x = activations(8192, 4096)
-    found, expected = triton_quantize.quantize_tensor(x, col=True), packed.quantize_tensor(x, col=True)
-    assert_same(found.row, expected.row)
-    assert_same(found.col, expected.col)
-
-
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 

@@ -73,10 +73,8 @@ def key_memory(seed: Key | None, unused: Tensor) -> Tensor:
     return seed if isinstance(seed, Tensor) else unused
 
 
-def are_pairs(cols: Tensor | None, start: int) -> bool:
-    """Return whether neighbouring columns are pairs (2i, 2i + 1). Given ids are inspected on the device once."""
-    if cols is None:
-        return start % 2 == 0
+def are_pairs(cols: Tensor) -> bool:
+    """Return whether neighbouring columns are pairs (2i, 2i + 1). The ids are inspected on the device once."""
     known = _PAIRED.get(id(cols))
     if known is None or known[0]() is not cols or known[1] != cols._version:
         even, odd = cols[: cols.numel() // 2 * 2].view(-1, 2).unbind(1)

@@ -18,7 +18,6 @@ from snip_megatron.quantization.kernels.elements import magnitude_bits
 EDGE = tl.constexpr(128)
 PAIRS = tl.constexpr(64)
 HALF = tl.constexpr(64)
-NO_POLICY = tl.constexpr("")  # for the caches
 
 
 @triton.jit
@@ -37,18 +36,18 @@ def over_rows(vector, DOWN: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr, EVICTION: tl.constexpr = NO_POLICY):
+def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr):
     """Load part (m, k) as int32 words of two 16-bit numbers, zero outside the matrix: [128, 64], or [64, 64, 2] with
     ``DOWN``, where threads hold rows.
 
-    ``x_stride`` and ``width`` count words. ``EVICTION`` is Triton's policy for the caches.
+    ``x_stride`` and ``width`` count words.
     """
     i, j = _rows(DOWN), over_rows(tl.arange(0, PAIRS), DOWN)
     pointers = x_ptr + m.to(tl.int64) * EDGE * x_stride + k * PAIRS + i * x_stride + j
     if DOWN:  # hides contiguity, so that the compiler chooses the layout of the transposed store for this load
         pointers = tl.max_contiguous(pointers, [1, 1, 1])
     inside = (m * EDGE + i < M) & (k * PAIRS + j < width)
-    return tl.load(pointers, mask=inside, other=0, eviction_policy=EVICTION)
+    return tl.load(pointers, mask=inside, other=0)
 
 
 @triton.jit
@@ -127,18 +126,18 @@ def amax_pairs(words, DOWN: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.cons
 
 
 @triton.jit
-def store_rows(ptr, words, m, k, stride, row_mask, EVICTION: tl.constexpr = NO_POLICY):
+def store_rows(ptr, words, m, k, stride, row_mask):
     """Store pairs [128, 64] to part (m, k) of a matrix whose width is padded to 128; ``stride`` counts pairs."""
     i, j = tl.arange(0, EDGE), tl.arange(0, PAIRS)
     base = ptr + m.to(tl.int64) * EDGE * stride + k * PAIRS
-    tl.store(base + i[:, None] * stride + j[None, :], words, mask=row_mask[:, None], eviction_policy=EVICTION)
+    tl.store(base + i[:, None] * stride + j[None, :], words, mask=row_mask[:, None])
 
 
 @triton.jit
-def store_columns(ptr, lo, hi, m, k, stride, lo_mask, hi_mask, EVICTION: tl.constexpr = NO_POLICY):
+def store_columns(ptr, lo, hi, m, k, stride, lo_mask, hi_mask):
     """Store bytes [64, 64, 2] of the even and odd columns of part (m, k) to rows of the transposed matrix."""
     j = over_rows(tl.arange(0, PAIRS), True)
     base = ptr + k.to(tl.int64) * EDGE * stride + m * EDGE
     base = base + 2 * j * stride + _rows(True)
-    tl.store(base, lo, mask=over_rows(lo_mask, True), eviction_policy=EVICTION)
-    tl.store(base + stride, hi, mask=over_rows(hi_mask, True), eviction_policy=EVICTION)
+    tl.store(base, lo, mask=over_rows(lo_mask, True))
+    tl.store(base + stride, hi, mask=over_rows(hi_mask, True))

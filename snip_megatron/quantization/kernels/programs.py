@@ -17,7 +17,6 @@ from snip_megatron.quantization.kernels.elements import (
 )
 from snip_megatron.quantization.kernels.pairs import (
     EDGE,
-    NO_POLICY,
     PAIRS,
     amax_pairs,
     lifted,
@@ -140,7 +139,7 @@ def tile_kernel(
 
 @triton.jit
 def _uniform_side(
-    words, scale, out_ptr, M, K, m, k, out_stride, FORMAT: tl.constexpr, DOWN: tl.constexpr, EVICTION: tl.constexpr,
+    words, scale, out_ptr, M, K, m, k, out_stride, FORMAT: tl.constexpr, DOWN: tl.constexpr,
     DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise a part with one scale [1, 1], and store it as it lies, or transposed if it was loaded with ``DOWN``."""
@@ -149,9 +148,9 @@ def _uniform_side(
     codes, others = _encode(words, scale, scale, words, words, FORMAT, False, not DOWN, DTYPE, HARDWARE)
     if DOWN:
         cols = k * EDGE + 2 * tl.arange(0, PAIRS)
-        store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K, EVICTION)
+        store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K)
     else:
-        store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M, EVICTION)
+        store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M)
 
 
 @triton.jit
@@ -178,7 +177,7 @@ def block_kernel(
     if COL:
         scale = tile_scale(amax, COL, HARDWARE)
         words = load_pairs(x_ptr, x_stride, M, width, m, k, True)
-        _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, COL, True, "", DTYPE, HARDWARE)
+        _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, COL, True, DTYPE, HARDWARE)
         tl.store(col_scale_ptr + k * col_scale_stride + m + corner, scale)
 
 
@@ -208,29 +207,26 @@ def amax_kernel(
 def tensor_kernel(
     x_ptr, maxima_ptr, row_ptr, col_ptr, scale_ptr, current_ptr, M, K, width, col_stride, count,
     x_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, GUARDED: tl.constexpr,
-    DESCENDING: tl.constexpr, LAST_READ: tl.constexpr, WRITE: tl.constexpr,
     DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise to fp8_tensor by the largest of ``count`` maxima. The first part's program stores the scale.
 
-    With ``DESCENDING`` parts are processed from the last to the first, because the end of the matrix is what the kernel
-    before it has left in cache. ``LAST_READ`` and ``WRITE`` are Triton's policies for the caches.
+    Parts are processed from the last to the first, because the end of the matrix is what the kernel before it has left
+    in cache.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
-    k, m = tl.program_id(0), tl.program_id(1)
-    if DESCENDING:
-        k, m = tl.num_programs(0) - 1 - k, tl.num_programs(1) - 1 - m
+    k, m = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     # The part is on its way while the amax is found.
-    words = load_pairs(x_ptr, x_stride, M, width, m, k, not ROW, NO_POLICY if ROW and COL else LAST_READ)
+    words = load_pairs(x_ptr, x_stride, M, width, m, k, not ROW)
     i, one = tl.arange(0, MAXIMA), tl.zeros((1, 1), tl.int32)
     amax = tl.max(tl.load(maxima_ptr + i, mask=i < count, other=0), axis=0)
     scale = tile_scale(amax + one, 8, HARDWARE, True)
     tl.store(scale_ptr + one, scale, mask=(one + k + m) == 0)
     if ROW:
-        _uniform_side(words, scale, row_ptr, M, K, m, k, row_stride, 8, False, WRITE, DTYPE, HARDWARE)
+        _uniform_side(words, scale, row_ptr, M, K, m, k, row_stride, 8, False, DTYPE, HARDWARE)
     if COL:
         if ROW:
-            words = load_pairs(x_ptr, x_stride, M, width, m, k, True, LAST_READ)
-        _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, 8, True, WRITE, DTYPE, HARDWARE)
+            words = load_pairs(x_ptr, x_stride, M, width, m, k, True)
+        _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, 8, True, DTYPE, HARDWARE)

@@ -50,9 +50,6 @@ LAUNCH: dict[str, dict[str, int]] = {
 }
 """Launch options of each kind of kernel (``quantize --sweep`` in benchmarks tries others): tiles do not cross warps, so
 that many warps with few registers each hide each other's latency."""
-ORDER: dict[str, object] = {"DESCENDING": True, "LAST_READ": "", "WRITE": ""}
-"""The order in which a whole tensor is quantised, and the policies for the caches (``quantize --orders`` in benchmarks
-compares others). No choice changes a bit."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -95,7 +92,7 @@ def quantize_tiles(
                 "x_stride": x.stride(0) // 2, "row_stride": stride_of(row) // 2,
                 "ROW": row_width, "COL": col_width, "ROW_RANDOM": row_random, "COL_RANDOM": col_random,
                 "LOADED": row_key is not x or col_key is not x,
-                "PAIRED": cols is x or are_pairs(cols, 0), **_device_options(x),
+                "PAIRED": cols is x or are_pairs(cols), **_device_options(x),
             },
             LAUNCH["stochastic" if row_random or col_random else "fp8 rows" if row_width == 8 and col else "tiles"],
         )  # fmt: skip
@@ -158,7 +155,7 @@ def quantize_tensor(
             (M, K, K // 2, stride_of(col_side)), (maxima.numel(),),
             {
                 "x_stride": x.stride(0) // 2, "row_stride": stride_of(row_side) // 2, "ROW": row, "COL": col,
-                "GUARDED": current is not None, **ORDER, **_device_options(x),
+                "GUARDED": current is not None, **_device_options(x),
             },
             LAUNCH["tensor"],
         )  # fmt: skip

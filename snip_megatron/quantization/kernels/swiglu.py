@@ -101,7 +101,7 @@ def quantize_swiglu_gradient(
             {
                 "d_stride": d.stride(0) // 2, "y_stride": y.stride(0) // 2, "row_stride": stride_of(row) // 2,
                 "ROW": row_width, "COL": col_width, "ROW_RANDOM": row_random, "COL_RANDOM": col_random,
-                "LOADED": row_key is not y or col_key is not y, "PAIRED": cols is None or are_pairs(cols, 0),
+                "LOADED": row_key is not y or col_key is not y, "PAIRED": cols is None or are_pairs(cols),
                 "HARDWARE": has_hopper_instructions(y),
             },
             LAUNCH["gradient"],

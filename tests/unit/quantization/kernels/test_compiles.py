@@ -25,7 +25,7 @@ TILES = STRIDES | {
 }  # fmt: skip
 BF16 = {"DTYPE": "bf16", "HARDWARE": True}
 SIDES = STRIDES | {"ROW": 8, "COL": 4, "GUARDED": False} | BF16
-ORDER = {"ROW": True, "COL": True, "DESCENDING": True, "LAST_READ": "", "WRITE": ""}
+BOTH = {"ROW": True, "COL": True}
 CAPTURED_TILES = TILES | {"ROW": 4, "COL": 4, "ROW_RANDOM": True, "LOADED": True}
 POINTERS = {
     "x_ptr": "*i32", "row_ptr": "*i16", "col_ptr": "*u8", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
@@ -64,8 +64,8 @@ def assembled(
         ("block_kernel", SIDES | {"GUARDED": True}, "blocks", "*i32"),
         ("amax_kernel", {"x_stride": 2048, "GUARDED": False} | BF16, "amax", "*i32"),
         ("amax_kernel", {"x_stride": 2048, "GUARDED": True} | BF16, "amax", "*i32"),
-        ("tensor_kernel", SIDES | ORDER, "tensor", "*i32"),
-        ("tensor_kernel", SIDES | ORDER | {"GUARDED": True}, "tensor", "*i32"),
+        ("tensor_kernel", SIDES | BOTH, "tensor", "*i32"),
+        ("tensor_kernel", SIDES | BOTH | {"GUARDED": True}, "tensor", "*i32"),
     ],
 )
 def test_kernel_compiles_for_hopper(name: str, constants: dict[str, object], launch: str, x: str) -> None:
@@ -75,12 +75,6 @@ def test_kernel_compiles_for_hopper(name: str, constants: dict[str, object], lau
     if name != "amax_kernel" and 8 in (constants["ROW"], constants["COL"], 8 * (constants["ROW"] is True)):
         assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
     assert ".ftz.f32" not in compiled.asm["ptx"].replace("rcp.approx.ftz.f32", "")  # subnormal numbers must survive
-
-
-def test_policies_of_whole_tensors_reach_the_caches() -> None:
-    constants = SIDES | ORDER | {"LAST_READ": "evict_first"}
-    assert "L2::evict_first" in assembled("tensor_kernel", constants, "tensor").asm["ptx"]
-    assert "L2::evict_first" not in assembled("tensor_kernel", SIDES | ORDER, "tensor").asm["ptx"]
 
 
 def test_the_kernel_of_keys_compiles_for_hopper() -> None:
