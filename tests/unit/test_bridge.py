@@ -8,6 +8,8 @@ import inspect
 import os
 import subprocess
 import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,79 @@ def test_says_what_is_missing() -> None:
         pytest.skip("Megatron Bridge is installed")
     with pytest.raises(SnipError, match=r"needs megatron-bridge 0\.6.*No module named 'megatron\.bridge'"):
         importlib.import_module("snip_megatron.bridge")
+
+
+@pytest.fixture
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module over a stand-in of the interface of Bridge that it imports."""
+    if installed():
+        pytest.skip("Megatron Bridge is installed")
+    names = ("snip_megatron.bridge", "snip_megatron.megatron.compat.bridge")
+    modules = {"megatron.bridge": types.ModuleType("megatron.bridge")}
+    modules["megatron.bridge.training"] = types.ModuleType("megatron.bridge.training")
+    for name in ("callbacks", "initialize", "setup", "train"):
+        module: Any = types.ModuleType(f"megatron.bridge.training.{name}")
+        setattr(modules["megatron.bridge.training"], name, module)
+        modules[module.__name__] = module
+    module.train_step, module.train = _train_step, _train
+    modules["megatron.bridge.training.callbacks"].Callback = object  # type: ignore[attr-defined]
+    for name, each in modules.items():
+        monkeypatch.setitem(sys.modules, name, each)
+    yield importlib.import_module("snip_megatron.bridge")
+    for name in names:
+        sys.modules.pop(name)
+
+
+def _train_step(
+    forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, scheduler: Any, global_state: Any,
+    pg_collection: Any, forward_backward_func: Any,
+) -> None: ...  # fmt: skip
+
+
+def _train() -> None:
+    train_step()  # type: ignore[name-defined]  # noqa: F821 - looked up, not called
+
+
+def default_layer_spec(config: Any) -> None: ...
+
+
+default_layer_spec.__module__ = "megatron.bridge.models.gpt_provider"
+
+
+class Provider:
+    """A provider of Bridge's, as far as it is read."""
+
+    def __init__(self, spec: Any, transformer_impl: str = "transformer_engine") -> None:
+        self.transformer_layer_spec, self.transformer_impl = spec, transformer_impl
+        self.hooks: list[Any] = []
+
+    def register_pre_wrap_hook(self, hook: Any) -> None:
+        self.hooks.append(hook)
+
+
+@pytest.mark.parametrize("kind", ["provider", "configuration"])
+def test_a_layer_of_the_model_s_own_is_not_replaced(stood_in: Any, kind: str) -> None:
+    """Such as Gemma 2's, with norms behind its linears."""
+
+    def own(config: Any) -> None: ...
+
+    model: Any = Provider(own)
+    if kind == "configuration":
+        transformer = types.SimpleNamespace(transformer_impl="transformer_engine")
+        model = types.SimpleNamespace(pre_wrap_hooks=[], transformer=transformer, transformer_layer_spec=own)
+    snip = stood_in.SnipCallback(SnipConfig(enabled=True))
+    with pytest.raises(SnipError, match="has a transformer_layer_spec of its own, which SNIP's layer would replace"):
+        snip.attach(types.SimpleNamespace(model=model))
+    assert model.transformer_layer_spec is own
+
+
+@pytest.mark.parametrize(("spec", "impl"), [(default_layer_spec, "transformer_engine"), (max, "local")])
+def test_other_layers_are_converted(stood_in: Any, spec: Any, impl: str) -> None:
+    model = Provider(spec, impl)
+    with stood_in.SnipCallback(SnipConfig(enabled=True)) as snip:
+        snip.attach(types.SimpleNamespace(model=model))
+        assert model.hooks == [snip.pre_wrap_hook]
+        assert (model.transformer_layer_spec is spec) == (impl == "local")
 
 
 def test_the_loop_is_known(bridge: Any) -> None:

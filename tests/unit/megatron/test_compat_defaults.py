@@ -6,10 +6,11 @@ import argparse
 import importlib.util
 
 import pytest
+from llama_arguments import megatron_parser
 from megatron.training.arguments import add_megatron_arguments
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron import compat
+from snip_megatron.megatron import compat, entry
 from snip_megatron.megatron.compat.defaults import CPU, EXTENSIONS
 from snip_megatron.megatron.startup import Startup
 
@@ -81,3 +82,10 @@ def test_missing_extensions_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     args, shown = parse(Startup(on_cpu=False, disabled=frozenset({"missing-extensions"})))
     assert shown == []
     assert not args.no_persist_layer_norm
+
+
+def test_the_tokenizer_is_that_of_megatron_s_own_script() -> None:
+    """Megatron's parser has none, and its pretrain_gpt.py a default."""
+    parser = entry._provide_arguments(ON_CPU, [], megatron_parser())
+    assert parser.parse_args([]).tokenizer_type == "GPT2BPETokenizer"
+    assert parser.parse_args(["--tokenizer-type", "NullTokenizer"]).tokenizer_type == "NullTokenizer"
