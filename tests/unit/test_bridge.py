@@ -59,7 +59,9 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, name, each)
     yield importlib.import_module("snip_megatron.bridge")
     for name in names:
-        sys.modules.pop(name)
+        package, _, module_name = name.rpartition(".")
+        del sys.modules[name]
+        delattr(sys.modules[package], module_name)
 
 
 def _train_step(
