@@ -1,4 +1,4 @@
-"""Rank correlation between each estimator's scores and measured sensitivities (docs/method.md, definitions).
+"""Rank correlation between each estimator's scores and measured sensitivities (docs/how-it-works.md, definitions).
 
 The sensitivity of an option is measured by forcing only this option to the candidate format.
 """

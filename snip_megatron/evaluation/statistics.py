@@ -1,4 +1,4 @@
-"""Statistics of a comparison: the recovered gap, and paired differences between policies (docs/method.md)."""
+"""Statistics of a comparison: the recovered gap, and paired differences between policies (docs/how-it-works.md)."""
 
 from __future__ import annotations
 

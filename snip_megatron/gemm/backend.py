@@ -2,7 +2,7 @@
 
 A linear passes each of its matrices to the backend once: X in the forward, for fprop and wgrad; G in the backward, for
 dgrad and wgrad; and W once per optimizer step, for fprop and dgrad. A backend can therefore quantise a matrix for both
-GEMMs in one read. Matrices are 2-D: X [T, K], W [N, K], G [T, N]. The formats are given in docs/method.md, "Formats".
+GEMMs in one read. Matrices are 2-D: X [T, K], W [N, K], G [T, N]. The formats are given in how-it-works.md, "Formats".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The three GEMMs of a linear with quantised operands, in plain torch. All other backends are compared with these.
 
 X and G are quantised in tiles along the GEMM's reduction dimension (1×128 in fp8 and fp4), W in blocks (128×128). Only
-G is rounded stochastically, in the formats of ``STOCHASTIC`` (docs/method.md, Formats). Operands are dequantised to
+G is rounded stochastically, in the formats of ``STOCHASTIC`` (how-it-works.md, Formats). Operands are dequantised to
 FP32 and multiplied in FP32, so that the only error beside quantisation is that of FP32 summation.
 """
 

@@ -22,7 +22,7 @@ def perturbed(
     """Return ``left @ right`` times 1 + NUDGE·eps, rounded to the dtype of ``plain``, if ``gemm`` is to be nudged.
 
     Returns ``plain``, the product that has been computed already, otherwise. The effect of a nudge on the loss is the
-    noise that another order of summation would also cause (docs/method.md).
+    noise that another order of summation would also cause (docs/how-it-works.md).
     """
     if override.perturb is not gemm:
         return plain

@@ -1,6 +1,6 @@
 """Update error of one parameter on one rank, for gradient errors of given sizes.
 
-Source: docs/method.md, Weight divergence, steps 5 and 6. The size of an element's error follows from the norms of its
+Source: how-it-works.md, Weight divergence, steps 5 and 6. The size of an element's error follows from the norms of its
 row and its column. A single σ for the whole matrix would overstate the update error, because elements with v ≈ 0 would
 get too large an error. Signs are random and belong to the global element, so that every sharding draws the same.
 """

@@ -1,6 +1,6 @@
 """The next update of each supported optimizer, and its update error: how far an error of the gradient changes it.
 
-ΔW = ‖u(g+δ) − u(g)‖ / ‖W‖ (docs/method.md, Weight divergence). u is the step that the optimizer takes from its own
+ΔW = ‖u(g+δ) − u(g)‖ / ‖W‖ (how-it-works.md, Weight divergence). u is the step that the optimizer takes from its own
 state, without learning rate and weight decay. A state object covers the elements [start, end) of the flattened local
 parameter.
 """

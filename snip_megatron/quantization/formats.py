@@ -1,6 +1,6 @@
 """The table of number formats: element type, scaling and tile shape of each.
 
-Sources: docs/method.md (fp8, fp4, fp8_tensor), OCP Microscaling Formats 1.0 (mxfp4, mxfp8), NVIDIA's NVFP4 (nvfp4).
+Sources: how-it-works.md (fp8, fp4, fp8_tensor), OCP Microscaling Formats 1.0 (mxfp4, mxfp8), NVIDIA's NVFP4 (nvfp4).
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def quantize_tiles(
         x: fp32, bf16 or fp16 [M, K].
         row_format, col_format: fp8, fp4, or None to leave that operand out.
         row_seed, col_seed: seeds of stochastic rounding to fp4, for the tiles along K and along M. None rounds to
-            nearest. fp8 always rounds to nearest (docs/method.md, Formats).
+            nearest. fp8 always rounds to nearest (docs/how-it-works.md, Formats).
         first_row: global id of the first row, for the draws.
         cols: integer [K], global ids of the columns, likewise; default: 0, 1, …
 

@@ -1,4 +1,4 @@
-"""The guard, which takes a map back if the loss spikes after its adoption (docs/method.md, rules of a run).
+"""The guard, which takes a map back if the loss spikes after its adoption (docs/how-it-works.md, rules of a run).
 
 The guard watches a map for some steps after its adoption. It compares the loss of each step with the losses before the
 adoption. Several losses above a limit in a row, or one figure that is not finite, raise an alarm, and the last good map

@@ -1,7 +1,7 @@
 """The step report: one small asynchronous collective a step that gives every rank the loss, one step late.
 
 It is needed because under pipeline parallelism only the last stage has the loss, while rank 0 writes the metrics
-(docs/method.md, rules of a run: 6).
+(docs/how-it-works.md, rules of a run: 6).
 """
 
 from __future__ import annotations

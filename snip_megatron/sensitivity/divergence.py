@@ -4,7 +4,7 @@
 
 **Weight divergence** ΔW: how far one option changes the optimizer's next update, summed over all linears. An option
 changes the gradients of its own linear *and of others*: fprop through the activations and the loss, dgrad through the
-residual gradient (docs/method.md, Weight divergence, steps 3–6). Without these cross-layer gains the weight divergence
+residual gradient (how-it-works.md, Weight divergence, steps 3–6). Without these cross-layer gains the weight divergence
 of wgrad alone ranks options worse than chance.
 
 Scale: ρ and ξ are errors *relative* to a linear's gradient noise, ‖δ∇W‖²/‖s‖², where ‖s‖² is the sum of squares of the
@@ -69,7 +69,7 @@ def _only_fprop(values: FloatArray) -> FloatArray:
 
 
 def second_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
-    """Return ΔL₂ = (T/2)·Σ_t (G_t·E_t)² of every option, in nats, float64 [linears, 3, formats] (docs/method.md, loss
+    """Return ΔL₂ = (T/2)·Σ_t (G_t·E_t)² of every option, in nats, float64 [linears, 3, formats] (how-it-works.md, loss
     divergence).
 
     ΔL₂ is additive over options and independent of T: it is the empirical Fisher estimate for the mean token loss.
@@ -81,7 +81,7 @@ def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
     """Return ΔL₁ = sqrt(‖D‖²‖δX‖²/(T·K) + ‖∇W‖²‖δW‖²/(N·K)), in nats, float64 [linears, 3, formats].
 
     ΔL₁ is the RMS of the first-order change. It decreases as 1/√T and is not additive, so it serves only to rank single
-    options (docs/method.md).
+    options (docs/how-it-works.md).
     """
     n, k = linear_shape(table)
     active = np.array([row.active for row in table.linears])
@@ -160,7 +160,7 @@ def fprop_propagation(table: StatisticsTable, fmt: str) -> Propagation:
 
 
 def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
-    """Return ‖E_D‖² ≈ (‖δG‖²‖W‖² + ‖G‖²‖δW‖²)/N of every linear's dgrad, float64 [linears] (docs/method.md).
+    """Return ‖E_D‖² ≈ (‖δG‖²‖W‖² + ‖G‖²‖δW‖²)/N of every linear's dgrad, float64 [linears] (docs/how-it-works.md).
 
     For experts, a sum of products is approximated by the product of the sums divided by the number of experts, which
     assumes that their weights are of about one size.

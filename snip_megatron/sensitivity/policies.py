@@ -1,4 +1,4 @@
-"""Policies: the functions that score options. ``snip`` is the method, the others are baselines (docs/method.md).
+"""Policies: the functions that score options. ``snip`` is the method, the others are baselines (docs/how-it-works.md).
 
 Each policy computes one score per option for the same solver at the same granularity. An option that a policy protects
 gets a high score; no choice is excluded. A policy that does not know the size of an option scores it in proportion to

@@ -150,7 +150,7 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
 
     Raises:
         SnipError: the policy, estimator, rule or a format is unknown, a pin or a phase's glob matches nothing, a phase
-            has a budget of its own beside ``loss``, or the table holds a NaN or Inf (docs/method.md, rules of a run:
+            has a budget of its own beside ``loss``, or the table holds a NaN or Inf (how-it-works.md, rules of a run:
             such an update is dropped).
     """
     broken = table.non_finite()
@@ -225,7 +225,7 @@ def _per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
 def monotone(scores: FloatArray, formats: tuple[str, ...], candidate: NDArray[np.bool_] | None = None) -> FloatArray:
     """Raise scores [..., formats] so that fewer bits never score better than all formats of more bits.
 
-    Measured or sampled scores may violate this (docs/method.md, Q: one score per option). Formats of equal bits keep
+    Measured or sampled scores may violate this (how-it-works.md, Q: one score per option). Formats of equal bits keep
     their order.
     ``candidate``, of the scores' shape, says which formats an option may take; the others limit nothing.
     """
@@ -241,7 +241,7 @@ def monotone(scores: FloatArray, formats: tuple[str, ...], candidate: NDArray[np
 
 
 def rounded(scores: FloatArray) -> FloatArray:
-    """Round scores to 4 significant digits, so that layouts which differ in the last bits agree (docs/method.md)."""
+    """Round scores to 4 significant digits, so that layouts which differ in the last bits agree (how-it-works.md)."""
     # Decimal text gives the same double for the same digits; scaling by powers of ten does not.
     return np.array([float(f"{value:.3e}") for value in scores.ravel()], dtype=np.float64).reshape(scores.shape)
 

@@ -46,7 +46,7 @@ class SolveRequest:
         policy, estimator, q: one of ``policies.POLICIES``, ``policies.ESTIMATORS``, ``quality.Q_RULES``.
         formats: candidate formats of every option without a pin. bf16 among them costs its time and no loss.
         granularity: ``gemm`` (one choice per GEMM) or ``layer`` (one per linear, as in the paper).
-        target: fp4 share in [0, 1] of the FLOPs of *all* decoder linears (docs/method.md, definitions).
+        target: fp4 share in [0, 1] of the FLOPs of *all* decoder linears (docs/how-it-works.md, definitions).
         stage_tolerance: how far a pipeline stage may stay below ``target``. None: no stage constraint.
         speedup: replaces ``target``: time of the decoder's linears in bf16 divided by their time under the map, on the
             slowest pipeline stage; 1 or more. Exchanges whose bytes formats decide are part of both.

@@ -1,6 +1,6 @@
 """Bytes that a probe needs on one rank beyond those of a training pass, from shapes alone.
 
-``snip plan`` shows them, and a run checks them before it probes (docs/method.md, rules of a run). Plain Python, no
+``snip plan`` shows them, and a run checks them before it probes (how-it-works.md, rules of a run). Plain Python, no
 torch.
 """
 

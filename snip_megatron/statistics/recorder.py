@@ -32,7 +32,7 @@ A microbatch with fewer tokens is used whole.
 
 
 class Pass(Enum):
-    """The passes of a probe over the same microbatches (docs/method.md, the six steps: 1 to 3)."""
+    """The passes of a probe over the same microbatches (docs/how-it-works.md, the six steps: 1 to 3)."""
 
     STATISTICS = "statistics"
     FORWARD_NOISE = "forward_noise"

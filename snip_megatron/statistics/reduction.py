@@ -28,7 +28,7 @@ from snip_megatron.statistics.table import (
 )
 
 # Columns that hold the square of a gradient. G is recorded as autograd gives it, and the table holds ∂L/∂Y of the mean
-# token loss, so these columns are multiplied by the square of one factor (docs/method.md, definitions).
+# token loss, so these columns are multiplied by the square of one factor (docs/how-it-works.md, definitions).
 _GRADIENT_COLUMNS = frozenset(
     ("g2", "d2", "s2", "gs2", "fg2", "bg2", "c2", "dg_row2", "dg_col2", "r2", "branch_r2", "cn2", "fr2", "br2")
 )
@@ -257,7 +257,7 @@ def _complete_row_parallel(
     """Fill in ``y2`` and ``e2`` of the linears that write to the residual stream.
 
     On each tensor parallel rank their Y and E are partial sums, whose norms have no meaning. ‖Y‖ is that of the
-    branch's contribution to the stream. ‖E‖ follows from the errors of the operands (docs/method.md, local errors).
+    branch's contribution to the stream. ‖E‖ follows from the errors of the operands (how-it-works.md, local errors).
     """
     for i, row in enumerate(rows):
         if row.id.is_first:
@@ -329,7 +329,7 @@ def gradient_noise(
     """Return this rank's share of Var(G) of a probe's gradient over microbatches, a float64 scalar.
 
     G is the sum of B equally distributed gradients g_b, so unbiased and without keeping a second gradient Var(G) =
-    (B·Σ_b‖g_b‖² − ‖G‖²) / (B − 1) (docs/method.md, Q: one score per option).
+    (B·Σ_b‖g_b‖² − ‖G‖²) / (B − 1) (docs/how-it-works.md, Q: one score per option).
 
     The shares of all ranks add up to Var(G); a single share may be negative. The result is 0 if there is only one
     microbatch in all, which has no variance to measure.

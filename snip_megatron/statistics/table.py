@@ -42,7 +42,7 @@ _UNREADABLE = (
 )
 
 RHO_GRID = np.logspace(-4.0, 1.0, 24)
-"""Relative gradient errors ρ at which F_j(ρ) is tabulated (docs/method.md, recipe step 6)."""
+"""Relative gradient errors ρ at which F_j(ρ) is tabulated (docs/how-it-works.md, recipe step 6)."""
 
 # One value per linear. Shapes: X [T,K], W [N,K], Y [T,N], G [T,N], D = ∂L/∂X [T,K], ∇W [N,K].
 LINEAR_COLUMNS = (
@@ -129,7 +129,7 @@ class SinkRow:
     """A parameter that gradient errors reach although its GEMM is no candidate: the word embedding or the weight of a
     norm.
 
-    The dgrad of the first block reaches sinks only (docs/method.md, recipe step 4).
+    The dgrad of the first block reaches sinks only (docs/how-it-works.md, recipe step 4).
 
     Attributes:
         name: global name.

@@ -2,7 +2,7 @@
 
 Every layout loads the weights and moments that one rank saved, measures before its first step, solves, adopts the map
 and trains on under it. What must agree: the table of statistics, the map, the losses. Every shard, gated half, query
-group and token share is a multiple of 128, so that tiles fall alike (docs/method.md, rules of a run).
+group and token share is a multiple of 128, so that tiles fall alike (docs/how-it-works.md, rules of a run).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Model:
         at: the step before which it runs.
         tied: the output layer has the word embedding's weight.
         ragged: experts' tokens are no multiple of 128: their tiles along tokens fall otherwise where ranks share
-            experts (docs/method.md, rules of a run), and RAGGED_LIMIT holds for what is measured by these tiles.
+            experts (docs/how-it-works.md, rules of a run), and RAGGED_LIMIT holds for what is measured by these tiles.
     """
 
     base: str

@@ -56,7 +56,7 @@ def pages(site: Path) -> dict[Path, Page]:
 def test_every_markdown_file_is_a_page(site: Path, pages: dict[Path, Page]) -> None:
     assert len(pages) >= 40
     shown = {path.relative_to(site).as_posix() for path in pages}
-    assert {"index.html", "quickstart.html", "method.html", "api.html", "arguments.html"} <= shown
+    assert {"index.html", "quickstart.html", "how-it-works.html", "api.html", "arguments.html"} <= shown
     rooms = {path.parent.relative_to(ROOT / "snip_megatron") for path in (ROOT / "snip_megatron").rglob("README.md")}
     assert {f"rooms/{room}/index.html" for room in rooms} <= shown
 

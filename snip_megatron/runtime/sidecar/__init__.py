@@ -1,4 +1,4 @@
-"""The solver in a separate process on rank 0's host. If it dies, hangs or fails, training goes on (docs/method.md)."""
+"""The solver in a separate process on rank 0's host. If it dies, hangs or fails, training goes on (how-it-works.md)."""
 
 from snip_megatron.runtime.sidecar.client import SidecarClient
 from snip_megatron.runtime.sidecar.messages import SidecarFailure, SidecarResult, SolveJob

@@ -157,7 +157,7 @@ def test_x_of_a_bf16_wgrad_is_kept_as_it_is() -> None:
 
 
 def test_only_tensor_scaled_activations_accumulate_fast() -> None:
-    """docs/method.md's weight gradients reduce over all tokens: exact accumulation there."""
+    """docs/how-it-works.md's weight gradients reduce over all tokens: exact accumulation there."""
     seen: list[bool] = []
 
     def recording(*args: Any, **kwargs: Any) -> Tensor:

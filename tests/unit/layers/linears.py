@@ -99,7 +99,7 @@ def rounding(fmt: Format, context: StepContext, microbatch: int, gemm: int) -> d
 def reference(
     x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, formats: Formats, context: StepContext, microbatch: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Y [T, N], ∂L/∂X [T, K], ∇W [N, K] in float64 from operands quantised as docs/method.md says."""
+    """Y [T, N], ∂L/∂X [T, K], ∇W [N, K] in float64 from operands quantised as docs/how-it-works.md says."""
     x, w, g = (t.detach().reshape(-1, t.shape[-1]) for t in (x, w, g))
     fprop, dgrad, wgrad = formats
 

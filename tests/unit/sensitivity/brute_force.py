@@ -62,7 +62,7 @@ def true_drift(
 def true_loss_change(trained: Trained, batches: Sequence[Batch], fmt: str) -> np.ndarray:
     """Mean change of the loss by every fprop forced alone, float64 [linears], less the first-order term ⟨G, E⟩.
 
-    On few tokens ⟨G, E⟩ dominates the change although its mean over the data vanishes (docs/method.md, ``measured``).
+    On few tokens ⟨G, E⟩ dominates the change although its mean over the data vanishes (how-it-works.md, ``measured``).
     """
     linears = trained.model.linears()
     truth = np.zeros(len(linears))

@@ -1,4 +1,4 @@
-"""The estimator's ranking of options against the brute-force truth, with bounds that docs/method.md's trap fails."""
+"""The estimator's ranking of options against the brute-force truth, with bounds that how-it-works.md's trap fails."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_without_cross_layer_gains_the_bounds_fail(table: StatisticsTable, truth
 
 
 def test_wgrad_alone_says_nothing_about_a_linear(table: StatisticsTable, truth: Truth) -> None:
-    """docs/method.md's trap as it was met: a linear scored by the weight divergence of its wgrad."""
+    """docs/how-it-works.md's trap as it was met: a linear scored by the weight divergence of its wgrad."""
     scores, whole = weight_divergence(table, ("fp4",))[:, :, 0], truth.drift.sum(axis=1)
     assert spearman(scores.sum(axis=1), whole) >= 0.65
     assert spearman(scores[:, 2], whole) < 0.2

@@ -47,7 +47,7 @@ def test_noise_passes_start_at_three_percent(table: StatisticsTable) -> None:
 
 
 def test_norm_formulas_agree_with_exact_errors(table: StatisticsTable, trained: Trained, probe_batch) -> None:
-    """docs/method.md, weight divergence: medians .93–1.00 of the exact errors, each GEMM with its own δ."""
+    """docs/how-it-works.md, weight divergence: medians .93–1.00 of the exact errors, each GEMM with its own δ."""
     fp4 = table.formats.index("fp4")
     k = np.array([row.k for row in table.linears])
     f, one = {c: v[:, fp4] for c, v in table.by_format.items()}, table.linear

@@ -92,7 +92,7 @@ def errors_of_g(g: torch.Tensor, fmt: str, axis: int) -> torch.Tensor:
 
 
 def definitions(batches: list[Microbatch], samples: int) -> dict[str, Any]:
-    """The columns as docs/method.md defines them."""
+    """The columns as docs/how-it-works.md defines them."""
     rows = [sample_rows(len(b.x), samples) for b in batches]
     weight = len(batches[0].x) / len(rows[0])
     w = batches[0].w.double()
