@@ -63,8 +63,12 @@ def test_only_the_printed_address_has_it(server: LiveServer) -> None:
         assert refused.value.code == 404
 
 
-def test_it_is_drawn_again_only_if_something_was_recorded(run: Path) -> None:
+def test_it_is_drawn_again_if_something_was_recorded_or_a_minute_has_passed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: list[Path] = []
+    now = [6000.0]
+    monkeypatch.setattr(live.time, "time", lambda: now[0])
 
     def draw(path: Path) -> str:
         drawn.append(path)
@@ -77,6 +81,9 @@ def test_it_is_drawn_again_only_if_something_was_recorded(run: Path) -> None:
         file.write("{}\n")
     page.compressed()
     assert len(drawn) == 2
+    now[0] += live.REDRAW_S  # a job that records nothing must not look alive
+    page.compressed()
+    assert len(drawn) == 3
 
 
 def test_a_run_directory_that_goes_away_is_said_and_may_come_back(run: Path, server: LiveServer) -> None:
