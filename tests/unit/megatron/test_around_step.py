@@ -20,7 +20,7 @@ from snip_megatron.precision import LinearId
 def a_call() -> StepCall:
     return StepCall(
         step=3, forward_step_func=None, data_iterator=None, model=[], optimizer=None, config=None,
-        forward_backward_func=None, num_microbatches=1, clip=1.0,
+        forward_backward_func=None, num_microbatches=1,
     )  # fmt: skip
 
 
