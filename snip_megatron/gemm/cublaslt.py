@@ -215,12 +215,14 @@ class CublasLt:
             workspace = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None
             result = _pointer(out)
             alpha, beta = self._factors(add, factor)
-            self._call(
-                "cublasLtMatmul", self._handle(device), plan.operation, alpha, _pointer(values[0]), plan.a,
+            status = self._library.cublasLtMatmul(
+                self._handle(device), plan.operation, alpha, _pointer(values[0]), plan.a,
                 _pointer(values[1]), plan.b, beta, result, plan.c, result, plan.c,
                 plan.algorithm, None if workspace is None else _pointer(workspace), ctypes.c_size_t(size),
                 ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)),
             )  # fmt: skip
+            if status != 0:
+                raise CublasLtError(f"cublasLtMatmul failed with status {status}")
             if (recorded := recording()) is not None:
                 tensors = (*values, out, workspace, factor)
                 self._record(recorded, device, problem, plan, tensors, scales, add=add)

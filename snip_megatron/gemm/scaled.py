@@ -66,34 +66,22 @@ class ScaledProducts:
             return (a.dequantize() @ b.dequantize().t()).to(dtype)
         fast = fast and a.scaling == "tensor"
         output = dtype if dtype in _OUTPUTS else torch.float32
-        found = self._by_library(a, b, output, fast=fast)
+        found = None
+        if not a.rows % _ROWS_OF_A:
+            found = None if self._faster is None else self._faster.multiply(a, b, output)
+            if found is None and self._library is not None:  # torch's scaled GEMM asks for proposals in every call
+                measured = fast and output is torch.bfloat16
+                choice = self._choices.get((a.rows, b.rows, a.values.shape[1]), 0) if measured else 0
+                found = self._library.multiply(a, b, output, fast=fast, choice=choice)
         if found is None:
-            padded = _padded(a)
-            found = self._scaled_mm(
-                padded.values,
-                b.values.t(),
-                padded.scale,
-                _RECIPES[a.scaling],
-                b.scale,
-                _RECIPES[b.scaling],
-                output_dtype=output,
-                use_fast_accum=fast,
-            )[: a.rows]
+            found = self._scaled(a, b, output, fast=fast)
         return found if output is dtype else found.to(dtype)
 
-    def _by_library(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool) -> Tensor | None:
-        """Compute the product by DeepGEMM or cuBLASLt. Returns None if neither is there or has a kernel for it.
-
-        torch's scaled GEMM would ask the heuristic for its proposals in every call; here plans are kept.
-        """
-        if a.rows % _ROWS_OF_A:
-            return None
-        found = None if self._faster is None else self._faster.multiply(a, b, dtype)
-        if found is not None or self._library is None:
-            return found
-        measured = fast and dtype is torch.bfloat16
-        choice = self._choices.get((a.rows, b.rows, a.values.shape[1]), 0) if measured else 0
-        return self._library.multiply(a, b, dtype, fast=fast, choice=choice)
+    def _scaled(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool) -> Tensor:
+        padded = _padded(a)
+        recipes = _RECIPES[a.scaling], _RECIPES[b.scaling]
+        arguments = padded.values, b.values.t(), padded.scale, recipes[0], b.scale, recipes[1]
+        return self._scaled_mm(*arguments, output_dtype=dtype, use_fast_accum=fast)[: a.rows]
 
     # -- weights -------------------------------------------------------------------------------------------------
     def prepared(self, weight: Operands) -> Operands:

@@ -26,22 +26,14 @@ _MUST_BE_DEFAULT: dict[str, tuple[Any, ...]] = {
 _HANDLED = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}
 
 
-def quantized_forward(
-    handle: LinearHandle,
-    input_: torch.Tensor,
-    weight: torch.Tensor,
-    kwargs: dict[str, Any],
-    *,
-    scatters: bool = False,
-    packs_gradient: bool = False,
-) -> torch.Tensor:
-    """Run one linear through :class:`QuantizedLinear`.
+def _call(
+    handle: LinearHandle, kwargs: dict[str, Any], *, scatters: bool = False, packs_gradient: bool = False
+) -> LinearCall:
+    """Return what a forward of :class:`QuantizedLinear` is told.
 
     Args:
         handle: The converted linear.
-        input_: Input of the linear.
-        weight: Weight of the linear.
-        kwargs: The other arguments that Megatron passes to its own GEMM.
+        kwargs: The arguments other than tensors that Megatron passes to its own GEMM.
         scatters: Whether the output is reduce-scattered over the tokens of tensor parallel ranks.
         packs_gradient: With ``scatters``, whether the output gradient is quantised before it is gathered.
 
@@ -56,7 +48,7 @@ def quantized_forward(
                 f"{handle.name}: Megatron asks for {name}={quoted(value)}, which quantised linears do not support"
             )
     override = handle.context.override
-    call = LinearCall(
+    return LinearCall(
         handle=handle,
         sequence_parallel=bool(kwargs.get("sequence_parallel", False)),
         allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
@@ -66,7 +58,6 @@ def quantized_forward(
         scatters=scatters,
         packs_gradient=packs_gradient,
     )
-    return QuantizedLinear.apply(input_, weight, kwargs.get("bias"), call)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _QuantizedForward:
@@ -77,7 +68,8 @@ class _QuantizedForward:
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if self.snip.is_stock:
             return super()._forward_impl(input, weight, **kwargs)  # type: ignore[misc,no-any-return]
-        return quantized_forward(self.snip, input, weight, kwargs)
+        bias, call = kwargs.get("bias"), _call(self.snip, kwargs)
+        return QuantizedLinear.apply(input, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class SnipColumnParallelLinear(_QuantizedForward, ColumnParallelLinear):  # type: ignore[misc]
@@ -97,8 +89,8 @@ class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: igno
         if not self._scatters():
             return super().forward(input_)  # type: ignore[no-any-return]
         packs = torch.is_grad_enabled() and packs_gradient(self.snip, input_)
-        given = {"tp_group": self.tp_group}
-        output = quantized_forward(self.snip, input_, self.weight, given, scatters=True, packs_gradient=packs)
+        call = _call(self.snip, {"tp_group": self.tp_group}, scatters=True, packs_gradient=packs)
+        output = QuantizedLinear.apply(input_, self.weight, None, call)  # type: ignore[no-untyped-call]
         if self.skip_bias_add or self.bias is None:
             return output, self.bias if self.skip_bias_add else None
         return output + self.bias, None

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
-from snip_megatron.megatron.linear import quantized_forward
 from snip_megatron.precision import Format
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
@@ -179,9 +178,9 @@ def test_the_output_may_be_changed_in_place(group: dist.ProcessGroup, context: S
     gradients = []
     for change in (lambda y: y * 2, lambda y: y.mul_(2)):
         linear = stock_linear(group, 96, 64, row=True, dtype=torch.float32)
-        handle = convert(linear, context, (FP8, FP8, FP8))
+        convert(linear, context, (FP8, FP8, FP8))
         own = x.detach().requires_grad_()
-        change(quantized_forward(handle, own, linear.weight, {})).backward(g)
+        change(linear._forward_impl(input=own, weight=linear.weight)).backward(g)
         gradients.append((own.grad, linear.weight.grad))
     for expected, found in zip(*gradients, strict=True):
         assert torch.equal(expected, found)
@@ -420,7 +419,7 @@ def test_what_the_quantised_path_does_not_implement_is_refused(
     group: dist.ProcessGroup, context: StepContext, argument: dict[str, Any]
 ) -> None:
     linear = stock_linear(group, 96, 64, dtype=torch.bfloat16)
-    handle = convert(linear, context, (FP8, FP8, FP8))
+    convert(linear, context, (FP8, FP8, FP8))
     x, _ = operands(8, 2, 96, 64, torch.bfloat16)
     with pytest.raises(SnipError, match=f"{FC1}.*{next(iter(argument))}"):
-        quantized_forward(handle, x, linear.weight, argument)
+        linear._forward_impl(input=x, weight=linear.weight, **argument)
