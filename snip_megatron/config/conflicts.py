@@ -21,7 +21,7 @@ def check(config: Any) -> None:
     if config.phases is None:
         if config.deploy is not None:
             raise SnipError(
-                f"--snip-settings deploy={config.deploy} has no effect with --snip-schedule static: use auto or a file"
+                f"--snip-deploy {config.deploy} has no effect with --snip-schedule static: use auto or a file"
                 " of phases, or leave it out"
             )
     else:

@@ -53,6 +53,12 @@ class SnipConfig:
         " snip.schedule/1 file. With phases, the budget is the average over the run",
         metavar="static|auto|FILE",
     )
+    deploy: str | None = option(
+        None,
+        "with phases: formats in which the trained model will be deployed. Without this argument: bf16 with --snip-eval"
+        " bf16, otherwise map",
+        choices=DEPLOYED,
+    )
     formats: tuple[str, ...] = option(
         ("fp8", "fp4"),
         "candidate formats, comma separated: fp8, fp4, fp8_tensor, nvfp4, mxfp4, mxfp8 and their variants"
@@ -176,12 +182,6 @@ class SnipConfig:
         metavar="NAME",
     )
 
-    deploy: str | None = setting(
-        None,
-        "with phases: formats in which the trained model will be deployed. Without it: bf16 with --snip-eval bf16,"
-        " otherwise map",
-        choices=DEPLOYED,
-    )
     standing_share: float = setting(
         STANDING_SHARE,
         "with phases: share of an fprop's loss that disappears once the fprop runs in a precise format again",
