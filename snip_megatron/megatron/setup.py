@@ -39,7 +39,7 @@ from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.time_notice import say_how_exchanges_are_estimated
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
-from snip_megatron.megatron.warmup import Rehearsed, WarmUp
+from snip_megatron.megatron.warmup import WarmUp, WarmUpSizes
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.reporting.tensorboard_sink import TensorBoardSink
@@ -363,7 +363,7 @@ class SnipRun:
             clip_grad=args.clip_grad,
             restored=restored,
             unquantised=sum(unquantised_flops(args).values()),
-            prepare=WarmUp(registry, config, request, _rehearsed(host, args, drift=weighs_updates), groups),
+            prepare=WarmUp(registry, config, request, _warm_up_sizes(host, args, drift=weighs_updates), groups),
             timeline=timeline_of(config, args, request, linears, self.scheduler, step),
         )
         return self._controller
@@ -391,10 +391,10 @@ class SnipRun:
         )  # fmt: skip
 
 
-def _rehearsed(host: Host, args: argparse.Namespace, *, drift: bool) -> Rehearsed:
+def _warm_up_sizes(host: Host, args: argparse.Namespace, *, drift: bool) -> WarmUpSizes:
     """Return what updates and steps of this rank run."""
     assert host.tokens is not None
-    return Rehearsed(
+    return WarmUpSizes(
         tokens=host.tokens,
         gathers=host.gathers,
         sharded=host.sharded and host.groups.dp_size > 1,

@@ -9,7 +9,6 @@ together in separate processes. The second run launches them.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ _MOST_PROCESSES = 16
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class WarmUpSizes:
     """The sizes and kinds of work that a run may require of this rank.
 
     Attributes:
@@ -71,7 +70,7 @@ class WarmUp:
         registry: LinearRegistry,
         config: SnipConfig,
         request: SolveRequest,
-        asked: Rehearsed,
+        asked: WarmUpSizes,
         groups: ProbeGroups,
     ) -> None:
         self._registry = registry
@@ -94,7 +93,7 @@ class WarmUp:
         started = time.perf_counter()
         self._connect(device)
         figures = self._compile()
-        self._rehearse_if_it_fits()
+        self._run_if_it_fits()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         if is_rank_zero() and figures["compiled"]:
@@ -105,14 +104,14 @@ class WarmUp:
         """Return whether any rank has kernels to compile. The result is the same on all ranks."""
         return torch.cuda.is_available() and (weight is None or has_kernels(weight))
 
-    # -- what is rehearsed -------------------------------------------------------------------------------------
-    def rehearse(self) -> None:
+    # -- what is run ---------------------------------------------------------------------------------------------
+    def run_once(self) -> None:
         """Run everything that steps, probes and adoptions of this rank may run, once for each kind of linear."""
         asked = self._asked
         for handle, formats in self._kinds():
-            for tokens, graphed in itertools.product(self._tokens(handle), self._graphed(handle)):
+            for tokens in self._tokens(handle):
                 gathered = asked.gathers and handle.parallel == "column"
-                linear = warm_up_linear(handle, tokens, whole_x=gathered, graphed=graphed)
+                linear = warm_up_linear(handle, tokens, whole_x=gathered, graphed=handle.state.graphed is not None)
                 warm_up_gemms(linear, formats)
                 if self._config.updates:
                     recorder = warm_up_recording(linear, self._config.measured_formats, self._config.probe_tokens)
@@ -122,20 +121,16 @@ class WarmUp:
             for weight in {(w.dim(), w.shape[-1]): w for w in asked.sinks}.values():
                 warm_up_sinks(weight, sharded=asked.sharded)
 
-    def _rehearse_if_it_fits(self) -> None:
-        """Rehearse, or report that the memory is too small. Such a rank must still take part in the collectives."""
+    def _run_if_it_fits(self) -> None:
+        """Run all once, or report that the memory is too small. Such a rank must still take part in the collectives."""
         try:
-            self.rehearse()
+            self.run_once()
         except torch.cuda.OutOfMemoryError:
             print("snip: no memory to rehearse the GEMMs: the first update and adoption will take longer", flush=True)
 
     def _tokens(self, handle: LinearHandle) -> list[int]:
-        """Return the numbers of rows to rehearse. Those of an expert vary, and kernels differ for multiples of 16."""
+        """Return the numbers of rows to run. Those of an expert vary, and kernels differ for multiples of 16."""
         return [self._asked.tokens] if handle.expert is None else [self._asked.tokens, self._asked.tokens + 1]
-
-    def _graphed(self, handle: LinearHandle) -> list[bool]:
-        """Return whether to rehearse the linear inside CUDA graphs."""
-        return [handle.state.graphed is not None]
 
     def _kinds(self) -> Iterator[tuple[LinearHandle, list[Formats]]]:
         """Yield one linear of each shape, with the formats that all linears of this shape may get."""
@@ -185,7 +180,7 @@ class WarmUp:
         from snip_megatron.quantization.kernels.listing import Variant, listed
 
         with listed(run=False) as listing:
-            self._rehearse_if_it_fits()
+            self._run_if_it_fits()
         gathered: list[list[Variant]] = [[] for _ in range(dist.get_world_size(self._groups.world))]
         dist.all_gather_object(gathered, list(listing.variants), group=self._groups.world)
         everything = sorted({variant for own in gathered for variant in own}, key=repr)

@@ -100,7 +100,7 @@ def install() -> None:
     def rehearse(warm_up: WarmUp) -> None:
         global phase
         phase = "rehearsed"
-        warm_up.rehearse()
+        warm_up.run_once()
         phase = "launched"
 
     WarmUp.__call__ = rehearse

@@ -29,7 +29,7 @@ FUSED = "--hidden-size 128 --ffn-hidden-size 256"  # widths that SwiGLU's kernel
         (2, f"--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel {GATHER}"),
     ],
 )
-def test_nothing_is_launched_that_was_not_rehearsed(
+def test_nothing_is_launched_that_was_not_warmed_up(
     warm: WarmRanks, tmp_path: Path, ranks: int, arguments: str
 ) -> None:
     run = tmp_path / "run"
@@ -48,7 +48,7 @@ def test_nothing_is_launched_that_was_not_rehearsed(
         assert any(name.startswith("swiglu") for name in names) or FUSED not in arguments
 
 
-def test_the_formats_of_a_replayed_run_are_rehearsed(warm: WarmRanks, tmp_path: Path) -> None:
+def test_the_formats_of_a_replayed_run_are_warmed_up(warm: WarmRanks, tmp_path: Path) -> None:
     """They need not be named for the replay, which takes them from the maps."""
     recorded, listed = tmp_path / "recorded", tmp_path / "listed"
     arguments = shlex.split(f"{SNIP} --snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4 --snip-pin *linear_proj=bf16")
