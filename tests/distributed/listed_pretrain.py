@@ -19,7 +19,7 @@ from typing import Any
 from snip_megatron.megatron.startup import prepare
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 
-SEEN: dict[str, dict[str, None]] = {"rehearsed": {}, "launched": {}}
+SEEN: dict[str, dict[str, None]] = {"warmed up": {}, "launched": {}}
 phase, kernels = "launched", False
 
 
@@ -64,13 +64,12 @@ def install() -> None:
     from snip_megatron.layers.swiglu import SwiGLU
     from snip_megatron.megatron import conversion, fused_mlp
     from snip_megatron.megatron.warmup import WarmUp
-    from snip_megatron.optimizers import rehearsal, updates, weight_drift
+    from snip_megatron.optimizers import update_error, updates, warmup
     from snip_megatron.quantization import packed, swiglu, wire
     from snip_megatron.quantization.kernels import quantize
     from snip_megatron.quantization.kernels import swiglu as kernel_swiglu
     from snip_megatron.runtime.probing import gradient_norms, update_errors
-    from snip_megatron.statistics import boundaries, errors, recorder, sums
-    from snip_megatron.statistics import rehearsal as recording
+    from snip_megatron.statistics import boundaries, errors, recorder, squares
     from snip_megatron.statistics.kernels import sums as kernel_sums
 
     names = ("quantize_tiles", "quantize_blocks", "quantize_tensor")
@@ -88,22 +87,22 @@ def install() -> None:
     names = ("tensor_sums", "weight_sums", "output_sums")
     summed = SimpleNamespace(**{n: both(getattr(kernel_sums, n), getattr(errors, n)) for n in names})
     recorder._implementation = lambda x: summed
-    sums.has_kernels = weight_drift.has_kernels = lambda x: kernels
-    squares = both(sums.sum_squares, sums.sum_squares)
-    for module in (recorder, recording, boundaries, updates, weight_drift, update_errors, gradient_norms):
-        module.sum_squares = squares
-    for module in (update_errors, rehearsal):
+    squares.has_kernels = update_error.has_kernels = lambda x: kernels
+    listed_squares = both(squares.sum_squares, squares.sum_squares)
+    for module in (recorder, warmup, boundaries, updates, update_error, update_errors, gradient_norms):
+        module.sum_squares = listed_squares
+    for module in (update_errors, warmup):
         for name in ("linear_update_error", "sink_update_error"):
-            function = getattr(weight_drift, name)
+            function = getattr(update_error, name)
             setattr(module, name, both(function, function))
 
-    def rehearse(warm_up: WarmUp) -> None:
+    def run(warm_up: WarmUp) -> None:
         global phase
-        phase = "rehearsed"
+        phase = "warmed up"
         warm_up.run_once()
         phase = "launched"
 
-    WarmUp.__call__ = rehearse
+    WarmUp.__call__ = run
 
 
 def main() -> None:

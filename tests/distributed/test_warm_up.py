@@ -42,7 +42,7 @@ def test_nothing_is_launched_that_was_not_warmed_up(
     assert all(event["changed"] for event in adopted[:1])
     for rank in range(ranks):
         seen = json.loads((tmp_path / f"listed.{rank}").read_text())
-        assert set(seen["launched"]) <= set(seen["rehearsed"])
+        assert set(seen["launched"]) <= set(seen["warmed up"])
         names = {text.partition("name='")[2].partition("'")[0] for text in seen["launched"]}
         assert {"tile_kernel", "block_kernel", "update_error_kernel", "output_kernel", "squares_kernel"} <= names
         assert any(name.startswith("swiglu") for name in names) or FUSED not in arguments
@@ -61,4 +61,4 @@ def test_the_formats_of_a_replayed_run_are_warmed_up(warm: WarmRanks, tmp_path: 
     assert done.returncode == 0, done.stderr[-4000:]
     seen = json.loads((tmp_path / "listed.0").read_text())
     assert seen["launched"]
-    assert set(seen["launched"]) <= set(seen["rehearsed"])
+    assert set(seen["launched"]) <= set(seen["warmed up"])
