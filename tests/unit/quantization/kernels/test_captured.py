@@ -91,6 +91,6 @@ def test_a_kept_weight(kernels: Quantizers, call: str) -> None:
             expected = quantised(quantizers, first if current else second)
             same(found.row, expected.row)
             if call == "tensor":  # both have one scale, of which the interpreter's process makes two
-                found = found._replace(col=replace(found.col, scale=found.row.scale))
+                found = replace(found, col=found.col._replace(scale=found.row.scale))
             if call != "one side":
                 same(found.col, expected.col)
