@@ -2,12 +2,10 @@
 
 Each rank writes ``rank<k>.pt``: case -> (Y, ∂L/∂X, ∇W) as it holds them, and ``recorded<k>.pt``: case -> what a probe
 records of its quantisation errors; rank 0 also ``whole.pt`` and ``recorded.pt`` of the same linears without any
-parallelism. ``amax<k>.pt``: the shared amax of tensors that differ from rank to rank. ``saved<k>.pt``: bytes that
-autograd saves of X, by case, for sequence parallel cases. ``packed<k>.pt`` and ``packed_saved<k>.pt``: the same where
-shards are quantised before they are gathered. ``broken<k>.pt``: case -> the results in both kinds of gathers,
-with a NaN in one shard. ``sent<k>.pt``: case -> bytes sent by kind of collective, in both kinds of gathers, and where
-partial sums are quantised too. ``reduced<k>.pt``: case -> the results there, twice, and the partial sums.
-``reduced_broken<k>.pt``: case -> the results with a NaN in one shard.
+parallelism. ``saved<k>.pt``: bytes that autograd saves of X, by case, for sequence parallel cases. ``packed<k>.pt`` and
+``packed_saved<k>.pt``: the same where shards are quantised before they are gathered. ``reduced<k>.pt``: case -> the
+results where partial sums are quantised too, twice, and the partial sums. ``broken<k>.pt`` and
+``reduced_broken<k>.pt``: case -> the results of either with a NaN in one shard.
 """
 
 from __future__ import annotations
@@ -212,19 +210,6 @@ def saved_bytes(case: Case, group: dist.ProcessGroup, *, packs: bool = False) ->
     return saved
 
 
-def sent(case: Case, group: dist.ProcessGroup) -> list[dict[str, int]]:
-    """Bytes by kind of collective: bf16, with quantised shards, and with quantised partial sums too."""
-    from snip_megatron.megatron.compat import Traffic
-
-    found, traffic = [], Traffic()
-    undo = traffic.install()
-    for packs, reduces in ((False, False), (True, False), (True, True)):
-        run(case, group, packs=packs, reduces=reduces)
-        found.append(traffic.take())
-    undo()
-    return found
-
-
 def reduced(case: Case, group: dist.ProcessGroup) -> tuple[list[Tensors], list[torch.Tensor]]:
     """The results of two runs that quantise partial sums, and what this rank quantised of them in the first."""
     from snip_megatron.quantization import wire
@@ -242,18 +227,6 @@ def reduced(case: Case, group: dist.ProcessGroup) -> tuple[list[Tensors], list[t
     assert len(seen) == 2 * len(found), "a measuring pass has quantised partial sums"
     wire.pack_partial = original
     return results, found
-
-
-def amaxes(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor | None]:
-    """The shared amax of a matrix whose largest number, NaN or only elements lie on one rank; then None."""
-    from snip_megatron.layers.amax import shared_amax
-
-    shards = [torch.tensor([[1.0, -2.0]]) * (3 * rank + 1), torch.ones(2, 2), torch.ones(2, 2).bfloat16()]
-    if rank == 1:
-        shards[1][0, 1] = -math.nan
-        shards[2] = shards[2][:0]
-    formats = (TENSOR, None)
-    return [shared_amax(x, formats, group) for x in shards] + [shared_amax(shards[0], (FP8, FP4, BF16), group)]
 
 
 def main() -> None:
@@ -275,16 +248,12 @@ def main() -> None:
     torch.save({str(case): run(case, both, packs=True) for case in sequence_parallel}, folder / f"packed{rank}.pt")
     packed_saved = {str(case): saved_bytes(case, both, packs=True) for case in sequence_parallel}
     torch.save(packed_saved, folder / f"packed_saved{rank}.pt")
-    broken = {
-        str(case): [run(case, both, packs=packs, broken=True) for packs in (False, True)] for case in sequence_parallel
-    }
-    torch.save(broken, folder / f"broken{rank}.pt")
-    torch.save({str(case): sent(case, both) for case in sequence_parallel}, folder / f"sent{rank}.pt")
     reducing = [case for case in sequence_parallel if HADAMARD not in case.formats]
+    broken = {str(case): run(case, both, packs=True, broken=True) for case in reducing}
+    torch.save(broken, folder / f"broken{rank}.pt")
     torch.save({str(case): reduced(case, both) for case in reducing}, folder / f"reduced{rank}.pt")
     reduced_broken = {str(case): run(case, both, packs=True, reduces=True, broken=True) for case in reducing}
     torch.save(reduced_broken, folder / f"reduced_broken{rank}.pt")
-    torch.save(amaxes(rank, both), folder / f"amax{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,7 +15,6 @@ from warm_ranks import WarmRanks
     [
         ("--cuda-graph-impl none", False),
         ("--cuda-graph-impl transformer_engine", True),
-        ("--external-cuda-graph", True),  # deprecated, the same
     ],
 )
 def test_process_groups_of_cuda_graphs_are_left(warm: WarmRanks, tmp_path: Path, graphs: str, left: bool) -> None:

@@ -24,15 +24,11 @@ MODEL = shlex.split(
 )
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 COLUMN = ("self_attention.linear_qkv", "mlp.linear_fc1")
-ROW = ("self_attention.linear_proj", "mlp.linear_fc2")
 STEPS = 3
-WAYS = ("bf16", "gather")
 MIXED: tuple[Formats, ...] = ((FP8, FP4, FP8), (FP4, FP8, BF16), (BF16, FP4, FP4), (FP4, FP4, FP4))
 MAPS: dict[str, tuple[Formats, ...]] = {
-    "fp8": ((FP8, FP8, FP8),),
-    "fp4": ((FP4, FP4, FP4),),
     "mixed": MIXED,
-    # On request: one format alone, all of whose uses are in "mixed"; the others, which test_layers_parallel.py has too.
+    # On request: test_layers_parallel.py has them too.
     "others": ((Format.NVFP4, Format.MXFP4, Format.FP8_TENSOR), (Format.MXFP8, Format.NVFP4, Format.NVFP4)),
 }
 
@@ -70,18 +66,6 @@ def test_bits_are_those_of_bf16_communication(trainings: Gathers, name: str) -> 
     assert_same_training(packed, trainings.static(name, "bf16"))
 
 
-def test_a_map_changes_the_first_loss(trainings: Gathers) -> None:
-    """What the comparisons above could miss if no map were in force: without an update the first step is in bf16."""
-    for way in WAYS:
-        assert trainings.static("mixed", way).figures[0] != trainings.updated(way).figures[0]
-
-
-def test_recomputation_gathers_again_and_keeps_the_bits(trainings: Gathers) -> None:
-    packed, without = trainings.static("mixed", "gather", *RECOMPUTE), trainings.static("mixed", "gather")
-    assert_same_training(packed, without)
-    assert packed.sent[-1]["all_gather"] > without.sent[-1]["all_gather"]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_a_step_fall_by_those_of_the_gathers(trainings: Gathers, name: str) -> None:
     """Of two ranks each sends its shard: T/2 tokens of X for fprop and again for wgrad, of G for dgrad and wgrad."""
@@ -100,27 +84,25 @@ def test_bytes_of_a_step_fall_by_those_of_the_gathers(trainings: Gathers, name: 
 
 
 def test_updates_measure_and_choose_as_with_bf16(trainings: Gathers) -> None:
-    """Statistics are measured in bf16 passes: the same maps, and the same training under them."""
-    runs = {way: trainings.updated(way) for way in (*WAYS, "all")}
-    assert_same_training(runs["gather"], runs["bf16"])
+    """Statistics are measured in bf16 passes: the same maps."""
+    runs = {way: trainings.updated(way) for way in ("bf16", "all")}
     maps = [read_maps(run.folder) for run in runs.values()]
     assert len(maps[0]) == 1
     for of_way in maps[1:]:
         assert [m.choices for m in of_way.values()] == [m.choices for m in maps[0].values()]
-    assert runs["all"].sent[0] == runs["gather"].sent[0] == runs["bf16"].sent[0]  # in bf16
-    assert runs["gather"].sent[-1]["all_gather"] < runs["bf16"].sent[-1]["all_gather"]
+    assert runs["all"].sent[0] == runs["bf16"].sent[0]  # in bf16
+    assert runs["all"].sent[-1]["all_gather"] < runs["bf16"].sent[-1]["all_gather"]
     assert runs["all"].sent[-1]["reduce_scatter"] < runs["bf16"].sent[-1]["reduce_scatter"]
     assert runs["all"].figures[:2] == runs["bf16"].figures[:2]  # the map is adopted at step 2
     assert runs["all"].figures[-1] != runs["bf16"].figures[-1]
 
 
-@pytest.mark.parametrize(("began", "goes_on"), [("bf16", "gather"), ("all", "all")])
-def test_a_run_resumes_with_the_same_bits(trainings: Gathers, began: str, goes_on: str) -> None:
-    """The checkpoint of a step does not know how shards were gathered, and sums keep nothing from step to step."""
-    whole = trainings.static("mixed", began)
+def test_a_run_resumes_with_the_same_bits(trainings: Gathers) -> None:
+    """Sums keep nothing from step to step."""
+    whole = trainings.static("mixed", "all")
     chosen = trainings.map_argument("mixed", formats_of("mixed"))
     saved = ("--load", str(trainings.saved(whole.folder.name)), "--ckpt-step", "2")
-    resumed = trainings.train(f"resumed-{goes_on}", *chosen, "--snip-communication", goes_on, *saved)
+    resumed = trainings.train("resumed-all", *chosen, "--snip-communication", "all", *saved)
     assert resumed.figures == whole.figures[2:]
     assert differences(resumed.checkpoint, whole.checkpoint) == []
 

@@ -30,9 +30,8 @@ def train(wishes: dict[str, Any], ranks: int, warm: WarmRanks, tmp: Path) -> Pat
     [
         ("3b", 1, 1, 2),
         ("70b", 2, 1, 2),
-        pytest.param("70b-pp8", 1, 2, 2, marks=pytest.mark.matrix),
     ],
-    ids=["3b-dp2-selective", "70b-tp2", "70b-pp2"],
+    ids=["3b-dp2-selective", "70b-tp2"],
 )
 def test_a_shrunk_configuration_trains(
     name: str, tp: int, pp: int, ranks: int, tmp_path: Path, warm: WarmRanks

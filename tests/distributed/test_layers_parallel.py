@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from parallel_linears import (
-    BATCH,
     BF16,
     CANDIDATES,
     CASES,
     NVFP4,
-    SEQUENCE,
     TENSOR,
     WHOLE_TENSOR_CASES,
     Case,
@@ -85,15 +83,6 @@ def test_errors_that_a_probe_records_are_those_of_the_whole(case: Case, folder: 
         torch.testing.assert_close(ranks[0][column] + ranks[1][column], expected, rtol=1e-5, atol=0.0)
 
 
-def test_the_shared_amax_is_the_largest_and_keeps_nan(folder: Path) -> None:
-    for rank in range(2):
-        largest, broken, lonely, none = torch.load(folder / f"amax{rank}.pt")
-        assert (float(largest), largest.dtype, largest.shape) == (8.0, torch.float32, ())
-        assert broken.isnan()
-        assert float(lonely) == 1.0
-        assert none is None  # tiles need nobody else
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if case.sequence_parallel], ids=str)
 def test_under_sequence_parallelism_a_rank_saves_its_own_tokens(case: Case, folder: Path) -> None:
     """As Megatron's own linear (the all-bf16 case) does: the gathered X would be twice that."""
@@ -116,15 +105,6 @@ def test_shards_quantised_before_the_gather_give_the_same_bits(case: Case, folde
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)
-def test_a_nan_in_a_shard_has_the_same_effect(case: Case, folder: Path) -> None:
-    for rank in range(2):
-        expected, found = torch.load(folder / f"broken{rank}.pt")[str(case)]
-        assert any(one.isnan().any() for one in expected)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("case", [case for case in SEQUENCE_PARALLEL if not case.row], ids=str)
 def test_the_quantised_shard_is_what_is_saved(case: Case, folder: Path) -> None:
     """In wgrad's format, with its scales; unless its linear is all bf16, which Megatron runs."""
@@ -134,28 +114,6 @@ def test_the_quantised_shard_is_what_is_saved(case: Case, folder: Path) -> None:
         expected += 4  # the amax of the whole
     for rank in range(2):
         assert sum(torch.load(folder / f"packed_saved{rank}.pt")[str(case)]) == expected
-
-
-@pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)
-def test_bytes_of_gathers_are_those_of_the_formats(case: Case, folder: Path) -> None:
-    """X is gathered for fprop and again for wgrad, G for both GEMMs at once. With two ranks each sends its shard."""
-    x, _, g = local_tensors(case, 0, 2)
-    fprop, dgrad, wgrad = case.formats
-    size = x.element_size()
-    if case.row:
-        plain = g.numel() * size
-        packed = g.numel() * sum(bytes_per_element(fmt, unquantised=size) for fmt in (dgrad, wgrad))
-        expected = plain if BF16 in (dgrad, wgrad) else min(plain, packed)
-    else:
-        plain = 2 * x.numel() * size
-        expected = x.numel() * sum(bytes_per_element(fmt, unquantised=size) for fmt in (fprop, wgrad))
-    for rank in range(2):
-        before, after, _ = torch.load(folder / f"sent{rank}.pt")[str(case)]
-        assert before["all_gather"] == plain
-        assert after["all_gather"] == expected
-        assert after["reduce_scatter"] == before["reduce_scatter"]
-        # The amax of a whole tensor, four bytes each for two ranks.
-        assert after.get("all_reduce", 0) - before.get("all_reduce", 0) in (0, 4, 8)
 
 
 # -- quantised partial sums -------------------------------------------------------------------------------------------
@@ -186,43 +144,11 @@ def test_sums_of_quantised_partial_results(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", REDUCED, ids=str)
-def test_errors_of_the_sums_are_those_of_fp8(case: Case, folder: Path) -> None:
-    """Against the sum of the partial results in float64. One of two terms has the error of E4M3, at 31.8 dB."""
-    ranks = [torch.load(folder / f"reduced{rank}.pt")[str(case)] for rank in range(2)]
-    exact = sum(partials[0].double() for _, partials in ranks)
-    found = torch.cat([results[0][0 if case.row else 1].flatten(0, 1) for results, _ in ranks])
-    assert 33 < decibel(exact, found) < 37
-
-
-@pytest.mark.parametrize("case", REDUCED, ids=str)
 def test_a_nan_survives_quantised_sums(case: Case, folder: Path) -> None:
     """Where the sums of bf16 communication are not finite, these are not either."""
     for rank in range(2):
-        _, packed = torch.load(folder / f"broken{rank}.pt")[str(case)]
+        packed = torch.load(folder / f"broken{rank}.pt")[str(case)]
         found = torch.load(folder / f"reduced_broken{rank}.pt")[str(case)]
         assert any(not one.isfinite().all() for one in packed)
         for one, other in zip(found, packed, strict=True):
             assert not one[~other.isfinite()].isfinite().any()
-
-
-@pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)
-def test_bytes_of_sums_are_those_of_fp8(case: Case, folder: Path) -> None:
-    """Each of two ranks sends the other's half."""
-    _, w, _ = local_tensors(case, 0, 2)
-    elements = SEQUENCE * BATCH * w.shape[0 if case.row else 1]
-    for rank in range(2):
-        _, gathers, everything = torch.load(folder / f"sent{rank}.pt")[str(case)]
-        assert everything["all_gather"] == gathers["all_gather"]
-        if case in REDUCED:
-            assert everything["all_to_all"] == elements // 2 * bytes_per_element(Format.FP8)
-            assert "reduce_scatter" not in everything
-        else:
-            assert everything == gathers
-
-
-def test_one_other_draw_would_show() -> None:
-    """The claim above, for the largest tensor of G: one rounding step of the most common size in one element."""
-    g = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-    other = g.clone()
-    other[0, 0] += 0.5 * g[0].abs().max() / 6  # the smallest step of E2M1 in this tile
-    assert decibel(g, other) < 80

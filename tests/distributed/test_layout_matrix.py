@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from agreement import agree, worst_differences
-from launch import REPOSITORY
-from layout_matrix import LAYOUT_COLUMNS, earlier, markdown
-from layouts import FAST, LAYOUTS, LayoutRuns, loss_differences, passed
+from layouts import FAST, LayoutRuns, loss_differences, passed
 from resumes import FAST_OTHER, SAME_LAYOUT, ResumeRuns
 from warm_ranks import WarmRanks
 
@@ -112,28 +108,3 @@ def test_what_differs_is_found(layouts: LayoutRuns) -> None:
     assert not passed(row | {"map_equal": False})
     assert not passed(row | {"worst_loss_difference": 2e-3})
     assert not passed(layouts.compare("recompute-full") | {"identical": False})
-
-
-def test_the_table_names_every_layout(layouts: LayoutRuns) -> None:
-    rows = {f"layout {name}": layouts.compare(name) for name in TRAINED}
-    head = {"date": "d", "command": "c", "device": "CPU", "commit": "0" * 40}
-    text = markdown(head | {"rows": rows})
-    assert all(f"| {name} | {LAYOUTS[name].ranks} |" in text for name in TRAINED)
-    assert "**" not in text
-
-
-def test_a_file_of_an_earlier_version_is_said(tmp_path: Path) -> None:
-    assert earlier(tmp_path / "new.json") is None
-    row = dict.fromkeys(LAYOUT_COLUMNS, 0)
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps({"rows": {"layout tp2": row, "resume world-1 7": {}}}))
-    assert earlier(path)["rows"]["layout tp2"] == row
-    old = REPOSITORY / "benchmarks/results/reliability/layouts_cpu_2026-11-21.json"
-    with pytest.raises(
-        SystemExit, match=r"layouts_cpu_2026-11-21.json: written by an earlier version \(layout tp2 has"
-    ):
-        earlier(old)
-
-
-def test_the_columns_of_the_table_are_those_of_a_row(layouts: LayoutRuns) -> None:
-    assert set(LAYOUT_COLUMNS) <= set(layouts.compare(TRAINED[0]))

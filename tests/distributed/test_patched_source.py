@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,14 +64,3 @@ def test_bitwise_the_run_time_way(tmp_path: Path, warm: WarmRanks) -> None:
     assert len(figures) == STEPS
     assert {event["event"] for event in events} == {"adopt", "validation"}  # both hooks ran
     assert (figures, events) == record(tmp_path / "released")
-
-
-def test_the_copy_is_what_runs(tmp_path: Path) -> None:
-    """What the test above relies on: the copy comes before the installed package."""
-    (tmp_path / "megatron" / "training").mkdir(parents=True)
-    (tmp_path / "megatron" / "training" / "__init__.py").write_text("")
-    code = "import megatron.training as t; print(t.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}, check=True
-    )
-    assert done.stdout.strip() == str(tmp_path / "megatron" / "training" / "__init__.py")

@@ -9,7 +9,6 @@ import functools
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +123,8 @@ def test_probes_leave_no_trace(runs: Runs, layout: str) -> None:
     assert all(event["changed"] == 0 for event in events if event["event"] == "adopt")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param("tensor-and-sequence-bf16", marks=pytest.mark.matrix), "pipeline", "distributed-optimizer"],
-)
-def test_options_forced_alone_leave_no_trace(runs: Runs, layout: str) -> None:
+def test_options_forced_alone_leave_no_trace(runs: Runs) -> None:
+    layout = "distributed-optimizer"
     assert_same(runs, layout, tuple(MEASUREMENT))
     _, _, directory = runs.run(layout, *MEASUREMENT)
     probes = [event for event in read_events(directory) if event["event"] == "probe"]
@@ -138,20 +134,11 @@ def test_options_forced_alone_leave_no_trace(runs: Runs, layout: str) -> None:
 
 
 # -- the same as was planned ---------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("layout", "snip", "probes"),
-    [
-        ("pipeline", PROBES, Probes(backward_noise=True)),
-    ],
-)
-def test_snip_plan_counts_the_passes_that_an_update_runs(
-    runs: Runs, layout: str, snip: Sequence[str], probes: Probes
-) -> None:
-    _, _, directory = runs.run(layout, *snip)
+def test_snip_plan_counts_the_passes_that_an_update_runs(runs: Runs) -> None:
+    _, _, directory = runs.run("pipeline", *PROBES)
     events = [event for event in read_events(directory) if event["event"] == "probe"]
     tiny = ModelShape("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64)
-    pp = 2 if layout == "pipeline" else 1
-    planned = calls(Layout(tiny, 1, pp, 1, 1, 64, 2, 4), probes)
+    planned = calls(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), Probes(backward_noise=True))
     first = events[0]["step"]
     assert microbatches_by_kind(planned) == {e["kind"]: e["passes"] for e in events if e["step"] == first}
 
@@ -167,9 +154,7 @@ def test_a_map_that_quantises_does_leave_one(runs: Runs) -> None:
 MEASURE_ONCE = ("--snip", "--snip-first-update", "1", "--snip-update-interval", "100", "--snip-lag", "50")
 
 
-@pytest.mark.parametrize(
-    "layout", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --snip-probe-microbatches 2"]
-)
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2 --snip-probe-microbatches 2"])
 def test_tokens_that_the_loss_leaves_out_do_not_scale_gradients(warm: WarmRanks, tmp_path: Path, layout: str) -> None:
     """Megatron divides a loss per token by the tokens under the mask. A single microbatch divides it alike."""
     expected = probed_table(warm, tmp_path / "mean", 1, "--micro-batch-size", "4")

@@ -31,10 +31,6 @@ def train(warm: WarmRanks, tmp: Path, name: str, **env: str) -> tuple[Path, subp
     return run, done
 
 
-def curve(run: Path) -> list[tuple[object, ...]]:
-    return [(m["step"], m["loss"], m["grad_norm"], m["fp4_fraction"]) for m in read_metrics(run)]
-
-
 @pytest.fixture(scope="module")
 def whole(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(warm, tmp_path_factory.mktemp("whole"), "whole")[0]

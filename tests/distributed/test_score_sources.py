@@ -27,6 +27,7 @@ MODEL = shlex.split(
     "--num-layers 2 --hidden-size 256 --ffn-hidden-size 256 --seq-length 128 --max-position-embeddings 128"
     " --micro-batch-size 2 --global-batch-size 4"
 )
+SHARED_OUT = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TENSOR = "--tensor-model-parallel-size 2 --muon-tp-mode duplicated"
 
 
@@ -38,43 +39,36 @@ def table_of(warm: WarmRanks, tmp: Path, nproc: int, microbatches: int, extra: s
     return StatisticsTable.load(tmp / "run" / "stats" / f"step_{AT}.npz")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "microbatches", "layout"),
-    [("sgd", 1, ""), ("muon", 2, TENSOR)],
-)
-def test_drift_of_other_optimizers_on_two_layouts(
-    warm: WarmRanks, tmp_path: Path, optimizer: str, microbatches: int, layout: str
-) -> None:
+def test_drift_of_muon_on_two_layouts(warm: WarmRanks, tmp_path: Path) -> None:
     """Two steps in, weights differ in the last bits; drift of the smallest errors is a difference of close numbers."""
-    one = table_of(warm, tmp_path / "one", 1, 2, f"--optimizer {optimizer}")
-    two = table_of(warm, tmp_path / "two", 2, microbatches, f"--optimizer {optimizer} {layout}")
+    one = table_of(warm, tmp_path / "one", 1, 2, "--optimizer muon")
+    two = table_of(warm, tmp_path / "two", 2, 2, f"--optimizer muon {TENSOR}")
     assert one.non_finite() == []
     assert (one.drift2 > 0).all()
     assert (one.sink_drift2 > 0).all()
     assert (np.abs(two.drift2 / one.drift2 - 1.0) < 1e-3 * np.maximum(1.0, 1e-2 / RHO_GRID)).all()
     for name in ("linear.gv2", "by_format.wdrift2", "linear.m2"):
         np.testing.assert_allclose(two.arrays()[name], one.arrays()[name], rtol=1e-3, err_msg=name)
-    if optimizer == "sgd":  # linear in the error, and without a second moment
-        np.testing.assert_allclose(one.drift2 / one.drift2[:, :1], np.tile((RHO_GRID / RHO_GRID[0]) ** 2, (8, 1)))
     assert not one.linear["v2"].any()
     # Tokens of a sequence are not independent: the variance over microbatches is of another size than theirs.
     assert (one.linear["gv2"] > 0.2 * one.linear["s2"]).all()
     assert (one.linear["gv2"] < 20.0 * one.linear["s2"]).all()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "overlap"), [("muon", ""), ("lion", "--overlap-grad-reduce --overlap-param-gather")]
-)
-def test_drift_where_ranks_share_out_whole_parameters(
-    warm: WarmRanks, tmp_path: Path, optimizer: str, overlap: str
-) -> None:
+def test_drift_where_ranks_share_out_whole_parameters(warm: WarmRanks, tmp_path: Path) -> None:
     """Megatron's layer-wise distributed optimizer, which these get with --use-distributed-optimizer.
 
     It takes 16-bit weights only. They stay where they are, or a last bit of a step would be a last bit of bf16.
     """
-    still = f"--optimizer {optimizer} --bf16 --lr 1e-20 --min-lr 0"
+    still = "--optimizer lion --bf16 --lr 1e-20 --min-lr 0"
     one = table_of(warm, tmp_path / "one", 1, 2, still)
-    two = table_of(warm, tmp_path / "two", 2, 1, f"{still} --use-distributed-optimizer {overlap}")
+    two = table_of(
+        warm,
+        tmp_path / "two",
+        2,
+        1,
+        f"{still} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    )
     assert two.non_finite() == []
     assert (two.linear["m2"] > 0).all()
     assert (two.drift2[:, -1] > 0).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from pathlib import Path
@@ -142,25 +141,6 @@ def test_the_fastest_map_within_a_loss(warm: WarmRanks, tmp_path: Path) -> None:
         assert precision_map.speedup is not None
         assert precision_map.speedup > 1.05
         assert len(set(precision_map.choices.values())) > 1  # the bound leaves something in bf16 or fp8
-
-
-def test_a_share_of_flops_with_the_map_in_force_held(warm: WarmRanks, tmp_path: Path) -> None:
-    """The penalty makes the second update keep the first one's choices; a share's map file is as ever."""
-    run = tmp_path / "run"
-    extra = ("--snip-dir", str(run), "--snip-settings", "change_penalty=1e6")
-    done = warm.run(1, tiny_llama_args(*SNIP, *extra, iters=14), tmp=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    adopted = [e for e in read_events(run) if e["event"] == "adopt"]
-    assert [e["step"] for e in adopted] == [6, 12]
-    assert adopted[0]["changed"] > 0
-    assert adopted[1]["changed"] == 0
-    assert "budget" not in adopted[0]
-    solved = [e for e in read_events(run) if e["event"] == "solved"]
-    assert [e["loss"] <= e["objective"] for e in solved] == [True, True]
-    assert solved[0]["loss"] == solved[0]["objective"]  # nothing to keep at the first update
-    body = json.loads((run / "maps" / "step_6.json").read_text())
-    assert not {"budget", "loss", "speedup", "fp4_share"} & set(body)
-    assert "predicted_speedup" not in read_metrics(run)[-1]
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,7 @@ FUSED = "--hidden-size 128 --ffn-hidden-size 256"  # widths that SwiGLU's kernel
     ("ranks", "arguments"),
     [
         (2, "--snip-budget fp4=0.5 --use-distributed-optimizer --eval-iters 1 --eval-interval 4"),
-        (1, f"--snip-budget fp4=0.5 --eval-iters 1 --eval-interval 4 {FUSED}"),
         (1, f"--snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4,fp8 --snip-pin *linear_proj=bf16 {FUSED}"),
-        (2, "--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel --snip-granularity layer"),
         (2, f"--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel {GATHER}"),
     ],
 )
