@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.operands import CachedPair, GradientKeys, OperandSpec
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format, Gemm
@@ -157,19 +157,3 @@ def test_captured_products_follow_keys_and_weights(backend: GemmBackend, fmt: Fo
     w.zero_()
     graph.replay()
     assert torch.equal(y, replayed[0])  # the kept weight stays
-
-
-def test_the_reference_gives_the_same_through_auto() -> None:
-    """Whatever ``auto`` selects here for formats that are not native."""
-    found = select_backend("auto", {Format.NVFP4, Format.MXFP4})
-    x, w, _ = operands(128, 256, 512)
-    for fmt in (Format.NVFP4, Format.MXFP4):
-        y = [
-            b.fprop(
-                b.quantize(x, OperandSpec(fmt, None))[0],
-                b.quantize(w, OperandSpec(fmt, None, weight=True))[0],
-                dtype=torch.float32,
-            )
-            for b in (found.backend, REFERENCE)
-        ]
-        torch.testing.assert_close(y[0], y[1], rtol=1e-5, atol=1e-5)

@@ -34,24 +34,6 @@ def test_tiles(formats: tuple[str, str], seeds: dict[str, int]) -> None:
     assert_same(found.col, expected.col, 1e-5 if seeds else 0.0)
 
 
-def test_shards_at_odd_places_draw_as_the_whole() -> None:
-    from snip_megatron.quantization.kernels import quantize as triton_quantize
-
-    x = activations(256, 1024)
-    whole = packed.quantize_tiles(x, "fp4", "fp4", row_seed=3, col_seed=4)
-    places = {"whole": (0, 0), "columns start odd": (0, 129), "rows start odd": (77, 0)}
-    ids = torch.arange(1024, device="cuda")
-    for name, (row, col) in places.items():
-        shard = x[row:, col:] if col % 2 == 0 else x[row:, col : col + 640].contiguous()
-        where = {"first_row": row, "cols": ids[col:][: shard.shape[1]].contiguous()}
-        found = triton_quantize.quantize_tiles(shard, "fp4", "fp4", row_seed=3, col_seed=4, **where)
-        expected = packed.quantize_tiles(shard, "fp4", "fp4", row_seed=3, col_seed=4, **where)
-        assert_same(found.row, expected.row, 1e-4)
-        assert_same(found.col, expected.col, 1e-4)
-        if name == "whole":
-            assert_same(found.row, whole.row, 1e-4)
-
-
 @pytest.mark.parametrize("seeds", [{}, {"row_seed": 5, "col_seed": 6}])
 def test_tiles_of_subnormal_scales(seeds: dict[str, int]) -> None:
     """Their scales have few bits; their largest number must stay in the format."""
@@ -64,28 +46,6 @@ def test_tiles_of_subnormal_scales(seeds: dict[str, int]) -> None:
         expected = packed.quantize_tiles(matrix, "fp4", "fp4", **seeds)
         assert_same(found.row, expected.row, 1e-2 if seeds else 0.0)
         assert_same(found.col, expected.col, 1e-2 if seeds else 0.0)
-
-
-def test_launches_are_remembered_by_what_decides_the_kernel() -> None:
-    """The same shape at addresses of other alignment, and other seeds in between."""
-    from snip_megatron.quantization.kernels import quantize as triton_quantize
-
-    memory = activations(1, 256 * 384 + 64).view(-1)
-    for shift in (0, 2, 8, 0):
-        x = memory[shift : shift + 256 * 384].view(256, 384)
-        for seed in (5, 6, None):
-            found = triton_quantize.quantize_tiles(x, "fp4", "fp8", row_seed=seed)
-            expected = packed.quantize_tiles(x, "fp4", "fp8", row_seed=seed)
-            assert_same(found.row, expected.row, 0.0 if seed is None else 1e-4)
-            assert_same(found.col, expected.col)
-
-
-def test_scales_of_a_tensor_lie_where_the_gemm_takes_them() -> None:
-    from snip_megatron.quantization.kernels import quantize as triton_quantize
-
-    for amax in (None, torch.tensor(3.0, device="cuda")):
-        scale = triton_quantize.quantize_tensor(activations(128, 256), amax=amax).row.scale
-        assert scale.data_ptr() % 16 == 0
 
 
 def test_blocks_and_tensor() -> None:

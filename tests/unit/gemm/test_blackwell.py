@@ -16,7 +16,7 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.blackwell import BlackwellBackend
-from snip_megatron.gemm.blackwell_engine import NATIVE, NativeOperand, QuantizerKey
+from snip_megatron.gemm.blackwell_engine import NATIVE, NativeOperand
 from snip_megatron.gemm.operands import GradientKeys, OperandSpec, UnquantizedOperand, assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
@@ -91,18 +91,6 @@ def test_products_are_those_of_the_exact_operands_within_the_format(formats: Any
         assert decibel(expected, product) > LEAST[fmt.base]
 
 
-@pytest.mark.parametrize("shape", [EVEN, *ODD], ids=str)
-@pytest.mark.parametrize("fmt", NATIVE)
-def test_products_are_those_of_the_operands_as_decoded(fmt: Format, shape: tuple[int, int, int]) -> None:
-    """Whatever the padding: FP32 sums of the very numbers that the bytes stand for."""
-    made = sides(backend(), *operands(*shape), (fmt,) * 3)
-    x_row, x_col, w_row, w_col, g_row, g_col = map(decoded, made)
-    expected = [x_row @ w_row.t(), g_row @ w_col, g_col.t() @ x_col]
-    for product, exact in zip(products(backend(), made, torch.float32), expected, strict=True):
-        torch.testing.assert_close(product, exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
-        assert product.is_contiguous()
-
-
 def test_nvfp4_operands_are_the_definition_s_numbers() -> None:
     """1×16 tiles along the reduction for X, 16×16 for W: the reference's to the bit, nearest rounding."""
     x, w, g = operands(*EVEN)
@@ -132,26 +120,6 @@ def test_mxfp8_operands_are_transformer_engine_s_numbers() -> None:
         assert torch.equal(side, numbers)
 
 
-def test_where_the_two_rules_of_mxfp8_differ() -> None:
-    """In tiles whose amax is above 1.75 times a power of two: OCP's scale saturates, the other is twice as large."""
-    x, _, _ = operands(*EVEN)
-    row, _ = backend().quantize(x, OperandSpec(MXFP8, None))
-    ours, theirs = (q.unflatten(1, (-1, 32)) for q in (quantize_dequantize(x, "mxfp8"), decoded(row)))
-    mantissa, _ = torch.frexp(x.float().unflatten(1, (-1, 32)).abs().amax(-1))
-    saturated = mantissa > 1.75 / 2
-    assert 0.1 < float(saturated.float().mean()) < 0.3
-    assert torch.equal(ours[~saturated], theirs[~saturated])
-    largest = [q[saturated].abs().amax(-1) for q in (ours, theirs)]
-    assert (largest[0] <= largest[1]).all()
-    assert (largest[0] < largest[1]).float().mean() > 0.5
-    assert decibel(x, theirs.flatten(1)) > decibel(x, ours.flatten(1)) + 0.5
-    # What a whole tile of them looks like.
-    alike = torch.full((32, 32), 500.0)
-    row, _ = backend().quantize(alike, OperandSpec(MXFP8, None))
-    assert torch.equal(decoded(row), torch.full((32, 32), 512.0))
-    assert float(quantize_dequantize(alike, "mxfp8").max()) == 448.0
-
-
 @pytest.mark.parametrize("formats", UNIFORM + MIXED, ids=lambda formats: "-".join(formats))
 @pytest.mark.parametrize("shape", [(0, 144, 208), (0, 256, 128)], ids=str)
 def test_no_tokens(shape: tuple[int, int, int], formats: Any) -> None:
@@ -164,13 +132,6 @@ def test_no_tokens(shape: tuple[int, int, int], formats: Any) -> None:
     assert gw is out
     assert torch.equal(out, torch.ones(n, k))
     assert torch.equal(products(backend(), sides(backend(), x, w, g, formats), torch.bfloat16)[2], torch.zeros(n, k))
-
-
-def test_output_in_fp16() -> None:
-    """FP4 GEMMs have none: FP32, then a cast."""
-    x, w, g = operands(*EVEN, dtype=torch.float16)
-    y, d, _ = products(backend(), sides(backend(), x, w, g, (NVFP4,) * 3), torch.float16)
-    assert (y.dtype, d.dtype) == (torch.float16, torch.float16)
 
 
 # -- accumulation --------------------------------------------------------------------------------------------------
@@ -190,72 +151,6 @@ def test_wgrad_accumulates_into_main_grad(fmt: Format, shape: tuple[int, int, in
 
 
 # -- operands ------------------------------------------------------------------------------------------------------
-def test_what_a_quantizer_is_asked_for() -> None:
-    """1×16 tiles for X and G, 16×16 for W; stochastic rounding for G alone; one usage a GEMM."""
-    assert QuantizerKey(NVFP4, True, False).arguments() == {
-        "rowwise": True,
-        "columnwise": False,
-        "with_2d_quantization": False,
-        "stochastic_rounding": False,
-        "with_rht": False,
-    }
-    weights = QuantizerKey(NVFP4, True, True, square=True).arguments()
-    assert (weights["with_2d_quantization"], weights["stochastic_rounding"]) == (True, False)
-    gradients = QuantizerKey(NVFP4, False, True, stochastic=True).arguments()
-    assert (gradients["with_2d_quantization"], gradients["stochastic_rounding"]) == (False, True)
-    assert QuantizerKey(MXFP8, False, True).arguments() == {"rowwise": False, "columnwise": True}
-
-
-class Recording:
-    """An engine that notes what it was asked for."""
-
-    def __init__(self) -> None:
-        self._engine = engine()
-        self.asked: list[QuantizerKey] = []
-
-    def quantize(self, x: Tensor, key: QuantizerKey, **options: Any) -> Any:
-        self.asked.append(key)
-        return self._engine.quantize(x, key, **options)
-
-
-@pytest.mark.parametrize(
-    ("formats", "expected"),
-    [
-        ((NVFP4,) * 3, [("nvfp4", "rc", ""), ("nvfp4", "rc", "square"), ("nvfp4", "rc", "stochastic")]),
-        ((MXFP8,) * 3, [("mxfp8", "rc", "")] * 3),
-        (
-            (NVFP4, MXFP8, MXFP8),
-            [("nvfp4", "r", ""), ("mxfp8", "c", ""), ("nvfp4", "r", "square"), ("mxfp8", "c", ""), ("mxfp8", "rc", "")],
-        ),
-        ((BF16, BF16, NVFP4), [("nvfp4", "c", ""), ("nvfp4", "c", "stochastic")]),
-        ((FP4, MXFP8, BF16), [("mxfp8", "c", ""), ("mxfp8", "r", "")]),
-    ],
-)
-def test_operands_are_quantised_for_the_gemms_that_read_them(formats: Any, expected: list[Any]) -> None:
-    recording = Recording()
-    sides(BlackwellBackend(recording, ScaledProducts()), *operands(*EVEN), formats)  # type: ignore[arg-type]
-    found = [
-        (
-            key.format.value,
-            "r" * key.rowwise + "c" * key.columnwise,
-            "square" * key.square + "stochastic" * key.stochastic,
-        )
-        for key in recording.asked
-    ]
-    assert found == expected
-
-
-@pytest.mark.parametrize(("fmt", "share"), [(NVFP4, 0.5 + 1 / 16), (MXFP8, 1 + 1 / 32)])
-def test_x_is_kept_in_one_usage_only(fmt: Format, share: float) -> None:
-    """Bytes an element: elements and scales, of the usage that wgrad reads."""
-    x, _, _ = operands(512, 128, 1024)
-    row, col = backend().quantize(x, OperandSpec(fmt, fmt))
-    tensors, rest = flatten(col)
-    saved = sum(t.numel() * t.element_size() for t in tensors)
-    assert saved == pytest.approx(share * x.numel(), abs=4)  # and nvfp4's amax
-    assert not {t.data_ptr() for t in row.tensors} & {t.data_ptr() for t in tensors}
-    assert not any(isinstance(value, Tensor) for value in col.fields.values())
-    assert torch.equal(decoded(assemble((tensors, rest))), decoded(col))
 
 
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(NATIVE))

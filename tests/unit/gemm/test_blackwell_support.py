@@ -132,17 +132,7 @@ def test_shards_need_an_amax_from_outside(machine: Machine) -> None:
     assert availability(sharded=True) == missing
 
 
-@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0)])
-def test_elsewhere_auto_does_not_ask_for_transformer_engine(
-    machine: Machine, capability: tuple[int, int] | None
-) -> None:
-    machine(capability, None)
-    assert select_backend("auto").backend.name == {None: "reference", (8, 0): "emulated", (9, 0): "hopper"}[capability]
-
-
 # -- numbers ---------------------------------------------------------------------------------------------------------
-def test_right_numbers() -> None:
-    assert wrong_numbers(emulated_backend(), "cpu", NATIVE) is None
 
 
 def test_gradients_of_zeros_are_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

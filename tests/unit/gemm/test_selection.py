@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -104,21 +101,3 @@ def test_small_linears_do_not_gain() -> None:
     assert not gains(1024, 4096)
     assert not gains(512, 512)
     assert not gains(28672, 256)  # measured by nobody
-
-
-def test_a_measurement_wins_over_the_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    measured = tmp_path / "shapes.json"
-    measured.write_text(json.dumps({"rows": [{"n": 4096, "k": 1024, "fp8": 0.97}, {"n": 512, "k": 512, "fp8": 1.01}]}))
-    monkeypatch.setattr(selection, "_MEASURED", measured)
-    selection._table.cache_clear()
-    try:
-        assert not gains(4096, 1024)
-        assert not gains(1024, 4096)
-        assert gains(512, 512)
-        assert gains(4096, 4096)
-    finally:
-        selection._table.cache_clear()
-
-
-def test_what_is_committed_can_be_read() -> None:
-    assert all(speedup > 0 for speedup in selection._table().values())

@@ -72,26 +72,6 @@ def test_output_and_gradients(group: dist.ProcessGroup, context: StepContext, fo
     assert decibel(expected_gw, main_grad) > 120
 
 
-@pytest.mark.parametrize("formats", ONE_GEMM + MIXED, ids=name)
-def test_bf16_tensors_lose_only_the_rounding_of_what_is_bf16(
-    group: dist.ProcessGroup, context: StepContext, formats: Formats
-) -> None:
-    """Y and ∂L/∂X are rounded to bf16 once (about 55 dB); ∇W is never: FP32 from the GEMM into main_grad."""
-    s, b, n, k = 64, 2, 256, 384
-    linear = stock_linear(group, n, k, dtype=torch.bfloat16)
-    convert(linear, context, formats)
-    main_grad = with_main_grad(linear)
-    x, g = operands(s, b, n, k, torch.bfloat16)
-    y, _ = linear(x)
-    y.backward(g)
-    expected_y, expected_d, expected_gw = reference(x, linear.weight, g, formats, context)
-    assert x.grad is not None
-    assert y.dtype == x.grad.dtype == torch.bfloat16
-    assert decibel(expected_y, y) > 50
-    assert decibel(expected_d, x.grad) > 50
-    assert decibel(expected_gw, main_grad) > 120
-
-
 @pytest.mark.parametrize(("fmt", "low", "high"), [(FP8, 28.0, 36.0), (FP4, 12.0, 20.0)], ids=lambda v: str(v))
 def test_signal_to_noise_of_a_format(
     group: dist.ProcessGroup, context: StepContext, fmt: Format, low: float, high: float
@@ -209,17 +189,6 @@ def test_second_derivatives_are_refused(group: dist.ProcessGroup, context: StepC
     y, _ = linear(x)
     with pytest.raises(SnipError, match="linear_fc1: create_graph=True is not supported"):
         torch.autograd.grad(y, x, g.requires_grad_(), create_graph=True)
-
-
-def test_features_that_a_validation_moves_can_be_used_in_training(
-    group: dist.ProcessGroup, context: StepContext
-) -> None:
-    """Kernels look at the version of the features, which tensors of the inference mode do not have."""
-    handle = convert(stock_linear(group, 96, 64, dtype=torch.float32), context, (FP4, FP4, FP4))
-    with torch.inference_mode():
-        columns = handle.columns(torch.device("meta"))
-    assert columns.is_meta
-    assert columns._version == 0
 
 
 # -- gradients of weights --------------------------------------------------------------------------------------

@@ -8,20 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snip_megatron.layers import communication
 from snip_megatron.layers.communication import ErrorFeedback, as_rows
-
-
-def test_a_reset_clears_the_memory_that_a_cuda_graph_reads() -> None:
-    """A captured step adds what lies at the address that it was captured with."""
-    feedback, whole = ErrorFeedback(), torch.ones(256)
-    lost = feedback.of(whole, whole.view(2, 128))
-    assert lost.dtype is torch.bfloat16
-    assert lost.shape == (2, 128)
-    lost.fill_(3.0)
-    feedback.reset()
-    assert not lost.any()
-    assert feedback.of(whole, whole.view(2, 128)) is lost
 
 
 def test_a_model_that_is_built_anew_has_lost_nothing() -> None:
@@ -48,13 +35,3 @@ def test_kernels_can_be_launched_on_a_bucket_of_any_size(ranks: int, each: int) 
     assert len(rows) <= 65535 * 128
     padding = rows.numel() // ranks - each
     assert 0 <= padding < max(128, parts.numel() / 2**14)
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_rows_hold_the_parts(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communication, "_LARGE", 1 if large else 2**29)
-    parts = torch.arange(3.0 * 300).view(3, 300)
-    rows = as_rows(parts)
-    assert rows.shape == ((3, 32768) if large else (9, 128))
-    assert torch.equal(rows.view(3, -1)[:, :300], parts)
-    assert not rows.view(3, -1)[:, 300:].any()

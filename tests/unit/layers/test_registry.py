@@ -11,7 +11,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits, decoder_linear_names
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option_id
 
 NAMES = decoder_linear_names(3)
 
@@ -27,12 +27,6 @@ def handle(linear: LinearId, context: StepContext) -> LinearHandle:
     features = torch.arange(4)
     module = torch.nn.Linear(4, 4)
     return LinearHandle(linear, "column", 4, 4, 0, 0, 1, features, features, context, module)
-
-
-def test_names_are_global_and_in_order() -> None:
-    assert len(NAMES) == 12
-    assert NAMES[5] == "decoder.layers.1.self_attention.linear_proj"
-    assert [LinearId.parse(name) for name in NAMES] == [LinearId(i, kind) for i in range(3) for kind in LINEAR_KINDS]
 
 
 def test_the_index_of_a_linear_is_its_place_among_all() -> None:
@@ -103,15 +97,6 @@ def test_adopt_refuses_an_unknown_linear_and_changes_nothing() -> None:
         registry.adopt(PrecisionMap(choices=bad, version=9))
     assert registry.current is before
     assert registry[str(linear)].formats == ALL_BF16
-
-
-def test_start_step_resets_the_counters() -> None:
-    registry = registry_of(LinearId(0, "mlp.linear_fc1"), LinearId(0, "mlp.linear_fc2"))
-    for h in registry:
-        h.state.backwards = 3
-    registry.start_step(8)
-    assert registry.context.step == 8
-    assert [h.state.backwards for h in registry] == [0, 0]
 
 
 def test_a_linear_is_registered_once_and_only_if_known() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from snip_megatron.optimizers.signs import KeptWords, error_signs, words
+from snip_megatron.optimizers.signs import error_signs
 
 ROWS, COLS = torch.arange(1024), torch.arange(768)
 
@@ -27,12 +27,3 @@ def test_a_shard_draws_what_the_whole_does() -> None:
     whole = error_signs(2**63 + 5, ROWS, COLS)
     rows, cols = torch.tensor([7, 3, 1000]), torch.tensor([5, 700])
     assert torch.equal(error_signs(2**63 + 5, rows, cols), whole[rows][:, cols])
-
-
-def test_kept_words_are_those_of_each_parameter() -> None:
-    kept = KeptWords()
-    for _ in range(2):
-        for seed, rows in ((5, ROWS), (6, ROWS), (7, ROWS[:3])):
-            for found, expected in zip(kept(seed, rows, COLS), words(seed, rows, COLS), strict=True):
-                assert torch.equal(found, expected)
-    assert kept(5, ROWS, COLS)[0] is kept(5, ROWS, COLS)[0]

@@ -57,20 +57,6 @@ def test_parameters_of_the_stages_are_those_of_the_model() -> None:
     assert sum(found.stage_parameters(stage) for stage in range(8)) * 8 == found.model.parameters + norms + padding
 
 
-@pytest.mark.parametrize(("tp", "rows"), [(1, 32_000), (8, 32_768), (16, 32_768)])
-def test_the_vocabulary_is_padded(tp: int, rows: int) -> None:
-    assert layout("7b", tp=tp).vocabulary == rows
-
-
-def test_microbatches_in_flight() -> None:
-    flat = layout(with_blocks(SMALL, 16), pp=4, global_batch_size=16)
-    assert [flat.in_flight(stage) for stage in range(4)] == [4, 3, 2, 1]
-    short = layout(with_blocks(SMALL, 16), pp=4, global_batch_size=2)
-    assert [short.in_flight(stage) for stage in range(4)] == [2, 2, 2, 1]
-    virtual = layout(with_blocks(SMALL, 16), pp=4, vpp=2, global_batch_size=16)
-    assert [virtual.in_flight(stage) for stage in range(4)] == [11 / 2, 9 / 2, 7 / 2, 5 / 2]
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,26 +14,15 @@ from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.operands import OperandSpec, flatten
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import (
-    NATIVE,
-    StageMemory,
     block_activations,
-    native_formats,
-    one_weight,
     quantised_weight,
     saved_input,
     stage_memory,
 )
-from snip_megatron.planner.plan import make_plan
-from snip_megatron.planner.probes import Probes
-from snip_megatron.planner.request import PlanRequest
-from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
-from snip_megatron.quantization.exact import ExactOperand, quantize_exact, shared
-from snip_megatron.timing.cost_model import FlopsModel
-from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.precision import LINEAR_KINDS, Format
+from snip_megatron.quantization.exact import ExactOperand, quantize_exact
 from snip_megatron.timing.models import ModelShape
-from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
-from snip_megatron.timing.table_model import TimingModel
+from snip_megatron.timing.shapes import ALL_BF16, Formats
 
 from .formula import SMALL, layout
 
@@ -76,33 +64,6 @@ def test_the_measured_peak_within_a_twentieth(row: str, formats: Formats) -> Non
     assert peak == pytest.approx(MEASURED["rows"][row]["peak_bytes_above_start"], rel=0.05)
 
 
-def test_parameters_gradients_and_the_optimizer() -> None:
-    chosen = layout("8b", dp=4)
-    found = stage_memory(chosen, 0, lambda block, kind: BF16)
-    parameters = chosen.stage_parameters(0)
-    assert (found.parameters, found.gradients, found.optimizer) == (2 * parameters, 4 * parameters, 3 * parameters)
-    assert found.quantised_weights == 0
-    whole = layout("8b", dp=4, distributed_optimizer=False)
-    assert stage_memory(
-        whole, 0, lambda block, kind: BF16
-    ).optimizer == 12 * parameters  # fmt: skip
-
-
-def test_quantised_weights_by_orientation() -> None:
-    shape = LinearShape(8, 256, 512)
-    scales = 4 / 128**2
-    assert quantised_weight(shape, FP8) == pytest.approx(2 * 256 * 512 * (1 + scales))
-    assert quantised_weight(shape, (Format.BF16, Format.FP8_TENSOR, Format.FP8)) == 256 * 512
-    assert quantised_weight(shape, (Format.BF16, Format.BF16, Format.FP8)) == 0
-
-
-def test_one_emulated_weight_serves_both_gemms_where_its_numbers_do() -> None:
-    quantised = [fmt for fmt in Format if fmt is not Format.BF16]
-    formats = [[fmt for fmt in quantised if gemm in fmt.gemms] for gemm in (Gemm.FPROP, Gemm.DGRAD)]
-    assert sum(one_weight(*pair) for pair in itertools.product(*formats)) == 4
-    assert all(one_weight(*pair) == shared(*pair, square=True) for pair in itertools.product(*formats))
-
-
 @pytest.mark.parametrize(
     "formats",
     [FP8, TENSOR, (Format.FP8, Format.FP4, Format.FP4), NVFP4, (Format.NVFP4, Format.MXFP8, Format.BF16)],
@@ -121,23 +82,6 @@ def test_emulated_operands_have_the_bytes_that_the_backend_makes(formats: Format
     assert quantised_weight(shape, formats, native=()) == quantised
 
 
-def test_a_table_of_emulated_gemms_makes_all_operands_emulated() -> None:
-    hopper = load_cost_model("h200")
-    assert isinstance(hopper, TimingModel)
-    assert native_formats(hopper) == NATIVE == native_formats(FlopsModel())
-    emulated = TimingModel(replace(hopper.table, backend="emulated"))
-    assert native_formats(emulated) == ()
-    chosen = layout("8b")
-    request = PlanRequest("fp4", 1.0, (Format.FP8, Format.FP4))
-    plans = [make_plan(StepModel(chosen, model), request, Probes()) for model in (hopper, emulated)]
-    native, copies = (plan["stages"][0]["bytes"]["fp8"] for plan in plans)
-    more = chosen.model.blocks * sum(chosen.tokens * shape.k for shape in chosen.linear_shapes().values())
-    assert copies["activations"] - native["activations"] == more  # 16 bits instead of 8
-    assert copies["quantised_weights"] == pytest.approx(native["quantised_weights"], rel=1e-3)  # one instead of two
-    mixed = [quantised_weight(LinearShape(8, 256, 512), (Format.FP8, Format.FP4, Format.FP8), n) for n in (NATIVE, ())]
-    assert mixed[1] == pytest.approx(2 * mixed[0], rel=1e-3)  # two of 16 bits
-
-
 def test_sequence_parallelism_keeps_bf16_shards_of_gathered_inputs() -> None:
     plain, parallel = layout("70b", tp=8), layout("70b", tp=8, sequence_parallel=True)
     fc1 = "mlp.linear_fc1"
@@ -151,23 +95,6 @@ def test_a_rank_keeps_a_whole_key_value_head() -> None:
     few, enough = (layout(replace(SMALL, groups=groups), tp=8) for groups in (4, 8))
     bf16 = dict.fromkeys(LINEAR_KINDS, ALL_BF16)
     assert block_activations(few, bf16) == block_activations(enough, bf16)
-
-
-def test_recomputation_keeps_the_blocks_input() -> None:
-    chosen = layout("8b", recompute="full")
-    assert block_activations(chosen, dict.fromkeys(LINEAR_KINDS, FP8)) == 2 * 8192 * 4096
-
-
-def fp8(chosen: Layout, probes: Probes | None) -> StageMemory:
-    return stage_memory(chosen, 0, lambda block, kind: FP8, probes)
-
-
-def test_a_probe_needs_no_more_microbatches_than_it_runs() -> None:
-    chosen = layout("70b", tp=8, pp=8)
-    one, two = (fp8(chosen, Probes(microbatches=b)) for b in (1, 2))
-    assert 0 < one.probe < two.probe < 2 * one.probe
-    assert one.training == two.training
-    assert fp8(chosen, None).probe == fp8(chosen, Probes(policy="bf16")).probe == 0
 
 
 def test_only_the_last_stage_has_logits() -> None:

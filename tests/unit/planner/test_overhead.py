@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from snip_megatron.planner.overhead import overhead, table_entries
-from snip_megatron.planner.probes import Probes, probe_microbatches
+from snip_megatron.planner.probes import Probes
 from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
 from snip_megatron.timing.shapes import ALL_BF16
 
-from .formula import SMALL, layout, step_model, with_blocks
+from .formula import layout, step_model
 
 FORMATS = ("fp8", "fp4")
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist = pytest.importorskip("torch.distributed")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("blocks", "formats"), [(1, 1), (8, 2), (80, 3)])
@@ -49,42 +39,8 @@ def test_the_broadcast_is_the_channels() -> None:
     assert overhead(chosen, Probes(), FORMATS, step, step).broadcast == pytest.approx(len(message), rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("probes", "passes"),
-    [
-        (Probes(), 2),
-        (Probes(estimator="fisher"), 1),
-        (Probes(backward_noise=True), 3),
-        (Probes(policy="random"), 1),
-    ],
-)
-def test_passes(probes: Probes, passes: int) -> None:
-    chosen = layout("8b", dp=2, global_batch_size=16)
-    step = step_model(chosen).step(lambda block, kind: ALL_BF16)
-    costs = overhead(chosen, probes, FORMATS, step, step)
-    assert (costs.passes, costs.microbatches) == (passes, passes)
-    assert costs.reducing_seconds == pytest.approx(costs.gradient_bytes / 350e9)  # 2 (n − 1) / n is 1 of two ranks
-    assert costs.seconds == pytest.approx(passes * step.slowest / 8 + costs.reducing_seconds)
-    assert costs.share == pytest.approx(costs.seconds / (costs.seconds + 1000 * step.total))
-    assert (costs.gradient_bytes > 0) == probes.drift
-
-
 def test_a_fixed_map_measures_nothing() -> None:
     chosen = layout("8b", dp=2, global_batch_size=16)
     step = step_model(chosen).step(lambda block, kind: ALL_BF16)
     costs = overhead(chosen, Probes(policy="uniform-fp8"), FORMATS, step, step)
     assert (costs.passes, costs.gathered, costs.gradient_bytes, costs.column_bytes, costs.seconds) == (0, 0, 0, 0, 0)
-
-
-def test_interleaved_schedules_probe_whole_groups() -> None:
-    chosen = layout(with_blocks(SMALL, 16), pp=4, vpp=2, global_batch_size=8)
-    assert probe_microbatches(chosen, Probes(microbatches=1)) == 4
-    assert probe_microbatches(chosen, Probes(microbatches=5)) == 8
-    assert probe_microbatches(layout(), Probes(microbatches=100)) == 8
-
-
-def test_one_data_parallel_rank_reduces_nothing_over_others() -> None:
-    chosen = layout("8b")
-    step = step_model(chosen).step(lambda block, kind: ALL_BF16)
-    costs = overhead(chosen, Probes(), FORMATS, step, step)
-    assert (costs.column_bytes, costs.gradient_bytes) == (0, 0)

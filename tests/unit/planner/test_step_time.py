@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from timing.timing_tables import formula_table
 
 from snip_megatron.errors import SnipError
-from snip_megatron.planner.memory import packed_bytes, saved_input
-from snip_megatron.planner.rates import ATTENTION_BACKWARD, ELEMENTWISE, STATED_COPY, Links
+from snip_megatron.planner.memory import packed_bytes
+from snip_megatron.planner.rates import ELEMENTWISE, STATED_COPY, Links
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import LINEAR_KINDS, Format
 from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.timing.collectives import Exchange
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.shapes import ALL_BF16
-from snip_megatron.timing.table_model import ACCUMULATION, TimingModel
+from snip_megatron.timing.table_model import TimingModel
 
 from .formula import SMALL, layout, step_model, with_blocks
 
@@ -37,13 +37,6 @@ def test_linears_are_the_models_flops() -> None:
     assert quarter.stages[0].other == step.stages[0].other
 
 
-def test_attention_is_its_flops_at_the_stated_rate() -> None:
-    chosen = layout("8b", tp=4, micro_batch_size=2)
-    stage = step_model(chosen).step(lambda block, kind: ALL_BF16).stages[0]
-    forward = 32 * chosen.microbatches * 2 * 2 * 8192**2 * 8 * 128
-    assert stage.attention == pytest.approx(forward * (1 + ATTENTION_BACKWARD) / (0.45 * FLOPS_RATE))
-
-
 def test_the_bubble_and_the_slowest_stage() -> None:
     for vpp, ends in ((1, 3), (2, 3 / 2)):
         chosen = layout(with_blocks(SMALL, 16), pp=4, vpp=vpp, global_batch_size=12)
@@ -52,44 +45,6 @@ def test_the_bubble_and_the_slowest_stage() -> None:
         assert step.total == pytest.approx(work * (1 + ends / 12) + step.optimizer)
         assert step.stages[-1].ends > step.stages[0].ends > step.stages[1].ends == 0
         assert step.balance == pytest.approx(sum(s.total for s in step.stages) / 4 / work)
-
-
-def test_weight_gradients_are_added_apart_without_the_fusion() -> None:
-    """Those of stock linears and of the output layer. Those of the embedding always are."""
-    model = TimingModel(formula_table())
-    chosen = layout("8b")
-    fused, apart = (
-        StepModel(replace(chosen, gradient_accumulation_fusion=fusion), model, LINKS) for fusion in (True, False)
-    )
-    one = chosen.microbatches * 10 / (ACCUMULATION * 4e12)
-    for formats, linears in ((ALL_BF16, chosen.model.blocks * chosen.model.block_weights), (FP4, 0)):
-        before, after = (step.step(lambda b, k, formats=formats: formats).stages[0] for step in (fused, apart))
-        assert after.linears - before.linears == pytest.approx(one * linears)
-        assert after.ends - before.ends == pytest.approx(one * chosen.vocabulary * chosen.model.hidden)
-
-
-def test_recomputation_runs_forwards_again() -> None:
-    plain, again = (
-        step_model(layout("8b", recompute=r)).step(lambda b, k: ALL_BF16).stages[0] for r in ("none", "full")
-    )
-    assert again.linears == pytest.approx(plain.linears * 4 / 3)
-    assert again.attention == pytest.approx(plain.attention * (2 + ATTENTION_BACKWARD) / (1 + ATTENTION_BACKWARD))
-    assert again.elementwise > plain.elementwise
-    selective = step_model(layout("8b", recompute="selective")).step(lambda b, k: ALL_BF16).stages[0]
-    assert (selective.linears, selective.attention) == (plain.linears, again.attention)
-
-
-def test_communication() -> None:
-    links = Links(node_size=8, within=1e11, between=1e10)
-    chosen = layout("8b", tp=4, pp=2, dp=2, global_batch_size=8)
-    step = StepModel(chosen, FlopsModel(), links).step(lambda block, kind: ALL_BF16)
-    stream = 2 * 8192 * 4096
-    assert step.stages[0].tensor_parallel == pytest.approx(16 * 4 * 2 * 2 * (3 / 4) * stream / 1e11)
-    assert step.stages[0].pipeline == pytest.approx(4 * stream / 1e10)  # 2·4·2 GPUs: beyond a node
-    parameters = max(chosen.stage_parameters(stage) for stage in (0, 1))
-    assert step.data_parallel == pytest.approx(6 * parameters / 2 / 1e11)
-    hidden = layout("8b", tp=4, pp=2, dp=2, global_batch_size=8, overlap_grad_reduce=True, overlap_param_gather=True)
-    assert StepModel(hidden, FlopsModel(), links).step(lambda block, kind: ALL_BF16).data_parallel == 0
 
 
 LINKS = Links(node_size=8, within=1e11, between=1e10)
@@ -101,19 +56,6 @@ def exposed(communication: str, formats: tuple[Format, Format, Format], model: C
     chosen = layout("8b", communication=communication, **PARALLEL)
     step = StepModel(chosen, model or FlopsModel(), LINKS).step(lambda block, kind: formats)
     return step.stages[0].tensor_parallel / 32 / chosen.microbatches
-
-
-@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("full", 3)])
-def test_heads_are_gathered_if_there_are_more_ranks_than_key_value_heads(recompute: str, passes: int) -> None:
-    """Megatron gathers Y of qkv over all ranks, and sums its gradient."""
-    few, enough = (
-        step_model(layout(replace(SMALL, groups=groups), tp=8, recompute=recompute)).step(lambda *_: ALL_BF16).stages[0]
-        for groups in (4, 8)
-    )
-    sent = 2 * 7 / 8 * SMALL.context * (8 + 2 * 4) * 64
-    expected = 8 * 8 * passes * sent / Links().within  # microbatches and blocks
-    assert few.tensor_parallel - enough.tensor_parallel == pytest.approx(expected)
-    assert few.elementwise == enough.elementwise  # each rank turns one key head
 
 
 def test_quantised_communication() -> None:
@@ -161,13 +103,6 @@ def test_bytes_of_an_element_are_those_of_training(fmt: Format) -> None:
     assert packed_bytes(fmt) == bytes_per_element(fmt)
 
 
-def test_the_shard_is_kept_as_it_is_gathered() -> None:
-    shards = [layout("8b", communication=way, **PARALLEL) for way in ("bf16", "gather")]
-    assert [saved_input(each, "mlp.linear_fc1", FP4) for each in shards] == [
-        2048 * 4096 * 2, 2048 * 4096 * 0.53125,
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -179,13 +114,6 @@ def test_the_shard_is_kept_as_it_is_gathered() -> None:
 def test_layouts_that_training_refuses(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(SnipError, match=message):
         layout("8b", communication="all", **sizes)
-
-
-def test_the_optimizer_reads_and_writes_its_share() -> None:
-    one, four = (step_model(layout("8b", dp=dp)).step(lambda b, k: ALL_BF16).optimizer for dp in (1, 4))
-    parameters = layout("8b").stage_parameters(0)
-    assert one == pytest.approx((46 + 4) * parameters / (ELEMENTWISE * STATED_COPY))
-    assert four == pytest.approx((46 / 4 + 4 + 8) * parameters / (ELEMENTWISE * STATED_COPY))
 
 
 @settings(max_examples=40)

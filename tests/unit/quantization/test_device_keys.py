@@ -45,15 +45,6 @@ def test_a_step_begins_with_its_first_microbatch_whatever_ran_before() -> None:
     assert [unsigned(words) for words in keys.next(1)] == host_words(1, 2, 0, LINEARS[1])
 
 
-def test_memory_stays_where_a_graph_found_it() -> None:
-    keys = DeviceKeys(LINEARS, GEMMS, CPU)
-    keys.start_step(3, 0)
-    before = [words.data_ptr() for words in keys.next(2)]
-    keys.start_step(3, 1)
-    assert [words.data_ptr() for words in keys.next(2)] == before
-    assert all(pointer % 16 == 0 for pointer in before)
-
-
 def test_draws_are_equal_for_a_seed_and_its_words() -> None:
     keys = DeviceKeys(LINEARS, GEMMS, CPU)
     keys.start_step(77, 5)

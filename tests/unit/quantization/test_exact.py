@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.quantization import fake_quantize
-from snip_megatron.quantization.exact import CachedExactPair, ExactOperand, quantize_exact
+from snip_megatron.quantization.exact import ExactOperand, quantize_exact
 
 from . import oracle
 
@@ -64,16 +62,6 @@ def test_seeds_draw_the_reference_bits(fmt: str) -> None:
         torch.testing.assert_close(side.dequantize(), expected, rtol=2.0**-23, atol=0)
 
 
-def test_equal_numbers_are_made_once() -> None:
-    x = matrix(64, 64)
-    shared = {("nvfp4", True), ("fp4", True), ("fp8", True), ("fp8_tensor", True), ("fp8_tensor", False)}
-    for fmt, square in itertools.product(FORMATS, (False, True)):
-        row, col = quantize_exact(x, fmt, fmt, square=square)
-        assert (row is col) == ((fmt, square) in shared), fmt
-    row, col = quantize_exact(x, "nvfp4", "fp4", square=True)
-    assert row is not col
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_not_a_number_spoils_its_own_tiles_only(fmt: str) -> None:
     x = matrix(256, 256)
@@ -87,22 +75,6 @@ def test_a_not_a_number_spoils_its_own_tiles_only(fmt: str) -> None:
     if fmt != "fp8_tensor":
         assert not spoiled[6:].any()
         assert not col.dequantize()[:, :200].isnan().any()
-
-
-@pytest.mark.parametrize("fmt", ["nvfp4", "fp8"])
-def test_a_kept_weight_is_written_unless_it_is_current(fmt: str) -> None:
-    first, second = matrix(64, 128), matrix(64, 128) * 2
-    held = quantize_exact(first, fmt, fmt, square=True)
-    for current, expected in ((1, first), (0, second)):
-        again = quantize_exact(second, fmt, fmt, square=True, held=CachedExactPair(held, torch.tensor([current])))
-        assert again is held
-        fresh = quantize_exact(expected, fmt, fmt, square=True)[0]
-        assert fresh is not None
-        assert held[0] is not None
-        assert torch.equal(held[0].values, fresh.values)
-        assert held[0].scale is not None
-        assert fresh.scale is not None
-        assert torch.equal(held[0].scale, fresh.scale)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0)])

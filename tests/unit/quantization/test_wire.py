@@ -20,7 +20,6 @@ from snip_megatron.quantization.wire import (
     decode,
     encode,
     pack_fp4,
-    side_by_side,
     unpack_fp4,
 )
 
@@ -70,13 +69,6 @@ def test_packed_parts_lie_side_by_side(ranks: int, rows: int, pairs: int, seed: 
     values = stored(E2M1[torch.randint(16, (ranks, rows, 2 * pairs), generator=generator).numpy()])
     packed = torch.stack([pack_fp4(part) for part in values])
     assert torch.equal(unpack_fp4(packed), torch.cat(list(values), 1))
-
-
-@pytest.mark.parametrize("columns", [3, 8, 64])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_matrices_lie_side_by_side(columns: int, dtype: torch.dtype) -> None:
-    parts = torch.arange(3 * 5 * columns).reshape(3, 5, columns).to(dtype)
-    assert torch.equal(side_by_side(parts), torch.cat(list(parts), 1))
 
 
 # -- matrices --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, misplaced
-from snip_megatron.sensitivity.fixed import FIXED, fixed_formats, fixed_map, formats_of
+from snip_megatron.sensitivity.fixed import FIXED, fixed_map, formats_of
 from snip_megatron.sensitivity.policies import POLICIES
 
 NAMES = decoder_linear_names(20)
@@ -53,15 +53,3 @@ def test_nvidias_recipe(formats: tuple[str, ...], low: str) -> None:
         assert own == (["bf16"] * 3 if LinearId.parse(name).layer >= 17 else [low, low, f"{low}_hadamard"])
     small = made("nvidia", names=decoder_linear_names(2))
     assert [small.format_of(n, Gemm.FPROP).value for n in decoder_linear_names(2)] == ["nvfp4"] * 4 + ["bf16"] * 4
-
-
-def test_mxfp8_forward() -> None:
-    assert (
-        fixed_formats("mxfp8-forward") == (dict(zip(Gemm, map(Format, ("mxfp8", "nvfp4", "nvfp4")), strict=True)),) * 2
-    )
-    assert formats_of("mxfp8-forward", HARDWARE[1]) == {Format.MXFP8, Format.MXFP4}
-
-
-def test_another_policy_has_no_fixed_formats() -> None:
-    with pytest.raises(ValueError, match="late-all is not one of"):
-        fixed_formats("late-all")

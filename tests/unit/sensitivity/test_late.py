@@ -101,8 +101,3 @@ def test_a_plan_that_comes_too_late_spends_all_that_is_left() -> None:
     plan = late_plan(SolveRequest(policy="late-all", target=0.9), FLOPS, 0, 100, step=50, spent=20.0)
     assert [(phase.begin, phase.precision_map.achieved) for phase in plan.phases] == [(50, 1.0)]
     assert plan.achieved == pytest.approx(0.7)
-
-
-def test_fprops_that_are_all_pinned_leave_one_phase() -> None:
-    request = SolveRequest(policy="late-forward", target=0.5, pins=(("*:fprop", "fp8"),))
-    assert len(late_plan(request, FLOPS, 0, 10).phases) == 1

@@ -1,4 +1,4 @@
-"""Weights of the carried loss over a run, and the constants against the runs that they come from."""
+"""Weights of the carried loss over a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE, STANDING_WEIGHTS, carried_weights
+from snip_megatron.sensitivity.phased import carried_weights
 
 COSINE = [(1 + math.cos(math.pi * i / 200)) / 2 for i in range(201)]
 
@@ -56,45 +56,3 @@ def test_forgetting_repairs_the_early_steps_most() -> None:
 def test_refused(begins: tuple[int, ...], end: int, rates: list[float], message: str) -> None:
     with pytest.raises(SnipError, match=message):
         carried_weights(0, begins, end, rates)
-
-
-# Gaps of validation loss to bf16 in the map's own formats, 26 M parameters, cosine to the end: (steps; all fp4; fprop
-# fp4 for a part of the steps, then fp8, backward always fp4; that part). The backward alone: .0013.
-RUNS = ((500, 0.01077, 0.00225, 0.9), (500, 0.01077, 0.00254, 0.7), (1000, 0.0138, 0.0044, 0.9))
-BACKWARD = 0.0013
-
-
-def carried_part(standing: float, forgetting: float, part: float) -> float:
-    weight = carried_weights(0, (0, round(part * 1000)), 1000, COSINE, forgetting)[0]
-    return (1 - standing) * weight
-
-
-def squares(standing: float, forgetting: float) -> float:
-    misses = [
-        (late - BACKWARD) - (all_fp4 - BACKWARD) * carried_part(standing, forgetting, part)
-        for _, all_fp4, late, part in RUNS
-    ]
-    return float(np.square(misses).sum())
-
-
-def test_the_standing_share_is_near_the_best_fit_and_the_runs_leave_forgetting_open() -> None:
-    best = {f: min((squares(s / 100, f), s / 100) for s in range(100)) for f in (0.0, 1.0, 2.0, 10.0)}
-    assert abs(best[FORGETTING][1] - STANDING_SHARE) < 0.05
-    # Repair of the carried part and a smaller carried part look alike in these runs, up to a point.
-    assert best[2.0][0] == pytest.approx(best[0.0][0], rel=0.1)
-    assert best[10.0][0] > 2 * best[0.0][0]
-
-
-# The same in bf16, from two comparisons: (all fp4 in its own formats; in bf16; fprop fp4 for a part of the steps, then
-# fp8, backward always fp4, in bf16; that part).
-IN_BF16 = ((0.01077, 0.00293, 0.00190, 0.9), (0.00956, 0.00399, 0.00230, 0.85))
-
-
-def test_deployed_in_bf16_a_small_part_of_the_standing_loss_counts() -> None:
-    """What a precise end takes away in bf16, in units of the standing loss."""
-    taken = [(all_fp4 - late) / (STANDING_SHARE * own) for own, all_fp4, late, _ in IN_BF16]
-    left = [carried_weights(0, (round(1000 * part),), 1000, COSINE)[0] for *_, part in IN_BF16]
-    carried = [(1 - STANDING_SHARE) * weight for weight in left]
-    weights = [one - other / STANDING_SHARE for one, other in zip(taken, carried, strict=True)]
-    assert min(weights) - 0.03 < STANDING_WEIGHTS["bf16"] < max(weights) + 0.03
-    assert STANDING_WEIGHTS["map"] == 1.0

@@ -15,7 +15,6 @@ from snip_megatron.sensitivity.policies import (
     POLICIES,
     UNSOLVED,
     divergences,
-    needs_forward_noise,
     policy_scores,
 )
 from snip_megatron.sensitivity.request import SolveRequest
@@ -114,25 +113,6 @@ def test_experts_are_protected_like_the_mlp_in_whose_place_they_are() -> None:
     assert table.linears[-1].id.of_experts
     scores = scores_of(table, policy="layer-type")
     assert scores[-1, 0, 1] / scores[3, 0, 1] == pytest.approx(2.0)  # the dense fc2; by FLOPs: two experts a token
-
-
-def test_fisher_is_the_loss_divergence_and_nothing_else() -> None:
-    table = make_table()
-    scores = scores_of(table, policy="fisher")
-    np.testing.assert_array_equal(scores[:, 0], 0.5 * table.tokens * table.by_format["c2"])
-    assert not scores[:, 1:].any()
-
-
-def test_only_snip_by_noise_needs_the_noise_pass() -> None:
-    assert [p for p in POLICIES if needs_forward_noise(SolveRequest(policy=p))] == ["snip"]
-    assert not needs_forward_noise(SolveRequest(estimator="fisher"))
-    silent = with_columns(make_table(), "boundary", cn2=0.0)
-    for policy in POLICIES:
-        if policy not in UNSOLVED and policy != "snip":
-            scores_of(silent, policy=policy)
-    scores_of(silent, estimator="fisher")
-    with pytest.raises(SnipError, match="forward-noise"):
-        scores_of(silent, policy="snip")
 
 
 @pytest.mark.parametrize(("policy", "fmt"), [("uniform-fp8", "fp8"), ("uniform-fp4", "fp4"), ("bf16", "bf16")])

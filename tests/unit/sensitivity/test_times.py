@@ -121,13 +121,6 @@ def test_exchanges_are_part_of_costs_and_savings(granularity: str) -> None:
     assert priced.linears(stages)[0] == pytest.approx(times().linears(stages)[0] + 2 * 0.5)
 
 
-def test_an_exchange_that_is_not_known_is_named() -> None:
-    priced = replace(times(formats=(*FORMATS, "fp4")), exchanges={"self_attention.linear_qkv": EXCHANGED})
-    assert priced.of("decoder.layers.0.mlp.linear_fc1", Gemm.FPROP, "fp4") > 0
-    with pytest.raises(SnipError, match="hold none in fp4"):
-        priced.of("decoder.layers.0.self_attention.linear_qkv", Gemm.FPROP, "fp4")
-
-
 # -- reachable -------------------------------------------------------------------------------------------------
 def test_what_is_reachable_is_named_and_is_reachable() -> None:
     rows = linear_rows(4, stages=2)

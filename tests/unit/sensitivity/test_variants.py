@@ -54,15 +54,6 @@ def test_the_program_takes_a_variant_where_it_errs_less() -> None:
         assert fmt is (Format.NVFP4_46 if key.endswith(":fprop") else Format.NVFP4)
 
 
-@pytest.mark.parametrize("q", ["split", "noise", "paper"])
-def test_variants_beside_a_format_leave_its_scores_alone(q: str) -> None:
-    """The rules that compare forward with backward do so in the format, not in a variant of it."""
-    _, alone = build_problem(table_of(("mxfp8", "nvfp4")), SolveRequest(formats=("mxfp8", "nvfp4"), q=q))
-    _, beside = build_problem(table_of(nvfp4_46=0.5), SolveRequest(formats=FORMATS, q=q))
-    for key, scores in alone.items():
-        assert beside[key]["nvfp4"] == scores["nvfp4"]
-
-
 def test_candidates_that_only_one_gemm_may_take_save_that_gemms_share() -> None:
     request = SolveRequest(formats=("mxfp8", "nvfp4_46"), target=0.3)
     rows = linear_rows(2)

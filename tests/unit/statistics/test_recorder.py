@@ -14,7 +14,7 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.precision import LinearId
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.statistics.errors import squared_errors
-from snip_megatron.statistics.recorder import Dots, LinearRecorder, Pass, attached
+from snip_megatron.statistics.recorder import Dots, LinearRecorder, Pass
 from snip_megatron.statistics.reduction import PartialTable, ProbeGroups, TableShape, finish_dots, reduce_columns
 from snip_megatron.statistics.squares import sample_rows
 
@@ -155,39 +155,6 @@ def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
         np.testing.assert_allclose(recorded[name].numpy(), value, rtol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
-def test_outputs_of_a_sample_of_tokens(linear: LinearId, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Y, E and G·E of 64 tokens of 256 stand for all of them."""
-    monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", 64)
-    recorder = LinearRecorder(handle_of(linear), FORMATS, 32)
-    batches = microbatches()
-    for i, b in enumerate(batches):
-        record(recorder, i, b.x, b.w, b.g, b.d, b.d)
-    finish_dots([recorder], alone())
-    recorded = recorder.sums | recorder.by_format
-    whole = definitions(batches, 64)
-    np.testing.assert_allclose(recorded["c2"].numpy(), whole["c2"], rtol=0.1)
-    if linear is COLUMN:
-        for name in ("y2", "e2"):
-            np.testing.assert_allclose(recorded[name].numpy(), whole[name], rtol=0.1, err_msg=name)
-
-
-@pytest.mark.parametrize("tokens", [T, 64])
-def test_dots_are_summed_over_tensor_parallel_ranks(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that meets its own double: every sum is twice, c2 four times its own."""
-    monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", tokens)
-    recorders = [LinearRecorder(handle_of(linear), FORMATS, 32) for linear in (COLUMN, ROW)]
-    for recorder in recorders:
-        for i, b in enumerate(microbatches()):
-            record(recorder, i, b.x, b.w, b.g, b.d, b.d)
-    alone_c2 = [sum(dots.squared() for dots in recorder.dots) for recorder in recorders]
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(2))
-    finish_dots(recorders, alone())
-    for recorder, expected in zip(recorders, alone_c2, strict=True):
-        torch.testing.assert_close(recorder.by_format["c2"], 4 * expected)
-
-
 def test_formats_of_one_scale_a_tensor_keep_it_in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest element is in a token that is not sampled: E is still that of the whole tensor's scale."""
     recorders = []
@@ -303,19 +270,6 @@ def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
     (row,) = table.to_table(step=0, tokens=T, tokens_per_step=T, meta={}).linears
     assert (row.n, row.k, row.experts, row.active) == (N, K, 4, 2)
     assert (row.elements, row.flops) == (4.0 * N * K, 2.0 * 2 * N * K)
-
-
-def test_recorders_are_detached_after_an_error() -> None:
-    recorder = LinearRecorder(handle_of(COLUMN), FORMATS, 32)
-
-    def fail() -> None:
-        with attached([recorder]):
-            assert recorder.handle.state.recorder is recorder
-            raise RuntimeError("in the probe")
-
-    with pytest.raises(RuntimeError, match="in the probe"):
-        fail()
-    assert recorder.handle.state.recorder is None
 
 
 # -- two tensor parallel ranks, simulated ----------------------------------------------------------------------

@@ -74,12 +74,6 @@ def test_file_round_trip(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step_40.npz"]  # nothing partial is left
 
 
-def test_arrays_name_every_column() -> None:
-    names = set(table().arrays())
-    assert {f"linear.{c}" for c in LINEAR_COLUMNS} < names
-    assert len(names) == len(LINEAR_COLUMNS) + len(FORMAT_COLUMNS) + len(BOUNDARY_COLUMNS) + 3
-
-
 @pytest.mark.parametrize(
     ("group", "column", "value"),
     [
@@ -99,8 +93,6 @@ def test_wrong_shapes_and_dtypes_are_refused(group: str, column: str, value: np.
 
 
 # -- finite ----------------------------------------------------------------------------------------------------
-def test_a_good_table_is_finite() -> None:
-    assert table().non_finite() == []
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1e-30])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.solver import Choice, Item, Problem, solve
 from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel, option_seconds, with_times
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import ALL_BF16, LinearShape, local_shape
-from snip_megatron.timing.table_model import ACCUMULATION, TimingModel
+from snip_megatron.timing.shapes import LinearShape, local_shape
+from snip_megatron.timing.table_model import TimingModel
 
 from .timing_tables import FORMATS, GEMM_SHARE, QUANTISED, RATE, SPEED, formula_table
 
@@ -71,34 +70,6 @@ def test_mixed_formats_are_charged_too_little_by_the_shared_reads_at_most(
     assert together <= alone + shape.microbatches * (0.4 * x + 0.8 * g) * (1 + 1e-9)
 
 
-def test_a_gathered_input_is_quantised_twice() -> None:
-    one = LinearShape(2000, 3000, 700)
-    two = LinearShape(2000, 3000, 700, gathered=True)
-    more = MODEL.linear_seconds(two, (FP8,) * 3) - MODEL.linear_seconds(one, (FP8,) * 3)
-    assert more == pytest.approx(0.4 * 2000 * 700 / QUANTISED)
-    assert MODEL.linear_seconds(two, (BF16,) * 3) == MODEL.linear_seconds(one, (BF16,) * 3)
-
-
-def test_recomputation_runs_fprop_again_with_its_side_of_the_input() -> None:
-    again = LinearShape(2000, 3000, 700, forwards=2)
-    once = LinearShape(2000, 3000, 700)
-    more = MODEL.seconds(again, Gemm.FPROP, FP8) - MODEL.seconds(once, Gemm.FPROP, FP8)
-    assert more == pytest.approx(gemm(once, 0, FP8) + 2000 * 700 / QUANTISED)
-    assert MODEL.seconds(again, Gemm.WGRAD, FP8) == MODEL.seconds(once, Gemm.WGRAD, FP8)
-
-
-def test_gradients_that_are_added_in_a_kernel_of_its_own() -> None:
-    """Only Megatron's own linear, all bf16, adds so: 10 bytes a parameter at 0.58 of the copy's rate."""
-    fused = SHAPE
-    apart = replace(fused, fused_accumulation=False)
-    added = 4 * 10 * 3000 * 700 / (ACCUMULATION * 4e12)
-    for formats, expected in ((ALL_BF16, added), ((FP8,) * 3, 0.0), ((FP8, FP8, BF16), 0.0)):
-        more = MODEL.linear_seconds(apart, formats) - MODEL.linear_seconds(fused, formats)
-        assert more == pytest.approx(expected, abs=1e-12)
-    for gemm_, fmt, expected in ((Gemm.WGRAD, BF16, added), (Gemm.WGRAD, FP8, 0.0), (Gemm.DGRAD, BF16, 0.0)):
-        assert MODEL.seconds(apart, gemm_, fmt) - MODEL.seconds(fused, gemm_, fmt) == pytest.approx(expected, abs=1e-12)
-
-
 def test_extrapolation_is_said() -> None:
     assert not MODEL.extrapolated(SHAPE)
     assert MODEL.extrapolated(LinearShape(2000, 3000, 70_000))
@@ -120,28 +91,6 @@ def test_a_variant_that_was_not_measured_takes_the_time_of_its_base() -> None:
     assert together == pytest.approx(model.linear_seconds(SHAPE, (base,) * 3) + weight)
     with pytest.raises(SnipError, match="have no mxfp4_hadamard"):
         model.seconds(SHAPE, Gemm.WGRAD, Format.MXFP4_HADAMARD)
-
-
-def test_a_variant_that_was_measured_has_its_own_time() -> None:
-    variant = Format.NVFP4_46
-    table = formula_table(formats=(BF16, Format.NVFP4))
-    slower = replace(
-        table,
-        formats=(*table.formats, variant),
-        gemms={at: row | {variant: row[BF16]} for at, row in table.gemms.items()},
-        activations={
-            at: {operand: times | {variant: times[Format.NVFP4]} for operand, times in row.items()}
-            for at, row in table.activations.items()
-        },
-        weights={at: row | {variant: 3 * row[Format.NVFP4]} for at, row in table.weights.items()},
-    )
-    model = TimingModel(slower)
-    assert model.gemm_seconds(SHAPE, Gemm.FPROP, variant) == pytest.approx(model.gemm_seconds(SHAPE, Gemm.FPROP, BF16))
-    weight = SHAPE.n * SHAPE.k / QUANTISED
-    more = 4 * (gemm(SHAPE, 0, BF16) - gemm(SHAPE, 0, Format.NVFP4)) + 2 * weight
-    assert model.seconds(SHAPE, Gemm.FPROP, variant) == pytest.approx(
-        model.seconds(SHAPE, Gemm.FPROP, Format.NVFP4) + more
-    )
 
 
 def test_flops_model() -> None:

@@ -78,11 +78,6 @@ def test_outside_the_edge_is_kept_and_said() -> None:
     assert not grid.place((64, 300, 100)).extrapolated
 
 
-def test_geometric_mean_half_way() -> None:
-    grid = LogGrid([(1,), (100,)])
-    assert grid.rate((10,), {(1,): 4.0, (100,): 9.0}) == pytest.approx(6.0)
-
-
 def test_points_that_fill_no_grid_count_exactly_and_nearby() -> None:
     odd = (8192, 7168, 8192)
     grid_points = list(itertools.product((1024, 2048), (1024, 2048), (1024, 2048)))
@@ -93,12 +88,6 @@ def test_points_that_fill_no_grid_count_exactly_and_nearby() -> None:
     assert grid.rate((8192, 8192, 8192), rates) == 7.0  # nearer to it than to the grid
     assert grid.place((8192, 8192, 8192)).extrapolated
     assert grid.rate((1500, 1500, 1500), rates) == pytest.approx(1.0)
-
-
-def test_a_single_point_answers_everything() -> None:
-    grid = LogGrid([(5, 5)])
-    assert grid.rate((1, 900), {(5, 5): 3.0}) == 3.0
-    assert grid.place((1, 900)).extrapolated
 
 
 @given(st.sets(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=25), st.data())

@@ -15,11 +15,8 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from snip_megatron.precision import Format
-from snip_megatron.quantization.kernels import launch
 from snip_megatron.quantization.kernels.compiler import compile_variants
-from snip_megatron.quantization.kernels.listing import Variant, active, listed
-from snip_megatron.quantization.kernels.quantize import quantize_tiles
+from snip_megatron.quantization.kernels.listing import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -61,26 +58,6 @@ def test_what_triton_treats_alike_is_one_variant() -> None:
 )
 def test_what_triton_tells_apart_is_another_variant(other: Any) -> None:
     assert other() != variant(memory(), 32, 5, 0.5)
-
-
-def test_a_listed_launch_is_not_forgotten_by_the_cache_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that has been launched before is listed as well."""
-    monkeypatch.setattr(launch, "_compiled", {})
-    seen = []
-    for _ in range(2):
-        with listed(run=False) as listing:
-            quantize_tiles(torch.zeros(32, 256, dtype=torch.bfloat16), Format.FP8, Format.FP4)
-        seen.append(list(listing.variants))
-    assert seen[0] == seen[1]
-    assert [v.name for v in seen[0]] == ["tile_kernel"]
-    assert active() is None
-
-
-def test_a_listing_inside_another_ends_by_itself() -> None:
-    with listed(run=False) as outer:
-        with listed(run=False):
-            assert active() is not outer
-        assert active() is outer
 
 
 def test_processes_compile_into_the_cache_and_a_second_call_starts_none(tmp_path: Path) -> None:

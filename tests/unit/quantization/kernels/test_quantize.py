@@ -86,14 +86,6 @@ def test_tiles_of_subnormal_scales(quantizers: Quantizers, dtype: torch.dtype) -
     assert found.values.float().abs().max() == 6
 
 
-def test_a_shard_draws_as_the_whole(quantizers: Quantizers) -> None:
-    x = matrix(128, 384)
-    whole = quantizers.call("quantize_tiles", x, "fp4", None, row_seed=9)
-    shard = quantizers.call("quantize_tiles", x[:, 256:], "fp4", None, row_seed=9, cols=torch.arange(256, 384))
-    found, expected = shard.row.values.view(torch.uint8), whole.row.values.view(torch.uint8)
-    assert torch.equal(found, expected[:, 256:])
-
-
 @pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", "fp8"), (None, "fp4"), ("fp8", None)])
 @pytest.mark.parametrize("shape", [(256, 128), (140, 300)])
 def test_weight_blocks(quantizers: Quantizers, shape: tuple[int, int], formats: tuple[str | None, str | None]) -> None:

@@ -5,12 +5,9 @@ CUDA's driver is a library of C functions, so that launches compute on the host.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import re
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,12 +15,10 @@ import torch
 from torch import Tensor
 
 from snip_megatron.precision import Format
-from snip_megatron.quantization.kernels.listing import listed
-from snip_megatron.quantization.kernels.replay import Recording, Replayed, Seed, recording, run_opaque
+from snip_megatron.quantization.kernels.replay import Replayed, recording, run_opaque
 from snip_megatron.quantization.rounding import key_words
 
 from .replay_library import Library, Side, flat, same_key, scaled
-from .test_compiles import CAPTURED_TILES, SIDES, assembled
 
 
 # -- what is repeated ----------------------------------------------------------------------------------------------
@@ -129,118 +124,6 @@ def test_arguments_may_share_memory_if_it_is_clear_which_is_used(extension: Any)
         assert replayed.replays == repeated
 
 
-def test_empty_views_and_empty_launches_are_repeated(extension: Any, library: Library) -> None:
-    def function(x: Tensor) -> Tensor:
-        noted = recording()
-        if noted is not None:
-            noted.launch(library.kernel("scale", ("*fp32",), shared=47), (0, 1), (x[4:],), ())
-        return x.detach()[4:]
-
-    replayed = Replayed(extension, function)
-    for seed in range(4):
-        x = same_key(4, seed=seed)
-        found = replayed.call(x)
-        assert (found.shape, found.storage_offset()) == ((0,), x.storage_offset() + 4)
-    assert replayed.replays == 2
-
-
-def test_a_detached_argument_is_no_part_of_the_caller_s_graph(extension: Any) -> None:
-    replayed = Replayed(extension, lambda x: (x.detach(), x))
-    for seed in range(4):
-        x = same_key(4, seed=seed).requires_grad_()
-        with torch.no_grad():
-            found, same = replayed.call(x)
-        assert same is x
-        assert not found.requires_grad
-        found.mul_(2)  # autograd would otherwise miss that a saved x has changed
-        assert found._version == x._version
-    assert replayed.replays == 2
-
-
-# -- functions of libraries ----------------------------------------------------------------------------------------
-MATMUL = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 14, ctypes.c_size_t, ctypes.c_void_p)
-SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t)
-
-
-def _float(address: int) -> ctypes.c_float:
-    return ctypes.c_float.from_address(address)
-
-
-@pytest.fixture
-def multiplied() -> Callable[..., Tensor]:
-    """A product of two numbers and their scales, whose addresses an operation of the library holds."""
-    scales: dict[int, int] = {}
-
-    def matmul(*given: Any) -> int:
-        _, _, alpha, a, _, b, _, beta, c, _, d, _, algorithm, workspace, size, _ = given
-        if c != d or algorithm != 77 or bool(workspace) != (size == 8):
-            return 3
-        factor = _float(alpha).value * _float(scales[17]).value * _float(scales[18]).value
-        _float(d).value = factor * _float(a).value * _float(b).value + _float(beta).value * _float(c).value
-        return 0
-
-    def set_attribute(operation: int, name: int, value: Any, size: int) -> int:
-        scales[name] = value[0]
-        return 0 if (operation, size) == (66, 8) else 4
-
-    functions = MATMUL(matmul), SET(set_attribute)
-    one, half = ctypes.c_float(1.0), ctypes.c_float(0.5)
-
-    def function(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        workspace = torch.empty(8, dtype=torch.uint8)
-        noted = recording()
-        if noted is not None:
-            product, setting = (int(ctypes.cast(each, ctypes.c_void_p).value or 0) for each in functions)
-            for name, scale in ((17, a[1:]), (18, b[1:])):
-                noted.c_call("set", setting, 66, name, ("pointer", (noted.address(scale),)), 8)
-            first, second, result = noted.address(a), noted.address(b), noted.address(out)
-            factors = ctypes.addressof(one), ctypes.addressof(half)
-            noted.c_call(
-                "matmul", product, 55, 66, factors[0], first, 1, second, 2, factors[1], result, 3, result, 3, 77,
-                noted.address(workspace), 8, ("stream",),
-            )  # fmt: skip
-        return out
-
-    return function
-
-
-def test_threads_do_not_mix_their_products(extension: Any, multiplied: Callable[..., Tensor]) -> None:
-    replayed = Replayed(extension, multiplied)
-    for _ in range(2):
-        replayed.call(*(same_key(2, seed=s) for s in range(3)))
-
-    def differences(thread: int) -> list[float]:
-        found = []
-        for seed in range(thread, thread + 200):
-            a, b, out = (same_key(2, seed=seed + s) for s in range(3))
-            expected = a[0] * a[1] * b[0] * b[1] + 0.5 * out[0]
-            assert replayed.call(a, b, out).data_ptr() == out.data_ptr()
-            found.append(abs(float(out[0] - expected)))
-        return found
-
-    with ThreadPoolExecutor(4) as pool:
-        found = [each for thread in pool.map(differences, range(0, 4000, 1000)) for each in thread]
-    assert max(found) < 1e-5
-    assert replayed.replays == 800
-
-
-@pytest.mark.parametrize(("name", "constants"), [("tile_kernel", CAPTURED_TILES), ("block_kernel", SIDES)])
-def test_arguments_are_those_of_a_kernel_that_triton_compiled(name: str, constants: dict[str, object]) -> None:
-    """A recorded launch has an address or a number for each parameter, and two more parameters are scratch memory."""
-    compiled = assembled(name, constants, "blocks" if name == "block_kernel" else "tiles")
-    kinds = list(compiled.src.signature.values())
-    tensors = [torch.empty(4) for kind in kinds if kind.startswith("*")]
-    noted = Recording(tensors)
-    compiled.function = 1
-    noted.launch(compiled, (2, 3), tensors, [7] * (len(kinds) - len(tensors)))
-    recorded = noted.finished(None)
-    assert recorded is not None
-    (((_, _, _, (_, *shape, _, (_, given), _)), _),) = recorded[1]
-    parameters = re.findall(r"\.param \.(u\d+)", compiled.asm["ptx"].split(")")[0])
-    assert parameters == ["u64" if isinstance(each, tuple) else "u32" for each in given[:-2]] + ["u64"] * 2
-    assert f".reqntid {shape[3]}" in compiled.asm["ptx"]
-
-
 # -- what needs a recording of its own -----------------------------------------------------------------------------
 BASE = {"shape": (4, 4), "dtype": torch.float32, "stride": (4, 1), "offset": 0, "scale": None, "scaling": "tile",
         "number": 3, "format": Format.FP8}  # fmt: skip
@@ -271,44 +154,6 @@ def test_other_arguments_are_recorded_anew(extension: Any, changes: dict[str, An
     assert (replayed.replays, replayed.kept) == (3, 2)
 
 
-def test_calls_that_did_not_come_again_make_room(extension: Any) -> None:
-    replayed = Replayed(extension, lambda x, number: x + number)
-    x = same_key(4, seed=0)
-    for number in range(4200):
-        replayed.call(x, number)
-    for _ in range(3):
-        assert torch.equal(replayed.call(x, 5000), x + 5000)
-    assert (replayed.replays, replayed.kept) == (1, 1)
-
-
-def test_inference_mode_is_recorded_apart_and_autocast_and_listings_run_python(extension: Any) -> None:
-    replayed = Replayed(extension, lambda x: x @ x)
-    for _ in range(4):
-        x = same_key(4, 4, seed=0)
-        assert not replayed.call(x).is_inference()
-        with torch.inference_mode():
-            assert replayed.call(x).is_inference()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert replayed.call(x).dtype is torch.bfloat16
-        with listed(run=True):
-            replayed.call(x)
-    assert (replayed.replays, replayed.kept) == (4, 2)
-
-
-def test_a_mode_of_torch_sees_every_function(extension: Any) -> None:
-    replayed = Replayed(extension, lambda x: x + 1)
-    x = same_key(4, seed=0)
-    for _ in range(3):
-        replayed.call(x)
-    outer = Recording([x])
-    with outer:
-        found = replayed.call(x)
-    recorded = outer.finished(found)
-    assert replayed.replays == 1
-    assert recorded is not None
-    assert len(recorded[1]) == 1
-
-
 # -- what is refused -----------------------------------------------------------------------------------------------
 OUTSIDE = torch.ones(4)
 
@@ -331,34 +176,6 @@ def test_what_cannot_be_repeated_runs_in_python_in_every_call(
     for seed in range(6):
         x = same_key(68, seed=seed)[64:]
         assert torch.equal(replayed.call(x), function(x))
-    assert (replayed.replays, replayed.kept) == (0, 0)
-
-
-@pytest.mark.parametrize("unusual", [{"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8}], ids=str)
-def test_unusual_launches_stay_with_triton(extension: Any, library: Library, unusual: dict[str, int]) -> None:
-    noted = Recording([])
-    noted.launch(library.kernel("scale", (), **unusual), (1, 1), (), ())
-    assert noted.finished(None) is None
-
-
-def test_a_function_that_computes_with_a_seed_or_returns_it_gets_the_number(extension: Any) -> None:
-    for function in (lambda seed, x: x + seed % 7, lambda seed, x: (x, seed)):
-        replayed = Replayed(extension, function)
-        for seed in range(2**40, 2**40 + 5):
-            x = same_key(4, seed=0)
-            found, expected = replayed.call(seed, x), function(seed, x)
-            assert type(found) is type(expected)
-            assert not isinstance(found[1], Seed)
-            pairs = zip(found, expected, strict=True)
-            assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
-        assert replayed.replays == 0
-
-
-def test_unknown_objects_are_not_remembered(extension: Any) -> None:
-    replayed = Replayed(extension, lambda x, other: x)
-    for other in (0.5, object(), [1]):
-        for _ in range(3):
-            replayed.call(same_key(4, seed=0), other)
     assert (replayed.replays, replayed.kept) == (0, 0)
 
 
@@ -395,15 +212,3 @@ def test_neither_a_recording_nor_a_replay_keeps_memory(extension: Any) -> None:
     gc.collect()
     assert replayed.replays == 2
     assert not [each for each in seen if each() is not None]
-
-
-def test_a_slot_is_freed_after_its_last_use() -> None:
-    x = torch.ones(4)
-    with Recording([x]) as noted:
-        first = torch.empty(4)
-        second = first + x
-        third = torch.empty(4)
-        result = second.mul_(third)
-    recorded = noted.finished(result)
-    assert recorded is not None
-    assert [set(last_uses) for _, last_uses in recorded[1]] == [set(), {0, 1}, set(), {3}]

@@ -3,7 +3,6 @@ be chosen before the first import of triton, and Megatron imports it. Compiled k
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -70,11 +69,6 @@ def test_inner_products_with_errors(interpreted: Run, formats: tuple[str, ...]) 
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_sums_with_tails(interpreted: Run, formats: tuple[str, ...], stochastic: bool) -> None:
     assert interpreted(sums_differ, 200, 300, torch.bfloat16, formats, stochastic) < 1e-4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_sums_of_every_dtype(interpreted: Run, dtype: torch.dtype) -> None:
-    assert interpreted(sums_differ, 130, 128, dtype, ("fp8", "fp4", "fp8_tensor"), True) < 1e-4
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 200), (129, 1), (0, 8)])
@@ -210,28 +204,3 @@ def test_drift_is_the_difference_of_two_updates(
     interpreted: Run, start: int, end: int, step: int, noise: float
 ) -> None:
     assert max(interpreted(drift_differs, start, end, step, noise)) < 1e-4
-
-
-def drift_columns(start: int, end: int, *, by_kernel: bool) -> list[torch.Tensor]:
-    """Every column of ``linear_update_error``, then ``sink_update_error``, of elements [start, end) of a weight."""
-    from dataclasses import replace
-
-    from snip_megatron.optimizers import weight_drift
-    from tests.unit.optimizers import test_drift as cases
-
-    if by_kernel:  # in a process of its own, where the interpreter runs kernels on a CPU
-        weight_drift._has_kernel = lambda gradient: True
-    state, _ = cases.trained((cases.N, cases.K), 6, torch.float32)
-    own = slice(start, end)
-    state = replace(state, start=start, end=end, exp_avg=state.exp_avg[own], exp_avg_sq=state.exp_avg_sq[own])
-    g = cases.gradient((cases.N, cases.K)).float().view(cases.N, cases.K)
-    recorder = cases.whole_recorder()
-    drift = weight_drift.linear_update_error(recorder, g, state, cases.SCALE, seed=33, **cases.totals(), tokens=48.0)
-    return [*vars(drift).values(), weight_drift.sink_update_error(g, state, cases.SCALE, seed=5, first_row=3)]
-
-
-def test_drift_of_a_parameter_is_the_same_by_kernel(interpreted: Run) -> None:
-    expected = drift_columns(45, 953, by_kernel=False)
-    found = interpreted(functools.partial(drift_columns, by_kernel=True), 45, 953)
-    for actual, column in zip(found, expected, strict=True):
-        torch.testing.assert_close(actual, column, rtol=1e-2, atol=0.0)

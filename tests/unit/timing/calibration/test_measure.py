@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.packed import Operand
-from snip_megatron.timing.calibration.clock import Call, HostClock
+from snip_megatron.timing.calibration.clock import HostClock
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import Workload
 from snip_megatron.timing.table import TimingTable
@@ -31,49 +30,6 @@ WORKLOAD = Workload(
     attention=((32, 2, 16),),
 )
 BACKENDS = [REFERENCE, HopperBackend(packed, ScaledProducts(scaled_mm))]
-
-
-class CountingClock:
-    """Runs every call twice and takes as long as there are calls."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Hashable, object]] = []
-
-    def seconds[Key: Hashable](self, calls: Mapping[Key, Call]) -> dict[Key, float]:
-        for turn in range(2):
-            self.calls += [(key, call(turn)) for key, call in calls.items()]
-        return {key: float(i + 1) for i, key in enumerate(calls)}
-
-
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-def test_every_format_runs_its_three_gemms(backend: GemmBackend) -> None:
-    clock = CountingClock()
-    times = Measurer(backend, clock, FORMATS).gemms((128, 128, 256))
-    assert set(times) == {Format.BF16, *FORMATS}
-    assert sorted(second for triple in times.values() for second in triple) == [float(i) for i in range(1, 13)]
-    shapes = {key: tuple(result.shape) for key, result in clock.calls}  # type: ignore[attr-defined]
-    assert {shapes[fmt, 0] for fmt in times} == {(128, 128)}
-    assert {shapes[fmt, 1] for fmt in times} == {(128, 256)}
-    assert {shapes[fmt, 2] for fmt in times} == {(128, 256)}
-
-
-def test_quantisation_is_measured_side_by_side_and_together() -> None:
-    clock = CountingClock()
-    times = Measurer(BACKENDS[1], clock, FORMATS).activations((128, 256))
-    assert set(times) == {"input", "gradient"}
-    sides: dict[Any, Any] = dict(clock.calls)
-    for operand in times:
-        for fmt in FORMATS:
-            made = [[isinstance(side, Operand) for side in sides[operand, fmt, i]] for i in range(3)]
-            assert made == [[True, False], [False, True], [True, True]]
-
-
-def test_weights_are_measured_both_ways() -> None:
-    clock = CountingClock()
-    assert set(Measurer(BACKENDS[1], clock, FORMATS).weights((128, 256))) == set(FORMATS)
-    assert all(isinstance(side, Operand) for _, sides in clock.calls for side in sides)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
