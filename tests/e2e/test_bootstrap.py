@@ -129,22 +129,6 @@ def test_killed_run_leaves_its_pip_the_lock_and_is_repaired(project: Path) -> No
     assert not left_by_the_kill.exists()
 
 
-def test_two_runs_at_once_install_once(project: Path) -> None:
-    (project / "hang").touch()
-    command = ["bash", str(project / "scripts" / "bootstrap.sh")]
-    runs = [
-        subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
-    ]
-    wait_for_pip(project)
-    time.sleep(1.0)  # the other run reaches the lock
-    (project / "hang").unlink()
-    outputs = [run.communicate(timeout=120)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], outputs
-    assert sorted("snip: installed in" in output for output in outputs) == [False, True]
-    assert sum("waiting for it" in output for output in outputs) == 1
-
-
 def test_a_failing_install_names_the_log_and_leaves_no_stamp(project: Path) -> None:
     (project / "pyproject.toml").write_text(PYPROJECT.replace('"backend"', '"no_such_backend"'))
     result = bootstrap(project)

@@ -173,16 +173,13 @@ def test_a_warm_checkpoint_is_measured_and_its_estimators_compared(data: Path, w
     assert found["drift: all", "noise"]["rho"] > 0.2  # few steps, few tokens: only that it is no accident
     assert "nano, checkpoint of 8 steps, step 9, fp4" in done.stdout
 
-    eight_bits = snip("validate-proxy", NANO, *arguments, "--gpus", "0", "--format", "fp8")
-    assert "checkpoint of 8 steps, step 9, fp8" in eight_bits.stdout, eight_bits.stderr
-
     unknown = snip("validate-proxy", NANO, *arguments[:-4], "--steps", "7", "--gpus", "0")
     assert unknown.returncode == 2
     assert unknown.stderr == "snip validate-proxy: --steps 7: the warm run keeps checkpoints of 4, 8 steps\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP])
-def test_a_measurement_that_is_stopped_leaves_no_process(number: signal.Signals, data: Path, tmp_path: Path) -> None:
+def test_a_measurement_that_is_stopped_leaves_no_process(data: Path, tmp_path: Path) -> None:
+    number = signal.SIGQUIT
     arguments = command("validate-proxy", NANO, "--data", data, "--out", tmp_path, "--gpus", "0")
     process = subprocess.Popen(
         heeding(number, arguments), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -12,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.cli import main
-from snip_megatron.commands.plan import _probes, add_arguments
-from snip_megatron.config import SnipConfig
 from snip_megatron.planner.plan import PLAN_SCHEMA
-from snip_megatron.planner.probes import Probes
 from snip_megatron.timing.loading import TIMINGS
 
 SEVENTY = ("--model", "llama-70b", "--tp", 8, "--pp", 8)
@@ -44,9 +40,8 @@ def test_70b(tmp_path: Path) -> None:
     assert "NVIDIA H200" in done.stdout
 
 
-@pytest.mark.parametrize("model", ["1b", "3b", "7b", "llama-8b"])
-def test_models_on_one_gpu(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["plan", "--model", model, "--timings", "flops", "--budget", "step=1.2"]) == 0
+def test_a_model_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["plan", "--model", "llama-8b", "--timings", "flops", "--budget", "step=1.2"]) == 0
     assert "budget step=1.2 over bf16,fp8,fp8_tensor" in capsys.readouterr().out
 
 
@@ -76,13 +71,6 @@ def test_cuda_graphs_are_captured_anew(tmp_path: Path, capsys: pytest.CaptureFix
     assert "CUDA graphs: every map captures all layers, 0.44 s" in capsys.readouterr().out  # 22 layers, 2 microbatches
 
 
-def test_405b_with_an_embedding_and_a_loss_as_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    split = ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
-    sizes = ["--tp", "8", "--pp", "16", "--vpp", "8", "--budget", "speedup=1.2"]
-    assert exit_code(["plan", "--model", "405b", *sizes, *split]) == 0
-    assert "TP 8 × PP 16 × VPP 8 × DP 1 = 128 GPUs" in capsys.readouterr().out
-
-
 def test_what_an_update_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     args = ["plan", "--model", "1b", "--timings", "flops", "--dp", "2", "--json", str(out)]
@@ -99,18 +87,6 @@ def test_what_an_update_measures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert passes["fixed"] == 0
     said = capsys.readouterr().out
     assert "policy uniform-fp8: its map is fixed, nothing is measured" in said
-
-
-def test_the_defaults_are_those_of_training() -> None:
-    ours, theirs = Probes(), SnipConfig()
-    for name in ("policy", "estimator", "backward_noise"):
-        assert getattr(ours, name) == getattr(theirs, name)
-    assert (ours.microbatches, ours.tokens) == (theirs.probe_microbatches, theirs.probe_tokens)
-    assert ours.interval == theirs.update_interval
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    given = parser.parse_args(["--model", "1b"])
-    assert _probes(given) == ours
 
 
 def test_a_budget_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,14 +113,12 @@ def test_a_plan_is_made_without_torch() -> None:
         (("--model", "7b", "--tp", 3), "--tp 3: llama-7b has 32 heads, which cannot be split over 3 ranks"),
         (("--model", "405b", "--pp", 16), "--pp 16 --vpp 1: llama-405b has 126 blocks, not divisible by 16"),
         (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number from 1 to 100000000000"),
-        (("--model", "8b", "--dp", "0"), "argument --dp: '0' is not a whole number from 1 to 100000000000"),
         (("--model", "8b", "--budget", "fast"), "--budget fast: expected fp4=SHARE"),
         (
             ("--model", "8b", "--formats", "fp8,nvfp4"),
             "--formats fp8,nvfp4: the timings have no nvfp4 (they have bf16, fp8, fp8_tensor, fp4); give --timings",
         ),
         (("--model", "8b", "--timings", "b300"), "b300: neither a file of timings nor one of flops, time, h200"),
-        (("--model", "8b", "--statistics", "none.npz"), "none.npz: cannot be read"),
         (("--model", "8b", "--json", "/nowhere/p.json"), "--json /nowhere/p.json: there is no folder /nowhere"),
         (
             ("--model", "8b", "--stage-tolerance", "2"),
@@ -155,11 +129,6 @@ def test_a_plan_is_made_without_torch() -> None:
             ("--model", "8b", "--node-bandwidth", "-1"),
             "argument --node-bandwidth: '-1' is not a bandwidth from 1e-6 to",
         ),
-        (
-            ("--model", "8b", "--network-bandwidth", "1e-320"),
-            "argument --network-bandwidth: '1e-320' is not a bandwidth",
-        ),
-        (("--model", "8b", "--seed", "-1"), "argument --seed: '-1' is not a whole number from 0 to 100000000000"),
     ],
 )
 def test_refusals(arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.quality import downstream
-from benchmarks.quality.downstream import add_paired, main, models
+from benchmarks.quality.downstream import add_paired, models
 from benchmarks.quality.downstream_tasks import (
     CHOICE_LINES,
     CHOICES,
@@ -134,25 +133,3 @@ def test_a_comparison_without_kept_weights_is_refused(tmp_path: Path) -> None:
     for identity in "ab":
         (tmp_path / "runs" / identity / "checkpoint").mkdir(parents=True)
     assert [model.run["id"] for model in models(results, tmp_path, tmp_path, batch=1)] == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--questions", "1"], "1 questions are too few: give more text or --questions"),
-        (["--characters", "0"], "--characters 0: must be at least 1"),
-    ],
-)
-def test_too_little_to_evaluate_is_refused_before_any_model(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    experiment = {"name": "e", "tokenizer": "bytes", "training": {"sequence": LONGEST}}
-    run = {"id": "a", "status": "done"}
-    monkeypatch.setattr(downstream.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(downstream, "load_results", lambda path: Results(path, experiment, {}, runs={"a": run}))
-    monkeypatch.setattr(downstream, "load_data", lambda folder, tokenizer: None)
-    monkeypatch.setattr(downstream, "held_out_texts", lambda folder: TEXTS)
-    (tmp_path / "runs" / "a" / "checkpoint").mkdir(parents=True)
-    given = ["r.json", "--data", str(tmp_path), "--work", str(tmp_path), "--out", str(tmp_path / "o.json"), *arguments]
-    with pytest.raises(SystemExit, match=message):
-        main(given)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,15 +62,6 @@ def test_medians_of_the_second_half_over_bf16(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_the_faster_implementation_of_graphs_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    trainings = MadeUp({"bf16_graphs:transformer_engine": [1.0, 7.0], "bf16_graphs:local": [1.0, 6.0]})
-    found = table(monkeypatch, tmp_path, trainings, 0, "--contenders", "bf16_graphs")
-    assert found["ms"] == {"bf16_graphs": 6.0}
-    assert found["graphs"] == {"bf16_graphs": {"transformer_engine": 7.0, "local": 6.0}}
-    assert found["speedup"] == {}  # nothing to compare with yet
-
-
-@pytest.mark.usefixtures("on_a_gpu")
 def test_a_failure_is_noted_and_stops_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trainings = MadeUp({"snip_fp8": "pretrain_gpt: no such thing", "bf16": [4.0, 4.0]})
     found = table(monkeypatch, tmp_path, trainings, 1, "--contenders", "snip_fp8,bf16")
@@ -95,38 +83,6 @@ def test_a_second_command_adds_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp
     trainings.order.clear()
     table(monkeypatch, tmp_path, trainings, 0)  # nobody is missing
     assert trainings.order == []
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_a_contender_that_fails_when_it_is_repeated_has_no_time_any_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    both = ("--contenders", "bf16,bf16_graphs", "--graphs", "local")
-    trainings = MadeUp({"bf16": [4.0, 4.0], "bf16_graphs:local": [2.0, 2.0]})
-    table(monkeypatch, tmp_path, trainings, 0, *both)
-    kept = table(monkeypatch, tmp_path, trainings, 0, *both, "--deadline", "-1")  # bf16 alone is repeated
-    assert kept["ms"] == {"bf16": 4.0, "bf16_graphs": 2.0}
-    assert kept["runs"].keys() == {"bf16", "bf16_graphs:local"}
-    trainings.answers["bf16_graphs:local"] = "RuntimeError: x"
-    found = table(monkeypatch, tmp_path, trainings, 1, *both)
-    assert (found["ms"], found["speedup"], found["graphs"]) == ({"bf16": 4.0}, {"bf16": 1.0}, {})
-    assert found["failed"] == {"bf16_graphs:local": "RuntimeError: x"}
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_rounds_run_in_turns_and_count_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    trainings = MadeUp({"bf16": [4.0, 4.0], "snip_fp8": [2.0, 2.0]})
-    found = table(monkeypatch, tmp_path, trainings, 0, "--contenders", "bf16,snip_fp8", "--rounds", "2")
-    assert trainings.order == ["bf16", "snip_fp8", "snip_fp8", "bf16"]
-    assert len(found["runs"]["bf16"]) == 2
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_no_training_begins_after_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    trainings = MadeUp({"bf16": [4.0, 4.0], "snip_fp8": [2.0, 2.0]})
-    found = table(monkeypatch, tmp_path, trainings, 0, "--contenders", "bf16,snip_fp8", "--deadline", "-1")
-    assert set(found["ms"]) == {"bf16"}
-    assert "no time left" in found["skipped"]["snip_fp8"]
 
 
 def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,20 +160,3 @@ def test_an_update_is_accounted_for() -> None:
     assert (first["recaptured_layers"], second["recaptured_layers"]) == (3, None)
     assert second["probe_s"] == second["recapture_s"] == {}
     assert second["longer_s"] == pytest.approx(0.1)
-
-
-def test_an_update_without_steps_to_compare_with_has_no_account() -> None:
-    events = [{"step": 1, "event": "submit"}, {"step": 3, "event": "adopt"}, {"step": 9, "event": "submit"}]
-    assert accounts(events, [1.0] * 12) == []
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_trainings_find_the_stand_in_for_apex_only_if_it_is_asked_for(fused: bool, tmp_path: Path) -> None:
-    given = job.parse(["--model", "tiny", *(["--fused-accumulation"] if fused else [])])
-    script = "import importlib.util as u; s = u.find_spec('fused_weight_gradient_mlp_cuda'); print(s and s.origin)"
-    environment = {**os.environ, **job.Job(given, tmp_path)._variables()}
-    found = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    stand_in = job.STAND_INS / "fused_weight_gradient_mlp_cuda.py"
-    assert (found == str(stand_in)) is fused

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.jobs import multi_gpu, multi_gpu_runs, one_gpu_hosts
+from benchmarks.jobs import multi_gpu, multi_gpu_runs
 
 Answer = Callable[[str], int]
 """Name of a run → its exit code."""
@@ -68,36 +68,6 @@ def pause(_: str) -> int:
     return 0
 
 
-def test_after_the_checkpoint_all_runs_of_equivalence_meet(tmp_path: Path) -> None:
-    together = threading.Barrier(4)
-
-    def answer(name: str) -> int:
-        if name == "to-saved":
-            return pause(name)
-        together.wait(timeout=20)  # broken, and its row a failed one, unless all four are there
-        return 3 if name == "equal-pp2" else 0
-
-    host = Host(answer)
-    found = rows(tmp_path, host, 1, "--layouts", "tp2,pp2,dp4", part="equivalence")
-    assert host.started[0] == "to-saved"
-    assert sorted(host.started[1:]) == ["equal-1", "equal-dp4", "equal-pp2", "equal-tp2"]
-    assert set(host.gpus.values()) == {None}  # all see all
-    assert list(found) == ["tp2", "pp2", "dp4"]
-    assert found["tp2"]["runs"] == ["equal-1", "equal-tp2"]
-    assert found["dp4"]["runs"] == ["equal-1", "equal-dp4"]
-    assert "equal-pp2 broke" in found["pp2"]["failed"]
-    assert set(found["pp2"]["run_seconds"]) == {"to-saved", "equal-1", "equal-pp2"}
-    assert found["dp4"]["run_seconds"]["to-saved"] > 0.0
-
-
-@pytest.mark.parametrize(("broken", "runs"), [("to-saved", 1), ("equal-1", 4)])
-def test_without_the_checkpoint_or_one_gpu_every_row_says_so(tmp_path: Path, broken: str, runs: int) -> None:
-    host = Host(lambda name: int(name == broken))
-    found = rows(tmp_path, host, 1, "--layouts", "tp2,pp2", part="equivalence")
-    assert all(f"{broken} broke" in found[name]["failed"] for name in ("tp2", "pp2"))
-    assert len(host.started) == runs
-
-
 def test_timed_layouts_side_by_side_on_gpus_of_their_own(tmp_path: Path) -> None:
     """tp2 beside pp2, whose runs meet one by one; four GPUs alone; dp2, for which no place was left, alone."""
     together = threading.Barrier(2)
@@ -142,38 +112,6 @@ def test_a_timed_run_that_fails_leaves_its_neighbour_alone(tmp_path: Path) -> No
     assert (found["pp2"]["gpus"], found["pp2"]["beside"]) == ("4,5", [])
 
 
-@pytest.mark.parametrize(("argument", "gpus"), [(["--alone"], "4,5"), (["--device", "cpu"], None)])
-def test_alone_and_on_a_cpu_one_layout_at_a_time(tmp_path: Path, argument: list[str], gpus: str | None) -> None:
-    host = Host(pause)
-    found = rows(tmp_path, host, 0, "--layouts", "tp2,pp2", *argument, part="time")
-    assert host.most == 1
-    assert set(host.gpus.values()) == {gpus}
-    assert {row.get("gpus") for row in found.values()} == {gpus}
-    assert not any(row.get("beside") for row in found.values())
-
-
-def test_more_ranks_than_gpus_share_them_but_are_not_timed(tmp_path: Path) -> None:
-    host = Host(lambda _: 0)
-    shared = ("--gpus", "2", "--share", "2", "--layouts", "tp2,tp2-pp2")
-    found = rows(tmp_path, host, 0, *shared, part="equivalence")
-    assert (host.ranks["equal-tp2-pp2"], host.gpus["equal-tp2-pp2"]) == (4, "4,5")
-    assert (host.ranks["equal-tp2"], host.gpus["equal-tp2"]) == (2, None)
-    assert {name: row.get("shared_gpus") for name, row in found.items()} == {"tp2": None, "tp2-pp2": "4,5"}
-
-    found = rows(tmp_path, host, 0, *shared, part="time")
-    assert found["tp2-pp2"] == {"skipped": "needs 4 GPUs"}
-    assert found["tp2"]["gpus"] == "4,5"
-    assert not any(name.startswith("time-tp2-pp2") for name in host.started)
-
-
-def test_a_skipped_row_is_made_by_a_command_that_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(lambda _: 0)
-    monkeypatch.setattr(multi_gpu, "has_transformer_engine", lambda: False)
-    assert "skipped" in rows(tmp_path, host, 0, "--layouts", "cp2", part="time")["cp2"]
-    monkeypatch.setattr(multi_gpu, "has_transformer_engine", lambda: True)
-    assert "ms_a_step" in rows(tmp_path, host, 0, "--layouts", "cp2", part="time")["cp2"]
-
-
 def test_a_file_keeps_rows_of_one_commit(tmp_path: Path) -> None:
     host = Host(lambda _: 0)
     rows(tmp_path, host, 0, "--layouts", "tp2", "--commit", "abc", part="time")
@@ -189,36 +127,3 @@ def test_gpus_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         multi_gpu.main(["--gpus", "5"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert multi_gpu_runs.visible_gpus(3) == ["0", "1", "2"]
-
-
-def test_a_run_sees_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def started(_command: Sequence[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
-        seen.append(env["CUDA_VISIBLE_DEVICES"])
-        return subprocess.CompletedProcess([], 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", started)
-    for gpus in ("6,GPU-7", None):
-        multi_gpu_runs.torchrun(2, [], tmp_path, gpus)
-    assert seen == ["6,GPU-7", "4,5,6,GPU-7"]
-
-
-def test_ranks_that_share_gpus_are_hosts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[Sequence[str]] = []
-
-    def started(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command[command.index("2") + 1 :] if "2" in command else command[command.index("4") + 1 :])
-        return subprocess.CompletedProcess([], 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", started)
-    multi_gpu_runs.torchrun(2, ["--x"], tmp_path, "6,GPU-7")
-    multi_gpu_runs.torchrun(4, ["--x"], tmp_path, "6,GPU-7")
-    assert commands == [
-        ["-m", "snip_megatron.pretrain_gpt", "--x"],
-        ["-m", "benchmarks.jobs.one_gpu_hosts", "6,GPU-7", "--x"],
-    ]
-    hosts = [one_gpu_hosts.as_host(rank, "6,GPU-7") for rank in range(4)]
-    assert [host["CUDA_VISIBLE_DEVICES"] for host in hosts] == ["6", "GPU-7", "6", "GPU-7"]
-    assert len({host["NCCL_HOSTID"] for host in hosts}) == 4
-    assert {(host["LOCAL_RANK"], host["LOCAL_WORLD_SIZE"]) for host in hosts} == {("0", "1")}

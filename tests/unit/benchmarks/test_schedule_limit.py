@@ -9,7 +9,7 @@ import pytest
 from scipy.interpolate import PchipInterpolator
 
 from benchmarks.quality import schedule_limit
-from benchmarks.quality.schedule_limit import Gaps, Model, best, fit, limits, mean_gaps, rate_weights
+from benchmarks.quality.schedule_limit import Gaps, Model, best, fit, rate_weights
 
 EXPERIMENT: dict[str, Any] = {
     "training": {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 100},
@@ -72,30 +72,3 @@ def test_more_phases_recover_no_less_and_keep_the_average(model: Model) -> None:
     assert fine > coarse + 0.01
     assert shares[-1] == min(shares)  # precision late
     assert np.diff([0.0, 0.5, 0.75, 0.9, 1.0]) @ shares == pytest.approx(0.9, abs=2e-3)
-
-
-def test_a_result_file_gives_rows_by_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_limit, "PHASES", {"halves": (0.0, 0.5), "quarters": (0.0, 0.25, 0.5, 0.75)})
-    weights = rate_weights(EXPERIMENT)
-    runs = [
-        {"id": f"{label} {budget} {seed}", "status": "done", "label": label, "budget": budget, "seed": seed}
-        | {
-            "kind": "from_warm",
-            "policy": label,
-            "fp4_share": 0.0,
-            "validation": {formats: 2.0 + seed + gap for formats, gap in gaps.items()},
-        }
-        for (label, budget), gaps in made_up(weights).items()
-        for seed in (1, 2)
-    ]
-    # A comparison may also have runs from scratch, which say nothing about branches.
-    runs += [run | {"id": f"{run['id']} scratch", "kind": "from_scratch", "seed": 1} for run in runs[-1:]]
-    runs[-1]["validation"] = {"map": 9.0, "bf16": 9.0}
-    result = {"experiment": EXPERIMENT, "runs": runs}
-    assert mean_gaps([result, result])["uniform-fp4", None]["map"] == pytest.approx(SCALE)
-    found = limits([result])
-    assert [row["budget"] for row in found["rows"]] == list(BUDGETS)
-    for row in found["rows"]:
-        assert row["auto measured"] == pytest.approx(0.8)
-        by_phases = {name: each["recovered"] for name, each in row["predicted"].items()}
-        assert by_phases["quarters"] > by_phases["halves"]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.jobs.te_round_trip import RoundTrip, compare_losses, compare_weights, round_trip, weights
+from benchmarks.jobs.te_round_trip import compare_losses, compare_weights, weights
 
 ORIGINAL = {"a": "1", "b": "2", "a._extra_state": ""}
 TRAINED = {"a": "3", "b": "4", "a._extra_state": ""}
-TRAINING = ("snip", "stock_after_snip")
 
 
 def test_equal_weights() -> None:
@@ -61,33 +59,3 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
     one, other = weights(tmp_path / "one"), weights(tmp_path / "other")
     assert one.keys() == other.keys() == {"layer.weight"}
     assert one != other
-
-
-def test_three_pairs_of_runs_meet_after_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    together, ended = threading.Barrier(3), []
-
-    def train(_: RoundTrip, name: str, until: int, *extra: str, load: str | None = None) -> dict[int, float]:
-        assert load is None or load in ended
-        if load is not None:
-            together.wait(timeout=20)  # raises unless the pairs go side by side
-        ended.append(name)
-        return {until: 1.0}
-
-    monkeypatch.setattr(RoundTrip, "train", train)
-    monkeypatch.setattr(RoundTrip, "weights", lambda _, name, step: {"a": name if name in TRAINING else "1"})
-    result = round_trip(tmp_path)
-    assert len(ended) == 7
-    assert result["weights"]["equal"]
-    assert result["losses"]["through_snip"] == result["losses"]["control"] == {8: 1.0, 12: 1.0}
-
-
-@pytest.mark.parametrize("broken", ["stock", "control", "stock_frozen"])
-def test_a_broken_run_ends_the_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    def train(_: RoundTrip, name: str, until: int, *extra: str, load: str | None = None) -> dict[int, float]:
-        if name == broken:
-            raise RuntimeError(f"run {name} ended with 1")
-        return {until: 1.0}
-
-    monkeypatch.setattr(RoundTrip, "train", train)
-    with pytest.raises(RuntimeError, match=f"run {broken} ended with 1"):
-        round_trip(tmp_path)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from snip_megatron.cli import main
-from snip_megatron.commands import validate_proxy
 from snip_megatron.commands.compare import devices
 from snip_megatron.errors import SnipError
 
@@ -38,37 +35,6 @@ def test_too_few_gpus_and_no_run_are_refused() -> None:
         devices(["0"], 2, None)
     with pytest.raises(SnipError, match="--per-gpu 0"):
         devices([], 1, 0)
-
-
-class Recorded(Exception):
-    """Holds the arguments of record_truth()."""
-
-
-def record(monkeypatch: pytest.MonkeyPatch, prepared: Path, ranks: int, *arguments: str) -> Any:
-    def record_truth(*given: Any) -> None:
-        raise Recorded(*given)
-
-    monkeypatch.setattr(validate_proxy, "stop_on_signals", lambda pool: [])  # the signals are pytest's here
-    monkeypatch.setattr(validate_proxy, "select_gpus", lambda wanted: ["0", "1", "2", "3"])
-    monkeypatch.setattr(validate_proxy, "record_truth", record_truth)
-    body = json.loads(NANO.read_text())
-    body["training"]["ranks"] = ranks
-    experiment = prepared / "e.json"
-    experiment.write_text(json.dumps(body))
-    with pytest.raises(Recorded) as caught:
-        main(["validate-proxy", str(experiment), "--data", str(prepared), "--out", str(prepared / "out"), *arguments])
-    return caught.value.args
-
-
-def test_a_measurement_of_several_ranks_has_as_many_gpus(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> None:
-    for ranks, expected in ((1, ["0", "1", "2", "3"]), (2, ["0,1", "2,3"])):
-        *_, pool = record(monkeypatch, prepared, ranks)
-        assert pool.devices == expected
-
-
-def test_a_step_that_is_named_twice_is_measured_once(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> None:
-    """Two measurements at a time would remove each other's run directory."""
-    assert record(monkeypatch, prepared, 1, "--steps", "8,4,8")[3] == (8, 4)
 
 
 @pytest.mark.parametrize("fmt", ["fp9", "bf16", "nvfp4_hadamard"])

@@ -17,7 +17,6 @@ from snip_megatron.evaluation.results import Results
 from snip_megatron.evaluation.statistics import (
     differences,
     holm,
-    mean_std,
     paired,
     planned_differences,
     recovered,
@@ -154,11 +153,6 @@ def test_holm_rejects_what_the_closed_test_rejects(p: list[float]) -> None:
     assert holm(p) == pytest.approx(closed)
 
 
-def test_mean_std_is_the_samples() -> None:
-    assert mean_std([1.0, 2.0, 3.0]) == (2.0, 1.0)
-    assert math.isnan(mean_std([1.0])[1])
-
-
 def test_planned_comparisons_are_adjusted_among_themselves_only() -> None:
     """Four planned comparisons, two of which were made: p is that of four, and the first need not be called snip."""
     entries = []
@@ -194,8 +188,3 @@ def test_a_fixed_map_is_compared_at_every_planned_budget() -> None:
     plan = {"kind": "from_warm", "ours": "snip", "theirs": ["nvidia"], "budgets": [0.85, 0.9], "validation": "map"}
     found = planned_differences(rows(entries), [plan])
     assert [(d.theirs, d.budget, d.verdict) for d in found] == [("nvidia", 0.85, "better"), ("nvidia", 0.9, "better")]
-
-
-def test_the_share_is_the_mean_over_the_steps_where_it_is_recorded() -> None:
-    entries = [*references(), entry("snip", 2.01, 1, 0.75, average_share=0.9), entry("old", 2.01, 1, 0.75)]
-    assert {row.label: row.share for row in rows(entries) if row.budget} == {"snip": 0.9, "old": 0.75}

@@ -54,12 +54,6 @@ def test_a_failed_run_is_tried_twice_and_stops_nobody(tmp_path: Path) -> None:
     assert "what went wrong" in (tmp_path / "logs" / "bad.txt.1").read_text()
 
 
-def test_a_run_that_fails_once_counts_as_done(tmp_path: Path) -> None:
-    once = f"import os, sys; p = {str(tmp_path / 'seen')!r}; seen = os.path.exists(p); open(p, 'w'); sys.exit(not seen)"
-    outcomes, _ = run(Pool([None], {}), [job(tmp_path, "once", once)])
-    assert outcomes["once"].error is None
-
-
 def test_exit_code_0_without_the_result_is_a_failure(tmp_path: Path) -> None:
     def check() -> None:
         raise ValueError("no validation")
@@ -107,19 +101,6 @@ def test_a_stop_ends_processes_and_their_helpers(tmp_path: Path) -> None:
             break
         time.sleep(0.05)
     assert _ended(pid)
-
-
-def test_jobs_can_be_added_while_others_end(tmp_path: Path) -> None:
-    pool, names = Pool([None], {}), []
-
-    def ended(outcome: Outcome) -> None:
-        names.append(outcome.job.name)
-        if outcome.job.name == "first":
-            pool.add([job(tmp_path, "second", "pass")])
-
-    pool.add([job(tmp_path, "first", "pass")])
-    assert pool.run(ended) == 0
-    assert names == ["first", "second"]
 
 
 def test_last_line_of_a_log(tmp_path: Path) -> None:

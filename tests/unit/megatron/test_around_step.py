@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,34 +21,6 @@ def a_call() -> StepCall:
         step=3, forward_step_func=None, data_iterator=None, model=[], optimizer=None, config=None,
         forward_backward_func=None, num_microbatches=1,
     )  # fmt: skip
-
-
-def test_backwards_of_a_step_run_in_its_own_thread_and_other_code_s_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-
-    def note(name: str, *_: Any) -> None:
-        seen[name] = torch._C._is_multithreading_enabled()
-
-    def step() -> tuple[Any, ...]:
-        note("train")
-        return {}, 0, False, 0, 0, 1.0
-
-    run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
-    controller = SimpleNamespace(
-        before_step=lambda *_: note("probe"), after_step=lambda *found: seen.update(norm=found[2])
-    )
-    monkeypatch.setattr(run, "_controller", controller)
-    call = a_call()
-    assert run.around_step(step, call)[5] == 1.0
-    assert seen == {"probe": False, "train": False, "norm": 1.0}
-    assert torch._C._is_multithreading_enabled()
-
-    def fails() -> None:
-        raise RuntimeError("a step")
-
-    with pytest.raises(RuntimeError, match="a step"):
-        run.around_step(fails, call)
-    assert torch._C._is_multithreading_enabled()
 
 
 def test_a_step_that_megatron_gives_up_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +59,3 @@ def test_a_step_that_megatron_repeats_rounds_as_before(monkeypatch: pytest.Monke
     schedule = run.repeatable(two_microbatches, 3)
     assert [schedule(losses=name) for name in ("first", "again")] == ["first", "again"]
     assert indices == [(3, 0), (3, 1)] * 2
-
-
-def test_an_in_process_restart_forgets_what_the_gradients_of_its_first_model_lost() -> None:
-    run = SnipRun(SnipConfig(enabled=True, gradient_reduction="fp8-feedback"), argparse.Namespace())
-    assert run.feedback is not None
-    whole = torch.ones(1, 128)
-    lost = run.feedback.of(whole, whole)
-    run._leave_earlier_start()
-    assert run.feedback.of(whole, whole) is not lost

@@ -66,29 +66,6 @@ def test_wrong_arguments_of_pretrain_are_one_line() -> None:
         pass
 
 
-def test_hooks_get_every_chunk_of_a_model_provider_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", argparse.Namespace(virtual_pipeline_model_parallel_size=2))
-    made = call(forward_step_func=3, model_provider=lambda pre_process, vp_stage: [pre_process, vp_stage])
-    seen: list[list[Any]] = []
-    with hooked_model(made, on_cpu=False) as model:
-        model.pre_wrap_hooks.append(lambda chunks: seen.append(list(chunks)) or chunks)
-        provide = made.arguments["model_provider"]
-        assert provide(True, vp_stage=0) == [True, 0]
-        assert not seen
-        provide(False, vp_stage=1)
-    assert seen == [[[True, 0], [False, 1]]]
-    assert model.pre_wrap_hooks == []
-
-
-def test_hooks_on_a_configuration_end_with_the_call() -> None:
-    config = SimpleNamespace(pre_wrap_hooks=["the script's own"])
-    made = bound_call((SimpleNamespace(model=config), 1, 2, 3), {})
-    with hooked_model(made, on_cpu=True) as model:
-        assert model is config
-        assert len(model.pre_wrap_hooks) == 2
-    assert config.pre_wrap_hooks == ["the script's own"]
-
-
 class Registry(list[Any]):
     def __init__(self, layers: int, shapes: tuple[tuple[int, int], ...] = SHAPES) -> None:
         names = linear_names(argparse.Namespace(**vars(ARGS) | {"num_layers": layers}))

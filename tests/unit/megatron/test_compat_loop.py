@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from types import SimpleNamespace
-from typing import Any
 
 import megatron.training.training as training
 import numpy as np
@@ -16,40 +14,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.compat import loop
 from snip_megatron.megatron.startup import Startup
-
-
-def test_wrap_train_step_and_undo() -> None:
-    original = training.train_step
-
-    def wrapper(step: Any) -> Any:
-        return lambda *args, **kwargs: ("wrapped", step)
-
-    undo = compat.wrap_train_step(wrapper)
-    assert training.train_step() == ("wrapped", original)
-    undo()
-    assert training.train_step is original
-
-
-@pytest.mark.parametrize("name", ["train_step", "evaluate"])
-def test_a_hook_in_the_source_is_used_instead_of_a_patch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table that patches/ put into Megatron; another hook in it stays below ours."""
-    assert not loop.hooks_in_source()
-    hooks: dict[str, Any] = {}
-    monkeypatch.setattr(training, "SNIP_HOOKS", hooks, raising=False)
-    assert loop.hooks_in_source()
-    original = getattr(training, name)
-    wrap = {"train_step": compat.wrap_train_step, "evaluate": compat.wrap_evaluate}[name]
-    undo = wrap(lambda inner: lambda: ("outer", inner))
-    assert getattr(training, name) is original
-    assert hooks.pop(name)() == ("outer", original)
-    undo()
-    hooks[name] = len
-    undo = wrap(lambda inner: lambda: ("outer", inner))
-    assert hooks[name]() == ("outer", len)
-    undo()
-    assert hooks == {name: len}
 
 
 def test_without_a_hook_the_set_cannot_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,34 +54,6 @@ def test_a_broken_loss_outside_of_training_ends_nothing(monkeypatch: pytest.Monk
             judge()
     finally:
         machine.mode = before
-
-
-@pytest.mark.parametrize("mode", list(RerunMode))
-def test_rerun_machine_is_restored_even_after_an_error(mode: RerunMode) -> None:
-    machine = get_rerun_state_machine()
-    before = machine.mode
-    machine.mode = mode
-    try:
-        with contextlib.suppress(ValueError), compat.rerun_disabled():
-            assert machine.get_mode() is RerunMode.DISABLED
-            raise ValueError
-        assert machine.get_mode() is mode
-    finally:
-        machine.mode = before
-
-
-def test_quiet_schedule() -> None:
-    def loud(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError
-
-    names = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers")
-    config = SimpleNamespace(**dict.fromkeys(names, loud), other=1)
-    with contextlib.suppress(ValueError), compat.quiet_schedule(config):
-        assert config.no_sync_func is contextlib.nullcontext
-        assert config.finalize_model_grads_func([], None) is None
-        assert config.grad_sync_func is config.param_sync_func is config.timers is None
-        raise ValueError
-    assert vars(config) == dict.fromkeys(names, loud) | {"other": 1}
 
 
 def draw() -> list[float]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -100,17 +99,6 @@ def test_noise_sends_no_token_to_another_expert(model: list[torch.nn.Module]) ->
         assert bool((weights[same] > 0).all())
 
 
-def test_the_first_pass_and_what_follows_the_last_are_megatron_s_own(model: list[torch.nn.Module]) -> None:
-    expected, drop = forward(model, tokens(1)), router_module.apply_router_token_dropping
-    with routing_repeated(model) as routing:
-        routing.start(first=True)
-        noted = forward(model, tokens(1))
-    assert router_module.apply_router_token_dropping is drop
-    for outputs in (noted, forward(model, tokens(1))):
-        for one, other in zip(outputs, expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def test_recompute_runs_a_forward_twice(model: list[torch.nn.Module]) -> None:
     """Without gradients ahead, with them when the backward comes: both follow the first pass."""
     inputs = [tokens(seed) for seed in (1, 2, 3)]
@@ -129,9 +117,3 @@ def test_recompute_runs_a_forward_twice(model: list[torch.nn.Module]) -> None:
         routing.start(first=False)
         again = recomputed(0.7)
     assert all(torch.equal(one[1], other[1]) for one, other in zip(noted, again, strict=True))
-
-
-def test_a_dense_model_has_nothing_to_keep() -> None:
-    dense: list[torch.nn.Module] = [torch.nn.Linear(2, 2)]
-    with routers_kept(dense), routing_repeated(dense) as routing:
-        routing.start(first=True)

@@ -56,13 +56,6 @@ def test_without_the_set_the_queue_dies(queue: Callable[[], Any]) -> None:
         held.put("written")
 
 
-def test_the_persistent_writer_is_started_alike(queue: Callable[[], Any]) -> None:
-    installed()
-    start = async_utils.PersistentAsyncCaller._get_process
-    assert start.__self__ is async_utils.PersistentAsyncCaller
-    assert hasattr(start, "snip_shielded")
-
-
 @pytest.mark.parametrize(("handler", "save"), [(False, "c"), (True, None)])
 def test_not_without_a_save_on_a_signal(handler: bool, save: str | None) -> None:
     assert not writer_processes.is_needed(argparse.Namespace(exit_signal_handler=handler, save=save))

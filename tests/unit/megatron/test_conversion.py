@@ -14,11 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers import convert_model
 from snip_megatron.layers.registry import decoder_linear_names
-from snip_megatron.megatron import conversion
-from snip_megatron.megatron.conversion import _shard
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
@@ -197,28 +194,3 @@ def test_layers_of_multi_token_prediction_are_left_alone() -> None:
     registry = convert_model([chunk], CONFIG)
     assert len(registry) == 8
     assert type(chunk.mtp[0].mlp.linear_fc1) is ColumnParallelLinear
-
-
-def test_shards_of_gated_halves() -> None:
-    """Megatron shards gate and up each, then stacks a rank's shares."""
-    assert _shard(8, rank=1, size=2, halves=1).tolist() == [4, 5, 6, 7]
-    assert _shard(8, rank=0, size=2, halves=2).tolist() == [0, 1, 4, 5]
-    assert _shard(8, rank=1, size=2, halves=2).tolist() == [2, 3, 6, 7]
-
-
-@pytest.mark.parametrize(("implementation", "replays"), [("none", True), ("transformer_engine", False)])
-def test_with_graphs_python_launches_kernels(
-    implementation: str, replays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[bool] = []
-
-    def select(*arguments: Any, replays: bool, **named: Any) -> Any:
-        given.append(replays)
-        return select_backend(*arguments, replays=replays, **named)
-
-    monkeypatch.setattr(conversion, "select_backend", select)
-    chunk = model()
-    for layer in chunk.decoder.layers:
-        layer.config.cuda_graph_impl = implementation
-    convert_model([chunk], CONFIG)
-    assert given == [replays]

@@ -23,7 +23,6 @@ from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers import LinearRegistry, convert_model
-from snip_megatron.layers.context import Override
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.layers.swiglu import SwiGLU
@@ -39,7 +38,6 @@ FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"
 Formats = tuple[Format, Format, Format]
 MAPS: dict[str, tuple[Formats, Formats]] = {  # of fc1 and of fc2: (fprop, dgrad, wgrad)
     "fp8": ((FP8,) * 3, (FP8,) * 3),
-    "fp4": ((FP4,) * 3, (FP4,) * 3),
     "mixed": ((FP8, FP4, FP8), (FP4, FP8, FP8)),
     "fc1 alone": ((FP8, FP8, FP4), (BF16,) * 3),
     "fc2 alone": ((BF16,) * 3, (FP8, FP4, FP4)),
@@ -47,22 +45,15 @@ MAPS: dict[str, tuple[Formats, Formats]] = {  # of fc1 and of fc2: (fprop, dgrad
     "backward alone": ((BF16, FP4, FP4), (FP8, FP8, BF16)),
     "tensor": ((TENSOR,) * 3, (TENSOR,) * 3),
     "tensor and tiles": ((FP8, FP4, TENSOR), (TENSOR, FP8, FP8)),
-    "tensor and bf16": ((FP8, BF16, TENSOR), (TENSOR, TENSOR, BF16)),
-    "tensor forward, tiles backward": ((TENSOR, FP8, FP4), (TENSOR, FP8, TENSOR)),
     "neither": ((TENSOR, TENSOR, NVFP4), (NVFP4, TENSOR, TENSOR)),
 }
 FORWARD = {
-    **dict.fromkeys(("fp8", "fp4", "mixed", "fc2 alone", "forward alone"), "quantize_swiglu"),
-    **dict.fromkeys(
-        ("tensor", "tensor and tiles", "tensor and bf16", "tensor forward, tiles backward"), "swiglu_with_amax"
-    ),
+    **dict.fromkeys(("fp8", "mixed", "fc2 alone", "forward alone"), "quantize_swiglu"),
+    **dict.fromkeys(("tensor", "tensor and tiles"), "swiglu_with_amax"),
 }
 BACKWARD = {
-    **dict.fromkeys(
-        ("fp8", "fp4", "mixed", "fc1 alone", "backward alone", "tensor forward, tiles backward"),
-        "quantize_swiglu_gradient",
-    ),
-    **dict.fromkeys(("tensor", "tensor and tiles", "tensor and bf16"), "swiglu_gradient_with_amax"),
+    **dict.fromkeys(("fp8", "mixed", "fc1 alone", "backward alone"), "quantize_swiglu_gradient"),
+    **dict.fromkeys(("tensor", "tensor and tiles"), "swiglu_gradient_with_amax"),
 }
 
 
@@ -245,22 +236,6 @@ def test_validation_quantises_for_fprop_alone() -> None:
     with torch.no_grad():
         fused(run.mlp, tensors(0)[0])
     assert ACTIVATIONS.called == ["quantize_swiglu"]
-
-
-def test_probes_and_measuring_passes_run_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(MAPS["fp8"])
-    stock: list[Any] = []
-    monkeypatch.setattr(MLP, "forward", lambda self, *arguments, **named: (stock.append(arguments), None))
-    run.registry.context.probing = True
-    fused(run.mlp, tensors(0)[0])
-    run.registry.context.probing = False
-    run.registry.context.override = lambda handle: Override()
-    fused(run.mlp, tensors(0)[0])
-    run.registry.context.override = None
-    run.registry.adopt(PrecisionMap.uniform(run.registry.names, BF16))
-    fused(run.mlp, tensors(0)[0])
-    assert len(stock) == 3
-    assert not ACTIVATIONS.called
 
 
 def test_a_use_of_what_lies_between_the_linears_is_noticed() -> None:

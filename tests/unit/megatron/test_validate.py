@@ -15,7 +15,6 @@ from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.megatron import validate
 from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.sensitivity import SolveRequest
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
 
@@ -300,19 +299,6 @@ def test_a_checkpoint_format_without_a_place_for_snip_s_state(where: str) -> Non
     assert message.startswith("--ckpt-format torch cannot be combined with --snip: ")
 
 
-# -- the solver's request -------------------------------------------------------------------------------------
-def test_the_request_carries_the_configuration() -> None:
-    snip = config(budget="fp4=0.5", formats=("nvfp4", "mxfp8"), granularity="layer", stage_tolerance="none", seed=9)
-    request = validate.solve_request(snip, arguments(), version=3)
-    assert (request.target, request.formats, request.granularity) == (0.5, ("nvfp4", "mxfp8"), "layer")
-    assert (request.stage_tolerance, request.seed, request.version) == (None, 9, 3)
-    assert request.deterministic_time == snip.solver_time
-
-
-def test_the_share_of_the_backward_pass_reaches_the_solver() -> None:
-    assert validate.solve_request(config(backward_share=0.145), arguments()).backward_share == 0.145
-
-
 # -- maps over time ------------------------------------------------------------------------------------------------
 def test_pins_that_leave_the_budget_of_a_phase_out_of_reach(tmp_path: Path) -> None:
     """Every update would be infeasible, and the whole run in bf16."""
@@ -341,11 +327,3 @@ def test_an_average_that_a_late_policy_cannot_reach_is_refused_before_training()
     validate.check(config(policy="late-forward", budget="fp4=0.9"), arguments())
     message = refused(config(policy="late-forward", budget="fp4=0.9", pin=("*:wgrad=fp8",)), arguments())
     assert message.startswith("--snip-policy late-forward reaches an average fp4 share of 0.6666 at most")
-
-
-def test_constants_of_phases_reach_the_request() -> None:
-    plain = validate.solve_request(config(schedule="auto"), arguments())
-    default = SolveRequest()
-    assert (plain.standing_share, plain.forgetting) == (default.standing_share, default.forgetting)
-    given = validate.solve_request(config(schedule="auto", standing_share=0.25, forgetting=2.5), arguments())
-    assert (given.standing_share, given.forgetting) == (0.25, 2.5)

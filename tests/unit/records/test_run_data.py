@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.records import run_data
 from snip_megatron.records.run_data import load_run, number, shares
 from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.statistics.table import StatisticsTable
 
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 
@@ -43,13 +41,6 @@ def test_adoptions_carry_their_map_and_scores(whole_run):
     assert run.unreadable == []
 
 
-def test_only_the_scores_of_the_latest_updates_are_read(whole_run, monkeypatch):
-    monkeypatch.setattr(run_data, "MAX_SCORES", 2)
-    run = load_run(whole_run)
-    assert [adoption.scores is not None for adoption in run.adoptions] == [False, False, False, True, True]
-    assert all(adoption.precision_map is not None for adoption in run.adoptions)
-
-
 def test_updates_carry_their_times(whole_run):
     updates = load_run(whole_run).updates
     assert [(u.version, u.step, u.adopted_step) for u in updates] == [
@@ -66,12 +57,6 @@ def test_updates_carry_their_times(whole_run):
     assert updates[0].changed == len(synthetic_run.LINEARS) * 3
 
 
-def test_statistics_are_kept(whole_run):
-    table = StatisticsTable.load(whole_run / "stats" / "step_10.npz")
-    assert table.step == 10
-    assert len(table.linears) == 24
-
-
 def test_a_guard_goes_back_to_an_earlier_map(tmp_path):
     with open_run(tmp_path) as run:
         for step, version in ((5, 1), (9, 2), (12, 1)):
@@ -81,20 +66,6 @@ def test_a_guard_goes_back_to_an_earlier_map(tmp_path):
             run.event(step, "adopt", version=version)
     adoptions = load_run(tmp_path).adoptions
     assert [a.precision_map.choices[f"{FC1}:fprop"] for a in adoptions] == [Format.FP4, Format.FP8, Format.FP4]
-
-
-def test_the_map_that_was_in_force_is_shown_when_a_version_has_several(tmp_path):
-    with open_run(tmp_path) as run:
-        run.write_map(5, PrecisionMap.uniform([FC1], Format.FP4, version=1))
-        run.write_map(30, PrecisionMap.uniform([FC1], Format.FP8, version=1))
-        run.event(20, "adopt", version=1)
-    assert load_run(tmp_path).adoptions[0].precision_map.choices[f"{FC1}:fprop"] is Format.FP4
-
-
-def test_maps_without_events_count_as_adopted(whole_run, tmp_path):
-    with open_run(tmp_path) as run:
-        run.write_map(7, PrecisionMap.uniform([FC1], Format.FP4, version=3))
-    assert [(a.step, a.version) for a in load_run(tmp_path).adoptions] == [(7, 3)]
 
 
 def test_an_adoption_without_its_map_stays_in_the_list(tmp_path):

@@ -24,7 +24,6 @@ from snip_megatron.records.readers import (
     read_metrics,
     read_plans,
     read_scores,
-    step_of,
 )
 from snip_megatron.records.run_data import load_run
 
@@ -87,27 +86,12 @@ def test_jsonable_always_gives_strict_json_and_is_idempotent(value):
     assert storage.jsonable(json.loads(text)) == plain
 
 
-def test_jsonable_ends_on_a_cycle():
-    cycle: list = []
-    cycle.append(cycle)
-    json.dumps(storage.jsonable(cycle))
-
-
 def test_fields_cannot_replace_step_or_event(tmp_path):
     with new_run(tmp_path) as run:
         run.event(3, "submit", step=99, time=0, event="other", version=1)
     (event,) = read_events(tmp_path)
     assert (event["step"], event["event"], event["version"]) == (3, "submit", 1)
     assert event["time"] > 1e9
-
-
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [("step_0.json", 0), ("step_12.json", 12), ("step_012.json", None), ("step_-1.json", None), ("step_1.npz", None),
-     ("step_1.json.1", None), ("xstep_1.json", None), ("step_1.json.part", None), ("step_٣.json", None)],
-)  # fmt: skip
-def test_step_of(name, step):
-    assert step_of(Path(name), ".json") == step
 
 
 # -- torn and broken files -----------------------------------------------------------------------------------------
@@ -161,21 +145,6 @@ def test_the_validation_before_the_save_of_the_loaded_checkpoint_is_kept(tmp_pat
     assert kept == [("validation", 3), ("adopt", 3), ("validation", 6), ("resume", 6)]
 
 
-def test_second_resume_loses_no_tail(tmp_path):
-    recorded_run(tmp_path)
-    for step in (6, 2):
-        new_run(tmp_path, resume_step=step).close()
-    tail = storage.read_lines(tmp_path / "metrics.jsonl.1")
-    assert [record["step"] for record in tail] == [6, 7, 8, 9, 2, 3, 4, 5]
-
-
-def test_a_map_of_the_loaded_step_itself_is_set_aside(tmp_path):
-    recorded_run(tmp_path)
-    new_run(tmp_path, resume_step=4).close()
-    assert list(read_maps(tmp_path)) == [0]
-    assert [e["step"] for e in read_events(tmp_path) if e["event"] == "adopt"] == [0]
-
-
 def test_resume_removes_a_torn_last_line(tmp_path):
     recorded_run(tmp_path, 3)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -185,14 +154,6 @@ def test_resume_removes_a_torn_last_line(tmp_path):
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         strict_json(line)
     assert (tmp_path / "metrics.jsonl.1").read_bytes() == b'{"step": 1\n'
-
-
-def test_resume_of_nothing_lost_changes_nothing(tmp_path):
-    recorded_run(tmp_path)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    new_run(tmp_path, resume_step=10).close()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert not list(tmp_path.rglob("*.1"))
 
 
 @pytest.mark.parametrize(
@@ -237,12 +198,6 @@ def test_a_first_start_that_may_resume_is_no_resume(tmp_path):
     (resumed,) = read_events(tmp_path / "killed")
     assert (resumed["event"], resumed["step"]) == ("resume", 0)
     assert resumed["cut_records"] > 0
-
-
-def test_facts_may_differ(tmp_path):
-    new_run(tmp_path, facts={"tp": 1}).close()
-    new_run(tmp_path, facts={"tp": 2}, resume_step=0).close()
-    assert read_config(tmp_path)["facts"] == {"tp": 2}
 
 
 def test_earlier_events_without_resume_are_refused(tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
-import socket
 import threading
 import time
 import urllib.error
@@ -20,7 +18,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.records.run_data import RunData, load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting import live
-from snip_megatron.reporting.live import LivePage, LiveServer
+from snip_megatron.reporting.live import LiveServer
 from snip_megatron.reporting.report import render
 
 
@@ -63,29 +61,6 @@ def test_only_the_printed_address_has_it(server: LiveServer) -> None:
         assert refused.value.code == 404
 
 
-def test_it_is_drawn_again_if_something_was_recorded_or_a_minute_has_passed(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Path] = []
-    now = [6000.0]
-    monkeypatch.setattr(live.time, "time", lambda: now[0])
-
-    def draw(path: Path) -> str:
-        drawn.append(path)
-        return "page"
-
-    page = LivePage(run, draw)
-    assert gzip.decompress(page.compressed()) == gzip.decompress(page.compressed()) == b"page"
-    assert len(drawn) == 1
-    with (run / "events.jsonl").open("a") as file:
-        file.write("{}\n")
-    page.compressed()
-    assert len(drawn) == 2
-    now[0] += live.REDRAW_S  # a job that records nothing must not look alive
-    page.compressed()
-    assert len(drawn) == 3
-
-
 def test_a_run_directory_that_goes_away_is_said_and_may_come_back(run: Path, server: LiveServer) -> None:
     (run / "config.json").rename(run / "away")
     with pytest.raises(urllib.error.HTTPError) as failed:
@@ -94,23 +69,6 @@ def test_a_run_directory_that_goes_away_is_said_and_may_come_back(run: Path, ser
     assert "config.json is missing" in failed.value.read().decode()
     (run / "away").rename(run / "config.json")
     assert "<dd>40</dd>" in get(server.url)[1]
-
-
-def test_a_browser_that_goes_away_while_it_loads_prints_nothing(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    large = random.Random(0).randbytes(20_000_000).hex()  # more than the sockets hold
-    monkeypatch.setattr(live, "render", lambda *_, **__: large)
-    server = live.start(run, port=0)
-    before = set(threading.enumerate())
-    with socket.create_connection(("127.0.0.1", server.port)) as browser:
-        browser.sendall(f"GET /{server.secret}/ HTTP/1.1\r\n\r\n".encode())
-        server.http.handle_request()
-        assert browser.recv(1000).startswith(b"HTTP/1.0 200")
-    for answering in set(threading.enumerate()) - before:
-        answering.join(60)
-    server.http.server_close()
-    assert capsys.readouterr().err == ""
 
 
 def test_what_cannot_be_served_is_refused_at_once(run: Path, server: LiveServer, tmp_path: Path) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 from wandb_file import history
 
-from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.reporting.sinks import GIVE_UP_AFTER
 from snip_megatron.reporting.wandb_sink import WandbSink
 
 wandb = pytest.importorskip("wandb")
-
-LINEARS = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"]
 
 
 @pytest.fixture
@@ -65,43 +62,6 @@ def test_late_figures_are_not_dropped(offline, tmp_path):
     rows = rows_of(tmp_path)
     assert rows[10]["snip/fp4_fraction"] == 0.5
     assert rows[11]["lm loss"] == 2.0
-
-
-def test_map_is_a_table_and_stages_are_panels(offline, tmp_path):
-    sink = WandbSink(offline)
-    choices = {f"{LINEARS[0]}:fprop": Format.FP8, f"{LINEARS[0]}:dgrad": Format.FP4, LINEARS[1]: Format.FP4}
-    precision_map = PrecisionMap(choices=choices)
-    sink.event(8, "adopt", version=2, status="optimal", achieved=0.76, achieved_per_stage={"0": 0.75, "1": 0.77})
-    sink.precision_map(8, precision_map)
-    row = rows_of(tmp_path)[8]
-    assert row["snip/adopt/achieved_per_stage/0"] == 0.75
-    assert row["snip/adopt/achieved_per_stage/1"] == 0.77
-    assert row["snip/adopt/version"] == 2
-    assert "snip/adopt/status" not in row
-    assert [row[f"snip/gemms/{name}"] for name in ("fp8", "fp4", "bf16")] == [1, 4, 1]
-    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/snip/*.json")
-    assert json.loads(table.read_text()) == {
-        "columns": ["linear", "fprop", "dgrad", "wgrad"],
-        "data": [[LINEARS[0], "fp8", "fp4", "bf16"], [LINEARS[1], "fp4", "fp4", "fp4"]],
-    }
-
-
-def test_never_ahead_of_megatron(offline, tmp_path):
-    sink = WandbSink(offline)
-    for step in range(3):
-        sink.begin_step(step)
-        sink.event(step, "collect", seconds=0.1)
-        sink.metric(step, fp4_fraction=0.5)  # before Megatron's log of the same iteration
-        offline.log({"lm loss": 1.0}, step + 1)
-    assert [step for step, row in rows_of(tmp_path).items() if "lm loss" in row] == [1, 2, 3]
-
-
-def test_no_second_run(offline, tmp_path):
-    sink = WandbSink(offline)
-    sink.metric(0, fp4_fraction=0.5)
-    sink.precision_map(1, PrecisionMap.uniform(LINEARS, Format.FP4))
-    wandb.finish()
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
 
 
 def test_a_dead_run_is_reported_once_and_given_up(offline, capsys):

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripted_controller import FLOPS, LATE, Run, Script, a_map, planned, ready
+from scripted_controller import FLOPS, LATE, Run, Script, planned, ready
 
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.phases import AUTO, PlanPhase, PrecisionPlan, Schedule, SchedulePhase
+from snip_megatron.precision.phases import PrecisionPlan, Schedule, SchedulePhase
 from snip_megatron.runtime.budget_spent import BudgetSpent
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.timeline import Timeline
@@ -43,19 +43,6 @@ def restored_from(run: Run) -> ControllerState:
 
 
 # -- phases --------------------------------------------------------------------------------------------------------
-def test_every_phase_is_adopted_before_its_first_step() -> None:
-    run = run_of(one_plan())
-    run.steps(0, 20)
-    assert [run.formats[s] for s in (3, 4, 9, 10, 19)] == [BF16, FP4, FP4, FP8, FP8]
-    assert run.script.of("adopt") == [4, 10]
-    assert run.script.of("plan") == [4]
-    assert run.script.of("phase") == [10]
-    assert run.script.of("probe") == [2]  # a phase takes no update
-    assert list(run.script.plans) == [4]
-    (fields,) = [fields for _, kind, fields in run.script.events if kind == "phase"]
-    assert fields["phase"] == 1
-    assert [(p["from_step"], p["steps"], p["fp4_fraction"]) for p in fields["phases"]] == [(4, 6, 1.0), (10, 10, 0.0)]
-    assert fields["average"] == pytest.approx(6 / 20)
 
 
 def test_an_update_asks_for_the_phases_that_remain_with_what_will_be_spent() -> None:
@@ -77,38 +64,11 @@ def test_an_update_asks_for_the_phases_that_remain_with_what_will_be_spent() -> 
     assert next(fields["phases"] for _, kind, fields in script.events if kind == "submit") == first.as_dict()
 
 
-def test_the_lag_is_spent_under_the_maps_that_the_plan_has_for_it() -> None:
-    """An update before step 8 comes into force at 12; fp4 runs until 10, then fp8."""
-    script = Script({1: [planned(1, 20, at_4=FP4, at_10=FP8)], 2: [planned(2, 20, at_12=FP8)]})
-    run = Run(script, timeline=phased(), update_interval=0, trigger=1.0, first_update=0)
-    run.controller.state.spent = BudgetSpent(0, 8, shares=4.0, times=8.0)
-    run.controller.state.plan = planned(1, 20, at_4=FP4, at_10=FP8).plan
-    asked = run.controller._schedule.request(8, 12, a_map(FP4))
-    assert asked is not None
-    assert (asked.spent_steps, asked.spent) == (12, 0.5)
-    assert (asked.begins, asked.steps) == ((12,), (8,))
-
-
-def test_the_standing_part_has_the_weight_of_what_is_deployed() -> None:
-    script = Script({1: [planned(1, 20, at_4=FP4)]})
-    run_of(script, timeline=phased(standing=0.15)).steps(0, 3)
-    assert script.phases[0] is not None
-    assert script.phases[0].standing == (0.0, 0.15)
-
-
 def test_an_update_whose_plan_would_come_after_the_end_is_left_out() -> None:
     script = Script()
     run_of(script, timeline=phased(last=4)).steps(0, 4)
     assert script.of("skipped") == [2]
     assert script.submitted == []
-
-
-def test_a_trigger_that_comes_too_late_for_a_plan_is_told_once() -> None:
-    fields = {"first_update": 2, "update_interval": 1000, "lag": 15, "trigger": 0.2}
-    script = Script({1: [planned(1, 80, at_17=FP4)]})
-    run = Run(script, timeline=phased(last=80), **fields)
-    run.steps(0, 80, gradients=lambda step: [1.0, 1.0 if step <= 60 else 16.0])
-    assert script.of("trigger") == script.of("skipped") == [72]
 
 
 def test_a_late_plan_starts_in_the_phase_that_its_step_lies_in() -> None:
@@ -117,23 +77,6 @@ def test_a_late_plan_starts_in_the_phase_that_its_step_lies_in() -> None:
     run.steps(0, 20)
     assert script.of("adopt") == [12]
     assert (run.formats[11], run.formats[12]) == (BF16, FP8)
-
-
-def test_a_plan_that_the_next_update_replaces_is_forgotten() -> None:
-    script = Script({1: [planned(1, 40, at_4=FP4, at_20=FP8)], 2: [planned(2, 40, at_10=FP8, at_20=FP4)]})
-    run = Run(script, timeline=phased(last=40), update_interval=6, first_update=2)
-    script.answers |= {version: [planned(version, 40, at_20=FP4)] for version in range(3, 9)}
-    run.steps(0, 22)
-    assert [run.formats[s] for s in (9, 10, 19, 20)] == [FP4, FP8, FP4, FP4]
-
-
-def test_without_a_known_end_updates_solve_single_maps() -> None:
-    script = Script({1: [ready(1)]})
-    run = Run(script, timeline=None, update_interval=100)
-    run.steps(0, 6)
-    assert script.phases == [None]
-    assert run.formats[4] is FP4
-    assert run.controller.state.spent == BudgetSpent(0, 6, shares=2.0, times=6.0, last=None)
 
 
 # -- the guard -----------------------------------------------------------------------------------------------------
@@ -152,7 +95,7 @@ def test_a_phase_that_spikes_is_taken_back_and_ends_the_plan() -> None:
 
 
 # -- resume --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("at", [1, 3, 4, 7, 10, 15])
+@pytest.mark.parametrize("at", [3, 7, 10])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(at: int) -> None:
     whole = run_of(one_plan())
     whole.steps(0, 20)
@@ -176,37 +119,12 @@ def test_a_warm_checkpoint_s_steps_do_not_count() -> None:
     assert run.controller.state.spent == BudgetSpent(1000, 12, shares=6.0, times=12.0, last=1020)
 
 
-def test_another_end_moves_the_phases_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    part = run_of(one_plan())
-    part.steps(0, 8)
-    rest = run_of(Script(), restored_from(part), phased(last=40))
-    rest.steps(8, 24)
-    assert [rest.formats[s] for s in (8, 19, 20)] == [FP4, FP4, FP8]
-    ((step, _, fields),) = [event for event in rest.script.events if event[1] == "plan_moved"]
-    assert step == 8
-    assert (fields["last_before"], fields["last"]) == (20, 40)
-    assert (fields["begins_before"], fields["begins"]) == ([0, 10], [0, 20])
-    assert (fields["average_before"], fields["average"]) == (pytest.approx(0.3), pytest.approx(16 / 40))
-    line = capsys.readouterr().out
-    assert line.count("\n") == 1
-    assert "training now ends at step 40 instead of 20: phases begin at 0, 20 instead of 0, 10" in line
-    assert "the average over the run becomes 0.4000 instead of 0.3000" in line
-
-
 def test_a_pending_plan_for_another_end_is_moved_when_it_comes() -> None:
     part = run_of(one_plan())
     part.steps(0, 3)
     rest = run_of(one_plan(), restored_from(part), phased(last=40))
     rest.steps(3, 24)
     assert [rest.formats[s] for s in (3, 4, 19, 20)] == [BF16, FP4, FP4, FP8]
-
-
-def test_an_account_of_later_steps_starts_anew() -> None:
-    state = ControllerState(spent=BudgetSpent(0, 12, 12.0, 12.0, 20), plan=planned(1, 20, at_0=FP4).plan)
-    run = run_of(Script(), state)
-    run.steps(9, 10)
-    assert run.controller.state.spent == BudgetSpent(9, 1, 0.0, 1.0, 20)
-    assert run.controller.state.plan is None
 
 
 def test_steps_that_megatron_leaves_out_end_neither_the_account_nor_the_plan() -> None:
@@ -241,19 +159,6 @@ def late(policy: str, target: float) -> Timeline:
         return late_plan(request, FLOPS, origin, last, step=step, spent=spent)
 
     return Timeline(20, fixed=fixed)
-
-
-@pytest.mark.parametrize(("policy", "target", "switch"), [("late-forward", 0.95, 17), ("late-all", 0.9, 18)])
-def test_a_late_policy_makes_its_plan_at_the_start(policy: str, target: float, switch: int) -> None:
-    run = Run(Script(), timeline=late(policy, target), policy=policy, budget=f"fp4={target}")
-    run.steps(0, 20)
-    assert [run.formats[s] for s in (0, switch - 1, switch, 19)] == [FP4, FP4, FP8, FP8]
-    assert run.script.of("plan") == [0]
-    assert run.script.of("adopt") == [0, switch]
-    spent = run.controller.state.spent
-    assert spent is not None
-    assert spent.average(timed=False) >= target
-    assert run.script.of("probe") == []
 
 
 def test_a_late_policy_resumes_its_plan_and_moves_it_with_the_end() -> None:
@@ -303,15 +208,3 @@ def test_the_average_of_speedups_is_harmonic() -> None:
     assert spent.average(timed=True) == pytest.approx(20 / 15)
     assert spent.average(timed=False) == 0.5
     assert BudgetSpent(5).average(timed=True) == BudgetSpent(5).average(timed=False) == 0.0
-
-
-def test_under_a_budget_of_time_the_spent_average_is_a_speedup() -> None:
-    fast = a_map(FP4, 1).with_fields(budget="speedup", speedup=2.0, target=1.5)
-    plan = PrecisionPlan((PlanPhase(4, fast),), 20, version=1, status="optimal")
-    script = Script({1: [planned(1, 20, at_4=FP4)]})
-    run = run_of(script, timeline=phased(schedule=AUTO, timed=True))
-    run.controller.state.spent = BudgetSpent(0, 4, shares=0.0, times=4.0)
-    run.controller.state.plan = plan
-    asked = run.controller._schedule.request(4, 8, fast)
-    assert asked is not None
-    assert asked.spent == pytest.approx(8 / 6)

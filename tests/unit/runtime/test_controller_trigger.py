@@ -21,19 +21,6 @@ def changing(step: int) -> list[float]:
     return [1.0, 1.0, 1.0, 1.0 if step <= 60 else 16.0]
 
 
-def test_an_update_starts_when_gradients_move_against_each_other() -> None:
-    run = Run(Script({1: [ready(1)], 2: [ready(2, Format.FP8)]}), **TRIGGER)
-    run.steps(0, 110, gradients=changing)
-    assert run.looks == list(range(0, 110, 10))
-    # Seen at step 70, known one step later, acted on at the next; then the new map is what is compared with.
-    assert run.script.of("trigger") == [72]
-    assert run.script.submitted == [(2, 1), (72, 2)]
-    assert run.script.of("adopt") == [4, 74]
-    (fields,) = [fields for _, kind, fields in run.script.events if kind == "trigger"]
-    assert fields["since"] == 4
-    assert fields["drift"] > fields["threshold"] == 0.2
-
-
 @pytest.mark.parametrize("quiet", ["steady", "together", "below", "off"])
 def test_no_update_starts_without_drift(quiet: str) -> None:
     gradients = {
@@ -63,7 +50,7 @@ def test_no_second_update_while_one_is_on_its_way() -> None:
     assert len(run.script.submitted) == 2
 
 
-@pytest.mark.parametrize("cut", [45, 61, 70, 71, 72, 73, 74, 75, 90])
+@pytest.mark.parametrize("cut", [61, 71, 72, 74])
 def test_a_run_resumed_at_any_step_is_triggered_alike(cut: int) -> None:
     def script() -> Script:
         return Script({1: [ready(1)], 2: [ready(2, Format.FP8)]})

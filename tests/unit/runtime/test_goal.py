@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -65,11 +64,6 @@ def test_a_resume_with_the_same_arguments_says_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_in_bf16_has_nothing_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    resumed(saved(1), 1, budget="fp4=0.5")
-    assert capsys.readouterr().out == ""
-
-
 def test_an_undecided_update_is_planned_over_the_new_phases(capsys: pytest.CaptureFixture[str]) -> None:
     """The checkpoint lies between the second update's probe before step 12 and its decision at 14."""
     state = saved(13, **PHASED)
@@ -80,10 +74,3 @@ def test_an_undecided_update_is_planned_over_the_new_phases(capsys: pytest.Captu
     assert phases.begins == (14, 20)
     assert phases.spent_steps == 14
     assert phases.spent == pytest.approx(10 / 14)
-
-
-def test_a_checkpoint_of_an_older_release_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    body = json.loads(saved(6).to_bytes())
-    del body["goal"]
-    resumed(ControllerState.from_bytes(json.dumps(body).encode()), 6, budget="fp4=0.5")
-    assert capsys.readouterr().out == ""

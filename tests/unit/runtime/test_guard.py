@@ -150,23 +150,6 @@ def stored(guard: Guard) -> GuardState:
 
 
 # -- checkpoint ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("stop", [5, 22, 26, 27, 33])
-def test_a_restored_guard_judges_as_the_uninterrupted_one(stop: int) -> None:
-    def run(stop: int | None) -> list[Alarm | None]:
-        guard = Guard(SETTINGS)
-        seen = []
-        for step in range(40):
-            if step == 21:
-                guard.adopted(step)
-            seen.append(guard.observe(StepFigures(step, 6.0 if step >= 25 else noisy(step), 1.0), a_map()))
-            if seen[-1] is not None:
-                guard.taken_back(a_map())
-            if step == stop:
-                guard = Guard(SETTINGS, stored(guard))
-        return seen
-
-    assert run(stop) == run(None)
-    assert any(run(None))
 
 
 def test_a_guard_that_a_resumed_run_switches_off_neither_takes_back_nor_refuses() -> None:

@@ -6,10 +6,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.trigger import EVERY, SETTLE, Trigger
 
 STEADY = (1.0, 4.0, 9.0)
@@ -78,19 +75,3 @@ def test_linears_without_gradient_are_left_out() -> None:
     assert trigger.drift == 0.0
     trigger.observe(LATER, [0.0, 0.0, 0.0])
     assert math.isfinite(trigger.drift)
-
-
-@given(st.lists(st.lists(st.floats(0, 1e30), min_size=3, max_size=3), max_size=8), st.integers(0, 8))
-def test_a_checkpoint_anywhere_changes_nothing(looks: list[list[float]], cut: int) -> None:
-    whole = Trigger(0.1)
-    whole.restart(3)
-    resumed = Trigger(0.1)
-    for i, squares in enumerate(looks):
-        if i == cut:
-            resumed = Trigger(0.1, ControllerState.from_bytes(ControllerState(trigger=whole.state).to_bytes()).trigger)
-        whole.observe(LATER, squares)
-        if i >= cut:
-            resumed.observe(LATER, squares)
-    if cut < len(looks):
-        assert resumed.state == whole.state
-        assert resumed.reason() == whole.reason()

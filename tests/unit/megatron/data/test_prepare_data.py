@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import hashlib
 import json
-import math
 import os
 import resource
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -172,14 +168,6 @@ def test_a_file_name_may_hold_any_bytes(texts: Path, tmp_path: Path) -> None:
     assert manifest(tmp_path / "out")["inputs"]["files"] == 41
 
 
-def test_the_last_line_can_be_pasted_into_a_shell(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare(texts, "--output", tmp_path / "my data", "--tokenizer", "bytes")
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert shlex.split(last)[2:4] == ["--train-data-path", f"{tmp_path}/my data/train"]
-
-
 def test_a_full_disk_is_one_line(texts: Path, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # less than a tokenizer takes
@@ -189,18 +177,6 @@ def test_a_full_disk_is_one_line(texts: Path, tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
-
-
-def test_unigram_figures_are_what_their_names_say(texts: Path, tmp_path: Path) -> None:
-    prepare(texts, "--output", tmp_path / "out", "--tokenizer", "bytes", "--holdout", "0.3")
-    made = manifest(tmp_path / "out")["valid"]
-    train = np.bincount(np.concatenate(documents(tmp_path / "out" / "train")), minlength=257)
-    valid = np.bincount(np.concatenate(documents(tmp_path / "out" / "valid")), minlength=257)
-    own = -sum(n / valid.sum() * math.log(n / valid.sum()) for n in valid if n)
-    under_train = -sum(n / valid.sum() * math.log((train[i] + 1) / (train.sum() + 257)) for i, n in enumerate(valid))
-    assert made["unigram_entropy_nats"] == pytest.approx(own, rel=1e-12)
-    assert made["cross_entropy_under_train_unigram_nats"] == pytest.approx(under_train, rel=1e-12)
-    assert own < under_train
 
 
 @pytest.mark.parametrize(
@@ -293,17 +269,6 @@ def test_a_folder_of_others_is_never_replaced(texts: Path, tmp_path: Path) -> No
     assert [path.name for path in output.iterdir()] == ["mine.txt"]
 
 
-def test_a_link_to_the_output_stays_a_link(texts: Path, tmp_path: Path) -> None:
-    link, disk = tmp_path / "link", tmp_path / "disk"
-    disk.mkdir()
-    link.symlink_to(disk)
-    for words in ((), ("--overwrite",)):
-        prepare(texts, "--output", link, "--tokenizer", "bytes", *words)
-        assert link.is_symlink()
-        assert manifest(disk)["inputs"]["files"] == 40
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "texts"]
-
-
 def test_a_failure_leaves_the_old_result(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out"
     prepare(texts, "--output", output, "--tokenizer", "bytes")
@@ -320,33 +285,3 @@ def test_a_failure_leaves_the_old_result(texts: Path, tmp_path: Path, monkeypatc
         prepare(texts, "--output", output, "--tokenizer", "bytes", "--holdout", "0.4", "--overwrite")
     assert (output / "manifest.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
-
-
-def test_a_result_that_cannot_take_its_place_leaves_the_old_one(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "out"
-    prepare(texts, "--output", output, "--tokenizer", "bytes")
-    before = (output / "manifest.json").read_bytes()
-    rename = Path.rename
-
-    def failing(source: Path, target: Path) -> Path:
-        if source.name == "new":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return rename(source, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(SnipError, match="cannot be written"):
-        prepare(texts, "--output", output, "--tokenizer", "bytes", "--overwrite")
-    assert (output / "manifest.json").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
-
-
-@pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "a/../../outside"])
-def test_a_manifest_names_only_files_below_it(name: str, tmp_path: Path) -> None:
-    from snip_megatron.megatron.data.prepare_data import _is_whole
-
-    (tmp_path / "outside").write_text("x")
-    (tmp_path / "out").mkdir()
-    assert not _is_whole(tmp_path / "out", {"files_sha256": {name: hashlib.sha256(b"x").hexdigest()}})
-    assert not _is_whole(tmp_path / "out", {"files_sha256": [name]})

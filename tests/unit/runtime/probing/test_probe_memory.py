@@ -17,7 +17,7 @@ from snip_megatron.planner.memory import stage_memory
 from snip_megatron.planner.probes import Probes
 from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, LinearId
 from snip_megatron.runtime.host import Host
-from snip_megatron.runtime.probing.memory import DeviceMemory, ProbeMemory, device_memory, probed_shapes, shortage
+from snip_megatron.runtime.probing.memory import DeviceMemory, ProbeMemory, probed_shapes, shortage
 from snip_megatron.runtime.protocols import Unmeasured
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
@@ -25,7 +25,6 @@ from snip_megatron.statistics.reduction import ProbeGroups
 from snip_megatron.timing.models import ModelShape
 
 CPU = torch.device("cpu")
-PEAK = 1e6
 
 
 @pytest.fixture
@@ -90,40 +89,6 @@ def test_experts_share_a_microbatch_s_tokens() -> None:
     assert found.features == 512 * (160 + 128) + 8 * 256 * (16 + 32)
 
 
-def test_a_training_pass_and_what_is_recorded_beside_it() -> None:
-    recorded = shapes().recording + shapes().samples(128, 1)
-    assert recorded == 24 * 512 * 256 + 2 * 128 * (2 * (160 + 128 + 320 + 192) + 4 * 2 * 64)
-    assert memory().needed(PEAK, 1, 8) == PEAK + recorded
-    # Two microbatches of samples, one microbatch of activations at a time.
-    assert memory().needed(PEAK, 2, 8) - memory().needed(PEAK, 1, 8) == shapes().samples(128, 1)
-    # Before the first step of a process: inputs and outputs of the linears.
-    assert memory().needed(None, 1, 8) == 2 * 512 * 2 * (160 + 128 + 320 + 192) + recorded
-    assert memory(recomputes=True).needed(None, 1, 8) == 512 * 2 * (160 + 128 + 320 + 192) + recorded
-
-
-def test_a_pipeline_probes_fewer_microbatches_than_it_trains() -> None:
-    recorded = shapes().recording + shapes().samples(128, 1)
-    assert memory(0, 4).needed(PEAK, 1, 8) == PEAK / 4 + recorded
-    assert memory(3, 4).needed(PEAK, 1, 8) == PEAK + recorded
-    assert memory(0, 4).needed(PEAK, 8, 8) > PEAK + recorded
-
-
-def test_a_probe_keeps_in_bf16_what_training_keeps_quantised() -> None:
-    plain = memory().needed(PEAK, 1, 8)
-    quantised = memory()
-    for handle in quantised._handles:
-        handle.state.formats = (Format.FP8,) * 3
-    assert quantised.needed(PEAK, 1, 8) - plain == 512 * 2 * (64 + 64 + 64 + 128)
-    gathered = memory(gathers=True)
-    for handle in gathered._handles:
-        handle.state.formats = (Format.BF16, Format.BF16, Format.FP4)
-    assert gathered.needed(PEAK, 1, 8) - plain == 512 * 2 * (64 + 128)
-    for handle in gathered._handles:  # shards of two ranks, gathered quantised: half a byte and 4 / 128 of a scale
-        handle.context.packs = True
-        object.__setattr__(handle, "tp_size", 2)
-    assert gathered.needed(PEAK, 1, 8) - plain == 512 * 2 * (64 + 128 + (64 + 64) / 2 * (2 - 0.53125))
-
-
 def test_the_same_as_is_planned() -> None:
     """With the planner's own activations for the peak of a training pass."""
     chosen = Layout(ModelShape("small", 8, 512, 1408, 8, 4, 64, 1000, 256), 1, 4, 1, 2, 256, 1, 64)
@@ -145,16 +110,3 @@ def test_too_little_is_said_in_words_and_figures(one_rank: ProbeGroups) -> None:
         "not enough memory: rank 0 has 0.50 GiB free, a probe may take 3.00 GiB",
         {"rank": 0, "needed_bytes": 3 * 2.0**30, "free_bytes": 2.0**29},
     )
-
-
-def test_a_cpu_has_nothing_to_compare() -> None:
-    assert device_memory(CPU) is None
-
-
-def test_a_gpu_has_what_the_allocator_does_not_use_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {"memory_allocated": 100, "memory_reserved": 160, "max_memory_allocated": 150, "mem_get_info": (40, 999)}
-    for name, value in figures.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert device_memory(torch.device("cuda")) == DeviceMemory(available=100.0, peak=50.0)
-    assert device_memory(torch.device("cuda"), idle=30.0) == DeviceMemory(available=70.0, peak=50.0)
-    assert device_memory(torch.device("cuda"), idle=1e9) == DeviceMemory(available=40.0, peak=50.0)
