@@ -11,7 +11,7 @@ and the medians are over both rounds. ``*_graphs`` is the fastest of the impleme
 ``snip_fp4_75*`` run two real updates. ``updates`` in the result has the time by which their steps took longer,
 and the times in the run's events. SNIP's other contenders keep one map, with the same format in every GEMM.
 
-``fused`` in the result has what a training with ``--snip-fusions auto`` says of its fusions.
+``fused`` in the result has what a training of SNIP says of its fusions.
 
 A training that fails is listed in ``failed`` with its last error line, one that this machine cannot run in ``skipped``.
 With ``--kernels``, torch's profiler records the step before the last on rank 0, and ``kernels`` in the result has its
