@@ -125,18 +125,8 @@ def report() -> dict[str, Any]:
     return {"figures": [None if f is None else [f.step, f.loss, f.grad_norm] for f in seen]}
 
 
-def two_losses() -> dict[str, Any]:
-    """Data parallel ranks of the last stage hold the same loss: a mean, not a sum."""
-    figures = StepReport(CPU)
-    figures.exchange(0, torch.tensor(3.0) if dist.get_rank() > 0 else None, None)
-    last = figures.drain()
-    assert last is not None
-    return {"figures": [last.step, last.loss, last.grad_norm]}
-
-
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "agree": agree,
-    "corrupted_once": lambda: corrupted(2, 1),
     "corrupted_twice": lambda: corrupted(1, 2),
     "corrupted_always": lambda: corrupted(1, 3),
     "other_model": other_model,
@@ -145,7 +135,6 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "corrupted_plan_always": lambda: plan(2, 3),
     "steps": steps,
     "report": report,
-    "two_losses": two_losses,
 }
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from agreement import agree, worst_differences
-from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
@@ -224,21 +223,6 @@ class LayoutRuns:
         saving = ["--save", str(path), "--save-interval", str(AT), "--clip-grad", "0"]
         self._train(1, f"to-{path.name}", model, *saving, *(SHARDED.split() if sharded else []), steps=AT)
         return path
-
-    def checkpoints_differ(self) -> list[str]:
-        """Weights in which the two checkpoints are not the same."""
-        one, other = (
-            {
-                name: value
-                for name, value in read_checkpoint(self.checkpoint(sharded, "dense"), AT).items()
-                if ".weight" in name
-            }
-            for sharded in (False, True)
-        )
-        kept = one.keys() & other.keys()
-        weights = {name for name in kept if not name.startswith("optimizer")}
-        assert weights
-        return differences({n: one[n] for n in weights}, {n: other[n] for n in weights})
 
     def _loaded(self, name: str, layout: Layout, *snip: str) -> Path:
         """The run directory of a run that goes on from the checkpoint."""

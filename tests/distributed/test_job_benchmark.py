@@ -9,7 +9,6 @@ import pytest
 from launch import cpu_environment
 
 from benchmarks import job
-from benchmarks.jobs import turns as job_turns
 from snip_megatron.records.readers import read_events
 
 
@@ -38,13 +37,3 @@ def test_a_table_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for kernels in result["kernels"].values():
         assert kernels["ms"]["gemm"] > 0.0
         assert len(kernels["longest"]) == 20
-
-
-def test_a_training_that_is_refused_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in cpu_environment().items():
-        monkeypatch.setenv(name, value)
-    with job_turns.Training(1, ["--snip", "--snip-lag", "0"], tmp_path) as training:
-        training.wait_ready()
-        outcome = training.take_turn(60.0)
-    assert outcome.error is not None
-    assert "--snip-lag 0: must be at least 1" in outcome.error

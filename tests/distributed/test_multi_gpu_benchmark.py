@@ -16,7 +16,7 @@ import pytest
 from launch import cpu_environment
 from warm_ranks import WarmRanks
 
-from benchmarks.jobs import multi_gpu, multi_gpu_runs
+from benchmarks.jobs import multi_gpu
 
 
 def ranks(
@@ -67,26 +67,3 @@ def test_tensor_parallel_against_one_rank_and_its_times(
     before = out.read_text()  # a second call finds nothing left to do
     assert multi_gpu.main([*command, "--work", str(tmp_path / "other")], run) == 0
     assert out.read_text() == before
-
-
-def test_a_run_that_fails_is_a_row_that_says_so(tmp_path: Path) -> None:
-    def fails(*_: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess([], 3, "", "Traceback\nRuntimeError: no such device\n")
-
-    out = tmp_path / "result.json"
-    command = ["--device", "cpu", "--layouts", "dp2", "--part", "time", "--out", str(out), "--work", str(tmp_path)]
-    assert multi_gpu.main(command, fails) == 1
-    assert "RuntimeError: no such device" in json.loads(out.read_text())["time"]["dp2"]["failed"]
-
-
-def test_a_layout_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(SystemExit, match="dp4 needs 4 ranks"):
-        multi_gpu.main(["--gpus", "2", "--layouts", "dp4"])
-
-
-def test_context_parallelism_without_its_attention_is_refused(warm: WarmRanks, tmp_path: Path) -> None:
-    arguments = ["--context-parallel-size", "2", "--snip", "--snip-policy", "bf16", *multi_gpu.SIZES["tiny"].timed]
-    arguments += [*multi_gpu_runs.COMMON, "--vocab-size", "255", "--train-iters", "2", "--transformer-impl", "local"]
-    ours = warm.run(1, arguments, tmp=tmp_path, env={"WORLD_SIZE": "2"})  # refused before any communication
-    assert ours.returncode == 2
-    assert "--context-parallel-size 2 cannot be combined with --transformer-impl local" in ours.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -95,24 +94,3 @@ def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], line: str) -> 
     refused = patches(*arguments)
     assert refused.returncode == 2
     assert refused.stderr == f"apply_patches: {line}\n"
-
-
-def test_help_is_the_head_of_the_script() -> None:
-    assert "--revert PATH" in said(patches("--help"))
-
-
-def test_by_hand_is_what_the_diffs_do(tmp_path: Path) -> None:
-    """The three changes that patches/README.md tells, in a file that has them: the entry takes the table."""
-    page = (ROOT / "patches" / "README.md").read_text()
-    assert "`SNIP_HOOKS = {}`" in page
-    for diff in sorted((ROOT / "patches").glob("*.diff")):
-        added = [
-            line[1:].strip() for line in diff.read_text().splitlines() if line.startswith("+") and line[1:2] != "+"
-        ]
-        assert "SNIP_HOOKS = {}" in added
-        for name in ("train_step", "evaluate"):
-            (call,) = (line for line in added if f'"{name}", ' in line)
-            assert f"`{call[call.index('= SNIP_HOOKS') :]}`" in page
-    script = tmp_path / "block.py"
-    script.write_text("\n".join(line for line in added if line.startswith(("#", "SNIP_HOOKS = "))))
-    assert runpy.run_path(str(script))["SNIP_HOOKS"] == {}

@@ -68,9 +68,6 @@ def test_hardware(arguments: tuple[object, ...], line: str, capsys: pytest.Captu
     [
         ("13b --data mock --save x", "13b: no such configuration; choose one of 1b, 3b, 7b, "),
         ("7b --save x", "--data: missing"),
-        ("7b --data /nowhere --save x", "--data /nowhere: there is no train.idx in it"),
-        ("7b --data mock", "--save: missing"),
-        ("7b --data mock --save x --tp 3", "8 GPUs (--nodes 1 × --gpus-per-node 8) are no multiple of --tp 3 × --pp 1"),
         ("70b --data mock --save x", "--nodes 8: give --rendezvous HOST:PORT, the same on every node"),
         ("7b --data mock --save x --cores 8", "unrecognized arguments: --cores 8 (see snip launch --help)"),
         ("7b --data mock --save x --pp two", "argument --pp: invalid int value: 'two'"),

@@ -78,13 +78,11 @@ def test_live_serves_the_page_until_it_is_interrupted(recorded, tmp_path):
     "arguments",
     [
         ("absent",),
-        (".",),
         ("run/config.json",),
         ("run", "--out", "."),
         ("run", "--port", "1"),
         ("run", "--live", "--port", "70000"),
         ("run", "--json", "--out", "page.html"),
-        ("run", "--json", "--cost", "h200"),
         ("run", "run", "--live"),
     ],
 )

@@ -112,20 +112,6 @@ def test_differences_are_taken_question_by_question() -> None:
     assert "paired" not in rows[0] | rows[2]
 
 
-def test_the_reference_is_the_bf16_run_without_a_label_of_its_own() -> None:
-    rows = [
-        {"kind": "from_warm", "seed": 1, "policy": policy, "label": label, "right": {"acc": right}}
-        for policy, label, right in (
-            ("bf16", "bf16", "1100"),
-            ("bf16", "bf16, other", "0000"),
-            ("snip", "snip", "1101"),
-        )
-    ]
-    add_paired(rows)
-    assert rows[2]["paired"]["acc"]["mean"] == 0.25
-    assert rows[1]["paired"]["acc"]["mean"] == -0.5
-
-
 def test_a_comparison_without_kept_weights_is_refused(tmp_path: Path) -> None:
     results = Results(Path("r.json"), {}, {}, runs={"a": {"id": "a", "status": "done"}, "b": {"id": "b", "status": ""}})
     with pytest.raises(SnipError, match=r'holds no weights of a run of r\.json; give the --work .* "save": true'):

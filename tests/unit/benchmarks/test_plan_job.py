@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.jobs.contenders import CONTENDERS
-from benchmarks.jobs.plan_job import JOBS, formats_of, layout_of, main, rows_of
-from snip_megatron.precision import Format
+from benchmarks.jobs.plan_job import JOBS, layout_of, main, rows_of
 from snip_megatron.timing.loading import load_cost_model
 
 JOB = json.loads((JOBS / "job_1b_h200_2026-11-22.json").read_text(encoding="utf-8"))
@@ -56,11 +54,6 @@ def test_layouts_of_two_gpus_are_predicted(name: str, tp: int, pp: int, dp: int)
         gather = rows["snip_fp4_75_gather_graphs"]["ms"]["predicted"]
         assert gather != rows["snip_fp4_75_graphs"]["ms"]["predicted"]
         assert rows["snip_fp4_75"]["speedup"]["measured"] == job["ms"]["bf16"] / job["ms"]["snip_fp4_75"]
-
-
-def test_maps_of_updates_are_taken_to_have_a_share_of_75_percent() -> None:
-    fours = [formats_of(CONTENDERS["snip_fp4_75"], block).count(Format.FP4) for block in range(4)]
-    assert sum(fours) / 12 == 0.75
 
 
 def test_context_parallelism_is_refused() -> None:

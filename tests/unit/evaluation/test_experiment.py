@@ -115,15 +115,6 @@ def test_branches_continue_the_warm_runs_schedule() -> None:
     assert warm[warm.index("--save-interval") + 1] == "4"  # a checkpoint after 4 steps, too
 
 
-def test_weights_are_kept_only_if_asked_for() -> None:
-    kept, not_kept = (experiment_runs(parse(changed("from_warm.save", save)), data())[0] for save in (True, False))
-    assert set(not_kept.arguments) < set(kept.arguments)
-    assert kept.arguments[kept.arguments.index("--save") + 1] == "{run}/checkpoint"
-    assert "--no-save-optim" in kept.arguments
-    assert "--save" not in not_kept.arguments
-    assert kept.identity(data(), "w") != not_kept.identity(data(), "w")
-
-
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [

@@ -18,7 +18,6 @@ from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.statistics.truth import TRUTH_COLUMNS
 
 FORMATS = ("fp8", "fp4")
-FP4 = FORMATS.index("fp4")
 
 
 def truth_from(table: StatisticsTable, noise: float, seed: int) -> dict[str, np.ndarray]:
@@ -63,15 +62,6 @@ def test_options_below_the_rounding_noise_are_counted_and_left_out_of_the_second
     assert comparison is not None
     assert (comparison.options, comparison.trusted) == (16, 8)
     assert comparison.trusted_rho != comparison.rho
-
-
-def test_a_rule_that_inverts_the_order_is_seen() -> None:
-    table = table_with_truth()
-    assert table.truth is not None
-    table.truth["loss"][:] *= -1.0
-    comparison = validate(table, "fp4", "run").of("loss", "fisher")
-    assert comparison is not None
-    assert comparison.rho == pytest.approx(-1.0)
 
 
 def test_spearman_of_too_little_is_none() -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from snip_megatron.evaluation.runner import Job, Outcome, Pool, last_line
+from snip_megatron.evaluation.runner import Job, Outcome, Pool
 
 
 def job(tmp: Path, name: str, code: str, *, family: str = "", **fields: object) -> Job:
@@ -101,15 +101,6 @@ def test_a_stop_ends_processes_and_their_helpers(tmp_path: Path) -> None:
             break
         time.sleep(0.05)
     assert _ended(pid)
-
-
-def test_last_line_of_a_log(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert last_line(log) == "no log"
-    log.write_text("\n\n")
-    assert last_line(log) == "the log is empty"
-    log.write_text("a\nb  \n\n")
-    assert last_line(log) == "b"
 
 
 def _ended(pid: int) -> bool:

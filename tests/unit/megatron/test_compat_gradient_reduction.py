@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-
-import megatron.core.distributed.param_and_grad_buffer as buffers
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat import check_reduced_models, reduce_gradients_in_fp8
-
-NAMES = ("reduce_scatter_with_fp32_accumulation", "dist_reduce_scatter_func")
-
-
-def test_megatrons_functions_come_back() -> None:
-    before = [getattr(buffers, name) for name in NAMES]
-    args = argparse.Namespace(ddp_reduce_scatter_with_fp32_accumulation=False)
-    undo = reduce_gradients_in_fp8(args)
-    assert args.ddp_reduce_scatter_with_fp32_accumulation
-    assert getattr(buffers, NAMES[0]) is not before[0]
-    buffers.dist_reduce_scatter_func = getattr(buffers, NAMES[0])  # as Megatron does when it wraps a model
-    undo()
-    assert [getattr(buffers, name) for name in NAMES] == before
-    assert not args.ddp_reduce_scatter_with_fp32_accumulation
+from snip_megatron.megatron.compat import check_reduced_models
 
 
 def test_a_model_that_reduces_otherwise_is_refused() -> None:

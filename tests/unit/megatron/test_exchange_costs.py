@@ -115,30 +115,6 @@ def test_exchanges_of_single_gemms() -> None:
         assert proj[gemm]["fp4"] == pytest.approx(0.53125 / 2 * one)
 
 
-def test_exchanges_of_layouts_that_the_planner_does_not_support() -> None:
-    """Context parallel ranks share the tokens; experts exchange nothing over these ranks."""
-    whole = of_run("gather", "flops")
-    shared = of_run("gather", "flops", context_parallel_size=2)
-    assert shared.rest == {}
-    fc1 = "mlp.linear_fc1"
-    assert shared.exchanges[fc1]["fprop"]["fp4"] == pytest.approx(whole.exchanges[fc1]["fprop"]["fp4"] / 2)
-    experts = {"num_experts": 8, "moe_layer_freq": 1, "moe_router_topk": 2, "moe_ffn_hidden_size": 512,
-               "moe_shared_expert_intermediate_size": None, "moe_grouped_gemm": False,
-               "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}  # fmt: skip
-    mixture = of_run("gather", "flops", **experts)
-    assert set(mixture.exchanges) == set(LINEAR_KINDS[:2])
-    name = f"decoder.layers.0.{LINEAR_KINDS[0]}"
-    assert mixture.of(name, None, "fp8") == pytest.approx(whole.of(name, None, "fp8"))
-    assert mixture.of("decoder.layers.0.mlp.experts.linear_fc1", None, "fp8") > 0
-
-
-def test_blocks_that_are_recomputed_gather_twice() -> None:
-    given = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-    found = of_run("gather", "flops", **given).exchanges
-    twice, once = (found[f"decoder.layers.{block}.{LINEAR_KINDS[0]}"]["fprop"]["fp8"] for block in (0, 1))
-    assert twice == pytest.approx(2 * once)
-
-
 @pytest.mark.parametrize(
     ("ranks", "model", "words"),
     [(2, "h200", ""), (4, "h200", "by what 2 ranks take"), (2, "flops", "at 350 GB/s a GPU")],

@@ -179,38 +179,6 @@ def test_backward_noise_enters_at_the_top(model: GPTModel) -> None:
         assert "fr2" not in boundary.sums
 
 
-def test_noise_belongs_to_the_global_token_and_microbatch(model: GPTModel) -> None:
-    """Two data parallel ranks and two token shards draw what one rank draws."""
-    like = torch.zeros(SEQUENCE, BATCH, HIDDEN)
-
-    def draws(context: StepContext, shard: TokenShard, rows: slice, count: int) -> list[torch.Tensor]:
-        stream = ResidualStream([chunk_of(model)], LAYERS, context, shard, 8, seed=6)
-        stream.start(Pass.FORWARD_NOISE, 1.0)
-        return [stream._draw(0, like[rows]) for _ in range(count)]
-
-    whole = draws(StepContext(step=4), WHOLE, slice(None), 4)
-    for rank in range(2):
-        context = StepContext(step=4, dp_rank=rank, dp_size=2)
-        for drawn, expected in zip(draws(context, WHOLE, slice(None), 2), whole[rank::2], strict=True):
-            assert torch.equal(drawn, expected)
-        half = slice(rank * SEQUENCE // 2, (rank + 1) * SEQUENCE // 2)
-        shard = TokenShard(rank=rank, size=2, reports=True)
-        for drawn, expected in zip(draws(StepContext(step=4), shard, half, 4), whole, strict=True):
-            assert torch.equal(drawn, expected[half])
-    assert not torch.equal(draws(StepContext(step=5), WHOLE, slice(None), 1)[0], whole[0])
-
-
-def test_hooks_are_gone_after_a_pass(model: GPTModel) -> None:
-    before = float(loss_of(model, 0))
-    stream = new_stream(model)
-    probe(model, stream, Pass.STATISTICS)
-    probe(model, stream, Pass.FORWARD_NOISE, 0.5)
-    assert float(loss_of(model, 0)) == before
-    sums = {name: float(value) for name, value in stream.reported[0].sums.items()}
-    loss_of(model, 1).backward()
-    assert {name: float(value) for name, value in stream.reported[0].sums.items()} == sums
-
-
 def test_forwards_without_gradients_are_not_recorded(model: GPTModel) -> None:
     """The first forward of recomputation, and validation."""
     stream = new_stream(model)

@@ -52,9 +52,7 @@ def arguments(tp: int, **given: Any) -> argparse.Namespace:
     [
         (1, {"ffn_hidden_size": 100}, []),  # one shard is what every other layout is held against
         (2, {}, []),
-        (2, {"sequence_parallel": True}, []),
         (4, {"sequence_parallel": True}, ["tokens of a microbatch 256 / 4 ranks = 64"]),
-        (1, {"seq_length": 512, "context_parallel_size": 2}, []),
         (1, {"context_parallel_size": 2}, ["tokens of a microbatch's pieces 128 / 2 ranks = 64"]),
         (
             4,
@@ -78,29 +76,6 @@ def test_columns_of_the_projection_are_cut_with_the_heads() -> None:
     assert "heads of linear_proj 576 / 2 ranks = 288" in cut_tiles(
         arguments(2, num_query_groups=3, num_attention_heads=9)
     )
-
-
-def test_shards_of_whole_tiles_may_be_quantised_before_a_gather() -> None:
-    check_gathers(arguments(2, sequence_parallel=True))
-    check_gathers(arguments(4, sequence_parallel=True, micro_batch_size=2))
-    check_gathers(arguments(2, sequence_parallel=True, context_parallel_size=2, seq_length=512))
-
-
-@pytest.mark.parametrize(
-    ("tp", "given", "words"),
-    [
-        (2, {}, "linears gather nothing without --sequence-parallel and --tensor-model-parallel-size 2"),
-        (1, {"sequence_parallel": True}, "linears gather nothing without --sequence-parallel"),
-        (4, {"sequence_parallel": True}, "the 256 tokens of a microbatch on 4 ranks are 64 each, no multiple of 128"),
-        (2, {"sequence_parallel": True, "context_parallel_size": 2}, "on 4 ranks are 64 each"),
-        (2, {"sequence_parallel": True, "seq_length": 300}, "on 2 ranks are 150 each"),
-    ],
-)
-def test_layouts_without_gathers_of_whole_tiles_are_refused(tp: int, given: dict[str, Any], words: str) -> None:
-    with pytest.raises(SnipError) as refusal:
-        check_gathers(arguments(tp, **given), "gather")
-    assert str(refusal.value).startswith("--snip-communication gather: ")
-    assert words in str(refusal.value)
 
 
 def test_layouts_without_sums_over_shards_are_refused() -> None:

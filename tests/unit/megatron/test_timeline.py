@@ -73,13 +73,6 @@ def test_the_carried_weights_of_a_run_follow_its_learning_rates() -> None:
     assert (timeline.last, timeline.standing, timeline.timed) == (STEPS, 1.0, False)
 
 
-def test_what_is_deployed_and_the_kind_of_the_budget_are_known() -> None:
-    asked = config(schedule="auto", eval="bf16", budget="speedup=1.2")
-    timeline = timeline_of(asked, arguments(), SolveRequest(), LINEARS, scheduler(), 0)
-    assert timeline is not None
-    assert (timeline.standing, timeline.timed) == (0.15, True)
-
-
 def test_without_a_known_end_the_map_is_static_and_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert timeline_of(config(schedule="auto"), arguments(train_iters=None), SolveRequest(), LINEARS, None, 0) is None
     line = capsys.readouterr().out

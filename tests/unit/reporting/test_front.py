@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import synthetic_run
 
-from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.run_data import Update, load_run
 from snip_megatron.records.run_directory import RunDirectory
@@ -104,28 +104,3 @@ def test_what_cannot_be_drawn_is_named_and_the_page_is_written(tmp_path: Path) -
     page = write_report(run).read_text()
     assert "step_1.json: not JSON" in page
     assert 'id="front"' not in page
-
-
-def test_a_run_by_speedup_shows_what_was_asked_and_predicted(tmp_path: Path) -> None:
-    asked = in_seconds(problem(), Budget("speedup", 1.3))
-    own = solve(asked)
-    made = replace(own.to_precision_map(1), fp4_share=0.47)
-    assert isinstance(made, PrecisionMap)
-    with RunDirectory(tmp_path / "run", {"budget": "speedup=1.3"}, overwrite=False, resume_step=None) as run:
-        run.write_problem(3, asked.to_json())
-        run.event(3, "submit", version=1)
-        figures = {"achieved": made.achieved, "achieved_per_stage": made.achieved_per_stage, **made.prediction()}
-        run.event(5, "solved", version=1, status="optimal", objective=made.objective, bound=made.bound, **figures)
-        run.event(6, "adopt", version=1, status="optimal", fp4_fraction=0.47, **figures)
-        run.write_map(6, made)
-        run.metric(6, 3.0, 1.0, 0.47)
-    data = load_run(tmp_path / "run")
-    (adoption,), (update,) = data.adoptions, data.updates
-    assert adoption.asked == "speedup=1.3"
-    assert (adoption.achieved, adoption.achieved_per_stage) == (0.47, {})  # its achieved is of time, not of FLOPs
-    assert (adoption.speedup, adoption.loss) == (own.speedup, own.loss)
-    assert (update.achieved, update.speedup, update.loss) == (0.47, own.speedup, own.loss)
-    page = write_report(tmp_path / "run").read_text()
-    for words in ("<dt>asked</dt><dd>speedup=1.3</dd>", f"<dd>{own.speedup:.3f}</dd>", "<th>predicted speedup</th>"):
-        assert words in page
-    assert 'id="front"' in page

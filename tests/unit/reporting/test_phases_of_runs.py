@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,10 @@ import synthetic_run
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records.run_data import RunData, load_run
-from snip_megatron.reporting.phases import differences, phase_figure, phase_view, phases_of, remaining_phases
+from snip_megatron.reporting.phases import phase_figure, phase_view, phases_of, remaining_phases
 from snip_megatron.reporting.report import render
 from snip_megatron.reporting.summary import summarise
 from snip_megatron.reporting.summary_text import headline
-from snip_megatron.solver import Problem
-from snip_megatron.solver.parse import PHASED_SCHEMA
 
 FP4 = PrecisionMap.uniform(synthetic_run.LINEARS, Format.FP4)
 PRECISE = {option_id(name, Gemm.FPROP): Format.FP8 for name in synthetic_run.LINEARS}
@@ -116,25 +113,6 @@ def test_phases_move_with_the_end_of_the_run(path: Path) -> None:
     assert '<td class="word">plan_moved</td><td class="text">last_before 120, last 240' in page
 
 
-def test_equal_maps_differ_in_nothing() -> None:
-    assert differences(FP4, FP4) == {}
-    assert differences(None, PrecisionMap(choices={})) == {}
-
-
-def test_a_problem_over_phases_is_no_unreadable_file(path: Path) -> None:
-    item = {"id": "a", "stage": 0, "cost": 1.0, "choices": [{"format": "fp4", "saving": 1.0, "losses": [1.0]}]}
-    body = {
-        "schema": PHASED_SCHEMA,
-        "budget": {"target": 0.5, "stage_tolerance": 0.02},
-        "phases": [{"steps": 2}],
-        "items": [item],
-    }
-    text = json.dumps(body)
-    assert Problem.from_json(text).phases
-    (path / "problems" / "step_10.json").write_text(text)
-    assert "could not be read" not in render(load_run(path))
-
-
 # -- was it worth it -----------------------------------------------------------------------------------------------
 HOPPER = {"gemm_backend": "hopper", "device": "NVIDIA H200", "train_iters": 1000}
 
@@ -159,14 +137,3 @@ def test_what_a_plan_saves_over_the_run_is_scaled_by_its_predictions(timed_run: 
     # 0.5 s were measured where a third of the step was predicted; SLOW is predicted to save half as much
     assert worth.saved_run_s == pytest.approx(worth.saved_s + 380 * 0.5 + 500 * 0.25)
     assert "over the run if the plan is followed" in headline(worth)
-
-
-def test_without_predictions_the_map_in_force_is_said_to_stay(timed_run: Path) -> None:
-    stays = summarise(load_run(timed_run))
-    assert stays.assumes == "this map stays"
-    bare = SLOW.with_fields(step_speedup=None, speedup=None)
-    synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, bare), last=1000))
-    worth = summarise(adopted(timed_run, FAST))
-    assert worth.saved_s is not None
-    assert worth.saved_run_s == pytest.approx(worth.saved_s + 880 * 0.5)
-    assert "over the run if this map stays, although the plan changes it" in headline(worth)

@@ -15,10 +15,9 @@ from plotly.offline import get_plotlyjs
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.reporting.figures import MAX_POINTS, loss_figure, thin
-from snip_megatron.reporting.report import MAX_EVENT_ROWS, write_report
+from snip_megatron.reporting.figures import MAX_POINTS, thin
+from snip_megatron.reporting.report import write_report
 
 URL_ATTRIBUTES = {"src", "href", "srcset", "action", "data", "poster", "formaction", "background", "xlink:href"}
 VOID = {"meta", "input", "link", "br", "img", "hr"}
@@ -99,33 +98,6 @@ def test_policy_allows_exactly_the_scripts_of_the_page(page):
     hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in executable]
     assert directives["script-src"].split() == [f"'sha256-{h}'" for h in hashes]
     assert executable[0] == get_plotlyjs()
-
-
-def test_validations_of_the_map_and_in_bf16_are_two_lines(tmp_path):
-    with RunDirectory(tmp_path / "run", {}, overwrite=False, resume_step=None) as run:
-        for step in range(4):
-            run.metric(step, loss=4.0, grad_norm=1.0, fp4_fraction=0.5)
-            run.event(step, "validation", formats="map", loss=3.0)
-            run.event(step, "validation", formats="bf16", loss=2.0)
-    data = loss_figure(load_run(tmp_path / "run"))["data"]
-    assert {trace["name"]: list(trace["y"]) for trace in data[1:]} == {
-        "validation": [3.0] * 4,
-        "validation in bf16": [2.0] * 4,
-    }
-
-
-def test_every_adoption_is_a_line_and_a_mark_in_the_figure_of_the_loss(tmp_path):
-    with RunDirectory(tmp_path / "run", {}, overwrite=False, resume_step=None) as run:
-        for step in range(8):
-            run.metric(step, loss=4.0, grad_norm=1.0, fp4_fraction=0.5)
-            if step % 3 == 2:
-                run.event(step, "adopt", version=step)
-    figure = loss_figure(load_run(tmp_path / "run"))
-    assert [(line["x0"], line["x1"], line["yref"]) for line in figure["layout"]["shapes"]] == [
-        (2, 2, "y domain"),
-        (5, 5, "y domain"),
-    ]
-    assert [list(trace["x"]) for trace in figure["data"] if trace["name"] == "map adopted"] == [[2, 5]]
 
 
 def scripts_of(page: Page):
@@ -251,14 +223,6 @@ def test_everything_from_the_files_is_escaped(tmp_path):
     assert any("alert" in name for name in names)
     assert not any("<script" in text or "<img" in text for text in [*texts, *names])  # plotly reads some HTML in texts
     assert any("{{ 7*7 }}" in text for text in page.texts)
-
-
-def test_long_records_are_shortened_and_say_so(tmp_path):
-    with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
-        for step in range(MAX_EVENT_ROWS + 5):
-            run.event(step, "validation", loss=1.0)
-    page = page_of(tmp_path)
-    assert any(text.startswith("The first 5 are left out") for text in page.texts)
 
 
 def test_thin_keeps_spikes_ends_and_gaps():

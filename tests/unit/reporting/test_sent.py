@@ -12,7 +12,7 @@ from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.report import render
-from snip_megatron.reporting.sent import sent_sentence, size
+from snip_megatron.reporting.sent import sent_sentence
 from snip_megatron.reporting.summary import summarise
 
 MIB = 2**20
@@ -56,21 +56,8 @@ def test_a_step_number_that_is_broken_does_not_hold_up_the_report(tmp_path: Path
     assert sentence(path) == "Rank 0 sent 1 MiB a step in bf16 (sends to another stage 1 MiB)."
 
 
-def test_bytes_without_a_map(tmp_path: Path) -> None:
-    sent = {"all_reduce": 1536.0}
-    assert (
-        sentence(a_run(tmp_path, sent, sent, adopts=None))
-        == "Rank 0 sent 1.5 KiB a step in bf16 (all-reduces 1.5 KiB)."
-    )
-
-
 @pytest.mark.parametrize("recorded", [None, {}, "many", {"all_gather": None}])
 def test_without_records_nothing_is_said(tmp_path: Path, recorded: Any) -> None:
     path = a_run(tmp_path, recorded, recorded)
     assert sentence(path) is None
     assert "Rank 0 sent" not in render(load_run(path))
-
-
-@pytest.mark.parametrize(("count", "text"), [(512, "512 bytes"), (2**30, "1 GiB"), (1.25 * 2**30, "1.25 GiB")])
-def test_sizes(count: float, text: str) -> None:
-    assert size(count) == text

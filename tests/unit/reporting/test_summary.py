@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import synthetic_run
 
-from snip_megatron.precision import Format, Gemm, option_id
+from snip_megatron.precision import Gemm, option_id
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.report import render
@@ -54,14 +54,6 @@ def test_a_run_that_saves_time(tmp_path: Path) -> None:
     body = json.loads(json.dumps(worth.as_dict()))
     assert body["schema"] == "snip.worth/1"
     assert body["maps"][1]["speedup"] == 2.0
-
-
-def test_the_share_of_the_time_counts_steps_under_maps_that_are_too_short_for_a_median(tmp_path: Path) -> None:
-    worth = a_run(tmp_path, bf16=1.0, updates=4)
-    assert [each.stretch.step_s for each in worth.maps] == [1.0, *[None] * 3, 1.0]
-    (sentence,) = (line for line in lines(worth) if line.startswith("4 updates cost"))
-    share = worth.cost_s / (STEPS * 1.0 + worth.cost_s)
-    assert f", {share:.2%} of the time: " in sentence
 
 
 def test_the_loss_is_that_of_the_chosen_formats(tmp_path: Path) -> None:
@@ -204,18 +196,6 @@ def test_validation_in_both_formats_is_named(
     assert worth.loss.measured == measured
     said = "the last validation differs by +0.12 between the map's formats and bf16"
     assert (said in "\n".join(lines(worth))) == (measured is not None)
-
-
-def test_a_map_all_in_bf16_costs_no_loss(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    with RunDirectory(path, {"policy": "snip"}, overwrite=False, resume_step=None) as run:
-        uniform = synthetic_run.PrecisionMap.uniform(list(synthetic_run.LINEARS), Format.BF16, version=1)
-        run.write_map(4, uniform)
-        run.event(4, "adopt", version=1)
-        run.metric(4, loss=3.0, grad_norm=1.0, fp4_fraction=0.0, step_s=1.0)
-    worth = summarise(load_run(path))
-    assert (worth.verdict, worth.loss) == ("no map", None)
-    assert headline(worth) == "Worth it: no map. Every step so far was in bf16."
 
 
 def test_the_head_of_the_report_names_machine_and_rate(tmp_path: Path) -> None:

@@ -53,17 +53,6 @@ def test_figures_join_megatrons_rows(offline, tmp_path):
     assert not names & {"snip/grad_norm", "snip/loss", "snip/probe/statistics/wait_s", "snip/probe/statistics/kind"}
 
 
-def test_late_figures_are_not_dropped(offline, tmp_path):
-    sink = WandbSink(offline)
-    offline.log({"lm loss": 1.0}, 10)
-    sink.begin_step(10)
-    sink.metric(7, fp4_fraction=0.5)
-    offline.log({"lm loss": 2.0}, 11)
-    rows = rows_of(tmp_path)
-    assert rows[10]["snip/fp4_fraction"] == 0.5
-    assert rows[11]["lm loss"] == 2.0
-
-
 def test_a_dead_run_is_reported_once_and_given_up(offline, capsys):
     sink = WandbSink(wandb.run)
     wandb.finish()

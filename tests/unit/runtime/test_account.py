@@ -11,7 +11,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
 from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.runtime.account import Account, duration
+from snip_megatron.runtime.account import Account
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.progress import progress_line
 from snip_megatron.runtime.step_report import StepFigures
@@ -51,30 +51,6 @@ def test_time_saved_is_that_of_usual_steps_less_what_updates_cost() -> None:
     assert account.figures(judged=False) == {"step_s": 0.75}
 
 
-def test_steps_under_a_bf16_map_are_bf16_s_and_few_steps_judge_nothing() -> None:
-    account = Account()
-    account.adopted(0, 1, quantised=True)
-    steps(account, 0, *[1.0] * 18)
-    assert account.now() is not None
-    assert account.figures(judged=True) is None  # 15 usual ones
-    account.adopted(18, 0, quantised=False)
-    steps(account, 18, *[2.0] * 19)
-    assert account.bf16_s == 2.0
-    assert account.saved_s() is None
-    account.adopted(37, 2, quantised=True)
-    steps(account, 37, *[1.0] * 19)
-    assert [s.saved_s for s in account.stretches()] == [None, 0.0, 19.0]
-
-
-def test_captured_steps_are_counted_but_not_timed() -> None:
-    account = Account()
-    steps(account, 0, *[1.0] * 19)
-    account.adopted(19, 1, quantised=True)
-    account.event("recapture", {"wait_s": 4.0})
-    steps(account, 19, None, *[0.5] * 19)
-    assert account.saved_s() == pytest.approx(20 * 0.5 - 4.0)
-
-
 def test_another_machine_needs_its_own_bf16_steps() -> None:
     account = Account()
     at = steps(account, 0, *[2.0] * 20)
@@ -109,10 +85,6 @@ def test_the_line_of_a_run() -> None:
     lost = progress_line(account, 0.75, unjudged=None)
     assert lost is not None
     assert lost.endswith("lost 1.0 s, updates included")
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (0.0123, -4.0, 300.0, 7380.0)] == ["12.3 ms", "-4.0 s", "5.0 min", "2.05 h"]
 
 
 def a_job(path: Path, resume_step: int | None, device: str = "one", **config: Any) -> RankZeroCoordinator:

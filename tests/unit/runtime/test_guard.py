@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,20 +93,6 @@ def test_a_falling_loss_raises_no_alarm() -> None:
     assert feed(guard, range(100, 120), lambda step: 10.0 / (1 + step), a_map()) is None
 
 
-def test_constant_losses_leave_room_for_rounding() -> None:
-    guard = Guard(SETTINGS)
-    feed(guard, range(20), lambda _: 3.0)
-    guard.adopted(20)
-    assert feed(guard, range(20, 40), lambda _: 3.0001, a_map()) is None
-
-
-def test_no_guard_when_probation_has_no_steps() -> None:
-    guard = Guard(GuardSettings(steps=0))
-    feed(guard, range(20))
-    guard.adopted(20)
-    assert feed(guard, range(20, 40), lambda _: 100.0, a_map()) is None
-
-
 # -- the bar ---------------------------------------------------------------------------------------------------
 def test_the_next_map_must_promise_a_smaller_loss() -> None:
     guard = Guard(SETTINGS)
@@ -161,20 +146,3 @@ def test_a_guard_that_a_resumed_run_switches_off_neither_takes_back_nor_refuses(
     off = Guard(GuardSettings(steps=0), stored(guard))
     assert feed(off, range(22, 30), lambda step: 6.0, a_map()) is None
     assert off.refuses(a_map()) is None
-
-
-@pytest.mark.parametrize("on_probation", [True, False])
-def test_spikes_on_probation_do_not_count_with_those_outside_it(on_probation: bool) -> None:
-    """Two spikes, a resume without the guard, and one with it: a window of spikes outside a probation is due then."""
-    guard = Guard(SETTINGS)
-    feed(guard, range(20))
-    if on_probation:
-        guard.adopted(20)
-    feed(guard, range(20, 22), lambda _: 6.0)
-    for settings in (GuardSettings(steps=0, window=SETTINGS.window), SETTINGS):
-        guard = Guard(settings, stored(guard))
-    left = SETTINGS.window - (0 if on_probation else 2)
-    feed(guard, range(22, 22 + left - 1), lambda _: 6.0)
-    assert guard.saved().losses
-    feed(guard, range(22 + left - 1, 22 + left), lambda _: 6.0)
-    assert guard.saved().losses == ()

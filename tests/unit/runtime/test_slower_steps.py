@@ -57,26 +57,6 @@ def test_shorter_steps_and_noise_are_not(seconds: float) -> None:
     assert not said(pace, *[seconds] * 40)
 
 
-def test_steps_under_bf16_maps_are_bf16_s() -> None:
-    pace = Pace()
-    pace.adopted(BF16)
-    assert not said(pace, *[0.300] * 20)
-    pace.adopted(FP4)
-    assert not said(pace, *[0.300] * 20)
-    pace.adopted(BF16)  # taken back by the guard
-    assert not said(pace, *[0.300] * 20)
-    pace.adopted(FP4)
-    (found,) = said(pace, *[0.450] * 20)
-    assert found.ratio == pytest.approx(1.5)
-
-
-def test_without_enough_steps_in_bf16_nothing_is_said() -> None:
-    pace = Pace()
-    said(pace, *[0.1] * 18)
-    pace.adopted(FP4)
-    assert not said(pace, *[0.5] * 40)
-
-
 def test_rank_zero_prints_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDirectory(tmp_path, {}, overwrite=False, resume_step=None)
     config = SnipConfig(enabled=True, policy="bf16")

@@ -30,41 +30,16 @@ def test_every_part_is_the_same_afterwards() -> None:
     assert ControllerState.from_bytes(FULL.to_bytes()) == FULL
 
 
-def test_figures_of_an_older_release_do_not_say_that_an_update_was_answered() -> None:
-    body = json.loads(ControllerState(in_flight=StepFigures(6, 3.0, 0.5, answered=True)).to_bytes())
-    del body["in_flight"]["answered"]
-    assert ControllerState.from_bytes(json.dumps(body).encode()).in_flight == StepFigures(6, 3.0, 0.5)
-
-
-@pytest.mark.parametrize("place", [("guard", "bar"), ("in_flight", "loss"), ("in_flight", "grad_norm"), ("grad_norm",)])
-def test_an_integer_beyond_float64_is_refused(place: tuple[str, ...]) -> None:
-    state = ControllerState(guard=GuardState(), in_flight=StepFigures(6, 3.0, 0.5))
-    body = json.loads(state.to_bytes())
-    owner = body
-    for key in place[:-1]:
-        owner = owner[key]
-    owner[place[-1]] = 10**400
-    with pytest.raises(SnipError, match=rf"{'.'.join(place)}: must be a .*number"):
-        ControllerState.from_bytes(json.dumps(body).encode())
-
-
 @pytest.mark.parametrize(
     ("part", "change", "words"),
     [
         ("guard", {"losses": "x"}, "guard.losses: must be a list of finite numbers"),
         ("guard", {"losses": [float("nan")]}, "guard.losses"),
-        ("guard", {"losses": [True]}, "guard.losses"),
         ("guard", {"probation": -1}, r"guard.probation: must be an integer in \[0, 2\^31\)"),
-        ("guard", {"strikes": None}, "guard.strikes"),
-        ("guard", {"refusals": 1.5}, "guard.refusals"),
         ("guard", {"bar": float("inf")}, "guard.bar: must be a finite number"),
         ("guard", {"good": 3}, "guard.good: must be a text"),
-        ("guard", {"good": "{"}, "guard.good"),
-        ("trigger", {"since": True}, "trigger.since"),
-        ("trigger", {"looks": None}, "trigger.looks"),
         ("trigger", {"average": [1.0, "x"]}, "trigger.average"),
         ("trigger", {"reference": [1.0]}, "trigger.reference: must be as long as trigger.average"),
-        ("trigger", {"reference": []}, "trigger.reference: missing after"),
         ("in_flight", {"broken": 1}, "in_flight.broken: must be true or false"),
         ("alarm", {"reason": 1}, "alarm.reason: must be a text"),
         ("ledger", {"shares": -1.0}, "ledger.shares: must be 0 or more"),

@@ -37,25 +37,3 @@ def test_an_adoption_ends_the_account_of_its_update() -> None:
     overhead.begin("update", 2, 1)
     run(overhead, 1.5, 1.0)
     assert overhead.begin("adopt", 4, 1) == TransitionCost("update", 2, 1, 2, pytest.approx(0.5))
-
-
-def test_an_adoption_without_steps_to_compare_with_has_no_account() -> None:
-    overhead = TransitionOverhead()
-    run(overhead, 1.0, 1.0)
-    overhead.begin("adopt", 2, 1)
-    run(overhead, 5.0, 1.0, 1.0)
-    assert overhead.begin("update", 5, 2) is None
-
-
-def test_steps_that_are_no_longer_cost_nothing() -> None:
-    overhead = TransitionOverhead()
-    run(overhead, 1.0, 1.0)
-    overhead.begin("update", 2, 1)
-    (found,) = run(overhead, 0.9, 0.9, 0.9)
-    assert found.wait_s == 0.0
-
-
-def test_nothing_is_said_of_a_map_from_the_start() -> None:
-    overhead = TransitionOverhead()
-    overhead.begin("adopt", 0, 0)
-    assert run(overhead, *[5.0] * 3, *[1.0] * 9) == []

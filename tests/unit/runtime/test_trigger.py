@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from snip_megatron.runtime.trigger import EVERY, SETTLE, Trigger
+from snip_megatron.runtime.trigger import SETTLE, Trigger
 
 STEADY = (1.0, 4.0, 9.0)
 LATER = 1000  # than any restart
@@ -19,10 +19,6 @@ def settled(threshold: float = 0.2, start: Sequence[float] = STEADY) -> Trigger:
     for _ in range(SETTLE):
         trigger.observe(LATER, start)
     return trigger
-
-
-def test_it_looks_every_so_many_steps() -> None:
-    assert [step for step in range(3 * EVERY) if Trigger.looks_at(step)] == [0, EVERY, 2 * EVERY]
 
 
 def test_steady_gradients_and_common_factors_start_nothing() -> None:

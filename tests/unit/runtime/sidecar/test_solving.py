@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -60,16 +59,6 @@ def test_a_plan_starts_from_the_map_in_force() -> None:
     hinted = solve_job(SolveJob(table, quick, best.phases[0].precision_map.choices)).plan
     assert hinted is not None
     assert hinted.objective == best.objective
-
-
-def test_the_loss_of_a_plan_s_map_is_that_of_its_choices_in_any_phase() -> None:
-    result = solve_job(job(0.7, 20, 0.5))
-    assert result.plan is not None
-    for phase in result.plan.phases:
-        own = phase.precision_map
-        scores = [result.scores[key].get(fmt.value, {"q": 0.0})["q"] for key, fmt in own.choices.items()]
-        assert own.loss == pytest.approx(math.fsum(scores))
-        assert own.version == 3
 
 
 def test_a_budget_that_is_out_of_reach_is_replaced_by_what_is_reachable() -> None:
