@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,9 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.wandb_sink import WandbSink
 from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.controller import Controller
-from snip_megatron.runtime.protocols import ProbeResult, Sink, Unmeasured
+from snip_megatron.runtime.protocols import ProbeResult
 from snip_megatron.runtime.state import ControllerState
-from snip_megatron.runtime.step_report import News, StepFigures, StepReport
+from snip_megatron.runtime.step_report import StepFigures, StepReport
 from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.statistics.table import (
@@ -71,7 +71,6 @@ class Script:
     events: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
     submitted: list[tuple[int, int]] = field(default_factory=list)
     metrics: list[tuple[int, float | None, float | None, float]] = field(default_factory=list)
-    silent: set[int] = field(default_factory=set)
     phases: list[PhasedRequest | None] = field(default_factory=list)
     plans: dict[int, PrecisionPlan] = field(default_factory=dict)
     closed: bool = False
@@ -84,7 +83,7 @@ class Script:
     def pump(self, step: int) -> None: ...
 
     def answered(self, version: int) -> bool:
-        return version not in self.silent
+        return True
 
     def decision(self, step: int, version: int) -> Decision:
         return self.answers[version].pop(0)
@@ -143,10 +142,7 @@ class Run:
         script: Script,
         restored: ControllerState | None = None,
         *,
-        prepare: Callable[[], Mapping[str, float] | None] = lambda: None,
         timeline: Timeline | None = None,
-        news: News | None = None,
-        sink: Sink | None = None,
         **fields: Any,
     ) -> None:
         defaults = {"first_update": 2, "update_interval": 6, "lag": 2}
@@ -157,15 +153,13 @@ class Run:
         self.handle = LinearHandle(LINEAR, "column", 4, 4, 0, 0, 1, features, features, self.registry.context, module)
         self.registry.add(self.handle)
         arrived = None if restored is None else restored.in_flight
-        channel, report = MapChannel(NAMES, CPU), StepReport(CPU, arrived=arrived, news=news)
+        channel, report = MapChannel(NAMES, CPU), StepReport(CPU, arrived=arrived)
         self.controller = Controller(
-            config, self.registry, channel, report, FLOPS, script, sink or WandbSink(None), clip_grad=1.0,
-            restored=restored, prepare=prepare, timeline=timeline,
+            config, self.registry, channel, report, FLOPS, script, WandbSink(None), clip_grad=1.0,
+            restored=restored, prepare=lambda: None, timeline=timeline,
         )  # fmt: skip
         self.clips: list[float] = []
-        self.looks: list[int] = []
         self.value = 1.0
-        self.short: set[int] = set()
         self.formats: dict[int, Format] = {}
 
     def steps(
@@ -178,10 +172,8 @@ class Run:
     ) -> None:
         for step in range(start, end):
 
-            def probe(clip: float, step: int = step) -> ProbeResult | Unmeasured:
+            def probe(clip: float, step: int = step) -> ProbeResult:
                 self.clips.append(clip)
-                if step in self.short:
-                    return Unmeasured("too little", {"free_bytes": 1.0})
                 return measured(table(step, self.value))
 
             self.controller.before_step(step, probe)
@@ -189,7 +181,6 @@ class Run:
 
             def share(step: int = step) -> torch.Tensor:
                 assert gradients is not None
-                self.looks.append(step)
                 return torch.tensor(gradients(step), dtype=torch.float64)
 
             self.controller.after_step(step, torch.tensor(loss(step)), grad_norm, gradients and share)

@@ -50,14 +50,6 @@ def test_a_spike_takes_the_map_back_two_steps_later_and_raises_the_bar(capsys: p
     assert second.startswith("snip: step 26: the guard has refused map 2: its predicted loss 0.95 is above 0.9, ")
 
 
-def test_a_gradient_norm_that_is_not_finite_takes_the_map_back_at_once() -> None:
-    run = guarded(Script(spiky_answers()))
-    run.steps(0, 21, loss=lambda _: 3.0)
-    run.steps(21, 22, loss=lambda _: 3.0, grad_norm=float("inf"))
-    run.steps(22, 24, loss=lambda _: 3.0)
-    assert run.script.of("adopt") == [20, 23]
-
-
 def test_what_passed_its_probation_is_what_a_later_map_goes_back_to() -> None:
     run = guarded(Script({1: [ready(1, Format.FP8)], 2: [ready(2)], 3: [ready(3, Format.FP8)]}))
     run.steps(0, 27, loss=lambda _: 3.0)

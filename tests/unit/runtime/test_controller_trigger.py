@@ -21,20 +21,6 @@ def changing(step: int) -> list[float]:
     return [1.0, 1.0, 1.0, 1.0 if step <= 60 else 16.0]
 
 
-@pytest.mark.parametrize("quiet", ["steady", "together", "below", "off"])
-def test_no_update_starts_without_drift(quiet: str) -> None:
-    gradients = {
-        "steady": lambda step: [1.0, 2.0, 3.0, 4.0],
-        "together": lambda step: [100.0 / (1 + step)] * 4,
-        "below": lambda step: [1.0, 1.0, 1.0, 1.0 if step <= 60 else 1.3],
-        "off": changing,
-    }[quiet]
-    run = Run(Script({1: [ready(1)]}), **TRIGGER | {"trigger": 0.0 if quiet == "off" else 0.2})
-    run.steps(0, 110, gradients=gradients)
-    assert run.script.of("trigger") == []
-    assert bool(run.looks) == (quiet != "off")
-
-
 def test_gradients_under_the_map_before_are_not_compared_with() -> None:
     """The map of step 11 is adopted when the gradients of step 10 are still on their way."""
     run = Run(Script({1: [ready(1)]}), **TRIGGER | {"first_update": 9})
