@@ -31,17 +31,6 @@ def matrix(rows: int, cols: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, cols, device="cuda", generator=generator).bfloat16()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_fprop_has_the_other_librarys_bits(shape: tuple[int, int, int], fmt: str, dtype: torch.dtype) -> None:
-    rows, cols, depth = shape
-    a = quantize_tiles(matrix(rows, depth, 0), fmt, None).row
-    b = quantize_blocks(matrix(cols, depth, 1), fmt, None).row
-    found, expected = (products(faster=faster).multiply(a, b, dtype) for faster in (True, False))
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_wgrad_is_accumulated(shape: tuple[int, int, int]) -> None:
     rows, cols, tokens = shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,53 +10,6 @@ from two_gpus import RANKS, run_on_two_gpus
 from snip_megatron.layers import communication
 from snip_megatron.layers.communication import ErrorFeedback, as_rows
 from snip_megatron.quantization import wire
-
-SHAPES = [(2, 4096, 4096), (8, 512, 14336), (2, 40, 2048 + 130)]
-
-
-def parts(shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """Return matrices of several ranks on the GPU: tiles of all sizes, zero tiles and a NaN."""
-    ranks, rows, cols = shape
-    generator = torch.Generator().manual_seed(cols)
-    sizes = torch.tensor([1.0, 1e-39, 3e-5, 1e30])[torch.randint(4, (ranks, rows, 1), generator=generator)]
-    x = torch.randn(shape, generator=generator) * sizes
-    x[0, 0], x[-1, -1, -1] = 0.0, torch.nan
-    return x.to(dtype).cuda()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_partial_sums_have_the_bits_of_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    from snip_megatron.quantization.kernels import quantize as kernels
-
-    x = parts(shape, dtype)
-    packed = [wire.pack_partial(each.cpu()) for each in x]
-    for each, (elements, scales) in zip(x, packed, strict=True):
-        found = kernels.pack_partial(each)
-        torch.testing.assert_close(found[1].cpu(), scales, rtol=0, atol=0, equal_nan=True)
-        known = scales.isfinite().repeat_interleave(128, 1)[:, : shape[2]]
-        assert torch.equal(found[0].cpu()[known], elements[known])
-    elements, scales = (torch.stack(same) for same in zip(*packed, strict=True))
-    for rank in range(shape[0]):
-        expected = wire.add_partials(elements, scales, x[rank].cpu(), rank)
-        found_sum = kernels.add_partials(elements.cuda(), scales.cuda(), x[rank], rank)
-        torch.testing.assert_close(found_sum.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_two_numbers_to_a_byte_have_the_bits_of_the_reference() -> None:
-    from snip_megatron.quantization.kernels import quantize as kernels
-
-    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    grid = torch.cat([grid, -grid])
-    values = grid[torch.randint(16, (4096, 4096), generator=torch.Generator().manual_seed(0))]
-    values = values.to(torch.float8_e4m3fn).view(torch.uint8)
-    packed = wire.pack_fp4(values)
-    assert torch.equal(kernels.pack_fp4(values.cuda()).cpu(), packed)
-    together = packed.reshape(2, 2048, -1)
-    unpacked = kernels.unpack_fp4(together.cuda()).cpu()
-    assert torch.equal(unpacked, wire.unpack_fp4(together))
-    assert torch.equal(unpacked[:, :4096], values[:2048])
-
 
 # -- over two GPUs ---------------------------------------------------------------------------------------------
 TOKENS, FEATURES, ELEMENTS = 2048, 4096, 3_000_064

@@ -9,7 +9,6 @@ from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.operands import GradientKeys, OperandSpec, assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.layers.amax import WHOLE_TENSOR, is_shared
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 
@@ -17,17 +16,6 @@ from .emulated_scaled_mm import scaled_mm
 
 TENSOR, NVFP4 = Format.FP8_TENSOR, Format.NVFP4
 BACKENDS = [REFERENCE, HopperBackend(packed, ScaledProducts(scaled_mm))]
-
-
-def test_formats_that_scale_the_whole_tensor() -> None:
-    assert {fmt.base for fmt in WHOLE_TENSOR} == {TENSOR, NVFP4}
-
-
-def test_which_operands_are_shards() -> None:
-    shared = {
-        (parallel, operand) for parallel in ("column", "row") for operand in "xwg" if is_shared(parallel, operand)
-    }
-    assert shared == {("column", "w"), ("column", "g"), ("row", "x"), ("row", "w")}
 
 
 @pytest.mark.parametrize("fmt", [TENSOR, NVFP4])

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.emulated import EmulatedBackend
+from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.operands import GradientKeys, OperandSpec, assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
+from snip_megatron.quantization.exact import quantize_exact
 
 from .emulated_scaled_mm import scaled_mm
 from .interpreted import differences
@@ -32,6 +35,10 @@ REFUSED = [(130, 144, 208), (7, 136, 200), (0, 144, 208), (12, 136, 1), (12, 1, 
 
 def backend() -> HopperBackend:
     return HopperBackend(packed, ScaledProducts(scaled_mm))
+
+
+def emulated() -> EmulatedBackend:
+    return EmulatedBackend(quantize_exact, ExactProducts())
 
 
 def operands(tokens: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,10 +66,12 @@ def run(b: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any, out: Tens
     ]
 
 
-def assert_reference(shape: tuple[int, int, int], formats: Any, dtype: torch.dtype) -> None:
+def assert_reference(
+    b: GemmBackend, shape: tuple[int, int, int], formats: Any, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """The reference's numbers up to FP32 summation (and one rounding of Y and ∂L/∂X)."""
     x, w, g = operands(*shape, dtype=dtype)
-    for found, expected in zip(run(backend(), x, w, g, formats), run(REFERENCE, x, w, g, formats), strict=True):
+    for found, expected in zip(run(b, x, w, g, formats), run(REFERENCE, x, w, g, formats), strict=True):
         assert found.shape == expected.shape
         assert found.dtype == expected.dtype
         rtol = max(torch.finfo(found.dtype).eps, 1e-5)
@@ -73,37 +82,36 @@ def assert_reference(shape: tuple[int, int, int], formats: Any, dtype: torch.dty
 @pytest.mark.parametrize("formats", UNIFORM + MIXED)
 @pytest.mark.parametrize("shape", [EVEN, TAILS])
 def test_layouts_are_what_cublas_takes_and_numbers_the_reference_s(shape: tuple[int, int, int], formats: Any) -> None:
-    assert_reference(shape, formats, torch.bfloat16)
+    assert_reference(backend(), shape, formats)
 
 
 @pytest.mark.parametrize("formats", UNIFORM[1:])
 @pytest.mark.parametrize("shape", REFUSED)
 def test_shapes_that_cublas_refuses(shape: tuple[int, int, int], formats: Any) -> None:
     """Rows of A not a multiple of 4 are padded; outputs not a multiple of 16 are multiplied in FP32; T = 0 is empty."""
-    assert_reference(shape, formats, torch.bfloat16)
+    assert_reference(backend(), shape, formats)
 
 
+@pytest.mark.parametrize("make", [backend, emulated], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("formats", [MIXED[0], MIXED[2]])
-def test_other_dtypes(dtype: torch.dtype, formats: Any) -> None:
-    assert_reference(TAILS, formats, dtype)
+def test_other_dtypes(make: Any, dtype: torch.dtype, formats: Any) -> None:
+    assert_reference(make(), TAILS, formats, dtype)
 
 
-@pytest.mark.parametrize("fmt", [BF16, FP8, FP4, TENSOR, NVFP4])
+@pytest.mark.parametrize("make", [backend, emulated], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("fmt", [BF16, FP8, FP4, TENSOR, NVFP4, Format.MXFP8])
 @pytest.mark.parametrize("tokens", [136, 0])
-def test_wgrad_is_added_to_an_fp32_gradient(fmt: Format, tokens: int) -> None:
+def test_wgrad_is_added_to_an_fp32_gradient(make: Any, fmt: Format, tokens: int) -> None:
     x, w, g = operands(tokens, 144, 208)
     main_grad = torch.randn(144, 208)
     before = main_grad.clone()
-    *_, alone = run(backend(), x, w, g, (fmt, fmt, fmt))
-    *_, added = run(backend(), x, w, g, (fmt, fmt, fmt), out=main_grad)
+    *_, alone = run(make(), x, w, g, (fmt, fmt, fmt))
+    *_, added = run(make(), x, w, g, (fmt, fmt, fmt), out=main_grad)
     assert added is main_grad
     torch.testing.assert_close(main_grad, before + alone, rtol=1e-6, atol=1e-6)
     assert alone.dtype is torch.float32
     assert bool(alone.any()) == (tokens > 0)
-
-
-# -- what is read, kept and accumulated ----------------------------------------------------------------------------
 
 
 def test_bf16_tensors_are_not_quantised() -> None:

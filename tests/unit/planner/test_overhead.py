@@ -6,7 +6,7 @@ import pytest
 
 from snip_megatron.planner.overhead import overhead, table_entries
 from snip_megatron.planner.probes import Probes
-from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
+from snip_megatron.precision import LINEAR_KINDS, LinearId
 from snip_megatron.timing.shapes import ALL_BF16
 
 from .formula import layout, step_model
@@ -24,19 +24,6 @@ def test_the_table_has_the_entries_that_ranks_reduce(blocks: int, formats: int) 
     shape = reduction.TableShape(tuple(names), ("fp8", "fp4", "fp8_tensor")[:formats], sinks)
     entries = sum(array.numel() for array in reduction.PartialTable(shape, 1.0).arrays.values())
     assert table_entries(len(names), formats) == entries
-
-
-def test_the_broadcast_is_the_channels() -> None:
-    adoption = pytest.importorskip("snip_megatron.runtime.adoption")
-    torch = pytest.importorskip("torch")
-    chosen = layout("70b", tp=8, pp=8)
-    names = [str(LinearId(layer, kind)) for layer in range(80) for kind in LINEAR_KINDS]
-    channel = adoption.MapChannel(names, torch.device("cpu"))
-    stages = {str(stage): 0.751234 for stage in range(8)}
-    found = PrecisionMap.uniform(names, Format.FP4, status="optimal", objective=1.5e-3, achieved_per_stage=stages)
-    message = channel._encode(adoption.Decision(adoption.Verdict.MAP, found))
-    step = step_model(chosen).step(lambda block, kind: ALL_BF16)
-    assert overhead(chosen, Probes(), FORMATS, step, step).broadcast == pytest.approx(len(message), rel=0.1)
 
 
 def test_a_fixed_map_measures_nothing() -> None:

@@ -142,26 +142,18 @@ def at(*place: str | int, value: Any) -> str:
     ("text", "message"),
     [
         (at("phases", value=[]), "phases: must hold 1 to 64 phases, got 0"),
-        (at("phases", value={}), "phases: must be an array"),
-        (at("phases", 1, value=3), "phases[1]: must be an object"),
         (at("phases", 1, "steps", value=0), "phases[1].steps: must be a number of steps from 1"),
-        (at("phases", 1, "steps", value=1.5), "phases[1].steps: must be a whole number"),
         (at("phases", 1, "target", value=1.5), "phases[1].target: must be a share from 0 to 1, got 1.5"),
         (at("budget", value={"loss": 1.5}), "phases[1].target: has no meaning beside loss"),
         (at("budget", value={"speedup": 1.5}), "phases[1].target: must be a factor from 1 to 1e+06, got 0.7"),
         (at("spent", "achieved", value=1.5), "spent.achieved: must be a share from 0 to 1, got 1.5"),
-        (at("spent", "steps", value=-1), "spent.steps: must be a number of steps from 0"),
         (at("items", 0, "keeps", value=[0]), "items[0].keeps: must hold distinct indices"),
-        (at("items", 0, "keeps", value=[1, 1]), "items[0].keeps: must hold distinct indices"),
         (at("items", 0, "choices", 1, "losses", value=[1.0]), "items[0].choices[1].losses: must hold 2 numbers"),
-        (at("items", 0, "choices", 1, "losses", value=1.0), "items[0].choices[1].losses: must be an array"),
         (at("items", 0, "choices", 1, "losses", 0, value=1e101), "items[0].choices[1].losses[0]: must be a finite"),
         (
             at("items", 0, "choices", 1, value={"format": "fp4", "loss": 1.0, "saving": 0.0}),
             "items[0].choices[1].losses: missing",
         ),
-        (at("items", 0, "choices", 1, "saving", value=5.0), "items[0].choices[1].saving: must be a finite number"),
-        (at("items", 1, "id", value="decoder.layers.0.mlp.linear_fc1:fprop"), "items[1].id:"),
     ],
 )
 def test_refused(text: str, message: str) -> None:

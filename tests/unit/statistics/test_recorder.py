@@ -155,6 +155,23 @@ def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
         np.testing.assert_allclose(recorded[name].numpy(), value, rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
+def test_outputs_of_a_sample_of_tokens(linear: LinearId, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Y, E and G·E of 64 tokens of 256 stand for all of them."""
+    monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", 64)
+    recorder = LinearRecorder(handle_of(linear), FORMATS, 32)
+    batches = microbatches()
+    for i, b in enumerate(batches):
+        record(recorder, i, b.x, b.w, b.g, b.d, b.d)
+    finish_dots([recorder], alone())
+    recorded = recorder.sums | recorder.by_format
+    whole = definitions(batches, 64)
+    np.testing.assert_allclose(recorded["c2"].numpy(), whole["c2"], rtol=0.1)
+    if linear is COLUMN:
+        for name in ("y2", "e2"):
+            np.testing.assert_allclose(recorded[name].numpy(), whole[name], rtol=0.1, err_msg=name)
+
+
 def test_formats_of_one_scale_a_tensor_keep_it_in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest element is in a token that is not sampled: E is still that of the whole tensor's scale."""
     recorders = []
