@@ -29,13 +29,6 @@ def test_arguments_of_a_file_are_refused(given: list[str]) -> None:
     startup.check_sources(["--snip", "--snip-dir", "yaml-cfg", "--te-precision-config-file", "run.yaml"])
 
 
-def test_rank_zero_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert startup.is_rank_zero()
-    monkeypatch.setenv("RANK", "3")
-    assert not startup.is_rank_zero()
-
-
 def run_on_cpu(code: str) -> str:
     """Run ``code`` after ``startup.prepare`` in a fresh process without CUDA; returns what it prints."""
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}

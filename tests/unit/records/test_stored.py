@@ -162,11 +162,6 @@ def test_times_of_experts_outside_of_the_map_are_not_predicted(tmp_path: Path) -
     assert rebuild(stored(run), Change(), Budget("fp4", 0.2)).budget.value == 0.2
 
 
-def test_formats_that_were_not_measured(share: Path) -> None:
-    with pytest.raises(SnipError, match="hold no nvfp4"):
-        rebuild(stored(share), Change({"formats": ("fp8", "nvfp4")}), None)
-
-
 def test_maps_by_time_say_their_share_of_flops(timed: Path) -> None:
     names = [row.name for row in stored(timed).table().linears]
     half = PrecisionMap({name: Format.FP4 if ".mlp." in name else Format.FP8 for name in names}, budget="speedup")
@@ -254,9 +249,3 @@ def test_phases_that_are_not_recorded_are_refused(tmp_path: Path) -> None:
         SnipError, match=r"the update of step 30 planned phases, and its events.jsonl does not say which"
     ):
         rebuild(run, Change({"policy": "fisher"}), None)
-
-
-def test_a_name_that_is_too_long_is_no_run() -> None:
-    name = Path(300 * "x")  # Path.is_dir and Path.is_file raise an OSError
-    assert find_stored(name, None) is None
-    assert not is_statistics(name)
