@@ -1,7 +1,4 @@
-"""The benchmark of several GPUs runs on the CPU, so that its first call on GPUs works.
-
-Which runs go side by side, and on which GPUs: tests/unit/benchmarks/test_multi_gpu.py.
-"""
+"""The benchmark of several GPUs runs on the CPU, so that its first call on GPUs works."""
 
 from __future__ import annotations
 

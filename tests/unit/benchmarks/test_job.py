@@ -1,9 +1,7 @@
-"""The table of whole trainings: medians, what failed, what updates cost. Its trainings: tests/distributed."""
+"""The table of whole trainings: what is refused, why one failed, what updates cost. Its trainings: tests/distributed."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,78 +9,7 @@ import pytest
 
 from benchmarks import job
 from benchmarks.jobs import turns as job_turns
-from benchmarks.jobs.turns import Outcome
 from benchmarks.jobs.updates import accounts
-
-
-def printed(*ms: float) -> str:
-    return "".join(f" iteration {i}/ | elapsed time per iteration (ms): {t} |\n" for i, t in enumerate(ms))
-
-
-class MadeUp:
-    """Takes the place of :class:`job.Job`'s trainings: what each turn prints, or its error."""
-
-    def __init__(self, answers: dict[str, list[float] | str]) -> None:
-        self.answers, self.order = answers, list[str]()
-
-    def train(self, turns: Sequence[job.Turn]) -> Iterator[tuple[job.Turn, Outcome, Path]]:
-        for turn in turns:
-            self.order.append(turn.name)
-            answer = self.answers[turn.name]
-            found = Outcome("", answer, 1.0) if isinstance(answer, str) else Outcome(printed(*answer), None, 1.0)
-            yield turn, found, Path()
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(job, "has_transformer_engine", lambda: True)
-    monkeypatch.setattr(job, "header", lambda commit: {"device": "made up", "commit": commit, "versions": {}} | COMMAND)
-
-
-COMMAND = {"command": "python job.py", "date": "today"}
-
-
-def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trainings: MadeUp, code: int, *more: str) -> dict[str, Any]:
-    monkeypatch.setattr(job.Job, "train", lambda _, turns: trainings.train(turns))
-    out = tmp_path / "job.json"
-    assert job.main(["--model", "1b", "--out", str(out), "--commit", "abc", *more]) == code
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_medians_of_the_second_half_over_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    trainings = MadeUp({"bf16": [900.0, 500.0, 400.0, 400.0], "snip_fp8": [9.0, 9.0, 310.0, 330.0]})
-    found = table(monkeypatch, tmp_path, trainings, 0, "--contenders", "bf16,snip_fp8")
-    assert found["ms"] == {"bf16": 400.0, "snip_fp8": 320.0}
-    assert found["speedup"] == {"bf16": 1.0, "snip_fp8": 1.25}
-    assert {"device", "commit", "command", "model", "ms", "speedup"} <= found.keys()
-    assert found["model"] == "1b"
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_a_failure_is_noted_and_stops_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    trainings = MadeUp({"snip_fp8": "pretrain_gpt: no such thing", "bf16": [4.0, 4.0]})
-    found = table(monkeypatch, tmp_path, trainings, 1, "--contenders", "snip_fp8,bf16")
-    assert found["failed"] == {"snip_fp8": "pretrain_gpt: no such thing"}
-    assert found["ms"] == {"bf16": 4.0}
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_a_second_command_adds_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    table(monkeypatch, tmp_path, MadeUp({"bf16": "RuntimeError: x"}), 1, "--contenders", "bf16")
-    everybody = {turn: [2.0, 2.0] for turn in job.CONTENDERS} | {"bf16": [4.0, 4.0]}
-    everybody |= {f"{c}:{g}": [2.0, 2.0] for c, how in job.CONTENDERS.items() for g in how.graphs}
-    monkeypatch.setattr(job, "read_events", lambda run: [])
-    trainings = MadeUp(everybody)
-    found = table(monkeypatch, tmp_path, trainings, 0)
-    assert set(found["ms"]) == set(job.CONTENDERS) - set(job.EXTRA)
-    assert found["failed"] == {}
-    assert found["speedup"]["te_fp8_block_graphs"] == 2.0
-    trainings.order.clear()
-    table(monkeypatch, tmp_path, trainings, 0)  # nobody is missing
-    assert trainings.order == []
 
 
 def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

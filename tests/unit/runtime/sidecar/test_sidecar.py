@@ -79,16 +79,6 @@ def test_the_worker_is_no_rank(start: Start, monkeypatch: pytest.MonkeyPatch) ->
     assert next_result(client).scores == {"rank": {}, "cuda": "", "imported": []}
 
 
-def test_jobs_are_answered_in_order(start: Start) -> None:
-    client = start()
-    for version, target in ((1, 0.25), (2, 2.0), (3, 0.75)):
-        client.submit(make_job(version, target=min(target, 1.0), policy="raise" if target > 1 else "snip"))
-    results = [next_result(client) for _ in range(3)]
-    assert [r.version for r in results] == [1, 2, 3]
-    assert [r.failure is None for r in results] == [True, False, True]
-    assert client.restarts == 0
-
-
 @pytest.mark.parametrize(
     ("policy", "target", "kind", "message"),
     [
@@ -106,21 +96,6 @@ def test_failures_are_told_apart(start: Start, policy: str, target: float, kind:
     assert "\n" not in result.failure.message
     client.submit(make_job(version=5))
     assert next_result(client).precision_map is not None
-
-
-def test_infeasible_names_the_reach() -> None:
-    client = SidecarClient()
-    try:
-        client.start()
-        job = make_job(version=2, target=0.9)
-        pinned = type(job.request)(version=2, target=0.9, pins=(("*linear_fc1*", "bf16"),))
-        client.submit(type(job)(job.table, pinned))
-        result = next_result(client)
-    finally:
-        client.close()
-    assert result.failure.kind == "infeasible"
-    assert "highest reachable target" in result.failure.message
-    assert result.problem_json is not None
 
 
 def test_what_a_job_prints_does_not_reach_the_answers(start: Start) -> None:
