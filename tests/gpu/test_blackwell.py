@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.blackwell_support import LEAST_DECIBEL, availability
+from snip_megatron.gemm.blackwell_support import availability
+from snip_megatron.gemm.check import LEAST_DECIBEL
 from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
@@ -24,7 +25,7 @@ BF16, NVFP4, MXFP8 = Format.BF16, Format.NVFP4, Format.MXFP8
 UNIFORM = [(NVFP4,) * 3, (MXFP8,) * 3]
 MIXED = [(NVFP4, MXFP8, MXFP8), (MXFP8, NVFP4, BF16), (BF16, MXFP8, NVFP4)]
 SHAPES = [(8192, 4096, 4096), (1000, 1040, 4224), (130, 144, 208), (7, 136, 200), (32, 32, 32)]
-LEAST = {**LEAST_DECIBEL, BF16: 45.0}
+LEAST = {NVFP4: LEAST_DECIBEL[4], MXFP8: LEAST_DECIBEL[8], BF16: 45.0}
 
 
 @pytest.fixture(scope="module")
