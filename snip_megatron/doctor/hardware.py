@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from snip_megatron.doctor.check import Check, attempt, described, fail, note, ok
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.operands import OperandSpec
 from snip_megatron.precision import Gemm
 
 if TYPE_CHECKING:
@@ -106,6 +105,7 @@ def _fprop_error(backend: GemmBackend, fmt_name: str) -> float:
     """Return ‖Y − XWᵀ‖ / ‖XWᵀ‖ of one forward GEMM, with XWᵀ computed in float64."""
     import torch
 
+    from snip_megatron.gemm.operands import OperandSpec
     from snip_megatron.precision import Format
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
