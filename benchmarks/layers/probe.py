@@ -195,7 +195,7 @@ class Stopwatch:
 
 @contextmanager
 def timed_passes(training: Training, watch: Stopwatch) -> Iterator[None]:
-    """Time the passes of the runner by name, the reduction and the drift inside this context."""
+    """Time the passes of the runner by name, the reduction and the update errors inside this context."""
     runner = training.runner
     run_pass = runner._run_pass
 
@@ -206,7 +206,7 @@ def timed_passes(training: Training, watch: Stopwatch) -> Iterator[None]:
     with (
         mock.patch.object(runner, "_run_pass", one_pass),
         mock.patch.object(runner, "_reduce_statistics", watch.wrapped("reduction", runner._reduce_statistics)),
-        mock.patch.object(runner._drift, "collect", watch.wrapped("drift", runner._drift.collect)),
+        mock.patch.object(runner._updates, "collect", watch.wrapped("drift", runner._updates.collect)),
     ):
         yield
 

@@ -40,8 +40,7 @@ def main() -> None:
 
     calls: list[dict[str, Any]] = []
 
-    def make(callables: Any, sample_args: Any, *, post_warmup_hook: Any, **named: Any) -> Any:
-        post_warmup_hook()
+    def make(callables: Any, sample_args: Any, **named: Any) -> Any:
         order = {name: named[name] for name in ("_order", "_num_layers_per_chunk", "num_warmup_iters")}
         samples = [sorted(kwargs) for kwargs in named["sample_kwargs"]]
         calls.append({"layers": [each.layer_number for each in callables], "samples": samples, **order})

@@ -33,4 +33,3 @@ def test_megatrons_helper_captures_the_chosen_layers_beside_the_others() -> None
     assert found["live"] == [True, False, True, True, False, True]
     assert found["made"]
     assert found["layers"] == 6 + 2, "of the first capture and of the second"
-    assert set(found["parts"]) == {"delete", "release", "inputs", "warm_up", "capture", "reset"}
