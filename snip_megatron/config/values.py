@@ -50,9 +50,9 @@ def load_schedule(schedule: str, budget: str, prefix: str = "--snip-") -> Schedu
     """
     if schedule in ("static", "auto"):
         return AUTO if schedule == "auto" else None
-    here = f"{prefix}schedule {cut(schedule)}"
-    text = schedule
-    if not schedule.startswith("{"):
+    text, is_text = schedule, schedule.startswith("{")
+    here = f"{prefix}schedule {cut(schedule) if is_text else schedule}"
+    if not is_text:
         try:
             text = Path(schedule).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
