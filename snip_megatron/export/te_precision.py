@@ -17,6 +17,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.records.output_file import is_special
 from snip_megatron.records.storage import write_atomically
 
 RECIPES: Mapping[Format, str] = {
@@ -203,6 +204,8 @@ def _summary(collapsed: Collapsed, args: argparse.Namespace) -> list[str]:
 
 def load_map(path: Path) -> PrecisionMap:
     """Read a map from a file. Raises SnipError if it cannot be read or is not a map."""
+    if is_special(path):  # to read a pipe without a writer would block for ever
+        raise SnipError(f"{path}: is a pipe or a device; give a map's file")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -23,7 +23,7 @@ def check_folder(argument: str, path: Path | None) -> None:
         raise SnipError(f"{argument} {path}: is a folder; name a file in it")
     if not os.path.isdir(folder):
         raise SnipError(f"{argument} {path}: there is no folder {folder}")
-    if not _is_special(path) and not os.access(folder, os.W_OK):
+    if not is_special(path) and not os.access(folder, os.W_OK):
         raise SnipError(f"{argument} {path}: the folder {folder} cannot be written")
 
 
@@ -32,7 +32,7 @@ def write_output(path: Path, data: bytes) -> None:
 
     A rename would put a file in the place of ``/dev/null``. Raises OSError if ``path`` cannot be written.
     """
-    if _is_special(path):
+    if is_special(path):
         path.write_bytes(data)
     else:
         write_atomically(path, data)
@@ -53,6 +53,6 @@ def deliver(argument: str, path: Path | None, text: str) -> None:
         raise SnipError(f"{argument} {path}: cannot be written: {error.strerror}") from None
 
 
-def _is_special(path: Path) -> bool:
+def is_special(path: Path) -> bool:
     """Return whether ``path`` is a pipe or a device."""
     return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))

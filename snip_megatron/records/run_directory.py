@@ -26,6 +26,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.earlier_run import changed_fact_of, check_earlier_run
+from snip_megatron.records.lock import check_lock, release_lock, take_lock
 from snip_megatron.records.readers import (
     CONFIG,
     EVENTS,
@@ -64,8 +65,8 @@ class RunDirectory:
             option.
 
     Raises:
-        SnipError: the directory cannot be written, belongs to another configuration, or holds the events of an earlier
-            run although this run does not resume.
+        SnipError: the directory cannot be written, is written by another job, belongs to another configuration, or
+            holds the events of an earlier run although this run does not resume.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class RunDirectory:
         body = {"schema": RUN_SCHEMA, "config": wanted, "facts": facts or {}}
         try:
             resuming, absent = resume_step is not None, jsonable(defaults or {})
+            check_lock(self.path)
             changed = check_earlier_run(self.path, wanted, absent, overwrite=overwrite, resuming=resuming)
+            take_lock(self.path)
             for folder in STEP_FILES:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             changed_fact = None if resume_step is None else changed_fact_of(self.path, facts or {})
@@ -176,6 +179,7 @@ class RunDirectory:
         """Try all kept writes a last time, report how many were lost, and close the files."""
         for each in (self._events, self._metrics, self._files):
             each.close()
+        release_lock(self.path)
         self.faults.report_loss()
 
     def __enter__(self) -> Self:

@@ -117,7 +117,9 @@ class RankZeroCoordinator:
             self._take(step, result)
         if self._sidecar.restarts > self._restarts:
             self._restarts = self._sidecar.restarts
-            self.event(step, "sidecar_restart", restarts=self._restarts, reason=self._sidecar.last_error)
+            reason = self._sidecar.last_error
+            self.event(step, "sidecar_restart", restarts=self._restarts, reason=reason)
+            print(f"snip: the solver's process was started again ({reason}); the map in force stays", flush=True)
 
     def answered(self, version: int) -> bool:
         """Return whether the outcome of an update is known, without blocking."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,3 +238,12 @@ def test_targets_share_one_parser() -> None:
     command.add_arguments(parser)
     args = parser.parse_args(["--format", "megatron", "m.json", "--out", "d"])
     assert (args.format, args.source, args.out, args.pp) == ("megatron", Path("m.json"), Path("d"), 1)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path, capsys):
+    """To read one without a writer would block for ever."""
+    os.mkfifo(tmp_path / "map.json")
+    assert main(["export", str(tmp_path / "map.json"), "--format", "megatron", "--out", str(tmp_path / "out")]) == 2
+    assert (
+        capsys.readouterr().err == f"snip export: {tmp_path / 'map.json'}: is a pipe or a device; give a map's file\n"
+    )

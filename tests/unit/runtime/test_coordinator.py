@@ -35,7 +35,7 @@ def test_a_replay_does_not_need_the_recorded_run_while_it_trains(tmp_path: Path)
     assert [coordinator.initial_map(step).precision_map for step in (3, 4, 9)] == [None, recorded, recorded]
 
 
-def test_a_restart_is_recorded_with_its_reason(tmp_path: Path) -> None:
+def test_a_restart_is_recorded_and_printed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDirectory(tmp_path, {}, overwrite=False, resume_step=None)
     coordinator = RankZeroCoordinator(SnipConfig(enabled=True), SolveRequest(), (), None, run)
     sidecar = coordinator._sidecar
@@ -49,6 +49,10 @@ def test_a_restart_is_recorded_with_its_reason(tmp_path: Path) -> None:
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "sidecar_restart"]
     assert (event["step"], event["restarts"]) == (3, 1)
     assert "SIGKILL" in event["reason"]
+    assert (
+        f"snip: the solver's process was started again ({event['reason']}); the map in force stays\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> None:
