@@ -14,13 +14,14 @@ import argparse
 import functools
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from snip_megatron.config import add_arguments, parse_snip_arguments
+from snip_megatron.config import SnipConfig, add_arguments, parse_snip_arguments
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron import startup
+from snip_megatron.megatron import startup, supported
 
 __all__ = ["attach", "layer_spec", "snip_arguments"]
 
@@ -40,12 +41,13 @@ def snip_arguments(provider: Provider | None = None) -> Provider:
         if provider is not None:
             parser = provider(parser)
         parser.error = _end  # type: ignore[method-assign]
-        decided = startup.current(())
-        if decided.on_cpu:
-            from snip_megatron.megatron import compat
+        with _one_line():
+            decided = startup.current(())
+            if _has_a_part(parse_snip_arguments(sys.argv[1:]), decided) and decided.on_cpu:
+                from snip_megatron.megatron import compat
 
-            compat.set_defaults(parser, decided)
-        return add_arguments(parser)
+                compat.set_defaults(parser, decided)
+            return add_arguments(parser)
 
     return provide
 
@@ -64,18 +66,15 @@ def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
 
     @functools.wraps(pretrain)
     def pretrain_under_snip(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with _one_line():
             config = parse_snip_arguments(sys.argv[1:])
             decided = startup.current(config.no_compat)
-            if not config.enabled and not decided.on_cpu:
+            if not _has_a_part(config, decided):
                 return pretrain(*args, **kwargs)
             _check_device(decided)
             from snip_megatron.megatron.attachment import run_attached
 
             return run_attached(pretrain, args, kwargs, decided)
-        except SnipError as error:
-            startup.report(error, _program())
-            sys.exit(error.exit_code)
 
     return cast(Pretrain, pretrain_under_snip)
 
@@ -108,10 +107,35 @@ def _check_device(decided: startup.Startup) -> None:
         raise SnipError("no CUDA device is visible: to run on the CPU, start python -m snip_megatron.attach SCRIPT ...")
 
 
+def _has_a_part(config: SnipConfig, decided: startup.Startup) -> bool:
+    """Whether SNIP does anything here: under ``--snip``, and on the CPU, where Megatron needs the compatibility sets.
+
+    Without ``--snip`` no release of Megatron is refused. Raises SnipError if SNIP cannot work with this one.
+    """
+    try:
+        if config.enabled or decided.on_cpu:
+            supported.check_installed()
+    except SnipError:
+        if config.enabled:
+            raise
+        return False
+    return config.enabled or decided.on_cpu
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """End the script with one line and an exit code where SNIP refuses something inside this context."""
+    try:
+        yield
+    except SnipError as error:
+        startup.report(error, _program())
+        sys.exit(error.exit_code)
+
+
 def _end(message: str) -> NoReturn:
-    error = SnipError(message)
-    startup.report(error, _program())
-    sys.exit(error.exit_code)
+    with _one_line():
+        raise SnipError(message)
+    raise AssertionError
 
 
 def _program() -> str:
