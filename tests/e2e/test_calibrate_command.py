@@ -74,7 +74,7 @@ def test_collectives_are_added_to_a_table(tmp_path: Path) -> None:
     table.write_text(small_table("cpu"))
     done = snip("--ranks", 2, "--add-to", table, "--out", out)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == "snip calibrate: cpu, 10 collectives"
+    assert done.stderr.splitlines()[-1] == "snip calibrate: cpu, 10 collectives are added"
     before, after = TimingTable.load(table), TimingTable.load(out)
     assert len(after.collectives) == 10
     assert replace(after, collectives={}) == before

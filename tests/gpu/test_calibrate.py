@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-from snip_megatron.commands.calibrate import calibrate
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
+from snip_megatron.timing.calibration.calibrate import calibrate
 from snip_megatron.timing.calibration.clock import clock_for
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import Workload
@@ -28,7 +26,7 @@ WORKLOAD = Workload(
 def test_a_table_of_this_gpu() -> None:
     clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
     measurer = Measurer(select_backend("auto").backend, clock, FORMATS)
-    table = calibrate(measurer, WORKLOAD, time.monotonic() + 120, {})
+    table = calibrate(measurer, WORKLOAD, {}, 120.0)
     assert table.about["complete"], table.about["notes"]
     assert table.device == torch.cuda.get_device_name()
     assert (set(table.gemms), set(table.attention)) == (set(WORKLOAD.gemms), set(WORKLOAD.attention))

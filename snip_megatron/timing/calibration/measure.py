@@ -20,7 +20,7 @@ from snip_megatron.timing.table import OPERANDS, Triple
 
 _COLD_BYTES = 256 << 20  # total size of rotating operands, several times larger than any cache
 _MOST_SETS = 4
-_COPIED = 2 << 30
+_COPIED = 1 << 30
 _ATTENTION_TOKENS = 16384  # computed at once
 _KEYS = (1, 2)  # arbitrary keys of stochastic rounding
 _GEMMS = tuple(Gemm)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from snip_megatron.errors import SnipError
 from snip_megatron.timing.models import load_model
-from snip_megatron.timing.shapes import local_shape
+from snip_megatron.timing.shapes import LinearShape, local_shape
 from snip_megatron.timing.table import MAX_EDGE
 
 Size = tuple[int, ...]
 
-_TOKENS = (2048, 4096, 8192, 16384)
-_FEATURES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-_ATTENTION = ((2048, 16, 64), (2048, 16, 128), (4096, 16, 64), (4096, 16, 128), (8192, 16, 64), (8192, 16, 128))
+_TOKENS = (2048, 8192, 16384)
+_FEATURES = (512, 2048, 4096, 8192, 32768)
+_ATTENTION = ((2048, 16, 64), (8192, 16, 64), (2048, 16, 128), (8192, 16, 128))
 _CPU_TOKENS = (32, 128)
 _CPU_FEATURES = (64, 256)
 _CPU_ATTENTION = ((64, 2, 32),)
@@ -23,7 +23,7 @@ _CPU_ATTENTION = ((64, 2, 32),)
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes to measure, in an order in which a calibration that runs out of time leaves a coarser full grid.
+    """The sizes to measure, in an order in which a calibration that is stopped leaves a coarser full grid.
 
     Attributes:
         gemms: (tokens, n, k).
@@ -35,11 +35,19 @@ class Workload:
     gemms: tuple[Size, ...]
     activations: tuple[Size, ...]
     weights: tuple[Size, ...]
-    attention: tuple[Size, ...]
+    attention: tuple[Size, ...] = ()
+
+    def ordered(self) -> list[tuple[str, Size]]:
+        """Return (name of an attribute, size) for all sizes. The kinds advance together, so that none is left out."""
+        kinds = ("activations", "weights", "gemms", "attention")
+        places = [
+            (i / len(getattr(self, kind)), kind, size) for kind in kinds for i, size in enumerate(getattr(self, kind))
+        ]
+        return [(kind, size) for _, kind, size in sorted(places, key=lambda place: place[0])]
 
 
 def grid_workload(device_type: str) -> Workload:
-    """Return every combination of powers of two. The grid of a CPU is tiny and only serves to try the command."""
+    """Return a grid of powers of two. The grid of a CPU is tiny and only serves to try the command."""
     if device_type == "cpu":
         return _grid(_CPU_TOKENS, _CPU_FEATURES, _CPU_ATTENTION)
     return _grid(_TOKENS, _FEATURES, _ATTENTION)
@@ -51,6 +59,17 @@ def _grid(tokens: Sequence[int], features: Sequence[int], attention: tuple[Size,
         activations=coarse_first((tokens, features)),
         weights=coarse_first((features, features)),
         attention=attention,
+    )
+
+
+def shapes_workload(shapes: Iterable[LinearShape], attention: Iterable[Size] = ()) -> Workload:
+    """Return the sizes of these linears and of ``attention``."""
+    gemms = dict.fromkeys((shape.tokens, shape.n, shape.k) for shape in shapes)
+    return Workload(
+        gemms=tuple(gemms),
+        activations=tuple(dict.fromkeys((m, edge) for m, n, k in gemms for edge in (n, k))),
+        weights=tuple(dict.fromkeys((n, k) for _, n, k in gemms)),
+        attention=tuple(dict.fromkeys(attention)),
     )
 
 
@@ -75,13 +94,7 @@ def model_workload(name: str, tokens: Sequence[int], tensor_parallel: int) -> Wo
         for count in tokens
         for kind, (n, k) in model.linears.items()
     ]
-    gemms = dict.fromkeys((shape.tokens, shape.n, shape.k) for shape in shapes)
-    return Workload(
-        gemms=tuple(gemms),
-        activations=tuple(dict.fromkeys((m, edge) for m, n, k in gemms for edge in (n, k))),
-        weights=tuple(dict.fromkeys((n, k) for _, n, k in gemms)),
-        attention=tuple(dict.fromkeys((m, model.heads // tensor_parallel, model.head_size) for m, _, _ in gemms)),
-    )
+    return shapes_workload(shapes, ((count, model.heads // tensor_parallel, model.head_size) for count in tokens))
 
 
 def coarse_first(axes: Sequence[Sequence[int]]) -> tuple[Size, ...]:

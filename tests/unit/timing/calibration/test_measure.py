@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import signal
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from gemm.emulated_scaled_mm import scaled_mm
 
-from snip_megatron.commands.calibrate import calibrate
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.hopper import HopperBackend
@@ -17,7 +17,8 @@ from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.packed import Operand
-from snip_megatron.timing.calibration.clock import HostClock
+from snip_megatron.timing.calibration.calibrate import calibrate
+from snip_megatron.timing.calibration.clock import Call, HostClock
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import Workload
 from snip_megatron.timing.table import TimingTable
@@ -34,18 +35,46 @@ BACKENDS = [REFERENCE, HopperBackend(packed, ScaledProducts(scaled_mm))]
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_a_whole_calibration_makes_a_table(backend: GemmBackend) -> None:
-    table = calibrate(Measurer(backend, HostClock(), FORMATS), WORKLOAD, time.monotonic() + 60, {"rounds": 3})
+    table = calibrate(Measurer(backend, HostClock(), FORMATS), WORKLOAD, {"date": "today"}, 600.0)
     assert table.device == "cpu"
-    assert table.about["complete"] is True
+    assert (table.about["complete"], table.about["notes"]) == (True, [])
+    assert table.about["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert set(table.gemms) == set(WORKLOAD.gemms)
     assert TimingTable.from_json(table.to_json()) == table
 
 
-def test_without_time_one_size_of_each_kind_is_measured() -> None:
-    table = calibrate(Measurer(REFERENCE, HostClock(), FORMATS), WORKLOAD, time.monotonic(), {})
+class StoppedClock(HostClock):
+    """A signal arrives while the third size is timed; the copy is timed before all sizes."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number, self.measurements = number, 0
+
+    def seconds[Key: Hashable](self, calls: Mapping[Key, Call]) -> dict[Key, float]:
+        self.measurements += 1
+        if self.measurements == 1 + 4:
+            signal.raise_signal(self.number)
+        return super().seconds(calls)
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated"), (signal.SIGALRM, "its 600 s are over")],
+)
+def test_a_stopped_calibration_keeps_what_it_has(number: signal.Signals, why: str) -> None:
+    before = signal.getsignal(number)
+    table = calibrate(Measurer(REFERENCE, StoppedClock(number), FORMATS), WORKLOAD, {}, 600.0)
+    assert signal.getsignal(number) is before
+    assert (set(table.activations), set(table.weights)) == ({(128, 128)}, {(128, 128)})
     assert list(table.gemms) == [WORKLOAD.gemms[0]]
+    assert table.attention == {}
     assert table.about["complete"] is False
-    assert "gemms: 1 of 2 sizes for lack of time" in table.about["notes"]
+    assert table.about["notes"] == [f"stopped: {why}; 2 of 5 sizes are not measured"]
+    assert TimingTable.from_json(table.to_json()) == table
+
+
+def test_a_calibration_stopped_too_early_says_so() -> None:
+    with pytest.raises(SnipError, match=r"^no size of gemms could be measured: stopped: its 0 s are over; 5 of 5"):
+        calibrate(Measurer(REFERENCE, HostClock(), FORMATS), WORKLOAD, {}, 0.0)
 
 
 @pytest.mark.parametrize("kind", ["activations", "weights", "gemms"])
@@ -58,7 +87,7 @@ def test_a_kind_without_any_size_makes_no_table(kind: str) -> None:
     measurer = Measurer(REFERENCE, HostClock(), FORMATS)
     setattr(measurer, kind, refuse)
     with pytest.raises(SnipError, match=rf"^no size of {kind} could be measured: {kind} \(128, 128.*: out of memory"):
-        calibrate(measurer, WORKLOAD, time.monotonic() + 60, {})
+        calibrate(measurer, WORKLOAD, {})
 
 
 def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:
@@ -70,7 +99,7 @@ def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:
             return result
 
     backend = Refusing(packed, ScaledProducts(scaled_mm))
-    table = calibrate(Measurer(backend, HostClock(), FORMATS), WORKLOAD, time.monotonic() + 60, {})
+    table = calibrate(Measurer(backend, HostClock(), FORMATS), WORKLOAD, {})
     assert set(table.gemms) == {(128, 128, 128)}
     assert table.about["complete"] is False
-    assert table.about["notes"][-1] == "gemms (128, 128, 256): CUBLAS_STATUS_NOT_SUPPORTED"
+    assert table.about["notes"] == ["gemms (128, 128, 256): CUBLAS_STATUS_NOT_SUPPORTED"]

@@ -26,9 +26,19 @@ def test_coarse_first_is_the_whole_product_ends_first(lengths: list[int]) -> Non
 
 def test_a_calibration_cut_short_still_spans_everything() -> None:
     gemms = grid_workload("cuda").gemms
-    for count in (8, 40, len(gemms)):
+    for count in (8, 27, len(gemms)):
         grid = LogGrid(gemms[:count])
         assert not grid.place((8192, 7168, 8192)).extrapolated
+
+
+def test_kinds_advance_together() -> None:
+    """Wherever a calibration is stopped after its first four sizes, each kind has its share of what was measured."""
+    workload = grid_workload("cuda")
+    ordered = workload.ordered()
+    assert len({kind for kind, _ in ordered[:4]}) == 4
+    half = [kind for kind, _ in ordered[: len(ordered) // 2]]
+    for kind in ("gemms", "activations", "weights"):
+        assert half.count(kind) == pytest.approx(len(getattr(workload, kind)) / 2, abs=2)
 
 
 @pytest.mark.parametrize(

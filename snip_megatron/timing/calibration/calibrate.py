@@ -1,0 +1,151 @@
+"""Measures a workload, and keeps what it has when it is stopped: by its time limit, Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import signal
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.precision import Format
+from snip_megatron.timing.calibration.clock import Call, Clock
+from snip_megatron.timing.calibration.measure import Measurer
+from snip_megatron.timing.calibration.workload import Size, Workload
+from snip_megatron.timing.table import TimingTable
+
+_PACKAGES = ("torch", "triton", "transformer-engine", "sgl-deep-gemm", "snip_megatron")
+_LISTED = 4  # sizes of each kind whose kernels are listed: the corners of a grid
+_MOST_PROCESSES = 16
+
+
+class Stopped(BaseException):
+    """The measurement ends here. The message says why."""
+
+
+@contextmanager
+def stopped_after(seconds: float) -> Iterator[None]:
+    """Raise :class:`Stopped` in this context after ``seconds``, and at SIGINT or SIGTERM. A second signal kills."""
+    why = {signal.SIGALRM: f"its {seconds:.0f} s are over", signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+    def stop(number: int, frame: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for each in why:
+            signal.signal(each, signal.SIG_DFL)
+        raise Stopped(f"stopped: {why[signal.Signals(number)]}")
+
+    earlier = {number: signal.signal(number, stop) for number in why}
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def calibrate(
+    measurer: Measurer, workload: Workload, about: Mapping[str, Any], seconds: float | None = None
+) -> TimingTable:
+    """Measure ``workload``, or as much of it as ``seconds`` allow.
+
+    Args:
+        measurer: measures one size.
+        workload: the sizes.
+        about: facts about the measurement for the table. ``versions``, ``complete`` and ``notes`` are added.
+        seconds: see :func:`stopped_after`. None: signals are left alone.
+
+    Raises:
+        SnipError: no size of some kind was measured, so that nothing could read the table.
+    """
+    rows: dict[str, dict[Size, Any]] = {kind: {} for kind in ("gemms", "activations", "weights", "attention")}
+    notes: list[str] = []
+    sizes = workload.ordered()
+    copy_rate: float | None = None
+    done = 0
+    try:
+        with nullcontext() if seconds is None else stopped_after(seconds):
+            compile_kernels(measurer.backend, measurer.clock.device, measurer.formats, workload)
+            copy_rate = measurer.copy_rate()
+            for kind, size in sizes:
+                try:
+                    rows[kind][size] = getattr(measurer, kind)(size)
+                except RuntimeError as error:  # out of memory, or a size that a library refuses
+                    notes.append(f"{kind} {size}: {' '.join(str(error).split())[:160]}")
+                done += 1
+    except Stopped as stopped:
+        notes.append(f"{stopped}; {len(sizes) - done} of {len(sizes)} sizes are not measured")
+    device = measurer.clock.device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    missing = [kind for kind in ("gemms", "activations", "weights") if not rows[kind]]
+    if missing:
+        raise SnipError(f"no size of {missing[0]} could be measured: {'; '.join(notes)}")
+    return TimingTable(
+        device=device_name(device),
+        backend=measurer.backend.name,
+        formats=(Format.BF16, *measurer.formats),
+        gemms=rows["gemms"],
+        activations=rows["activations"],
+        weights=rows["weights"],
+        attention=rows["attention"],
+        copy_rate=copy_rate,
+        memory=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        about={**about, "versions": versions(), "complete": not notes, "notes": notes},
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device in tables: the GPU's name in torch, or ``cpu``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of what multiplies and quantises, by package."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def compile_kernels(
+    backend: GemmBackend, device: torch.device, formats: tuple[Format, ...], workload: Workload
+) -> None:
+    """Compile the kernels of the corners of ``workload`` in several processes. One process takes a second for each."""
+    if device.type != "cuda":
+        return
+    from triton.runtime import driver
+
+    from snip_megatron.quantization.kernels.compiler import compile_variants
+    from snip_megatron.quantization.kernels.listing import listed
+
+    once = Measurer(backend, _Once(device), formats)
+    with listed(run=False) as listing:
+        for activation in workload.activations[:_LISTED]:
+            once.activations(activation)
+        for weight in workload.weights[:_LISTED]:
+            once.weights(weight)
+    processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    compile_variants(sorted(listing.variants, key=repr), driver.active.get_current_target(), processes)
+
+
+class _Once(Clock):
+    """Runs each call once, without timing it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def seconds[Key: Hashable](self, calls: Mapping[Key, Call]) -> dict[Key, float]:
+        """Run all calls."""
+        for call in calls.values():
+            call(0)
+        return dict.fromkeys(calls, 1.0)
