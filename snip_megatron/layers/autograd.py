@@ -183,7 +183,7 @@ class QuantizedLinear(torch.autograd.Function):
         if d.shape != ctx.x_shape:
             d = d.view(ctx.x_shape)
         grad_bias = matrix(g).contiguous().sum(dim=0) if ctx.has_bias else None
-        return d, _passed_on(weight, grad_weight, main_grad), grad_bias, None
+        return d, passed_on(weight, grad_weight, main_grad), grad_bias, None
 
 
 def _backward_in_parts(
@@ -237,7 +237,7 @@ def _backward_in_parts(
     d = reduction.result()
     if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
         with torch.no_grad():
-            whole = _expert_gradient(handle, d) if handle.expert is not None else d
+            whole = expert_gradient(handle, d) if handle.expert is not None else d
             rows = matrix(g).contiguous()
             ctx.recorder.on_backward(x_columnwise.tensor, weight.detach(), rows, d_local, matrix(whole))
     return g, d, grad_weight
@@ -264,7 +264,7 @@ def weight_operands(
         return call.spec("w", weight, fprop, dgrad)
 
     if state.graphed is None or not call.trains:
-        return state.weights.get(backend, weight, (fprop, dgrad), spec)
+        return state.weights.get(backend, (weight,), (fprop, dgrad), lambda: backend.quantize(weight, spec()))
     if refresh:
         return state.graphed.weight.refresh(backend, weight, (fprop, dgrad), spec)
     return state.graphed.weight.operands
@@ -304,7 +304,7 @@ def packs_gradient(handle: LinearHandle, x: Tensor) -> bool:
     return saves and not left and has_whole_tiles(tokens)
 
 
-def _expert_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
+def expert_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
     """Return the input gradient of an expert, summed over the tensor parallel ranks that share the expert.
 
     Only recorders need the sum here: in training Megatron's token dispatcher computes it.
@@ -316,7 +316,7 @@ def _expert_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
     return total
 
 
-def _passed_on(weight: Tensor, grad_weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+def passed_on(weight: Tensor, grad_weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
     """Return the gradient that autograd gets for the weight.
 
     Without a ``main_grad`` (FP32, made by DDP) this is ∇W in the weight's dtype. Otherwise ∇W has been added to

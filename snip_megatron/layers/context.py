@@ -148,7 +148,8 @@ class LinearHandle:
         tp_rank, tp_size: tensor parallel rank and size.
         out_features, in_features: int64 global indices of the local weight's rows and columns.
         context: the state of the step, which all linears share.
-        module: the converted linear. Its ``weight`` is the local shard [N local, K local].
+        module: the converted linear.
+        parameter: name of the module's parameter that is the local shard of the weight [N local, K local].
         tp_group: the tensor parallel group; None if no tensor is sharded.
         expert: global index of the expert that the linear belongs to; None if it belongs to none. The same linear of
             all experts of a layer has one name.
@@ -168,6 +169,7 @@ class LinearHandle:
     module: torch.nn.Module = field(repr=False)
     tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
     expert: int | None = None
+    parameter: str = "weight"
     state: LinearState = field(default_factory=LinearState, repr=False)
 
     @property
@@ -178,7 +180,7 @@ class LinearHandle:
     @property
     def weight(self) -> torch.nn.Parameter:
         """The local shard of the weight."""
-        weight = self.module.weight
+        weight = getattr(self.module, self.parameter)
         assert isinstance(weight, torch.nn.Parameter)
         return weight
 

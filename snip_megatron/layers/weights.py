@@ -1,4 +1,4 @@
-"""The quantised weight of one linear, made once per optimizer step and used by all of its microbatches.
+"""The quantised weight of one linear, or of all experts, made once per optimizer step and used by its microbatches.
 
 :class:`WeightCache` keeps the operands in a Python object. :class:`GraphedWeight` keeps them at fixed addresses for
 CUDA graphs.
@@ -7,7 +7,7 @@ CUDA graphs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -31,22 +31,35 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] | None = None
-        self._weight: weakref.ref[Tensor] | None = None  # another tensor may get the address of one that was freed
+        self._weights: list[weakref.ref[Tensor]] = []  # another tensor may get the address of one that was freed
         self._pair: OperandPair | None = None
 
-    def get(self, backend: GemmBackend, weight: Tensor, formats: tuple[Format, Format], spec: Spec) -> OperandPair:
-        """Return the local shard of the weight [N, K] as the operands of fprop and of dgrad in ``formats``."""
-        key = (backend, formats, weight.data_ptr(), weight._version)
-        if self._pair is None or self._weight is None or self._weight() is not weight or key != self._key:
+    def get(
+        self,
+        backend: GemmBackend,
+        weights: Sequence[Tensor],
+        formats: tuple[Format, Format],
+        quantize: Callable[[], OperandPair],
+    ) -> OperandPair:
+        """Return the local shards of ``weights`` [N, K] as the operands of fprop and of dgrad in ``formats``.
+
+        ``quantize`` makes them. It may be a collective of the ranks that share the weights.
+        """
+        key = (backend, formats, *((weight.data_ptr(), weight._version) for weight in weights))
+        alive = len(self._weights) == len(weights) and all(
+            kept() is weight for kept, weight in zip(self._weights, weights, strict=True)
+        )
+        if self._pair is None or not alive or key != self._key:
             self.clear()
-            pair = backend.quantize(weight, spec())
-            self._key, self._weight, self._pair = key, weakref.ref(weight), pair
+            pair = quantize()
+            self._key, self._weights, self._pair = key, [weakref.ref(weight) for weight in weights], pair
         assert self._pair is not None
         return self._pair
 
     def clear(self) -> None:
         """Discard the operands and free their memory."""
-        self._key = self._weight = self._pair = None
+        self._key = self._pair = None
+        self._weights = []
 
 
 class GraphedWeight:

@@ -1,0 +1,117 @@
+"""The autograd function of one linear of all experts of a layer: three grouped GEMMs, each in its own format.
+
+The rows of X [rows, K] are ordered by expert. All experts of a layer have the formats of one choice. Nothing is
+communicated here: the token dispatcher exchanges tokens, and sums what the tensor parallel ranks of an expert share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.operands import OperandPair, OperandSpec, assemble, flatten
+from snip_megatron.layers.autograd import LinearCall, expert_gradient, gradient_keys, passed_on
+from snip_megatron.layers.context import LinearHandle, signs_of
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization.formats import SPECS
+from snip_megatron.quantization.hadamard import ROTATED, Rotation
+
+
+class GroupedCall(NamedTuple):
+    """The arguments of one forward other than tensors. The backward uses the same object.
+
+    Attributes:
+        linear: the call of the first expert's linear, whose state, keys and signs serve all experts.
+        handles: the linears of this rank's experts, in the order of the rows.
+        splits: number of rows of each expert.
+    """
+
+    linear: LinearCall
+    handles: Sequence[LinearHandle]
+    splits: Sequence[int]
+
+
+class GroupedLinear(torch.autograd.Function):
+    """Compute Y_e = X_e·W_eᵀ for every expert e, with X [rows, K], W_e [N, K] and Y [rows, N] in X's dtype.
+
+    X is saved for the backward as the operand of wgrad. An expert's scales are those of this rank's shard of its
+    matrices, also in formats with one scale for a whole tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: GroupedCall, *weights: Tensor) -> Tensor:
+        """Run fprop, and save the operand of wgrad and the formats of the call for the backward."""
+        handle, backend = call.linear.handle, call.linear.handle.context.backend
+        fprop, dgrad, wgrad = ctx.formats = call.linear.formats
+        # The parameters themselves are kept. Activation checkpointing may replace a saved tensor by one that has no
+        # main_grad.
+        ctx.weights, ctx.call, ctx.versions = weights, call, [weight._version for weight in weights]
+        probed = handle.context.probing and call.linear.has_backward
+        ctx.recorders = [each.state.recorder for each in call.handles] if probed else None
+        spec = OperandSpec(fprop, wgrad if call.linear.has_backward else None, rotation=_rotation(handle, wgrad))
+        rowwise, columnwise = backend.quantize_groups(x, call.splits, spec)
+        w, _ = _weight_operands(call, weights, fprop, dgrad)
+        y = backend.multiply_groups(Gemm.FPROP, rowwise, w, x.dtype)
+        if call.linear.has_backward:
+            tensors, ctx.rest = flatten(columnwise)
+            ctx.save_for_backward(*tensors, *([x] if probed else []))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Run dgrad and wgrad."""
+        call: GroupedCall = ctx.call
+        handle, weights, g = call.linear.handle, ctx.weights, grad_outputs[0]
+        if torch.is_grad_enabled():
+            raise SnipError(f"{handle.name}: create_graph=True is not supported, because rounding has no derivative")
+        if [weight._version for weight in weights] != ctx.versions:
+            raise SnipError(f"{handle.name}: a weight was changed between the forward and the backward")
+        backend = handle.context.backend
+        fprop, dgrad, wgrad = ctx.formats
+        *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
+        keys = gradient_keys(call.linear, g.device, dgrad, wgrad)
+        spec = OperandSpec(dgrad, wgrad, keys=keys, rotation=_rotation(handle, wgrad))
+        rowwise, columnwise = backend.quantize_groups(g.contiguous(), call.splits, spec)
+        _, w = _weight_operands(call, weights, fprop, dgrad)
+        d = backend.multiply_groups(Gemm.DGRAD, rowwise, w, g.dtype)
+        main_grads = [getattr(weight, "main_grad", None) for weight in weights]
+        out = [each for each in main_grads if each is not None]
+        x_columnwise = assemble((tuple(saved), ctx.rest))
+        found = backend.accumulate_groups(columnwise, x_columnwise, out if len(out) == len(weights) else None)
+        handle.state.backwards += 1
+        if x is not None:
+            _record(ctx.recorders, call, x, weights, g, d)
+        return d, None, *map(passed_on, weights, found, main_grads)
+
+
+def _weight_operands(call: GroupedCall, weights: Sequence[Tensor], fprop: Format, dgrad: Format) -> OperandPair:
+    """Return the weights as the operands of fprop and of dgrad, quantised if one of them has changed."""
+    handle = call.linear.handle
+    backend, spec = handle.context.backend, OperandSpec(fprop, dgrad, weight=True)
+    return handle.state.weights.get(
+        backend, weights, (fprop, dgrad), lambda: backend.quantize_expert_weights(weights, spec)
+    )
+
+
+def _rotation(handle: LinearHandle, wgrad: Format) -> Rotation | None:
+    """Return how an operand of wgrad is transformed; None if its format has no Hadamard transform."""
+    if wgrad not in ROTATED:
+        return None
+    signs = signs_of([handle], handle.context.seed, handle.context.step)[0] if SPECS[wgrad].random_signs else 0
+    return Rotation(signs)
+
+
+def _record(
+    recorders: Sequence[Any], call: GroupedCall, x: Tensor, weights: Sequence[Tensor], g: Tensor, d: Tensor
+) -> None:
+    """Pass the tensors of each expert to its recorder. All GEMMs of a probe run in bf16."""
+    with torch.no_grad():
+        whole = expert_gradient(call.linear.handle, d)
+        rows = (torch.split(tensor, list(call.splits)) for tensor in (x, g, d, whole))
+        for recorder, weight, of_x, of_g, of_d, of_whole in zip(recorders, weights, *rows, strict=True):
+            if recorder is not None:
+                recorder.on_backward(of_x, weight.detach(), of_g, of_d, of_whole)
