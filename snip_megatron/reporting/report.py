@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
+from snip_megatron.records.lock import read_lock
 from snip_megatron.records.readers import REPORT
 from snip_megatron.records.run_data import RunData, fields_of, load_run, number
 from snip_megatron.reporting.figures import front_figure, loss_figure, share_figure, timing_figure
@@ -54,8 +56,7 @@ def write_report(run: Path | str, out: Path | str | None = None, cost: str | Non
 def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     """Return the page as text. For ``cost`` see :func:`write_report`.
 
-    With ``live`` the page leaves out what takes seconds to compute, other budgets, and says whether the job still
-    records anything.
+    With ``live`` the page leaves out what takes seconds to compute, other budgets, and says how old the last record is.
     """
     summary = summarise(run)
     sent = sent_sentence(run, [each.stretch for each in summary.maps])
@@ -77,8 +78,8 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     return render_page(
         "report.html",
         title=run.path.resolve().name,
-        lines=[line for line in (policy_line(run.config), _machine_line(run)) if line],
-        silent=_silent(run, summary) if live else "",
+        lines=[line for line in (policy_line(run.config), machine_line(run)) if line],
+        state=_state(run, summary, live=live),
         tiles=_tiles(run, summary),
         summary={
             "headline": headline(summary),
@@ -129,7 +130,7 @@ def target_share(config: Mapping[str, Any]) -> float | None:
 
 
 # -- parts of the page ---------------------------------------------------------------------------------------------
-def _machine_line(run: RunData) -> str:
+def machine_line(run: RunData) -> str:
     """Return one line with card, host, date and versions."""
     facts, ranks = run.facts, number(run.facts.get("world_size"))
     device = facts.get("device")
@@ -141,15 +142,32 @@ def _machine_line(run: RunData) -> str:
     return " · ".join(str(part) for part in (cards, facts.get("host"), " to ".join(days), *versions) if part)
 
 
-def _silent(run: RunData, summary: RunSummary) -> str:
-    """Return a sentence if nothing was recorded for so long that the job has stopped, or hangs; else an empty text."""
-    last = max((at for row in (*run.metrics[-1:], *run.events[-1:]) if (at := number(row.get("time")))), default=None)
-    step = max((each.stretch.step_s or 0.0 for each in summary.maps), default=0.0)
-    if last is None or (age := time.time() - last) < max(SILENT_S, SILENT_STEPS * step):
-        return ""
-    if summary.total_steps is not None and summary.steps >= summary.total_steps:
-        return f"The run has ended, {duration(age)} ago."
-    return f"The last record is {duration(age)} old: the job has stopped, or hangs."
+@dataclass(frozen=True)
+class State:
+    """Whether the job still runs, as a sentence. ``fault``: whether it was killed, or hangs."""
+
+    text: str
+    fault: bool
+
+
+def _state(run: RunData, summary: RunSummary, *, live: bool) -> State:
+    times = [number(row.get("time")) for row in (*run.metrics[-1:], *run.events[-1:])]
+    last = max((at for at in times if at is not None), default=0.0)
+    age, lock = time.time() - last, read_lock(run.path)
+    usual = max((each.stretch.step_s or 0.0 for each in summary.maps), default=0.0)
+    total, over = summary.total_steps, summary.total_steps is not None and summary.steps >= summary.total_steps
+    fault = True
+    if lock is None or lock.gone:
+        what, fault = ("Ended", False) if over else ("Stopped", lock is not None)
+        what += f", {lock} was killed" if fault else ""
+    elif age > max(SILENT_S, SILENT_STEPS * usual):
+        what = f"Stopped, or hangs: {lock} has written nothing for {duration(age)}"
+    else:
+        what, fault = f"{'Running' if live else 'Running when this page was written'}: {lock}", False
+    ago = f", {duration(max(0.0, age))} ago" if live and last else ""
+    steps = f"step {summary.steps:,}" + ("" if total is None else f" of {total:,}")
+    written = f"last write {_utc(last, '%Y-%m-%d %H:%M:%S UTC')}{ago}" if last else "nothing was written"
+    return State(f"{what}. {steps[:1].upper()}{steps[1:]}, {written}.", fault)
 
 
 def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
@@ -161,34 +179,29 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
     if share is None and last is not None:
         share = last.achieved
     timed = next((adoption for adoption in reversed(run.adoptions) if adoption.asked is not None), None)
-    step_speedup = None if timed is None else number(timed.fields.get("step_speedup"))
-    stages = {stage for adoption in run.adoptions for stage in adoption.achieved_per_stage}
     total = summary.total_steps
     of = f" of {total:,}" if total is not None and total > summary.steps else ""
-    rate = _tokens_per_second(run, summary)
+    now = summary.maps[-1] if summary.maps else None
+    predicted = None if now is None or now.predicted is None else f"{now.predicted:.3f}"
+    linears = " of the linears" if now is not None and now.predicted_of == "linears" else ""
+    cost = f"{summary.cost_s:.2f} s" + ("" if summary.cost_share is None else f", {summary.cost_share:.2%}")
+    measured = None if summary.judged is None else summary.judged.stretch.speedup
     found: list[tuple[str, str | None]] = [
         ("training steps", f"{steps[-1] + 1:,}{of}" if steps else "none"),
         (f"loss at step {finite[-1][0]:,}" if finite else "", f"{finite[-1][1]:.4f}" if finite else None),
         ("steps with a non-finite loss", f"{len(losses) - len(finite):,}" if len(finite) < len(losses) else None),
-        ("tokens a second", None if rate is None else f"{rate:,.0f}"),
+        ("tokens a second", _figure(summary.tokens_s, ",.0f")),
+        ("speedup over bf16, measured", _figure(measured, ".3f")),
+        (f"speedup{linears} over bf16, predicted", predicted),
+        (f"speedup over {summary.fp8} everywhere, predicted", _figure(summary.over_fp8, ".3f")),
         ("maps adopted", f"{len(run.adoptions):,}"),
-        ("fp4 share now", None if share is None else f"{share:.1%}"),
+        ("fp4 share now", _figure(share, ".1%")),
         ("asked", None if timed is None else str(timed.asked)),
-        ("predicted speedup of the linears now", _figure(None if timed is None else timed.speedup, ".3f")),
-        ("predicted speedup of a step now", _figure(step_speedup, ".3f")),
         ("predicted loss now", _figure(None if timed is None else timed.loss, ".3g")),
-        ("pipeline stages", str(len(stages)) if len(stages) > 1 else None),
-        ("cost of updates", f"{summary.cost_s:.2f} s" if run.updates else None),
+        ("cost of updates", cost if run.updates else None),
         ("faults", f"{len(run.faults):,}"),
     ]
     return [(label, value) for label, value in found if value is not None]
-
-
-def _tokens_per_second(run: RunData, summary: RunSummary) -> float | None:
-    """Return the tokens a second of the usual steps under the latest map that has a median."""
-    batch, length = number(run.facts.get("global_batch_size")), number(run.config.get("seq_length"))
-    step = next((m.stretch.step_s for m in reversed(summary.maps) if m.stretch.step_s), None)
-    return None if batch is None or length is None or step is None else batch * length / step
 
 
 def _figure(value: float | None, form: str) -> str | None:

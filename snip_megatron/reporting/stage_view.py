@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.errors import SnipError, is_finite
-from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction
+from snip_megatron.precision import fp4_fraction
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.run_data import Adoption, RunData
-from snip_megatron.records.stored import parse_shapes
 from snip_megatron.reporting.figures import Figure, add_stages
-from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.reporting.prediction import Prediction, StageTime
 from snip_megatron.statistics.table import LinearRow, StatisticsTable
-from snip_megatron.timing.cost_model import CostModel, FlopsModel
+from snip_megatron.timing.cost_model import FlopsModel
 from snip_megatron.timing.loading import load_cost_model
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """Predicted seconds that a training step spends in the linears of a stage on one rank: in bf16, under the map."""
-
-    before: float
-    after: float
-
-    @property
-    def saved(self) -> float:
-        """The share of the bf16 time that the map saves. It is negative if the map is slower."""
-        return 1.0 - self.after / self.before
 
 
 @dataclass(frozen=True)
@@ -83,13 +68,17 @@ def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageVi
         return None
     found = run.facts.get("unquantised_flops")  # of linears that no map covers
     outside = {str(s): f for s, f in found.items() if is_finite(f) and f >= 0} if isinstance(found, Mapping) else {}
-    predicted: OptionTimes | None = None
-    assumptions: Sequence[str] = ()
+    prediction: Prediction | None = None
     times: list[dict[str, StageTime]] = []
     try:
-        predicted, assumptions = _times(run, model, {fmt for m in maps.values() for fmt in m.choices.values()})
-        if predicted is not None:
-            times = [{s: _time(predicted, m, rows) for s, rows in by_stage.items()} for m in maps.values()]
+        prediction = Prediction.stored(run) if model is None else None
+        if prediction is None:
+            model = FlopsModel() if model is None else model
+            prediction = Prediction.by_model(run, model, {fmt for m in maps.values() for fmt in m.choices.values()})
+        if prediction is not None:
+            stages = {row.name: row.stage for rows in by_stage.values() for row in rows}
+            found_times = [prediction.by_stage(m, stages) for m in maps.values()]
+            times = [{str(stage): time for stage, time in each.items()} for each in found_times]
     except SnipError as error:
         unreadable.append(f"predicted times: {error}")
     return StageView(
@@ -101,8 +90,8 @@ def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageVi
             for m in maps.values()
         ],
         times=times,
-        model=predicted.model if times and predicted is not None else "",
-        assumptions=assumptions,
+        model=prediction.times.model if times and prediction is not None else "",
+        assumptions=() if model is None else model.assumptions,
     )
 
 
@@ -125,25 +114,3 @@ def _rows(run: RunData, unreadable: list[str]) -> tuple[LinearRow, ...]:
         except SnipError as error:
             unreadable.append(str(error))
     return ()
-
-
-def _times(run: RunData, model: CostModel | None, formats: set[Format]) -> tuple[OptionTimes | None, Sequence[str]]:
-    """Return the option times, and the assumptions behind them.
-
-    The times are those of ``model`` if given, else those of the run's own request, else those of the ``flops`` model.
-    They are None if the run stores no shapes.
-    """
-    request = run.facts.get("request")
-    if model is None and isinstance(request, Mapping) and request.get("times"):
-        return OptionTimes.from_dict(request["times"], "config.json: facts.request.times"), ()
-    shapes = run.facts.get("linear_shapes")
-    if not isinstance(shapes, Mapping):
-        return None, ()
-    model = FlopsModel() if model is None else model
-    return OptionTimes.predict(model, parse_shapes(shapes, "config.json"), formats), model.assumptions
-
-
-def _time(times: OptionTimes, precision_map: PrecisionMap, rows: Sequence[LinearRow]) -> StageTime:
-    formats = [(row.name, gemm, precision_map.format_of(row.name, gemm).value) for row in rows for gemm in Gemm]
-    before = math.fsum(times.of(row.name, None, Format.BF16.value) for row in rows)
-    return StageTime(before, math.fsum(times.of(*each) for each in formats))

@@ -18,11 +18,11 @@ import numpy as np
 from snip_megatron.config.conflicts import in_nats
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.records.run_data import Adoption, RunData, number
 from snip_megatron.reporting.phases import RunPhase, differences, remaining_phases
+from snip_megatron.reporting.prediction import Prediction
 from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, is_quantised
-from snip_megatron.sensitivity.times import OptionTimes
 
 SCHEMA = "snip.worth/1"
 TRUE_OVER_PREDICTED = (0.95, 1.45)
@@ -90,6 +90,9 @@ class RunSummary:
         costs: seconds by kind of event.
         loss: predicted cost in loss; None if it cannot be predicted.
         memory: None if it was not recorded.
+        tokens_s: tokens a second of the usual steps under the latest map that has a median.
+        over_fp8, fp8: predicted speedup of a step under the map in force over one with all linears in ``fp8``, the
+            fastest 8-bit format.
     """
 
     verdict: str
@@ -107,6 +110,9 @@ class RunSummary:
     loss: LossCost | None
     memory: Memory | None
     assumes: str = ""
+    tokens_s: float | None = None
+    over_fp8: float | None = None
+    fp8: str = ""
 
     @property
     def cost_s(self) -> float:
@@ -151,14 +157,16 @@ def summarise(run: RunData) -> RunSummary:
     """Compute the figures of a run from its records."""
     account = Account()
     account.read(run.events, run.metrics, {a.step: a.precision_map for a in run.adoptions})
-    predict = _Prediction(run.facts)
+    prediction: Prediction | None = None
+    with contextlib.suppress(SnipError):  # figures of another version: nothing is predicted
+        prediction = Prediction.stored(run)
     by_step = {adoption.step: adoption for adoption in run.adoptions}
     times = [(row["step"], s) for row in run.metrics if (s := number(row.get("step_s"))) is not None]
     maps = []
     for stretch in account.stretches():
         begin, end = (bisect.bisect_left(times, (step, -math.inf)) for step in (stretch.begin, stretch.end))
         mean = float(np.mean([seconds for _, seconds in times[begin:end]])) if end > begin else None
-        maps.append(MapTime(stretch, mean, *predict.of(stretch, by_step.get(stretch.begin))))
+        maps.append(MapTime(stretch, mean, *_predicted(prediction, stretch, by_step.get(stretch.begin))))
     steps = int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
     wanted = number(run.facts.get("train_iters"))
     found = RunSummary(
@@ -176,12 +184,16 @@ def summarise(run: RunData) -> RunSummary:
         costs={kind: seconds for kind, seconds in account.costs.items() if seconds},
         loss=_loss_cost(run),
         memory=_memory(run),
+        tokens_s=_tokens_per_second(run, maps),
     )
+    last = run.adoptions[-1].precision_map if run.adoptions else None
+    if prediction is not None and last is not None and (over := prediction.over_fp8(last)) is not None:
+        found = replace(found, fp8=over[0].value, over_fp8=over[1])
     if found.why:  # speeds without a meaning must not be read as some
         bare = tuple(replace(each, stretch=replace(each.stretch, bf16_s=None)) for each in found.maps)
         found = replace(found, maps=bare, saved_s=None)
     else:
-        saved_run_s, assumes = _saved_over_run(found, run, predict)
+        saved_run_s, assumes = _saved_over_run(found, run, prediction)
         found = replace(found, saved_run_s=saved_run_s, assumes=assumes)
     return _with_verdict(found)
 
@@ -196,7 +208,7 @@ def _why_not(run: RunData) -> str:
     return "the batch size ramps up, and steps with it" if run.facts.get("batch_size_ramps") else ""
 
 
-def _saved_over_run(found: RunSummary, run: RunData, predict: _Prediction) -> tuple[float | None, str]:
+def _saved_over_run(found: RunSummary, run: RunData, prediction: Prediction | None) -> tuple[float | None, str]:
     """Return the time saved when training ends, if updates cost what they did so far, and what else that assumes."""
     now = found.maps[-1].stretch if found.maps else None
     if found.saved_s is None or found.total_steps is None or now is None or now.speedup is None:
@@ -207,23 +219,29 @@ def _saved_over_run(found: RunSummary, run: RunData, predict: _Prediction) -> tu
     ahead = remaining_phases(run)
     current = run.adoptions[-1].precision_map if run.adoptions else None
     if any(differences(current, phase.precision_map) for phase in ahead):
-        by_plan = _saved_by_plan(found.maps[-1], each, ahead, predict)
+        by_plan = _saved_by_plan(found.maps[-1], each, ahead, prediction)
         assumes = "this map stays, although the plan changes it"
         if by_plan is not None and sum(phase.steps for phase in ahead) == left:
             saved, assumes = by_plan, "the plan is followed"
     return found.saved_s + saved - _updates_to_come(left, run.config) * found.update_s, assumes
 
 
-def _saved_by_plan(now: MapTime, each: float, ahead: Sequence[RunPhase], predict: _Prediction) -> float | None:
+def _saved_by_plan(now: MapTime, each: float, ahead: Sequence[RunPhase], prediction: Prediction | None) -> float | None:
     """Return the seconds that the phases to come save: what a step saves now, times the ratio that is predicted.
 
     None if a prediction is missing, or if nothing is saved now, so that there is nothing to scale.
     """
-    speedups = [predict.of_map(phase.precision_map, now.predicted_of) or 0.0 for phase in ahead]
+    speedups = [_speedup_of(prediction, phase.precision_map, now.predicted_of) or 0.0 for phase in ahead]
     if min(speedups) <= 0.0 or each <= 0 or now.predicted is None or now.predicted <= 1.0:
         return None
     scale = each / (1.0 - 1.0 / now.predicted)
     return math.fsum(p.steps * scale * (1.0 - 1.0 / speedup) for p, speedup in zip(ahead, speedups, strict=True))
+
+
+def _tokens_per_second(run: RunData, maps: Sequence[MapTime]) -> float | None:
+    batch, length = number(run.facts.get("global_batch_size")), number(run.config.get("seq_length"))
+    step = next((m.stretch.step_s for m in reversed(maps) if m.stretch.step_s), None)
+    return None if batch is None or length is None or step is None else batch * length / step
 
 
 def _updates_to_come(left: int, config: Mapping[str, Any]) -> int:
@@ -233,45 +251,23 @@ def _updates_to_come(left: int, config: Mapping[str, Any]) -> int:
     return 0 if not interval or fixed else left // max(1, int(interval))
 
 
-class _Prediction:
-    """Predicted speedups of maps: those that were recorded with them, else from the times that the run stored."""
+def _predicted(prediction: Prediction | None, stretch: Stretch, adoption: Adoption | None) -> tuple[float | None, str]:
+    """Return the speedup that was predicted for a stretch, and of what: the whole ``step`` or the ``linears``."""
+    if adoption is None or not stretch.quantised:
+        return None, ""
+    step = number(adoption.fields.get("step_speedup"))
+    if step is None and adoption.precision_map is not None:
+        step = _speedup_of(prediction, adoption.precision_map, "step")
+    if step is not None:
+        return step, "step"
+    return (None, "") if adoption.speedup is None else (adoption.speedup, "linears")
 
-    def __init__(self, facts: Mapping[str, Any]) -> None:
-        request = facts.get("request")
-        body = (request.get("times") if isinstance(request, Mapping) else None) or facts.get("predicted_times")
-        stages = facts.get("layer_stages")
-        self._stages: Sequence[int] = stages if isinstance(stages, Sequence) else ()
-        self._times: OptionTimes | None = None
-        with contextlib.suppress(SnipError):  # figures of another version: nothing is predicted
-            self._times = None if body is None else OptionTimes.from_dict(body, "config.json: facts")
 
-    def of(self, stretch: Stretch, adoption: Adoption | None) -> tuple[float | None, str]:
-        """Return what was predicted for a stretch, and of what."""
-        if adoption is None or not stretch.quantised:
-            return None, ""
-        step = number(adoption.fields.get("step_speedup"))
-        if step is None and adoption.precision_map is not None:
-            step = self.of_map(adoption.precision_map, "step")
-        if step is not None:
-            return step, "step"
-        return (None, "") if adoption.speedup is None else (adoption.speedup, "linears")
-
-    def of_map(self, precision_map: PrecisionMap, of: str) -> float | None:
-        """Return the predicted speedup of the whole ``step`` or of the ``linears`` under a map; None if unknown."""
-        if of != "step":
-            return precision_map.speedup if of == "linears" else None
-        if precision_map.step_speedup is not None or self._times is None:
-            return precision_map.step_speedup
-        try:
-            names = [str(linear) for linear in precision_map.linears()]
-            stages = {name: int(self._stages[LinearId.parse(name).layer]) for name in names}
-            before, after = dict.fromkeys(stages.values(), 0.0), dict.fromkeys(stages.values(), 0.0)
-            for name, stage in stages.items():
-                before[stage] += self._times.of(name, None, Format.BF16.value)
-                after[stage] += sum(self._times.of(name, g, precision_map.format_of(name, g).value) for g in Gemm)
-            return self._times.step_speedup(stages, {k: 1.0 - after[k] / before[k] for k in before})
-        except (SnipError, IndexError, TypeError, ValueError):  # a format without a time, a layer without a stage
-            return None
+def _speedup_of(prediction: Prediction | None, precision_map: PrecisionMap, of: str) -> float | None:
+    """Return the predicted speedup of the whole ``step`` or of the ``linears`` under a map; None if unknown."""
+    if of != "step" or prediction is None:
+        return precision_map.step_speedup if of == "step" else precision_map.speedup if of == "linears" else None
+    return prediction.step_speedup(precision_map)
 
 
 # -- loss and memory -----------------------------------------------------------------------------------------------

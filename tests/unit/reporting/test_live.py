@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import synthetic_run
 
 from snip_megatron.errors import SnipError
+from snip_megatron.records.lock import LOCK, take_lock
 from snip_megatron.records.run_data import RunData, load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting import live
@@ -90,10 +94,19 @@ def old_run(path: Path, age: float, steps: int = 40) -> RunData:
 
 
 def test_a_job_that_was_killed_does_not_look_alive(tmp_path: Path) -> None:
-    said = "old: the job has stopped, or hangs."
-    run = old_run(tmp_path / "killed", age=3600.0)
-    assert f"The last record is 60.0 min {said}" in render(run, live=True)
-    assert "<dd>40 of 900</dd>" in render(run, live=True)
-    assert said not in render(run)  # a page that is read later
-    assert said not in render(old_run(tmp_path / "alive", age=5.0), live=True)
-    assert "The run has ended, 60.0 min ago." in render(old_run(tmp_path / "over", 3600.0, steps=900), live=True)
+    run = old_run(tmp_path / "run", age=3600.0)
+    when = datetime.fromtimestamp(run.metrics[-1]["time"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    assert f"Stopped. Step 40 of 900, last write {when}, 60.0 min ago." in render(run, live=True)
+    assert f"Stopped. Step 40 of 900, last write {when}." in render(run)  # a page that is read later
+    take_lock(run.path)  # the record of a job that still runs, as this process does
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    silent = f"Stopped, or hangs: {me} has written nothing for 60.0 min. Step 40 of 900"
+    assert silent in render(run, live=True)
+    alive = old_run(tmp_path / "alive", age=5.0)
+    take_lock(alive.path)
+    assert f"Running: {me}. Step 40 of 900, last write " in render(alive, live=True)
+    lock = json.loads((alive.path / LOCK).read_text()) | {"process": 2**22 + 1}  # no process has this id
+    (alive.path / LOCK).write_text(json.dumps(lock))
+    assert "Stopped, process 4194305 on " in render(alive, live=True)
+    assert " was killed. Step 40 of 900, last write " in render(alive, live=True)
+    assert "Ended. Step 900 of 900, last write " in render(old_run(tmp_path / "over", 3600.0, steps=900), live=True)

@@ -136,6 +136,14 @@ def test_predicted_speedups_are_those_of_the_stored_times(tmp_path: Path) -> Non
     worth = a_run(tmp_path, bf16=1.0, mapped=0.95, facts=facts, config={"update_interval": 0})
     # 12 linears a stage: 72 s of 3 GEMMs of 2 s each, halved by the map, beside 72 s on the slower stage
     assert worth.maps[-1].predicted == pytest.approx(144 / 108)
+    assert (worth.fp8, worth.over_fp8) == ("fp8", pytest.approx(1.0))  # fp8 everywhere is as fast
+    page = render(load_run(tmp_path / "run"))
+    for label, value in (
+        ("speedup over bf16, measured", "1.053"),
+        ("speedup over bf16, predicted", "1.333"),
+        ("speedup over fp8 everywhere, predicted", "1.000"),
+    ):
+        assert f"<dt>{label}</dt><dd>{value}</dd>" in page
     assert worth.verdict == "yes"
     assert "less than half of the predicted gain was measured (1.05 x, predicted 1.33 x)" in worth.warnings[0]
 
