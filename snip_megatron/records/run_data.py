@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ FAULT_EVENTS = (
     "guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "slower", "resume", "out_of_reach", "plan_moved",
 )  # fmt: skip
 """Kinds of events that report trouble. The report shows them first."""
+COSTS = (
+    "compile", "probe", "collect", "submit", "dropped", "postpone", "kept", "guard", "adopt", "settled", "recapture",
+)  # fmt: skip
+"""Kinds of events whose ``wait_s`` a training without SNIP would not have."""
 MAX_SCORES = 100
 """Number of updates whose scores are read, the latest ones. In a large model those of one fill 280 KB."""
 _OWN_FIELDS = ("time", "step", "event", "step_s", "wait_s")
@@ -99,7 +103,7 @@ class Update:
         step: the step of the submission.
         collect_s, probes_s: times of the reduction of the statistics, and of the probes by kind.
         solve_s, latency_s, lag_s: time of the solver, and from the submission to the answer and to the adoption.
-        wait_s: time for which it blocked the training thread.
+        wait_s: what it cost: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`.
         status: what the solver said, or why there was no answer.
         achieved: the fp4 share of FLOPs that the solver reached.
         adopted_step: the step before which the map was adopted.
@@ -242,6 +246,7 @@ def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
     own: dict[int | str, list[Mapping[str, Any]]] = {}
     keys: dict[int, int | str] = {}  # step of a submission → update
     pending: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    latest: int | str | None = None  # whose map is in force
     for event in events:
         step, version = event["step"], _version(event)
         if event["event"] in ("collect", "probe", "dropped"):
@@ -251,6 +256,9 @@ def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
             own[keys[step]] = [*pending.pop(step, []), event]
         elif version in own and version is not None:
             own[version].append(event)
+            latest = version if event["event"] == "adopt" else latest
+        elif event["event"] == "recapture" and latest is not None:
+            own[latest].append(event)
     for step, lone in pending.items():  # without a submission, the update was dropped (a NaN in a statistic)
         own.setdefault(keys.get(step, f"step {step}"), []).extend(lone)
     return sorted((_update(each) for each in own.values()), key=lambda update: update.step)
@@ -260,13 +268,14 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
     def last(kind: str, name: str) -> Any:
         return next((event.get(name) for event in reversed(events) if event["event"] == kind), None)
 
-    def total(name: str, **wanted: str) -> float | None:
-        found = [number(event.get(name)) for event in events if wanted.items() <= event.items()]
+    def total(name: str, kinds: Collection[str], **wanted: str) -> float | None:
+        own = [event for event in events if event["event"] in kinds and wanted.items() <= event.items()]
+        found = [number(event.get(name)) for event in own]
         known = [value for value in found if value is not None]
         return math.fsum(known) if known else None
 
     kinds = dict.fromkeys(str(event.get("kind", "probe")) for event in events if event["event"] == "probe")
-    probes = {kind: total("seconds", event="probe", kind=kind) for kind in kinds}
+    probes = {kind: total("seconds", ("probe",), kind=kind) for kind in kinds}
     begin, end = number(last("submit", "time")), number(last("adopt", "time"))
     solved = {name: number(last("solved", name)) for name in ("objective", "bound", "speedup", "loss")}
     share = "achieved" if last("solved", "budget") is None else "fp4_share"
@@ -274,12 +283,12 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
     return Update(
         step=next((event["step"] for event in events if event["event"] == "submit"), events[0]["step"]),
         version=next((_version(event) for event in events if event["event"] == "submit"), None),
-        collect_s=total("seconds", event="collect"),
+        collect_s=total("seconds", ("collect",)),
         probes_s={kind: seconds for kind, seconds in probes.items() if seconds is not None},
         solve_s=number(last("solved", "solve_seconds")),
         latency_s=number(last("solved", "latency_s")),
         lag_s=None if begin is None or end is None else max(0.0, end - begin),
-        wait_s=total("wait_s"),
+        wait_s=total("wait_s", COSTS),
         status=_status(events),
         achieved=number(last("solved", share)),
         adopted_step=next((event["step"] for event in events if event["event"] == "adopt"), None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm import EMULATIONS
 from snip_megatron.precision import Format, Gemm, PrecisionMap
-from snip_megatron.records.run_data import RunData, Update, load_run
-from snip_megatron.reporting.figures import FORMAT_COLOURS, STAGE_COLOURS, UPDATE_COLOURS, Figure, thin
+from snip_megatron.records.run_data import RunData, load_run
+from snip_megatron.reporting.figures import FORMAT_COLOURS, STAGE_COLOURS, Figure, thin
 from snip_megatron.reporting.page import render_page, write_page
-from snip_megatron.reporting.report import flatten, policy_line
+from snip_megatron.reporting.report import flatten, machine_line, policy_line
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline
+from snip_megatron.runtime.account import TOLERANCE
 
 COMPARISON = "comparison.html"
 MAX_RUNS = 8
@@ -28,28 +30,46 @@ TAIL = 0.1
 """The table shows the mean loss over this last share of the common steps."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One run's row of the table, with losses in nats per token and times in seconds.
+_ERRORS = 2.0
+"""Standard errors of a difference of losses from which on it counts."""
+_BLOCKS = 10
 
-    A figure that the run did not record is None. Costs are those of the run's summary.
+
+@dataclass(frozen=True)
+class Against:
+    """A run against the first one.
+
+    Attributes:
+        name: the run.
+        speed: its tokens a second over those of the first run, costs of SNIP included; None if either is unknown.
+        loss: its loss less that of the first run, over the last tenth of the common steps; None without such steps.
+        error: the standard error of ``loss``, from the means of blocks of steps; None with too few steps.
     """
 
     name: str
-    policy: str
-    verdict: str
-    steps: int
-    tail_loss: float | None
-    validation: float | None
-    adopted: int
-    fp4_share: float | None
-    predicted: float | None
-    measured: float | None
-    agreement: float | None
-    per_update: float | None
-    cost: float
-    cost_share: float | None
-    faults: int
+    speed: float | None
+    loss: float | None
+    error: float | None
+
+    @property
+    def pace(self) -> str:
+        """``faster``, ``slower`` or ``as fast``."""
+        if self.speed is None:
+            return "of unknown speed"
+        return "faster" if self.speed > TOLERANCE else "slower" if self.speed < 1.0 / TOLERANCE else "as fast"
+
+    @property
+    def quality(self) -> str:
+        """``better``, ``worse`` or ``no difference shown``."""
+        if self.loss is None or self.error is None or abs(self.loss) <= _ERRORS * self.error:
+            return "no difference shown"
+        return "better" if self.loss < 0 else "worse"
+
+    def __str__(self) -> str:
+        speed = "" if self.speed is None else f" ({self.speed:.2f} × the tokens a second, costs of SNIP included)"
+        noise = "" if self.error is None else f" ± {_ERRORS * self.error:.4f}"
+        loss = "its loss is not comparable" if self.loss is None else f"loss {self.loss:+.4f}{noise}, {self.quality}"
+        return f"{self.name} is {self.pace}{speed}; {loss}."
 
 
 def write_comparison(paths: Sequence[Path | str], out: Path | str | None = None) -> Path:
@@ -77,19 +97,22 @@ def write_comparison(paths: Sequence[Path | str], out: Path | str | None = None)
 
 def render_comparison(runs: Sequence[RunData]) -> str:
     """Return the page as text. The first run is the one with which the others are compared."""
-    names = run_names(runs)
-    tail = _tail(runs)
+    names, tail = run_names(runs), _tail(runs)
+    summaries = [summarise(run) for run in runs]
     figures = {
         "loss": _lines(runs, names, "loss", Figure("loss")),
         "distance": _distance(runs, names),
         "share": _lines(runs, names, "fp4_fraction", Figure("fp4 share of FLOPs", share=True, zero=True)),
         "formats": _formats(runs, names),
-        "cost": _cost(runs, names),
     }
+    bases = [None, *[_last_map(runs[0])] * (len(runs) - 1)]
+    others = _against(runs, names, summaries)
     return render_page(
         "comparison.html",
         title=" · ".join(names),
-        rows=[_row(run, name, runs[0], tail, summarise(run)) for run, name in zip(runs, names, strict=True)],
+        verdict=verdict(names[0], others),
+        others=others,
+        rows=[_row(run, n, base, tail, s) for run, n, base, s in zip(runs, names, bases, summaries, strict=True)],
         names=names,
         tail=tail,
         differences=differences(runs),
@@ -156,46 +179,74 @@ def _formats(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | 
     return figure.as_dict() if figure.data else None
 
 
-def _cost(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
-    """Draw two bars for each run: the mean seconds of an update by part, and the time that it blocked training."""
-    parts: dict[str, Callable[[Update], float | None]] = {
-        "collect": lambda u: u.collect_s,
-        "probes": lambda u: sum(u.probes_s.values()) if u.probes_s else None,
-        "solve": lambda u: u.solve_s,
-        "training blocked": lambda u: u.wait_s,
-    }
-    figure = Figure("mean seconds of an update", zero=True)
-    for name, get in parts.items():
-        means = [_mean([get(update) for update in run.updates]) for run in runs]
-        group = "blocked" if name == "training blocked" else "parts"
-        figure.bars(name, names, means, UPDATE_COLOURS[name], f"{name} %{{y:.3g}} s<extra></extra>", group)
-    return figure.as_dict() if any(any(trace["y"]) for trace in figure.data) else None
+# -- verdict and table ---------------------------------------------------------------------------------------------
+def verdict(first: str, others: Sequence[Against]) -> str:
+    """Return which run to take, in one sentence."""
+    if all(each.speed is None for each in others):
+        known = [each for each in others if each.quality == "better"]
+        best = min(known, key=lambda each: each.loss or 0.0).name if known else first
+        return f"Speeds cannot be compared; by the loss, {'take ' + best if known else 'none is better than ' + first}."
+    good = [each for each in others if each.pace == "faster" and each.quality != "worse"]
+    if good:
+        best_of = max(good, key=lambda each: each.speed or 0.0)
+        return f"Take {best_of.name}: {best_of.speed:.2f} × as fast as {first}, and no worse as far as the loss shows."
+    if trades := [each.name for each in others if each.pace == "faster"]:
+        return f"A trade: {', '.join(trades)} costs loss for its speed; else take {first}."
+    better = [each.name for each in others if each.quality == "better" and each.pace == "as fast"]
+    return f"Take {better[0]}: as fast as {first}, with less loss." if better else f"Take {first}: none is faster."
 
 
-# -- the table -----------------------------------------------------------------------------------------------------
-def _row(run: RunData, name: str, first: RunData, tail: tuple[int, int] | None, summary: RunSummary) -> Row:
-    steps, _ = run.series("loss")
-    losses, validations = _losses(run), run.validations()
+def _against(runs: Sequence[RunData], names: Sequence[str], summaries: Sequence[RunSummary]) -> list[Against]:
+    paces = [_pace(run, summary) for run, summary in zip(runs, summaries, strict=True)]
+    tail, base = _tail(runs), _losses(runs[0])
+    found = []
+    for run, name, pace in list(zip(runs, names, paces, strict=True))[1:]:
+        own = _losses(run)
+        differences = [own[s] - base[s] for s in range(*tail) if s in own and s in base] if tail else []
+        same = all(run.facts.get(fact) == runs[0].facts.get(fact) for fact in ("device", "world_size"))
+        speed = pace / paces[0] if same and pace and paces[0] else None
+        blocks = [float(np.mean(each)) for each in np.array_split(differences, _BLOCKS) if len(each)]
+        error = float(np.std(blocks, ddof=1) / math.sqrt(_BLOCKS)) if len(blocks) == _BLOCKS else None
+        found.append(Against(name, speed, _mean(differences), error))
+    return found
+
+
+def _pace(run: RunData, summary: RunSummary) -> float | None:
+    """Return tokens a second, SNIP's costs included; None where steps mean nothing, as with emulated formats."""
+    if summary.tokens_s is None or run.facts.get("gemm_backend") in EMULATIONS:
+        return None
+    return summary.tokens_s * (1.0 - (summary.cost_share or 0.0))
+
+
+def _row(
+    run: RunData, name: str, base: PrecisionMap | None, tail: tuple[int, int] | None, summary: RunSummary
+) -> dict[str, Any]:
+    """Return one run's row of the table, losses in nats per token. A figure that the run did not record is None."""
+    losses, validations, last = _losses(run), run.validations(), _last_map(run)
     validation = list(validations.get("map", validations.get("bf16", {})).values())
-    _, shares = run.series("fp4_fraction")
-    last, base = _last_map(run), _last_map(first)
-    return Row(
-        name=name,
-        policy=policy_line(run.config),
-        verdict=headline(summary),
-        steps=steps[-1] + 1 if steps else 0,
-        tail_loss=_mean([losses.get(s) for s in range(*tail)]) if tail else None,
-        validation=validation[-1] if validation else None,
-        adopted=len(run.adoptions),
-        fp4_share=next((value for value in reversed(shares) if value is not None), None),
-        predicted=run.adoptions[-1].speedup if run.adoptions else None,
-        measured=summary.judged.stretch.speedup if summary.judged is not None else None,
-        agreement=_agreement(base, last) if base is not None and last is not None and run is not first else None,
-        per_update=summary.update_s if summary.updates else None,
-        cost=summary.cost_s,
-        cost_share=summary.cost_share,
-        faults=len(run.faults),
-    )
+    shares = [value for value in run.series("fp4_fraction")[1] if value is not None]
+    now = next((m for m in reversed(summary.maps) if m.stretch.step_s), None)
+    return {
+        "name": name,
+        "machine": machine_line(run),
+        "policy": policy_line(run.config),
+        "verdict": headline(summary),
+        "steps": summary.steps,
+        "tail_loss": _mean([losses.get(s) for s in range(*tail)]) if tail else None,
+        "validation": validation[-1] if validation else None,
+        "adopted": len(run.adoptions),
+        "fp4_share": shares[-1] if shares else None,
+        "agreement": None if base is None or last is None else _agreement(base, last),
+        "tokens_s": summary.tokens_s,
+        "median_s": None if now is None else now.stretch.step_s,
+        "mean_s": None if now is None else now.mean_s,
+        "predicted": run.adoptions[-1].speedup if run.adoptions else None,
+        "measured": None if summary.judged is None else summary.judged.stretch.speedup,
+        "per_update": summary.update_s if summary.updates else None,
+        "cost": summary.cost_s,
+        "cost_share": summary.cost_share,
+        "faults": len(run.faults),
+    }
 
 
 def _tail(runs: Sequence[RunData]) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from snip_megatron.errors import is_finite
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.records.run_data import COSTS
 
 SETTLING = 3
 """Steps ignored after a start and after an adoption, because they compile and allocate."""
@@ -27,10 +28,6 @@ TOLERANCE = 1.03
 """Factor within which two medians count as equal. On an idle machine they are repeatable within 2 %."""
 KEPT = 256
 """Number of the last usual steps over which a median is taken."""
-COSTS = (
-    "compile", "probe", "collect", "submit", "dropped", "postpone", "kept", "guard", "adopt", "settled", "recapture",
-)  # fmt: skip
-"""Events whose ``wait_s`` a training without SNIP would not have."""
 
 
 @dataclass(frozen=True)
