@@ -180,17 +180,14 @@ def options() -> dict[str, argparse.Action]:
 
 def rows(names: list[str], known: dict[str, argparse.Action]) -> str:
     """A table of arguments."""
-    from snip_megatron.config import SnipConfig
-
     lines = ["| argument | default | meaning |", "|---|---|---|"]
     for name in names:
         action = known[name]
-        default = getattr(SnipConfig, name, None)
-        shown = ",".join(default) if isinstance(default, tuple) else default
-        text = re.sub(r"; default: .*$", "", str(action.help)).replace("|", "\\|")
+        text, _, default = str(action.help).partition("; default: ")
         metavar = f" {action.metavar}" if action.metavar else ""
-        value = "" if shown is None or isinstance(shown, bool) or shown == "" else f"`{shown}`"
-        lines.append(f"| `{action.option_strings[0]}{metavar}` | {value} | {html.escape(text, quote=False)} |")
+        value = f"`{default}`" if default and " " not in default else html.escape(default, quote=False)
+        text = html.escape(text.replace("|", "\\|"), quote=False)
+        lines.append(f"| `{action.option_strings[0]}{metavar}` | {value} | {text} |")
     return "\n".join(lines)
 
 

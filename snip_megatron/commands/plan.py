@@ -79,16 +79,15 @@ def _add_model(add: Callable[..., Any]) -> None:
 def _add_program(add: Callable[..., Any]) -> None:
     add(
         "--budget",
-        default="fp4=0.75",
         metavar="KIND=X",
-        help="fp4=SHARE, speedup=FACTOR or loss=NATS, as --snip-budget; or step=FACTOR: speedup of the whole step over"
-        " bf16; default: fp4=0.75",
+        help="loss=NATS, speedup=FACTOR or fp4=SHARE, as --snip-budget; or step=FACTOR: speedup of the whole step over"
+        " bf16; default: that of --snip alone, loss=0.002",
     )
     add(
         "--formats",
         metavar="F,F",
-        help="candidate formats, comma separated; default: fp8,fp4 with a budget of fp4=, otherwise"
-        " bf16,fp8,fp8_tensor",
+        help="candidate formats, comma separated; default: as in training, fp8,fp4 with a budget of fp4=, otherwise"
+        " what the GPU of --timings multiplies",
     )
     add(
         "--statistics",
@@ -185,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SnipError: On bad input, or with exit code 3 if the budget is out of reach.
     """
+    from snip_megatron.config.defaults import backend_of
     from snip_megatron.planner.plan import make_plan
     from snip_megatron.planner.render import render
     from snip_megatron.planner.request import parse_request
@@ -200,6 +200,7 @@ def run(args: argparse.Namespace) -> int:
         args.budget,
         args.formats,
         model.formats,
+        backend=backend_of(model),
         granularity=args.granularity,
         tolerance=parse_tolerance(args.stage_tolerance, "--"),
         statistics=args.statistics,

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
+from snip_megatron.config.defaults import MULTIPLIED
 from snip_megatron.config.options import add_options, add_settings
 from snip_megatron.config.run import SnipConfig
 from snip_megatron.errors import SnipError
@@ -33,10 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
     """Parse SNIP's arguments alone, so that errors in them are reported before torch and Megatron are imported.
 
+    What the arguments leave open has the value of a machine that emulates formats, if that is valid.
+
     Raises:
         SnipError: an argument is invalid, or was one in an earlier release.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--train-iters", "--train-samples"):  # whether training has an end
+        parser.add_argument(name)
     try:
         known, others = add_arguments(parser).parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -51,4 +56,10 @@ def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
             raise SnipError(f"{argument} is no argument any more: {GONE[name]}")
         if name in fields:
             raise SnipError(f"{argument} is no argument any more: use --snip-settings {name}=VALUE")
-    return SnipConfig.from_args(known)
+    faults: list[SnipError] = []
+    for backend in (None, *MULTIPLIED):  # the card is not known before torch is imported
+        try:
+            return SnipConfig.from_args(known, backend)
+        except SnipError as error:
+            faults.append(error)
+    raise faults[0]

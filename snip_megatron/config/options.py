@@ -24,9 +24,10 @@ def option(default: Any, text: str, *, known: Iterable[str] | None = None, **res
         default: the default value. A bool makes a flag, a tuple a list.
         text: the help.
         known: the valid values, which the help does not list.
-        rest: arguments of :func:`setting`, and ``type`` and ``metavar`` of ``add_argument``.
+        rest: arguments of :func:`setting`, ``type`` and ``metavar`` of ``add_argument``, and ``shown``: what the help
+            calls the default.
     """
-    argument = {name: rest.pop(name) for name in ("type", "metavar") if name in rest}
+    argument = {name: rest.pop(name) for name in ("type", "metavar", "shown") if name in rest}
     field = setting(default, text, **(rest if known is None else rest | {"choices": tuple(known)}))
     field.metadata = {**field.metadata, "argument": argument, "listed": known is None}
     return field
@@ -118,7 +119,7 @@ def add_options(
         else:
             metavar = argument.get("metavar", "NAME" if choices else "X")
             kwargs |= {"type": argument.get("type", str), "metavar": metavar}
-        shown = default or (",".join(f.default) if isinstance(f.default, tuple) else f.default)
+        shown = default or argument.get("shown") or (",".join(f.default) if isinstance(f.default, tuple) else f.default)
         if filled:
             kwargs |= {"default": f.default, "choices": choices}
         if shown not in (None, "") and not isinstance(shown, bool):

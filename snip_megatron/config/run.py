@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from snip_megatron.config.conflicts import LATE
 from snip_megatron.config.conflicts import check as check_conflicts
+from snip_megatron.config.defaults import defaults
 from snip_megatron.config.options import check_option, given_options, option, setting
 from snip_megatron.config.values import LEAST_LOSSES, GuardSettings, load_schedule, parse_pins, parse_tolerance
 from snip_megatron.errors import SnipError, cut
@@ -42,16 +43,18 @@ class SnipConfig:
     enabled: bool = False
     budget: str = option(
         "fp4=0.75",
-        "what every map must reach. fp4=SHARE: this share of the decoder linears' FLOPs runs in four bits, 0 to 1;"
-        " speedup=FACTOR: this predicted speedup of the decoder linears over bf16, 1 or more; loss=NATS: the fastest"
-        " map whose predicted rise of the loss stays within this bound, 0 or more",
+        "what every map must reach. loss=NATS: the fastest map whose predicted rise of the loss stays within this"
+        " bound, 0 or more; speedup=FACTOR: this predicted speedup of the decoder linears over bf16, 1 or more;"
+        " fp4=SHARE: this share of the decoder linears' FLOPs runs in four bits, 0 to 1",
         metavar="KIND=VALUE",
+        shown="loss=0.002 on Hopper and Blackwell, fp4=0.75 where formats are emulated",
     )
     schedule: str = option(
         "static",
         "phases of the run: static (none; a map stays until the next update), auto (four phases with a map each) or a"
         " snip.schedule/1 file. With phases, the budget is the average over the run",
         metavar="static|auto|FILE",
+        shown="auto beside the default budget of loss=0.002, otherwise static",
     )
     deploy: str | None = option(
         None,
@@ -64,6 +67,8 @@ class SnipConfig:
         "candidate formats, comma separated: fp8, fp4, fp8_tensor, nvfp4, mxfp4, mxfp8 and their variants"
         " (docs/choosing.md); with speedup= and loss= also bf16",
         metavar="F,F",
+        shown="what the GPU multiplies (bf16,fp8,fp8_tensor on Hopper, bf16,mxfp8,nvfp4 on Blackwell); with fp4= and"
+        " where formats are emulated fp8,fp4",
     )
     timings: str | None = option(
         None,
@@ -365,8 +370,12 @@ class SnipConfig:
         }
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> SnipConfig:
+    def from_args(cls, args: argparse.Namespace, backend: str | None = None) -> SnipConfig:
         """Build the configuration from the arguments of :func:`snip_megatron.config.add_arguments`.
+
+        Args:
+            args: the arguments. Megatron's say whether training has an end.
+            backend: the GEMM backend that decides what is left open; None if formats are emulated.
 
         Raises:
             SnipError: an argument is invalid, conflicts with another, or is given without ``--snip``.
@@ -378,4 +387,7 @@ class SnipConfig:
         if useless:
             named = f"--snip-{useless[0].replace('_', '-')}"
             raise SnipError(f"{named} has no effect without --snip: add --snip, or leave it out")
+        if enabled:
+            ends = any(getattr(args, name, None) for name in ("train_iters", "train_samples"))
+            values = defaults(values, backend, ends=ends) | values
         return cls(enabled=enabled, **values)

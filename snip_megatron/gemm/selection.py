@@ -75,6 +75,15 @@ def select_backend(
     return selection
 
 
+def native_backend(name: str, *, tensor_parallel: bool = False) -> str | None:
+    """Return the backend that multiplies formats natively on this machine under ``--snip-gemm``; None if they are
+    emulated. Nothing is compiled or checked.
+    """
+    if name in ("auto", "blackwell") and is_blackwell():
+        return "blackwell" if availability(sharded=tensor_parallel) is None else None
+    return "hopper" if name in ("auto", "hopper") and why_not_hopper() is None else None
+
+
 def _select(
     name: str, formats: Collection[Format] | None, tensor_parallel: bool, library: str, replays: bool
 ) -> Selection:

@@ -87,7 +87,7 @@ def _checkpoints(job: Job) -> list[str]:
 def _snip(job: Job) -> list[str]:
     if not job.snip:
         return []
-    found = ["--snip", "--snip-budget", "fp4=0.75"]
+    found = ["--snip"]
     if job.smoke:
         found += ["--snip-first-update", "2", "--snip-update-interval", "10", "--snip-lag", "4", "--snip-wait", "120"]
     return found

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from snip_megatron.config import SnipConfig, add_arguments, parse_snip_arguments
+from snip_megatron.config import add_arguments, parse_snip_arguments
 from snip_megatron.errors import SnipError
 
 #: Begins the line of a refusal, among what libraries write to standard error.
@@ -54,6 +54,7 @@ def _validate(argv: Sequence[str]) -> None:
 
     startup = prepare(argv, parse_snip_arguments(argv).no_compat)
     from snip_megatron.megatron import compat, validate
+    from snip_megatron.megatron.attachment import configuration
     from snip_megatron.megatron.compat import pretraining
     from snip_megatron.megatron.data.datasets import check_data
     from snip_megatron.megatron.evaluation import check_evaluation
@@ -66,7 +67,7 @@ def _validate(argv: Sequence[str]) -> None:
     args = pretraining.parse_arguments(provide)
     compat.check(args, startup)
     check_data(args)
-    config = SnipConfig.from_args(args)
+    config, _ = configuration(args)
     if config.enabled:
         validate.check(config, args)
         check_evaluation(config.eval, args)

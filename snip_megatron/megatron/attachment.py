@@ -8,7 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.config.defaults import dominated
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm.selection import native_backend
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.startup import Startup, check_sources, is_rank_zero
@@ -31,6 +33,30 @@ def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence
             print(f"compat: {line}", flush=True)
 
 
+def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
+    """Return SNIP's configuration on this machine, and lines about what the arguments left open.
+
+    Args:
+        args: Megatron's validated arguments with SNIP's.
+
+    Raises:
+        SnipError: an argument is invalid, or two of them cannot be combined.
+    """
+    if not getattr(args, "snip", False):
+        return SnipConfig.from_args(args), []
+    backend = native_backend(args.snip_gemm or SnipConfig.gemm, tensor_parallel=args.tensor_model_parallel_size > 1)
+    config = SnipConfig.from_args(args, backend)
+    if not config.updates and not config.late:
+        return config, []
+    said = [dominated(config.wanted, config.formats, backend)]
+    if args.snip_budget is None:
+        free = "" if backend else ": formats are emulated on this machine, which saves no time"
+        said.insert(
+            0, f"--snip-budget {config.budget} over {','.join(config.formats)}, schedule {config.schedule}{free}"
+        )
+    return config, [line for line in said if line]
+
+
 @contextmanager
 def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
     """Run a training with SNIP inside this context if ``--snip`` was given.
@@ -42,9 +68,11 @@ def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
     Raises:
         SnipError: If the configuration cannot work. It is checked before any collective is called.
     """
-    config = SnipConfig.from_args(args)
+    config, said = configuration(args)
     with ExitStack() as stack:
         if config.enabled:
+            for line in said if is_rank_zero() else ():
+                print(f"snip: {line}", flush=True)
             from snip_megatron.megatron.setup import install
 
             snip = install(config, args=args)

@@ -13,7 +13,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, native_formats, stage_memory
 from snip_megatron.planner.phases import PlannedRun, plan_phases
 from snip_megatron.planner.probes import Probes
-from snip_megatron.planner.request import PlanRequest, build_problem, training_budget
+from snip_megatron.planner.request import PlanRequest, build_problem, option_losses, training_budget
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
 from snip_megatron.precision import LINEAR_KINDS, Format
@@ -69,7 +69,7 @@ def make_plan(
         "stages": stages,
         "memory": _fit(stages, gpu_memory or step.rates.gpu_memory),
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
-        "budget": _budget(step, request, problem, solution, variants["map"]),
+        "budget": _budget(step, request, problem, solution, variants["map"], steps),
         "phases": None if run is None else plan_phases(step, request, problem, solution, run),
         "overhead": _overhead(costs, probes),
         "assumptions": _assumptions(step, request, run),
@@ -78,11 +78,12 @@ def make_plan(
 
 def _variants(step: StepModel, solution: Solution) -> dict[str, FormatsOf]:
     """Return the compared variants: bf16, fp8 everywhere (if the cost model knows it), and the map."""
-    found: dict[str, FormatsOf] = {"bf16": lambda block, kind: ALL_BF16}
-    if Format.FP8 in step.model.formats:
-        found["fp8"] = lambda block, kind: (Format.FP8,) * 3
-    found["map"] = formats_of_map(step.layout.model, solution.to_precision_map())
-    return found
+    found = {fmt.value: _uniform(fmt) for fmt in (Format.BF16, Format.FP8) if fmt in step.model.formats}
+    return found | {"map": formats_of_map(step.layout.model, solution.to_precision_map())}
+
+
+def _uniform(fmt: Format) -> FormatsOf:
+    return lambda block, kind: (fmt,) * 3
 
 
 # -- parts of the body ---------------------------------------------------------------------------------------------
@@ -169,12 +170,23 @@ def _linears(time: StepTime) -> float:
     return max(stage.priced for stage in time.stages)
 
 
-def _budget(step: StepModel, request: PlanRequest, problem: Problem, solution: Solution, formats_of: FormatsOf) -> Body:
+def _budget(
+    step: StepModel,
+    request: PlanRequest,
+    problem: Problem,
+    solution: Solution,
+    formats_of: FormatsOf,
+    steps: Mapping[str, StepTime],
+) -> Body:
     """Describe the budget, its solution, and the ``--snip-budget`` of a training."""
     model = step.layout.model
-    budget = training_budget(request, problem, solution)
+    budget, share = training_budget(request, problem), fp4_share(model, formats_of)
+    speedups = {"speedup": _linears(steps["bf16"]) / _linears(steps["map"]), "loss": solution.loss, "fp4": share}
     return {
         "asked": request.text,
+        "planned": speedups.get(request.kind, steps["bf16"].total / steps["map"].total),
+        "counted": solution.speedup,
+        "beaten": _beaten(step, request, solution, steps["map"]),
         "formats": [fmt.value for fmt in request.formats],
         "granularity": request.granularity,
         "losses": "synthetic" if request.statistics is None else str(request.statistics),
@@ -184,10 +196,24 @@ def _budget(step: StepModel, request: PlanRequest, problem: Problem, solution: S
         "solve_seconds": solution.solve_seconds,
         "items": len(solution.choices),
         "gemms": gemm_counts(model, formats_of),
-        "fp4_share": fp4_share(model, formats_of),
+        "fp4_share": share,
         "snip_budget": budget,
         "snip_arguments": request.training_arguments(budget),
     }
+
+
+def _beaten(step: StepModel, request: PlanRequest, solution: Solution, running: StepTime) -> Body | None:
+    """Return the fastest uniform format of the candidates that is as fast as the map, and loses no more; None if none
+    does.
+    """
+    assert solution.loss is not None
+    losses, found = option_losses(request, step.layout).values(), list[Body]()
+    for fmt in request.formats:
+        total = math.fsum(by_format.get(fmt, math.inf) for by_format in losses)
+        seconds = step.step(_uniform(fmt)).total if total <= solution.loss else math.inf
+        if seconds <= running.total and len(set(solution.choices.values())) > 1:
+            found.append({"format": fmt.value, "seconds": seconds, "loss": total})
+    return min(found, key=lambda body: body["seconds"], default=None)
 
 
 def _overhead(costs: overhead.Overhead, probes: Probes) -> Body:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from snip_megatron.config.defaults import LOSS
+
 Body = dict[str, Any]
 _GIB = 2.0**30
 _TIGHT = 0.9
@@ -124,8 +126,35 @@ def _budget(plan: Body) -> str:
     return (
         f"budget {budget['asked']} over {','.join(budget['formats'])} by {budget['granularity']}, losses"
         f" {budget['losses']}: {budget['status']} in {budget['solve_seconds']:.2f} s, Σ loss {budget['loss']:.4g}\n"
+        f"  planned {budget['planned']:.4g} of {budget['asked'].partition('=')[2]} asked{_why_less(budget)}\n"
         f"  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training:"
         f" {budget['snip_arguments'] or 'no speedup= of all stages gives this step'}"
+        + "".join(f"\n  {line}" for line in [beaten(plan)] if line)
+    )
+
+
+def _why_less(budget: Body) -> str:
+    kind, _, asked = budget["asked"].partition("=")
+    if kind not in ("speedup", "step") or budget["planned"] >= float(asked) * (1 - 5e-4):
+        return ""
+    return (
+        f": the solver counts GEMMs one by one ({budget['counted']:.4g}), and two that quantise a tensor for different"
+        " formats do not share the time of it"
+    )
+
+
+def beaten(plan: Body) -> str:
+    """Return a line if a uniform format is as fast as the map and loses no more, with the better command; else ""."""
+    budget, steps = plan["budget"], plan["steps"]
+    if (uniform := budget["beaten"]) is None:
+        return ""
+    speedup = steps["bf16"]["seconds"] / uniform["seconds"]
+    better = f"--snip-pin '*={uniform['format']}'"
+    if budget["asked"].startswith("fp4="):
+        better = f"--snip-budget {LOSS}, the default"
+    return (
+        f"{uniform['format']} everywhere beats this map: {speedup:.3f} × bf16 (the map {steps['map']['speedup']:.3f}),"
+        f" Σ loss {uniform['loss']:.3g} (the map {budget['loss']:.3g}); for speed use {better}"
     )
 
 

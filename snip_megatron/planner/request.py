@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from snip_megatron.config.conflicts import in_nats
+from snip_megatron.config.defaults import candidates, defaults
 from snip_megatron.config.run import SnipConfig
 from snip_megatron.config.values import parse_tolerance
 from snip_megatron.errors import SnipError, cut
@@ -19,14 +20,11 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.policies import UNSOLVED
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.solver.problem import Problem
-from snip_megatron.solver.solution import Solution
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import with_times
 
 BUDGETS = ("fp4", "speedup", "step", "loss")
 """The kinds of budget of a plan. ``step`` is the speedup of the whole step."""
-_PAPER = (Format.FP8, Format.FP4)
-_TIMED = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
 _GRANULARITY, _TOLERANCE = SnipConfig.granularity, parse_tolerance(SnipConfig.stage_tolerance)
 _DIGITS = 1e5  # of a speedup named for a training, which is rounded down so that it stays within reach
 
@@ -81,10 +79,11 @@ def _number(value: float) -> str:
 
 
 def parse_request(
-    budget: str,
+    budget: str | None,
     formats: str | None,
     measured: tuple[Format, ...],
     *,
+    backend: str | None = None,
     granularity: str,
     tolerance: float | None,
     statistics: Path | None,
@@ -95,9 +94,10 @@ def parse_request(
     """Parse the arguments of ``snip plan``.
 
     Args:
-        budget: ``KIND=VALUE``.
-        formats: the candidate formats, comma separated; None for the default of the kind of budget.
+        budget: ``KIND=VALUE``; None for that of a training.
+        formats: the candidate formats, comma separated; None for those of a training with this budget.
         measured: the formats that the cost model can predict.
+        backend: the GEMM backend whose times the cost model has; None for ideal times.
         granularity: see :class:`PlanRequest`.
         tolerance: see :class:`PlanRequest`.
         statistics: see :class:`PlanRequest`.
@@ -108,6 +108,8 @@ def parse_request(
     Raises:
         SnipError: the budget or a format is invalid, or a training would refuse their combination.
     """
+    if budget is None:
+        budget = str(defaults({"policy": policy}, backend, ends=False)["budget"])
     asked = Budget.parse(budget, "--budget", BUDGETS)
     kind, wanted = asked.kind, asked.value
     if kind == "loss" and policy not in UNSOLVED and not in_nats(policy, SnipConfig.q):
@@ -115,7 +117,7 @@ def parse_request(
             f"--budget {cut(budget)} bounds a loss, and the scores of --policy {policy} are none; use another"
         )
     if formats is None:
-        chosen = _PAPER if kind == "fp4" else tuple(fmt for fmt in _TIMED if fmt in measured)
+        chosen = tuple(Format(fmt) for fmt in candidates(kind, backend))
     else:
         names = formats.split(",")
         unknown = [name for name in names if name not in Format._value2member_map_]
@@ -145,41 +147,33 @@ def build_problem(request: PlanRequest, step: StepModel) -> Problem:
     return with_times(base, step.shapes, step.model, budget, step.charge, fixed)
 
 
-def training_budget(request: PlanRequest, problem: Problem, solution: Solution) -> str | None:
+def training_budget(request: PlanRequest, problem: Problem) -> str | None:
     """Return the ``--snip-budget`` with which a training gets a step as fast as the planned one.
 
     A ``speedup=`` bounds the linears of all stages alike. A ``step=`` may leave stages alone that have little work
     outside of their linears, so that its training may save more on these stages than the plan does.
 
-    Args:
-        request: the request.
-        problem: its problem.
-        solution: its solution.
-
     Returns:
         The budget. None if no ``speedup=`` within reach gives such a step.
     """
-    if request.kind in ("fp4", "speedup") or (request.kind == "loss" and request.statistics is not None):
+    if request.kind != "step":
         return request.text
     bf16 = dict.fromkeys((item.stage for item in problem.items), 0.0)
-    planned, least = dict(bf16), dict(bf16)
+    least = dict(bf16)
     for item in problem.items:
-        savings = {choice.format: choice.saving for choice in item.choices}
+        savings = [choice.saving for choice in item.choices]
         bf16[item.stage] += item.cost
-        planned[item.stage] += item.cost - savings[solution.choices[item.id]]
-        least[item.stage] += item.cost - max(savings.values())
-    most = max(planned.values())
-    if request.kind == "step":
-        fixed = dict(problem.fixed_cost)
-        step = max(fixed[stage] + seconds for stage, seconds in bf16.items()) / request.wanted
-        most = min((step - fixed[stage] for stage in bf16 if fixed[stage] + bf16[stage] > step), default=math.inf)
+        least[item.stage] += item.cost - max(savings)
+    fixed = dict(problem.fixed_cost)
+    step = max(fixed[stage] + seconds for stage, seconds in bf16.items()) / request.wanted
+    most = min((step - fixed[stage] for stage in bf16 if fixed[stage] + bf16[stage] > step), default=math.inf)
     speedup = math.floor(max(1.0, max(bf16.values()) / most) * _DIGITS) / _DIGITS
     return f"speedup={_number(speedup)}" if max(least.values()) * speedup <= max(bf16.values()) else None
 
 
 def _items(request: PlanRequest, layout: Layout) -> list[Item]:
     """Return items with costs in FLOPs a step. A 4-bit format saves the whole cost."""
-    losses = _losses(request, layout)
+    losses = option_losses(request, layout)
     stages = layout.stage_of()
     items = []
     for key, by_format in losses.items():
@@ -191,7 +185,8 @@ def _items(request: PlanRequest, layout: Layout) -> list[Item]:
     return items
 
 
-def _losses(request: PlanRequest, layout: Layout) -> Mapping[str, Mapping[Format, float]]:
+def option_losses(request: PlanRequest, layout: Layout) -> Mapping[str, Mapping[Format, float]]:
+    """Return option id → candidate format → loss. Raises SnipError if the statistics do not fit the request."""
     if request.statistics is None:
         blocks, granularity = layout.model.blocks, request.granularity
         return synthetic_losses(blocks, request.formats, request.seed, granularity=granularity)

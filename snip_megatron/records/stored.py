@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from snip_megatron.config.defaults import backend_of, candidates
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, PrecisionMap, candidates_fault, fp4_fraction
 from snip_megatron.precision.budget import Budget
@@ -204,9 +205,8 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
     wanted: dict[str, Any] = {"speedup": None, "loss": None}
     wanted["target" if budget.kind == "fp4" else budget.kind] = budget.value
     fields = dict(change.fields)
-    if budget.kind == "fp4" and "formats" not in fields:
-        # bf16 is a candidate only under budgets of time or loss: under a share of FLOPs it costs nothing.
-        fields["formats"] = tuple(f for f in request.formats if f != Format.BF16.value)
+    if budget.timed != request.timed and "formats" not in fields:
+        fields["formats"] = _candidates(stored, change, request, budget)
     request = dataclasses.replace(request, **wanted, **fields, phases=phases, prefix="--")
     if phases is not None and request.granularity != "gemm":
         raise SnipError(
@@ -230,6 +230,20 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
         formats = (*request.formats, *(fmt for _, fmt in request.pins))
         request = dataclasses.replace(request, times=stored.times(change.cost, formats))
     return build_problem(stored.table(), request)[0]
+
+
+def _candidates(stored: Stored, change: Change, request: SolveRequest, budget: Budget) -> tuple[str, ...]:
+    """Return the candidates that a training with this budget has, as far as the run has measured them.
+
+    Where it has measured none of them, the run's own are returned, of which bf16 is one under budgets of time alone.
+    """
+    if change.cost is not None:
+        backend = backend_of(load_cost_model(change.cost))
+    else:
+        backend = read_config(stored.run)["facts"].get("gemm_backend")
+    own = tuple(fmt for fmt in request.formats if fmt != Format.BF16.value)
+    found = tuple(fmt for fmt in candidates(budget.kind, backend) if fmt in (*own, Format.BF16.value))
+    return found if set(own) & set(found) else own
 
 
 def _check_unit(stored: Stored, phases: PhasedRequest | None, own: Budget, budget: Budget) -> None:

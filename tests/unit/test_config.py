@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snip_megatron.config import SnipConfig, add_arguments, parse_snip_arguments
+from snip_megatron.config.defaults import dominated
 from snip_megatron.config.options import is_option
 from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
@@ -43,7 +44,8 @@ def test_every_option_is_an_argument_with_help_and_default() -> None:
         assert action.option_strings == [flag(name)]
         assert action.help
         if f.default is not None and not isinstance(f.default, bool | tuple):
-            assert f"; default: {f.default}" in action.help, name
+            shown = f.metadata["argument"].get("shown", f.default)
+            assert f"; default: {shown}" in action.help, name
 
 
 def test_arguments_that_are_gone_say_what_to_use() -> None:
@@ -64,6 +66,53 @@ def test_nothing_given_is_the_default_and_disabled() -> None:
     assert parse() == SnipConfig()
     assert not parse().enabled
     assert parse("--snip") == SnipConfig(enabled=True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "backend", "expected"),
+    [
+        ("", "hopper", ("loss=0.002", "bf16,fp8,fp8_tensor", "auto")),
+        ("", "blackwell", ("loss=0.002", "bf16,mxfp8,nvfp4", "auto")),
+        ("", None, ("fp4=0.75", "fp8,fp4", "static")),
+        ("--snip-formats fp8,fp8_tensor", "hopper", ("loss=0.002", "fp8,fp8_tensor", "auto")),
+        ("--snip-formats fp8,fp4", "hopper", ("fp4=0.75", "fp8,fp4", "static")),  # to study FP4
+        ("--snip-formats mxfp8,nvfp4", "hopper", ("fp4=0.75", "mxfp8,nvfp4", "static")),  # emulated there
+        ("--snip-policy random", "hopper", ("fp4=0.75", "fp8,fp4", "static")),  # no scores in nats
+        ("--snip-budget speedup=1.2", "hopper", ("speedup=1.2", "bf16,fp8,fp8_tensor", "static")),
+        ("--snip-budget fp4=0.5", "blackwell", ("fp4=0.5", "mxfp8,nvfp4", "static")),
+        ("--snip-budget loss=0.01 --snip-settings cost=flops", "hopper", ("loss=0.01", "bf16,fp8,fp4", "static")),
+        ("--snip-granularity layer", "hopper", ("loss=0.002", "bf16,fp8,fp8_tensor", "static")),  # has no phases
+        ("--snip-schedule static", "hopper", ("loss=0.002", "bf16,fp8,fp8_tensor", "static")),
+    ],
+)
+def test_what_is_left_open_follows_from_the_card(argv: str, backend: str | None, expected: tuple[str, ...]) -> None:
+    parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser.add_argument("--train-iters", type=int)
+    config = SnipConfig.from_args(parser.parse_args(["--snip", "--train-iters", "1000", *argv.split()]), backend)
+    assert (config.budget, ",".join(config.formats), config.schedule) == expected
+
+
+def test_without_an_end_of_training_there_are_no_phases() -> None:
+    args = add_arguments(argparse.ArgumentParser()).parse_args(["--snip"])
+    assert SnipConfig.from_args(args, "hopper").schedule == "static"
+
+
+@pytest.mark.parametrize(
+    "argv", ["--snip-formats bf16,fp8", "--snip-deploy bf16 --train-iters 9", "--snip-formats fp8"]
+)
+def test_arguments_that_are_valid_on_some_card_pass_before_the_card_is_known(argv: str) -> None:
+    assert parse_snip_arguments(["--snip", *argv.split()]).enabled
+    with pytest.raises(SnipError):
+        parse("--snip", *[word for word in argv.split() if word not in ("--train-iters", "9")])
+
+
+def test_a_share_of_fp4_where_four_bits_are_no_faster_is_said() -> None:
+    line = dominated(Budget("fp4", 0.75), ("fp8", "fp4"), "hopper")
+    assert line is not None
+    assert "fp8 everywhere" in line
+    assert "--snip-budget loss=0.002 --snip-formats bf16,fp8,fp8_tensor" in line
+    assert dominated(Budget("fp4", 0.75), ("mxfp8", "nvfp4"), "blackwell") is None
+    assert dominated(Budget("loss", 0.01), ("bf16", "fp8"), "hopper") is None
 
 
 def test_from_args_of_a_foreign_namespace() -> None:
