@@ -235,13 +235,13 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
 def _candidates(stored: Stored, change: Change, request: SolveRequest, budget: Budget) -> tuple[str, ...]:
     """Return the candidates that a training with this budget has, as far as the run has measured them.
 
-    Where it has measured none of them, the run's own are returned, of which bf16 is one under budgets of time alone.
+    Where it has measured none of them, and under a share of FLOPs, they are the run's own without bf16.
     """
-    if change.cost is not None:
-        backend = backend_of(load_cost_model(change.cost))
-    else:
-        backend = read_config(stored.run)["facts"].get("gemm_backend")
     own = tuple(fmt for fmt in request.formats if fmt != Format.BF16.value)
+    if budget.kind == "fp4":
+        return own
+    cost, facts = change.cost, read_config(stored.run)["facts"]
+    backend = facts.get("gemm_backend") if cost is None else backend_of(load_cost_model(cost))
     found = tuple(fmt for fmt in candidates(budget.kind, backend) if fmt in (*own, Format.BF16.value))
     return found if set(own) & set(found) else own
 

@@ -42,7 +42,7 @@ def test_70b(tmp_path: Path) -> None:
 
 def test_a_model_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["plan", "--model", "llama-8b", "--timings", "flops", "--budget", "step=1.2"]) == 0
-    assert "budget step=1.2 over bf16,fp8,fp8_tensor" in capsys.readouterr().out
+    assert "budget step=1.2 over bf16,fp8,fp4" in capsys.readouterr().out
 
 
 def test_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,11 +90,11 @@ def test_what_an_update_measures(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_budget_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["plan", "--model", "8b", "--timings", "flops", "--budget", "speedup=3"]) == 3
+    assert exit_code(["plan", "--model", "8b", "--timings", "flops", "--budget", "speedup=5"]) == 3
     output, error = capsys.readouterr()
     assert output == ""
-    assert error.startswith("snip plan: --budget speedup=3: infeasible: ")
-    assert "the highest reachable speedup is 2" in error
+    assert error.startswith("snip plan: --budget speedup=5: infeasible: ")
+    assert "the highest reachable speedup is 4" in error
     assert error.count("\n") == 1
 
 
