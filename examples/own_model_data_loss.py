@@ -26,7 +26,7 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-from snip_megatron.attach import attach, layer_spec, snip_arguments  # SNIP 1
+from snip_megatron.attach import attach, snip_arguments  # SNIP 1
 
 pretrain = attach(pretrain)  # SNIP 2
 
@@ -58,14 +58,14 @@ def datasets(samples: tuple[int, int, int]) -> tuple[Counting | None, ...]:
 
 
 def build_model(pre_process: bool, post_process: bool, vp_stage: int | None = None, **other: Any) -> GPTModel:
-    """One model chunk. ``layer_spec`` is SNIP's layer where Transformer Engine's cannot be quantised, else None."""
+    """One model chunk."""
     args = get_args()
     config = core_transformer_config_from_args(args)
     fused = args.transformer_impl == "transformer_engine"
-    own = get_gpt_layer_with_transformer_engine_spec() if fused else get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = get_gpt_layer_with_transformer_engine_spec() if fused else get_gpt_layer_local_spec(normalization="RMSNorm")
     return GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config) or own,
+        transformer_layer_spec=layer,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.seq_length,
         pre_process=pre_process,

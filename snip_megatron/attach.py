@@ -23,7 +23,7 @@ from snip_megatron.config import SnipConfig, add_arguments, parse_snip_arguments
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import startup, supported
 
-__all__ = ["attach", "layer_spec", "snip_arguments"]
+__all__ = ["attach", "snip_arguments"]
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -77,27 +77,6 @@ def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
             return run_attached(pretrain, args, kwargs, decided)
 
     return cast(Pretrain, pretrain_under_snip)
-
-
-def layer_spec(config: Any) -> Any:
-    """Return the decoder layer for a model provider under ``--snip --transformer-impl transformer_engine``.
-
-    SNIP cannot replace the GEMMs inside Transformer Engine's fused linears. Its layer keeps norm and linear apart, and
-    shares checkpoints with Transformer Engine's. A script that gives Megatron a model configuration does not need this
-    function.
-
-    Args:
-        config: Megatron's TransformerConfig.
-
-    Returns:
-        The spec. None if the script's own layers can be used: without ``--snip``, and with
-        ``--transformer-impl local``.
-    """
-    if config.transformer_impl != "transformer_engine" or not parse_snip_arguments(sys.argv[1:]).enabled:
-        return None
-    from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
-
-    return transformer_engine_layer_spec(argparse.Namespace(transformer=config))
 
 
 def _check_device(decided: startup.Startup) -> None:

@@ -37,7 +37,6 @@ from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.evaluation import share
 from snip_megatron.megatron.host import StepCall
-from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, is_rank_zero
 from snip_megatron.reporting.sinks import Sinks
@@ -78,11 +77,10 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
             self._run = None
 
     def attach(self, container: Any) -> SnipCallback:
-        """Register SNIP's hook and layer spec with the model of Bridge's ``ConfigContainer``, before ``pretrain``.
+        """Register SNIP's hook with the model of Bridge's ``ConfigContainer``, before ``pretrain``.
 
         Raises:
-            SnipError: If this callback was attached before, or if the model has no pre-wrap hooks or has a layer of its
-                own, which SNIP's would replace.
+            SnipError: If this callback was attached before, or if the model has no pre-wrap hooks.
         """
         if not self._snip.enabled:
             return self
@@ -91,16 +89,8 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         self._container = container
         model = container.model
         if hasattr(model, "register_pre_wrap_hook"):  # a provider
-            if model.transformer_impl == "transformer_engine":
-                if not bridge_compat.is_stock_layer(model.transformer_layer_spec):
-                    raise _own_layer(model)
-                model.transformer_layer_spec = _provider_layer_spec
             model.register_pre_wrap_hook(self.pre_wrap_hook)
         elif hasattr(model, "pre_wrap_hooks"):  # Megatron's own model configuration
-            if model.transformer.transformer_impl == "transformer_engine":
-                if model.transformer_layer_spec is not None:
-                    raise _own_layer(model)
-                model.transformer_layer_spec = transformer_engine_layer_spec
             model.pre_wrap_hooks.append(self.pre_wrap_hook)
         else:
             raise SnipError(f"{type(model).__name__} has no pre-wrap hooks: SNIP cannot reach its linears")
@@ -206,18 +196,6 @@ class _BridgeRun(SnipRun):
 
     def _sinks(self) -> Sinks:
         return Sinks(WandbSink(self.state.wandb_logger), TensorBoardSink(self.state.tensorboard_logger))
-
-
-def _own_layer(model: Any) -> SnipError:
-    return SnipError(
-        f"{type(model).__name__} has a transformer_layer_spec of its own, which SNIP's layer would replace under"
-        " transformer_impl='transformer_engine': SNIP cannot train this model through Megatron Bridge; use the default"
-        " layer of GPTModelProvider, or transformer_impl='local'"
-    )
-
-
-def _provider_layer_spec(config: Any) -> Any:
-    return transformer_engine_layer_spec(argparse.Namespace(transformer=config))
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------

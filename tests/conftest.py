@@ -1,4 +1,4 @@
-"""What the folders under tests/ mean: marker, who runs beside whom; warm ranks; settings of property tests."""
+"""What the folders under tests/ mean: marker, who runs beside whom; warm ranks; groups of one; property tests."""
 
 from __future__ import annotations
 
@@ -41,6 +41,26 @@ def warm() -> Iterator[Any]:
     server = WarmRanks()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model_parallel_of_one(one_rank: None) -> Iterator[None]:
+    """Megatron's process groups over this process alone."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
 
 
 @pytest.fixture(autouse=True)

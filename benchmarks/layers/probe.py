@@ -34,7 +34,10 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
@@ -45,7 +48,6 @@ from benchmarks.layers.llama_blocks import transformer_config  # noqa: E402
 from snip_megatron.config import SnipConfig  # noqa: E402
 from snip_megatron.layers import convert_model  # noqa: E402
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host  # noqa: E402
-from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec  # noqa: E402
 from snip_megatron.precision import Format, PrecisionMap  # noqa: E402
 from snip_megatron.runtime.probing.probe import ProbeRunner  # noqa: E402
 from snip_megatron.statistics import errors, recorder  # noqa: E402
@@ -97,7 +99,7 @@ class Training:
 
     def _spec(self) -> Any:
         if HAVE_TE:
-            return transformer_engine_layer_spec(argparse.Namespace(transformer=self.config))
+            return get_gpt_layer_with_transformer_engine_spec()
         return get_gpt_layer_local_spec(normalization="RMSNorm")
 
     def forward_step(self, data: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:

@@ -63,7 +63,7 @@ def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
 
     Args:
         args: Megatron's validated arguments.
-        model_config: Holds ``pre_wrap_hooks`` and ``transformer_layer_spec``, which are set here.
+        model_config: Holds ``pre_wrap_hooks``. The one that converts the model is added here.
 
     Raises:
         SnipError: If the configuration cannot work. It is checked before any collective is called.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
@@ -30,12 +31,18 @@ from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
 logger = logging.getLogger(__name__)
 
-_SNIP_CLASS: dict[type, type] = {
-    ColumnParallelLinear: SnipColumnParallelLinear,
-    RowParallelLinear: SnipRowParallelLinear,
-    SnipColumnParallelLinear: SnipColumnParallelLinear,
-    SnipRowParallelLinear: SnipRowParallelLinear,
+_SNIP_CLASS: dict[type, tuple[type, str]] = {
+    ColumnParallelLinear: (SnipColumnParallelLinear, "column"),
+    RowParallelLinear: (SnipRowParallelLinear, "row"),
 }
+"""Class of a built linear → the class that it gets, and how its weight is sharded. Only exact classes are converted: a
+subclass may do more than its base.
+"""
+if HAVE_TE:
+    from snip_megatron.megatron.te_linear import CLASSES
+
+    _SNIP_CLASS |= CLASSES
+_SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNIP_CLASS.values()}
 
 
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
@@ -102,9 +109,8 @@ def frozen_parameter(model_chunks: Sequence[torch.nn.Module], registry: LinearRe
         return registry.frozen[0]
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
-            owner = name.removesuffix(".weight")
-            if not parameter.requires_grad and owner.endswith(SINKS):
-                return owner
+            if not parameter.requires_grad and name.endswith(SINKS):
+                return name
     return None
 
 
@@ -167,38 +173,37 @@ def _modules(layer: torch.nn.Module, linear: LinearId) -> list[tuple[int | None,
 
 
 def _convert_linear(module: Any, linear: LinearId, registry: LinearRegistry, expert: int | None) -> None:
-    target = _SNIP_CLASS.get(type(module))
-    if target is None:
-        raise SnipError(
-            f"{linear}: cannot quantise a {type(module).__module__}.{type(module).__qualname__};"
-            " use --transformer-impl local, or build the model with snip_megatron.attach.layer_spec()"
-        )
+    if type(module) not in _SNIP_CLASS:
+        raise SnipError(f"{linear}: cannot quantise a {type(module).__module__}.{type(module).__qualname__}")
     if not module.weight.requires_grad:
         logger.info("%s is frozen: stays bf16", linear)
         registry.frozen.append(str(linear))
         return
-    module.__class__ = target
-    module.snip = _handle(module, linear, registry.context, expert)
+    module.__class__, parallel = _SNIP_CLASS[type(module)]
+    module.snip = _handle(module, linear, registry.context, expert, parallel)
     registry.add(module.snip)
 
 
-def _handle(module: Any, linear: LinearId, context: StepContext, expert: int | None) -> LinearHandle:
-    group = module.tp_group
-    rank, size = group.rank(), group.size()
-    n, k = module.output_size, module.input_size
-    column = isinstance(module, ColumnParallelLinear)
-    gated = linear.kind.endswith("linear_fc1") and module.config.gated_linear_unit
-    everything = (torch.arange(n), torch.arange(k))
+def _handle(module: Any, linear: LinearId, context: StepContext, expert: int | None, parallel: str) -> LinearHandle:
+    # Transformer Engine's linears keep the group under a name of their own where they exchange nothing themselves.
+    group = None if parallel == "whole" else getattr(module, "_tp_group", None) or module.tp_group
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    n, k = module.weight.shape
+    out_features, in_features = torch.arange(n), torch.arange(k)
+    if parallel == "column":
+        out_features = _global_features(_parts(module.weight), rank, size)
+    elif parallel == "row":
+        in_features = _global_features([k], rank, size)
     return LinearHandle(
         id=linear,
-        parallel="column" if column else "row",
-        n=n,
-        k=k,
+        parallel=parallel,
+        n=n * (size if parallel == "column" else 1),
+        k=k * (size if parallel == "row" else 1),
         stage=_stage(module),
         tp_rank=rank,
         tp_size=size,
-        out_features=_shard(n, rank, size, halves=2 if gated else 1) if column else everything[0],
-        in_features=everything[1] if column else _shard(k, rank, size, halves=1),
+        out_features=out_features,
+        in_features=in_features,
         context=context,
         module=module,
         tp_group=group if size > 1 else None,
@@ -206,12 +211,25 @@ def _handle(module: Any, linear: LinearId, context: StepContext, expert: int | N
     )
 
 
-def _shard(features: int, rank: int, size: int, halves: int) -> torch.Tensor:
-    """Return the global feature indices of a rank's shard.
+def _parts(weight: torch.Tensor) -> list[int]:
+    """Return the sizes of the parts of a shard [N local, K], each of which is sharded apart from the others.
 
-    ``halves`` is 2 for the first linear of a gated MLP: gate and up projections are sharded apart and then stacked.
+    Megatron marks a linear of several parts: a mixer's ``in_proj`` by sizes, and gate and up projection by a stride.
     """
-    return torch.arange(features).view(halves, size, -1)[:, rank].reshape(-1)
+    sizes = getattr(weight, "partition_sizes", None)
+    if sizes is not None:
+        return list(sizes)
+    stride = getattr(weight, "partition_stride", 1)
+    return [len(weight) // stride] * stride
+
+
+def _global_features(parts: Sequence[int], rank: int, size: int) -> torch.Tensor:
+    """Return the global indices of a rank's features, int64, of which ``parts`` are the local numbers."""
+    found, start = [], 0
+    for count in parts:
+        found.append(torch.arange(count) + start + rank * count)
+        start += count * size
+    return torch.cat(found)
 
 
 def _stage(module: Any) -> int:

@@ -25,7 +25,8 @@ from snip_megatron.statistics.reduction import ProbeGroups
 from snip_megatron.statistics.table import SinkRow
 
 _EMBEDDING, _NORMS, _FINAL_NORM = "word_embeddings", ("input_layernorm", "pre_mlp_layernorm"), "final_layernorm"
-SINKS = (_EMBEDDING, *_NORMS, _FINAL_NORM)
+_NORMED, _FUSED_NORM = ("self_attention.linear_qkv", "mlp.linear_fc1"), "layer_norm_weight"
+SINKS = (*(f"{sink}.weight" for sink in (_EMBEDDING, *_NORMS, _FINAL_NORM)), _FUSED_NORM)
 """Last words of the names of sinks, the parameters beside the linears that gradient errors reach."""
 
 
@@ -127,14 +128,21 @@ def _local_sinks(model: Sequence[torch.nn.Module], rows: Sequence[SinkRow], tp_r
             weight = own.embedding.word_embeddings.weight
             found.append(LocalSink(row[f"embedding.{_EMBEDDING}"], weight, first_row=tp_rank * weight.shape[0]))
         norms = [
-            (f"layers.{layer.layer_number - 1}.{n}", getattr(layer, n)) for layer in own.decoder.layers for n in _NORMS
+            (f"layers.{layer.layer_number - 1}.{norm}", _norm_weight(layer, norm, linear))
+            for layer in own.decoder.layers
+            for norm, linear in zip(_NORMS, _NORMED, strict=True)
         ]
-        norms.append((_FINAL_NORM, getattr(own.decoder, _FINAL_NORM, None)))
-        for name, norm in norms:
-            weight = getattr(norm, "weight", None)
+        norms.append((_FINAL_NORM, getattr(getattr(own.decoder, _FINAL_NORM, None), "weight", None)))
+        for name, weight in norms:
             if weight is not None:
                 found.append(LocalSink(row[f"decoder.{name}"], weight, replicated=True))
     return found
+
+
+def _norm_weight(layer: Any, norm: str, linear: str) -> torch.nn.Parameter | None:
+    """Return the weight of a norm, which may be a module or a part of the linear that reads its output."""
+    weight = getattr(getattr(layer, norm), "weight", None)
+    return getattr(layer.get_submodule(linear), _FUSED_NORM, None) if weight is None else weight
 
 
 # -- a training step ------------------------------------------------------------------------------------------------

@@ -26,38 +26,41 @@ _MUST_BE_DEFAULT: dict[str, tuple[Any, ...]] = {
 _HANDLED = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}
 
 
-def _call(
-    handle: LinearHandle, kwargs: dict[str, Any], *, scatters: bool = False, packs_gradient: bool = False
-) -> LinearCall:
-    """Return what a forward of :class:`QuantizedLinear` is told.
-
-    Args:
-        handle: The converted linear.
-        kwargs: The arguments other than tensors that Megatron passes to its own GEMM.
-        scatters: Whether the output is reduce-scattered over the tokens of tensor parallel ranks.
-        packs_gradient: With ``scatters``, whether the output gradient is quantised before it is gathered.
-
-    Raises:
-        SnipError: If an argument requires what the quantised path does not implement.
-    """
-    for name, value in kwargs.items():
-        if name in _HANDLED or (value is None and name in _MUST_BE_DEFAULT):
-            continue
-        if name not in _MUST_BE_DEFAULT or not any(value is default for default in _MUST_BE_DEFAULT[name]):
-            raise SnipError(
-                f"{handle.name}: Megatron asks for {name}={quoted(value)}, which quantised linears do not support"
-            )
+def product(
+    handle: LinearHandle,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    sequence_parallel: bool = False,
+    allreduce_dgrad: bool = False,
+    tp_group: Any = None,
+    scatters: bool = False,
+) -> torch.Tensor:
+    """Return X·Wᵀ (+ bias) in the formats of the precision map. The arguments are those of :class:`LinearCall`."""
     override = handle.context.override
-    return LinearCall(
+    call = LinearCall(
         handle=handle,
-        sequence_parallel=bool(kwargs.get("sequence_parallel", False)),
-        allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
-        tp_group=kwargs.get("tp_group"),
+        sequence_parallel=sequence_parallel,
+        allreduce_dgrad=allreduce_dgrad,
+        tp_group=tp_group,
         has_backward=torch.is_grad_enabled(),
         override=None if override is None else override(handle),
         scatters=scatters,
-        packs_gradient=packs_gradient,
+        packs_gradient=scatters and torch.is_grad_enabled() and packs_gradient(handle, x),
     )
+    return QuantizedLinear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def scatters(handle: LinearHandle) -> bool:
+    """Return whether a row-parallel linear under sequence parallelism reduce-scatters its output itself.
+
+    It does in a pass of training under the map, with or without gradients, because recomputation must repeat the
+    forward. One node of autograd then takes less host time than two. Partial sums may also be quantised before they are
+    exchanged, and the output gradient before it is gathered, which Megatron's own reduction does in the training dtype.
+    """
+    context = handle.context
+    return handle.tp_group is not None and not handle.is_stock and context.override is None and not context.probing
 
 
 class _QuantizedForward:
@@ -68,8 +71,22 @@ class _QuantizedForward:
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if self.snip.is_stock:
             return super()._forward_impl(input, weight, **kwargs)  # type: ignore[misc,no-any-return]
-        bias, call = kwargs.get("bias"), _call(self.snip, kwargs)
-        return QuantizedLinear.apply(input, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
+        for name, value in kwargs.items():
+            if name in _HANDLED or (value is None and name in _MUST_BE_DEFAULT):
+                continue
+            if name not in _MUST_BE_DEFAULT or not any(value is default for default in _MUST_BE_DEFAULT[name]):
+                raise SnipError(
+                    f"{self.snip.name}: Megatron asks for {name}={quoted(value)}, which quantised linears do not have"
+                )
+        return product(
+            self.snip,
+            input,
+            weight,
+            kwargs.get("bias"),
+            sequence_parallel=bool(kwargs.get("sequence_parallel", False)),
+            allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
+            tp_group=kwargs.get("tp_group"),
+        )
 
 
 class SnipColumnParallelLinear(_QuantizedForward, ColumnParallelLinear):  # type: ignore[misc]
@@ -80,27 +97,11 @@ class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: igno
     """A row-parallel linear whose GEMMs follow the precision map."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the linear, and reduce its output over tensor parallel ranks.
-
-        Under sequence parallelism the reduction is part of the linear. One node of autograd then takes less host time
-        than two. Partial sums may also be quantised before they are exchanged, and the output gradient before it is
-        gathered, which Megatron's own reduction does in the training dtype.
-        """
-        if not self._scatters():
+        """Run the linear, and reduce its output over tensor parallel ranks. See :func:`scatters`."""
+        shards = self.sequence_parallel and not self.explicit_expert_comm and not self.config.cpu_offloading
+        if not (shards and scatters(self.snip)):
             return super().forward(input_)  # type: ignore[no-any-return]
-        packs = torch.is_grad_enabled() and packs_gradient(self.snip, input_)
-        call = _call(self.snip, {"tp_group": self.tp_group}, scatters=True, packs_gradient=packs)
-        output = QuantizedLinear.apply(input_, self.weight, None, call)  # type: ignore[no-untyped-call]
+        output = product(self.snip, input_, self.weight, None, tp_group=self.tp_group, scatters=True)
         if self.skip_bias_add or self.bias is None:
             return output, self.bias if self.skip_bias_add else None
         return output + self.bias, None
-
-    def _scatters(self) -> bool:
-        """Return whether the output is reduce-scattered in a pass of training under the map, with or without gradients.
-
-        Recomputation must repeat the forward.
-        """
-        shards = self.sequence_parallel and not self.explicit_expert_comm and self.snip.tp_group is not None
-        if not shards or self.config.cpu_offloading or self.snip.is_stock:
-            return False
-        return self.snip.context.override is None and not self.snip.context.probing

@@ -25,8 +25,6 @@ from snip_megatron.megatron.conversion import frozen_parameter
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, held_range, make_host
-from snip_megatron.megatron.layer_spec import transformer_engine_layer_spec
-from snip_megatron.megatron.loaded_state import check_optimizer_state
 from snip_megatron.megatron.model_linears import (
     check_shapes,
     gemm_flops,
@@ -105,14 +103,7 @@ class SnipRun:
         self.undo.callback(self._graphs.close)
 
     def prepare_model(self, model_config: Any) -> None:
-        """Register the conversion hook and, for Transformer Engine, SNIP's layer spec in Megatron's configuration."""
-        if self._args.transformer_impl == "transformer_engine":
-            if model_config.transformer_layer_spec is not None:
-                raise SnipError(
-                    "--spec, or a layer spec of the script's own, cannot be combined with --snip under"
-                    " --transformer-impl transformer_engine: SNIP brings its own layer; use --transformer-impl local"
-                )
-            model_config.transformer_layer_spec = transformer_engine_layer_spec
+        """Register the conversion hook in Megatron's configuration."""
         model_config.pre_wrap_hooks.append(self.pre_wrap_hook)
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
@@ -325,7 +316,6 @@ class SnipRun:
         self._config = with_shared_schedule(self._config)
         args, config, registry = self._args, self._config, self._registry
         model, optimizer, step = call.model, call.optimizer, call.step
-        check_optimizer_state(model, optimizer)
         if config.gradient_reduction != "fp32":
             compat.check_reduced_models(model)
         self._host = host = make_host(args, model, registry)

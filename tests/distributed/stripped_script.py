@@ -14,10 +14,9 @@ from snip_megatron.megatron.startup import prepare
 
 
 def stripped(text: str) -> str:
-    """The text without SNIP's import, ``attach`` and layer, and the script's own provider of arguments back."""
+    """The text without SNIP's import and ``attach``, and the script's own provider of arguments back."""
     lines = [line for line in text.splitlines() if not line.endswith(("# SNIP 1", "# SNIP 2"))]
-    text = re.sub(r"snip_arguments\((\w*)\)\)  # SNIP 3", lambda found: f"{found[1] or None})", "\n".join(lines))
-    return text.replace("layer_spec(config) or ", "")
+    return re.sub(r"snip_arguments\((\w*)\)\)  # SNIP 3", lambda found: f"{found[1] or None})", "\n".join(lines))
 
 
 def main() -> None:

@@ -91,29 +91,13 @@ class Provider:
         self.hooks.append(hook)
 
 
-@pytest.mark.parametrize("kind", ["provider", "configuration"])
-def test_a_layer_of_the_model_s_own_is_not_replaced(stood_in: Any, kind: str) -> None:
-    """Such as Gemma 2's, with norms behind its linears."""
-
-    def own(config: Any) -> None: ...
-
-    model: Any = Provider(own)
-    if kind == "configuration":
-        transformer = types.SimpleNamespace(transformer_impl="transformer_engine")
-        model = types.SimpleNamespace(pre_wrap_hooks=[], transformer=transformer, transformer_layer_spec=own)
-    snip = stood_in.SnipCallback(SnipConfig(enabled=True))
-    with pytest.raises(SnipError, match="has a transformer_layer_spec of its own, which SNIP's layer would replace"):
-        snip.attach(types.SimpleNamespace(model=model))
-    assert model.transformer_layer_spec is own
-
-
-@pytest.mark.parametrize(("spec", "impl"), [(default_layer_spec, "transformer_engine"), (max, "local")])
-def test_other_layers_are_converted(stood_in: Any, spec: Any, impl: str) -> None:
-    model = Provider(spec, impl)
+@pytest.mark.parametrize("spec", [default_layer_spec, max])
+def test_a_provider_s_own_layer_stays(stood_in: Any, spec: Any) -> None:
+    model = Provider(spec)
     with stood_in.SnipCallback(SnipConfig(enabled=True)) as snip:
         snip.attach(types.SimpleNamespace(model=model))
         assert model.hooks == [snip.pre_wrap_hook]
-        assert (model.transformer_layer_spec is spec) == (impl == "local")
+        assert model.transformer_layer_spec is spec
 
 
 def test_the_loop_is_known(bridge: Any) -> None:

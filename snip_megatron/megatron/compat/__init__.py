@@ -29,7 +29,6 @@ from snip_megatron.megatron.compat.loop import (
 )
 from snip_megatron.megatron.compat.optimizer_state import (
     held_state,
-    misplaced_parameters,
 )
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
@@ -63,7 +62,6 @@ __all__ = [
     "held_state",
     "learning_rate",
     "loss_tokens_counted",
-    "misplaced_parameters",
     "peek",
     "process_groups",
     "quiet_schedule",

@@ -25,7 +25,6 @@ _STEP_PARAMETERS = (
     "pg_collection",
     "forward_backward_func",
 )
-_STOCK_LAYERS = ("default_layer_spec", "transformer_engine_layer_spec")
 
 
 def check_interface() -> None:
@@ -49,12 +48,6 @@ def wrap_train_step(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]])
         train.train_step = genuine
 
     return undo
-
-
-def is_stock_layer(spec: Any) -> bool:
-    """Whether a provider's ``transformer_layer_spec`` is the one of a plain GPT, whose place SNIP's layer can take."""
-    place = getattr(spec, "__module__", None), getattr(spec, "__name__", None)
-    return place in {("megatron.bridge.models.gpt_provider", name) for name in _STOCK_LAYERS}
 
 
 def apply(startup: Startup) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ check_signature(
     ("self", "param"),
     "DistributedOptimizer._get_model_param_range_map",
 )
-
-_PIECE = 2**24  # elements that are compared at a time, which bounds the memory that this takes
 
 
 @dataclass(frozen=True)
@@ -68,51 +66,6 @@ def held_state(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:
         if held is not None:
             return held
     return None
-
-
-def misplaced_parameters(model: Sequence[torch.nn.Module], optimizer: Any) -> list[str]:
-    """Return the names of this rank's parameters that do not have the values of their main values.
-
-    Megatron copies main values to the model after every step, and saves both. They differ if the state of the optimizer
-    was loaded into other parameters than those that it was saved from: the first step would then replace the weights by
-    other ones. Under ``dp_reshardable`` this happens when the order of parameters differs between the two runs.
-
-    Nothing can differ, and no fault be found, where the weights are themselves the main values, as in FP32 training, or
-    their upper 16 bits, as where Transformer Engine's optimizer keeps the lower ones
-    (``--use-precision-aware-optimizer``).
-
-    Args:
-        model: The model chunks.
-        optimizer: The optimizer of Megatron's ``train_step``. One of an unknown class is not checked.
-    """
-    try:
-        # One parameter after another, because the state of an optimizer of reduced precision is a copy in FP32.
-        return [name for name, param in _trained(model) if not _has_main_values(param, held_state(optimizer, param))]
-    except SnipError:
-        return []
-
-
-def _trained(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for chunk in model:
-        yield from ((name, param) for name, param in chunk.named_parameters() if param.requires_grad)
-
-
-def _has_main_values(param: torch.nn.Parameter, held: HeldState | None) -> bool:
-    if held is None:
-        return True
-    weights = param.detach().view(-1)[held.start : held.end]
-    main = held.main.detach().view(-1).to(weights.device)
-    pieces = zip(torch.split(main, _PIECE), torch.split(weights, _PIECE), strict=True)
-    return all(torch.equal(m.to(w.dtype), w) or _close(m.float(), w.float()) for m, w in pieces)
-
-
-def _close(main: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether all values are equal but for roundings.
-
-    ``--qk-clip`` scales main values and weights apart. Main values in FP16 are rounded after the weights. Weights of a
-    run in FP16 that goes on in bf16 are rounded twice, and their smallest numbers are multiples of 2⁻²⁴.
-    """
-    return torch.allclose(main, weights, rtol=2.0**-7, atol=2.0**-24, equal_nan=True)
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[Any]:

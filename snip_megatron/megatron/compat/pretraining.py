@@ -63,9 +63,8 @@ def _refusals() -> Iterator[None]:
 def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
     """Return the configuration of the GPT model. The caller may change it and passes it to :func:`pretrain`.
 
-    It has ``pre_wrap_hooks`` and ``transformer_layer_spec``. A hook takes the list of this rank's
-    model chunks and returns the list to use, before the chunks are moved to the GPU, cast to 16 bits and wrapped by
-    DDP. The layer spec is None, a spec, or a function of this configuration that returns one.
+    Its ``pre_wrap_hooks`` take the list of this rank's model chunks and return the list to use, before the chunks are
+    moved to the GPU, cast to 16 bits and wrapped by DDP.
 
     Raises:
         SnipError: If Megatron refuses the arguments.
@@ -174,11 +173,9 @@ class HookedProvider:
     Attributes:
         pre_wrap_hooks: Functions that are called once with all chunks of this rank, when the last one is built. They
             may only change chunks in place.
-        transformer_layer_spec: None. The layer spec is the script's: one that is set here has no effect.
     """
 
     def __init__(self, provide: Callable[..., Any]) -> None:
-        self.transformer_layer_spec: Any = None
         self.pre_wrap_hooks: list[Callable[[list[Any]], list[Any]]] = []
         self._provide = provide
         self._chunks: list[Any] = []

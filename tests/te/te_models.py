@@ -1,0 +1,70 @@
+"""Models of Megatron's Transformer Engine layers on a CPU.
+
+Transformer Engine's modules can be built there if CUDA seems to be present. Their own forward needs a GPU, that of a
+converted linear does not. The attention core and the norms that are modules of their own are replaced by torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+DENSE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 96,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+@contextlib.contextmanager
+def seeming_cuda() -> Iterator[None]:
+    """Let modules be built that ask for a device."""
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.current_device", return_value="cpu"),
+    ):
+        yield
+
+
+def dense(**given: Any) -> GPTModel:
+    """A decoder of Transformer Engine's layers, FP32 unless ``params_dtype`` is given."""
+    torch.manual_seed(0)
+    config = TransformerConfig(**(DENSE | given))
+    with seeming_cuda():
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        spec.submodules.self_attention.submodules.core_attention = DotProductAttention
+        model = GPTModel(config, spec, 128, 32)
+    return with_torch_norms(model)
+
+
+def with_torch_norms(model: GPTModel) -> GPTModel:
+    """Replace each norm that is a module by torch's, with the same parameters, where torch has such a norm."""
+    if model.config.layernorm_zero_centered_gamma:
+        return model
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            if type(norm).__name__ in ("RMSNorm", "LayerNorm") and "transformer_engine" in type(norm).__module__:
+                config = model.config
+                own = WrappedTorchNorm(config, norm.weight.shape[0], config.layernorm_epsilon)
+                own.load_state_dict(norm.state_dict(), strict=False)
+                setattr(parent, name, own)
+    return model

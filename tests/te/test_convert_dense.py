@@ -1,0 +1,113 @@
+"""Conversion of Transformer Engine's linears in a built decoder: names, layout of checkpoints, figures of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from te_models import dense
+from torch.nn import functional
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.layers import LinearRegistry, convert_model
+from snip_megatron.megatron import te_linear
+from snip_megatron.precision import Format, PrecisionMap
+
+pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
+
+CONFIG = SnipConfig(enabled=True, seed=99)
+CLASSES = {
+    "self_attention.linear_qkv": te_linear.SnipTELayerNormColumnParallelLinear,
+    "self_attention.linear_proj": te_linear.SnipTERowParallelLinear,
+    "mlp.linear_fc1": te_linear.SnipTELayerNormColumnParallelLinear,
+    "mlp.linear_fc2": te_linear.SnipTERowParallelLinear,
+}
+
+
+def sharded(chunk: GPTModel) -> dict[str, Any]:
+    return {name: (v.key, getattr(v, "global_shape", None)) for name, v in chunk.sharded_state_dict().items()}
+
+
+def under(chunk: GPTModel, fmt: Format) -> LinearRegistry:
+    registry = convert_model([chunk], CONFIG)
+    registry.adopt(PrecisionMap.uniform(registry.names, fmt))
+    return registry
+
+
+def test_the_stock_module_keeps_all_but_its_class() -> None:
+    chunk = dense()
+    parameters = [(name, id(parameter)) for name, parameter in chunk.named_parameters()]
+    keys, layout = list(chunk.state_dict()), sharded(chunk)
+    registry = convert_model([chunk], CONFIG)
+    for layer in (0, 1):
+        for path, cls in CLASSES.items():
+            module = chunk.decoder.layers[layer].get_submodule(path)
+            assert type(module) is cls
+            assert module.snip is registry[f"decoder.layers.{layer}.{path}"]
+            assert module.snip.is_stock
+    assert len(registry) == 8
+    assert [(name, id(parameter)) for name, parameter in chunk.named_parameters()] == parameters
+    assert list(chunk.state_dict()) == keys
+    assert any(key.endswith("linear_qkv._extra_state") for key in keys)
+    assert sharded(chunk) == layout
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norm_and_linear_are_those_of_torch(normalization: str, zero_centered: bool) -> None:
+    """Under an override all three GEMMs run in bf16 by SNIP's own code; parameters and gradients are FP32."""
+    chunk = dense(normalization=normalization, layernorm_zero_centered_gamma=zero_centered, add_bias_linear=True)
+    registry = convert_model([chunk], CONFIG)
+    linear = chunk.decoder.layers[0].mlp.linear_fc1
+    registry.context.probing, linear.snip.state.recorder = True, Ignored()
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4)
+    x = torch.randn(8, 2, 64, requires_grad=True)
+    y, bias = linear(x)
+    assert bias is linear.bias
+    y.square().sum().backward()
+    found = [x.grad, *(p.grad for p in linear.parameters() if p is not bias)]
+
+    gamma = linear.layer_norm_weight + float(zero_centered)
+    own = x.detach().requires_grad_()
+    normed = (
+        functional.rms_norm(own, (64,), gamma, linear.eps)
+        if normalization == "RMSNorm"
+        else functional.layer_norm(own, (64,), gamma, linear.layer_norm_bias, linear.eps)
+    )
+    expected = functional.linear(normed, linear.weight)
+    torch.testing.assert_close(y, expected)
+    wanted = [own, *(p for p in linear.parameters() if p is not bias)]
+    for mine, theirs in zip(found, torch.autograd.grad(expected.square().sum(), wanted), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+class Ignored:
+    """A recorder that keeps nothing."""
+
+    def on_backward(self, *tensors: torch.Tensor) -> None: ...
+
+
+def test_a_decoder_trains_under_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where the local attention keeps its buffers
+    chunk = dense()
+    registry = under(chunk, Format.FP8)
+    optimizer = torch.optim.AdamW(chunk.parameters(), lr=3e-3)
+    tokens = (torch.arange(32)[None] * 3 + torch.arange(2)[:, None]) % 128
+    losses = []
+    for step in range(12):
+        registry.start_step(step)
+        optimizer.zero_grad()
+        mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
+        loss = chunk(tokens, torch.arange(32)[None].expand(2, -1), mask, labels=(tokens + 3) % 128).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+    assert all(parameter.grad is not None for parameter in chunk.parameters())
