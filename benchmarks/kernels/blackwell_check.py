@@ -173,7 +173,8 @@ def available(*, dry: bool) -> tuple[dict[str, GemmBackend], dict[str, str]]:
 
 def page(result: dict[str, Any]) -> str:
     """Return the figures of :func:`check` as Markdown."""
-    lines = [f"# Formats on {result['device']}", ""]
+    formats = ", ".join(dict.fromkeys(row["format"] for row in result["rows"]))
+    lines = [f"# {formats} on {result['device']}, {result['date']}", ""]
     if result["dry_run"]:
         lines += [
             "Dry run: plain torch on a CPU and small matrices. It shows that the check runs, nothing about a GPU.",

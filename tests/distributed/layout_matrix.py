@@ -83,8 +83,9 @@ def header() -> Row:
 # -- the table -------------------------------------------------------------------------------------------------
 def markdown(result: Row) -> str:
     """The file's rows as tables."""
+    experts = all(key.startswith("layout experts") for key in result["rows"])
     lines = [
-        f"# Layouts and resumes, {result['date']}",
+        f"# {'Layouts of experts' if experts else 'Layouts and resumes'}, {result['date']}",
         "",
         f"`{result['command']}` on {result['device']}; commit {result['commit'][:12]}.",
         *([result["note"]] if "note" in result else []),

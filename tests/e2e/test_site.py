@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -26,7 +27,9 @@ class Page(HTMLParser):
         self.anchors: set[str] = set()
         self.links: list[str] = []
         self.loaded: list[str] = []
-        self.feed(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        self.title = text.partition("<title>")[2].partition("</title>")[0]
+        self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         found = {name: value for name, value in attributes if value is not None}
@@ -59,6 +62,11 @@ def test_every_markdown_file_is_a_page(site: Path, pages: dict[Path, Page]) -> N
     assert {"index.html", "quickstart.html", "how-it-works.html", "api.html", "arguments.html"} <= shown
     rooms = {path.parent.relative_to(ROOT / "snip_megatron") for path in (ROOT / "snip_megatron").rglob("README.md")}
     assert {f"rooms/{room}/index.html" for room in rooms} <= shown
+
+
+def test_no_two_pages_have_one_title(pages: dict[Path, Page]) -> None:
+    titles = Counter(page.title for path, page in pages.items() if path.name != "404.html")
+    assert titles.most_common(1)[0][1] == 1, titles.most_common(3)
 
 
 def test_every_link_leads_to_a_file_and_an_anchor_of_it(site: Path, pages: dict[Path, Page]) -> None:
