@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 LEAST_MAPS = 2
 LEAST_FP4 = 0.75
-MOST_OF_UNIGRAM = 0.8
+MOST_OF_UNIGRAM = 0.92
 
 STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*per iteration \(ms\): ([\d.]+) .*lm loss: ([\d.E+-]+)")
 VALIDATION = re.compile(
@@ -66,7 +66,10 @@ def criteria(
 def check(run: Path, data: Path, log: Path) -> int:
     """Prints the result; exit code 0 if it is enough, 1 otherwise."""
     from snip_megatron.records.readers import read_events, read_maps
+    from snip_megatron.records.run_data import load_run
     from snip_megatron.reporting.report import write_report
+    from snip_megatron.reporting.summary import summarise
+    from snip_megatron.reporting.summary_text import headline
 
     adopted = [event for event in read_events(run) if event["event"] == "adopt"]
     maps = read_maps(run)
@@ -91,8 +94,11 @@ def check(run: Path, data: Path, log: Path) -> int:
     demands = criteria(adopted, loss, unigram, report)
     for demand, met in demands:
         print(f"{'met    ' if met else 'NOT MET'}  {demand}")
+    good = all(met for _, met in demands)
+    works = f"SNIP chose {len(adopted)} maps while this model trained" if good else "a demand is not met"
+    print(f"verdict: {works}. {headline(summarise(load_run(run)))}")
     print(f"report: {report}")
-    return 0 if all(met for _, met in demands) else 1
+    return 0 if good else 1
 
 
 def main() -> int:
