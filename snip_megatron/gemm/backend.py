@@ -16,6 +16,7 @@ from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import reference
+from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.operands import (
     CachedPair,
     FlatOperand,
@@ -29,7 +30,6 @@ from snip_megatron.gemm.operands import (
 from snip_megatron.gemm.shards import QuantizedShard, unquantized_shard
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.hadamard import ROTATED
-from snip_megatron.quantization.rounding import derive_seed
 
 Formats = tuple[Format | None, Format | None]
 """The formats of the two GEMMs that read a tensor; None for a GEMM that does not run."""
@@ -134,39 +134,9 @@ class GemmBackend:
             return reference.dgrad(a.tensor, b.tensor, a.format, **how, out_dtype=dtype)
         return reference.wgrad(a.tensor, b.tensor, a.format, **how, rotation=(a.rotation, b.rotation), out=out)
 
-    # -- the linear of all experts of a layer ----------------------------------------------------------------------
-    def quantize_groups(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
-        """Return the rows of all experts as the operands of grouped products.
-
-        Args:
-            x: X or G [rows, cols] in the training dtype, expert by expert.
-            splits: number of rows of each expert; they add up to the rows of ``x``, and may be 0.
-            spec: how each expert's rows are quantised. Every expert gets keys of stochastic rounding of its own, made
-                of these.
-        """
-        rows = torch.split(x, list(splits))
-        return _by_side([self.quantize(own, _of_expert(spec, e)) for e, own in enumerate(rows)], spec)
-
-    def quantize_expert_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
-        """Return the weights [N, K] of all experts as the operands of grouped products."""
-        return _by_side([self.quantize(weight, spec) for weight in weights], spec)
-
-    def multiply_groups(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
-        """Compute fprop or dgrad of every expert: Y [rows, N] or ∂L/∂X [rows, K] in ``dtype``.
-
-        Args:
-            gemm: the product.
-            a, b: (X, W) or (G, W) of all experts, as :meth:`quantize_groups` and :meth:`quantize_expert_weights` made
-                them.
-            dtype: dtype of the result.
-        """
-        return torch.cat([self.multiply(gemm, *each, dtype) for each in zip(a, b, strict=True)])
-
-    def accumulate_groups(self, g: Any, x: Any, out: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
-        """Compute wgrad of every expert, FP32 [N, K] each. They are added to ``out`` if given, which is returned."""
-        outs = [None] * len(g) if out is None else out
-        products = zip(g, x, outs, strict=True)
-        return [self.multiply(Gemm.WGRAD, of_g, of_x, torch.float32, own) for of_g, of_x, own in products]
+    def grouped(self, n: int, k: int) -> GroupLoop:
+        """Return the products of the linears of all experts of a layer, whose weights on this rank are [n, k]."""
+        return GroupLoop(self)
 
     def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
         """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.
@@ -214,21 +184,6 @@ class GemmBackend:
         rowwise, columnwise = self.quantize(matrix(g).contiguous(), spec)
         d = unflattened(self.multiply(Gemm.DGRAD, rowwise, w, g.dtype), g.shape[:-1])
         return d, self.multiply(Gemm.WGRAD, columnwise, assemble(x), torch.float32, out)
-
-
-def _by_side(pairs: Sequence[OperandPair], spec: OperandSpec) -> OperandPair:
-    """Return the rowwise operands of all experts, and the columnwise ones; None for a GEMM that does not run."""
-    rowwise, columnwise = zip(*pairs, strict=True)
-    return None if spec.rowwise is None else rowwise, None if spec.columnwise is None else columnwise
-
-
-def _of_expert(spec: OperandSpec, expert: int) -> OperandSpec:
-    """Return how the rows of one expert are quantised."""
-    keys = spec.keys
-    if keys is None or not isinstance(keys.dgrad, int) or not isinstance(keys.wgrad, int):
-        return spec
-    own = keys._replace(dgrad=derive_seed(keys.dgrad, expert), wgrad=derive_seed(keys.wgrad, expert))
-    return spec._replace(keys=own)
 
 
 def matrix(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.operands import OperandPair, OperandSpec, assemble, flatten
 from snip_megatron.layers.autograd import LinearCall, expert_gradient, gradient_keys, passed_on
 from snip_megatron.layers.context import LinearHandle, signs_of
@@ -28,11 +29,13 @@ class GroupedCall(NamedTuple):
         linear: the call of the first expert's linear, whose state, keys and signs serve all experts.
         handles: the linears of this rank's experts, in the order of the rows.
         splits: number of rows of each expert.
+        products: the grouped products of the backend.
     """
 
     linear: LinearCall
     handles: Sequence[LinearHandle]
     splits: Sequence[int]
+    products: GroupLoop
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -45,7 +48,7 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: GroupedCall, *weights: Tensor) -> Tensor:
         """Run fprop, and save the operand of wgrad and the formats of the call for the backward."""
-        handle, backend = call.linear.handle, call.linear.handle.context.backend
+        handle, products = call.linear.handle, call.products
         fprop, dgrad, wgrad = ctx.formats = call.linear.formats
         # The parameters themselves are kept. Activation checkpointing may replace a saved tensor by one that has no
         # main_grad.
@@ -53,9 +56,9 @@ class GroupedLinear(torch.autograd.Function):
         probed = handle.context.probing and call.linear.has_backward
         ctx.recorders = [each.state.recorder for each in call.handles] if probed else None
         spec = OperandSpec(fprop, wgrad if call.linear.has_backward else None, rotation=_rotation(handle, wgrad))
-        rowwise, columnwise = backend.quantize_groups(x, call.splits, spec)
+        rowwise, columnwise = products.quantize_rows(x, call.splits, spec)
         w, _ = _weight_operands(call, weights, fprop, dgrad)
-        y = backend.multiply_groups(Gemm.FPROP, rowwise, w, x.dtype)
+        y = products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
         if call.linear.has_backward:
             tensors, ctx.rest = flatten(columnwise)
             ctx.save_for_backward(*tensors, *([x] if probed else []))
@@ -70,18 +73,18 @@ class GroupedLinear(torch.autograd.Function):
             raise SnipError(f"{handle.name}: create_graph=True is not supported, because rounding has no derivative")
         if [weight._version for weight in weights] != ctx.versions:
             raise SnipError(f"{handle.name}: a weight was changed between the forward and the backward")
-        backend = handle.context.backend
+        products = call.products
         fprop, dgrad, wgrad = ctx.formats
         *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
         keys = gradient_keys(call.linear, g.device, dgrad, wgrad)
         spec = OperandSpec(dgrad, wgrad, keys=keys, rotation=_rotation(handle, wgrad))
-        rowwise, columnwise = backend.quantize_groups(g.contiguous(), call.splits, spec)
+        rowwise, columnwise = products.quantize_rows(g.contiguous(), call.splits, spec)
         _, w = _weight_operands(call, weights, fprop, dgrad)
-        d = backend.multiply_groups(Gemm.DGRAD, rowwise, w, g.dtype)
+        d = products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
         main_grads = [getattr(weight, "main_grad", None) for weight in weights]
         out = [each for each in main_grads if each is not None]
         x_columnwise = assemble((tuple(saved), ctx.rest))
-        found = backend.accumulate_groups(columnwise, x_columnwise, out if len(out) == len(weights) else None)
+        found = products.accumulate(columnwise, x_columnwise, out if len(out) == len(weights) else None)
         handle.state.backwards += 1
         if x is not None:
             _record(ctx.recorders, call, x, weights, g, d)
@@ -93,7 +96,7 @@ def _weight_operands(call: GroupedCall, weights: Sequence[Tensor], fprop: Format
     handle = call.linear.handle
     backend, spec = handle.context.backend, OperandSpec(fprop, dgrad, weight=True)
     return handle.state.weights.get(
-        backend, weights, (fprop, dgrad), lambda: backend.quantize_expert_weights(weights, spec)
+        backend, weights, (fprop, dgrad), lambda: call.products.quantize_weights(weights, spec)
     )
 
 

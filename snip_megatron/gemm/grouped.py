@@ -1,0 +1,81 @@
+"""The products of one linear of all experts of a layer, expert by expert: any format, any device, any rows.
+
+They are the reference of the grouped products of libraries, and what runs where these have no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.gemm.operands import OperandPair, OperandSpec
+from snip_megatron.precision import Gemm
+from snip_megatron.quantization.rounding import derive_seed
+
+if TYPE_CHECKING:
+    from snip_megatron.gemm.backend import GemmBackend
+
+
+class GroupLoop:
+    """Products of the rows of all experts, ordered by expert, with one weight [N, K] an expert.
+
+    Attributes:
+        row_multiple: the number of rows of every expert must be a multiple of it.
+    """
+
+    row_multiple = 1
+
+    def __init__(self, backend: GemmBackend) -> None:
+        self._backend = backend
+
+    def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
+        """Return X [rows, K] or G [rows, N] as the operands of two products.
+
+        Args:
+            x: the rows of all experts, in the training dtype.
+            splits: number of rows of each expert; they add up to the rows of ``x``, and may be 0.
+            spec: how each expert's rows are quantised. Every expert gets keys of stochastic rounding of its own, made
+                of these.
+        """
+        rows = torch.split(x, list(splits))
+        return _by_side([self._backend.quantize(own, _of_expert(spec, e)) for e, own in enumerate(rows)], spec)
+
+    def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
+        """Return the weights [N, K] of all experts as the operands of fprop and of dgrad."""
+        return _by_side([self._backend.quantize(weight, spec) for weight in weights], spec)
+
+    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        """Compute fprop or dgrad of every expert: Y [rows, N] or ∂L/∂X [rows, K] in ``dtype``.
+
+        Args:
+            gemm: the product.
+            a: X or G, as :meth:`quantize_rows` made it.
+            b: the weights, as :meth:`quantize_weights` made them.
+            dtype: dtype of the result.
+        """
+        return torch.cat([self._backend.multiply(gemm, *each, dtype) for each in zip(a, b, strict=True)])
+
+    def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """Compute wgrad of every expert, FP32 [N, K] each. They are added to ``out`` if given, which is returned."""
+        outs = [None] * len(g) if out is None else out
+        products = zip(g, x, outs, strict=True)
+        multiply = self._backend.multiply
+        return [multiply(Gemm.WGRAD, of_g, of_x, torch.float32, own) for of_g, of_x, own in products]
+
+
+def _by_side(pairs: Sequence[OperandPair], spec: OperandSpec) -> OperandPair:
+    """Return the rowwise operands of all experts, and the columnwise ones; None for a GEMM that does not run."""
+    rowwise, columnwise = zip(*pairs, strict=True)
+    return None if spec.rowwise is None else rowwise, None if spec.columnwise is None else columnwise
+
+
+def _of_expert(spec: OperandSpec, expert: int) -> OperandSpec:
+    """Return how the rows of one expert are quantised."""
+    keys = spec.keys
+    if keys is None or not isinstance(keys.dgrad, int) or not isinstance(keys.wgrad, int):
+        return spec
+    own = keys._replace(dgrad=derive_seed(keys.dgrad, expert), wgrad=derive_seed(keys.wgrad, expert))
+    return spec._replace(keys=own)
