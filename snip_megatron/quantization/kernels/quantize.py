@@ -92,7 +92,7 @@ def quantize_tiles(
                 "x_stride": x.stride(0) // 2, "row_stride": stride_of(row) // 2,
                 "ROW": row_width, "COL": col_width, "ROW_RANDOM": row_random, "COL_RANDOM": col_random,
                 "LOADED": row_key is not x or col_key is not x,
-                "PAIRED": cols is x or are_pairs(cols), **_device_options(x),
+                "PAIRED": cols is x or are_pairs(cols), **device_options(x),
             },
             LAUNCH["stochastic" if row_random or col_random else "fp8 rows" if row_width == 8 and col else "tiles"],
         )  # fmt: skip
@@ -124,7 +124,7 @@ def quantize_blocks(
             (N, K, K // 2, stride_of(col), _scale_stride(row), _scale_stride(col)), (),
             {
                 "x_stride": w.stride(0) // 2, "row_stride": stride_of(row) // 2, "ROW": row_width, "COL": col_width,
-                "GUARDED": held is not None, **_device_options(w),
+                "GROUP": 0, "GUARDED": held is not None, **device_options(w),
             },
             LAUNCH["blocks"],
         )  # fmt: skip
@@ -155,7 +155,7 @@ def quantize_tensor(
             (M, K, K // 2, stride_of(col_side)), (maxima.numel(),),
             {
                 "x_stride": x.stride(0) // 2, "row_stride": stride_of(row_side) // 2, "ROW": row, "COL": col,
-                "GUARDED": current is not None, **_device_options(x),
+                "GUARDED": current is not None, **device_options(x),
             },
             LAUNCH["tensor"],
         )  # fmt: skip
@@ -184,7 +184,7 @@ def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
     flag = maxima if current is None else current
     launch(
         amax_kernel, (maxima.numel(), 1), (x, maxima, flag), (torch.int32, maxima.dtype, flag.dtype),
-        (M, K // 2), (), {"x_stride": x.stride(0) // 2, "GUARDED": current is not None, **_device_options(x)},
+        (M, K // 2), (), {"x_stride": x.stride(0) // 2, "GUARDED": current is not None, **device_options(x)},
         LAUNCH["amax"],
     )  # fmt: skip
     return maxima
@@ -226,5 +226,6 @@ def _is_readable(x: Tensor) -> bool:
     return x.element_size() == 2 and x.stride(0) % 2 == 0 and x.shape[1] % 2 == 0 and x.storage_offset() % 2 == 0
 
 
-def _device_options(x: Tensor) -> dict[str, object]:
+def device_options(x: Tensor) -> dict[str, object]:
+    """Return the constants of a kernel that depend on the dtype and the device of x."""
     return {"DTYPE": "bf16" if x.dtype is torch.bfloat16 else "fp16", "HARDWARE": has_hopper_instructions(x)}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from snip_megatron.quantization.exact import CachedExactPair, ExactOperand
+from snip_megatron.quantization.grouped import GroupRows
 from snip_megatron.quantization.packed import CachedOperands, Operand, Operands
 
 
@@ -38,7 +39,7 @@ class Quantizers:
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.gemm import tiled_kernel
-    from snip_megatron.quantization.kernels import exact, keys, swiglu
+    from snip_megatron.quantization.kernels import exact, grouped, keys, swiglu
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     if name == "advance":  # of keys: writes to its arguments
@@ -49,6 +50,8 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
         return arguments[-1]
     if name == "quantize_exact":
         return exact.quantize_exact(*arguments, **options)
+    if "group" in name:
+        return getattr(grouped, name)(*arguments, **options)
     if "swiglu" in name:
         return getattr(swiglu, name)(*arguments, **options)
     if name in ("pack_partial", "add_partials"):
@@ -104,6 +107,8 @@ def _map(value: Any, function: Any) -> Any:
         return Operands(_map(value.row, function), _map(value.col, function))
     if isinstance(value, Operand):
         return Operand(function(value.values), function(value.scale), value.scaling, value.depth)
+    if isinstance(value, GroupRows):
+        return GroupRows(value.splits, *(function(each) for each in value[1:]))
     if isinstance(value, tuple):
         return tuple(_map(part, function) for part in value)
     if isinstance(value, dict):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from snip_megatron.errors import SnipError
-from snip_megatron.quantization import packed
+from snip_megatron.quantization import grouped, packed
+from snip_megatron.quantization.grouped import group_rows
 from snip_megatron.quantization.packed import Operand
 
 from .interpreter import Quantizers, matrix
@@ -29,7 +30,7 @@ def assert_same(found: Operand | None, expected: Operand | None, *, drawn: bool 
     torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
     assert found.values.shape == expected.values.shape
     known = ~expected.values.float().isnan()
-    assert torch.equal(found.values.float().isnan()[:, : found.depth], ~known[:, : found.depth])
+    assert torch.equal(found.values.float().isnan()[..., : found.depth], ~known[..., : found.depth])
     differing = (found.values.view(torch.uint8) != expected.values.view(torch.uint8)) & known
     assert int(differing.sum()) <= (max(1, differing.numel() // 1000) if drawn else 0)
 
@@ -168,3 +169,25 @@ def test_bad_input_is_one_clear_line(quantizers: Quantizers) -> None:
     ):
         with pytest.raises(SnipError, match=message):
             quantizers.call(*arguments)
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", None), (None, "fp4")])
+@pytest.mark.parametrize("splits", [(256, 0, 128), (128,), (0, 0)])
+def test_rows_of_experts(
+    quantizers: Quantizers, formats: tuple[str | None, str | None], splits: tuple[int, ...]
+) -> None:
+    x, rows = matrix(max(sum(splits), 1), 384)[: sum(splits)], group_rows(splits, torch.device("cpu"))
+    for seeds in ({}, {"row_seed": 3, "col_seed": 4}):
+        found = quantizers.call("quantize_group_tiles", x, rows, *formats, **seeds)
+        expected = grouped.quantize_group_tiles(x, rows, *formats, **seeds)
+        assert_same(found.row, expected.row, drawn=bool(seeds))
+        assert_same(found.col, expected.col, drawn=bool(seeds))
+
+
+def test_weights_of_experts(quantizers: Quantizers) -> None:
+    w = torch.stack([matrix(256, 384), matrix(256, 384) * 3])
+    for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None)):
+        found = quantizers.call("quantize_group_blocks", w, *formats)
+        expected = grouped.quantize_group_blocks(w, *formats)
+        assert_same(found.row, expected.row)
+        assert_same(found.col, expected.col)
