@@ -136,7 +136,7 @@ class GemmBackend:
 
     def grouped(self, n: int, k: int) -> GroupLoop:
         """Return the products of the linears of all experts of a layer, whose weights on this rank are [n, k]."""
-        return GroupLoop(self)
+        return GroupLoop(self.quantize, self.multiply)
 
     def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
         """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.

@@ -5,8 +5,8 @@ They are the reference of the grouped products of libraries, and what runs where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from snip_megatron.gemm.operands import OperandPair, OperandSpec
 from snip_megatron.precision import Gemm
 from snip_megatron.quantization.rounding import derive_seed
 
-if TYPE_CHECKING:
-    from snip_megatron.gemm.backend import GemmBackend
-
 
 class GroupLoop:
     """Products of the rows of all experts, ordered by expert, with one weight [N, K] an expert.
+
+    Args:
+        quantize, multiply: methods of a :class:`snip_megatron.gemm.backend.GemmBackend`.
 
     Attributes:
         row_multiple: the number of rows of every expert must be a multiple of it.
@@ -28,8 +28,9 @@ class GroupLoop:
 
     row_multiple = 1
 
-    def __init__(self, backend: GemmBackend) -> None:
-        self._backend = backend
+    def __init__(self, quantize: Callable[..., OperandPair], multiply: Callable[..., Tensor]) -> None:
+        self._quantize = quantize
+        self._multiply = multiply
 
     def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
         """Return X [rows, K] or G [rows, N] as the operands of two products.
@@ -41,11 +42,11 @@ class GroupLoop:
                 of these.
         """
         rows = torch.split(x, list(splits))
-        return _by_side([self._backend.quantize(own, _of_expert(spec, e)) for e, own in enumerate(rows)], spec)
+        return _by_side([self._quantize(own, _of_expert(spec, e)) for e, own in enumerate(rows)], spec)
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
         """Return the weights [N, K] of all experts as the operands of fprop and of dgrad."""
-        return _by_side([self._backend.quantize(weight, spec) for weight in weights], spec)
+        return _by_side([self._quantize(weight, spec) for weight in weights], spec)
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         """Compute fprop or dgrad of every expert: Y [rows, N] or ∂L/∂X [rows, K] in ``dtype``.
@@ -56,13 +57,13 @@ class GroupLoop:
             b: the weights, as :meth:`quantize_weights` made them.
             dtype: dtype of the result.
         """
-        return torch.cat([self._backend.multiply(gemm, *each, dtype) for each in zip(a, b, strict=True)])
+        return torch.cat([self._multiply(gemm, *each, dtype) for each in zip(a, b, strict=True)])
 
     def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
         """Compute wgrad of every expert, FP32 [N, K] each. They are added to ``out`` if given, which is returned."""
         outs = [None] * len(g) if out is None else out
         products = zip(g, x, outs, strict=True)
-        multiply = self._backend.multiply
+        multiply = self._multiply
         return [multiply(Gemm.WGRAD, of_g, of_x, torch.float32, own) for of_g, of_x, own in products]
 
 
