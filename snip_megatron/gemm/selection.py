@@ -206,7 +206,6 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.quantization.kernels import quantize as triton_quantize
     from snip_megatron.quantization.kernels import swiglu as triton_swiglu
-    from snip_megatron.quantization.kernels.replay_build import replay_extension
 
     library = cublaslt()
     choices = {} if library is None else measured_choices(library.version, torch.cuda.get_device_name())
@@ -216,19 +215,31 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     scaled = ScaledProducts(library=library, choices=choices, faster=faster)
     others = _emulated() if emulates else REFERENCE
 
-    def backend() -> GemmBackend:
-        return HopperBackend(triton_quantize, scaled, others, triton_swiglu)
+    backend = HopperBackend(triton_quantize, scaled, others, triton_swiglu)
+    if replays:
+        products += f"; {launch_from_cpp(backend)}"
+    return backend, products
 
-    if not replays:
-        return backend(), products
+
+def launch_from_cpp(backend: GemmBackend, formats: Collection[Format] = (Format.FP4, Format.FP8_TENSOR)) -> str:
+    """Let C++ repeat what ``backend`` does on the device, if it can, and return a phrase for the log.
+
+    Args:
+        backend: a Hopper backend.
+        formats: the formats whose replayed numbers are checked.
+    """
+    from snip_megatron.quantization.kernels.replay_build import replay_extension
+
     extension, host = replay_extension()
-    if extension is None:
-        return backend(), f"{products}; {host}"
-    replayed = replay(backend(), extension)
-    fault = wrong_numbers(replayed, _here(), (Format.FP4, Format.FP8_TENSOR))
-    if fault is not None:
-        return backend(), f"{products}; Python launches kernels (C++: {fault})"
-    return replayed, f"{products}; {host}"
+    if extension is None or backend.replayed:
+        return host
+    fault = wrong_numbers(replay(backend, extension), _here(), formats)
+    if fault is None:
+        return host
+    for name in backend.replayed:
+        delattr(backend, name)
+    backend.replayed = {}
+    return f"Python launches kernels (C++: {fault})"
 
 
 def replay(backend: GemmBackend, extension: Any) -> GemmBackend:

@@ -21,7 +21,6 @@ from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, linear_kinds
-from snip_megatron.megatron.compat.graphs import graph_implementation
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
 from snip_megatron.megatron.host import SINKS
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
@@ -67,12 +66,10 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     except RuntimeError:
         raise SnipError("no decoder found in the model: SNIP supports Megatron's GPT models") from None
     tensor_parallel = model_config.tensor_model_parallel_size > 1
-    # With CUDA graphs no host time is left to save, and a capture of replays has not been tried on a GPU.
     formats = formats_in_use(config)
-    selection = select_backend(
-        config.gemm, formats, tensor_parallel=tensor_parallel, library=config.gemm_library,
-        replays=graph_implementation(model_config) is None,
-    )  # fmt: skip
+    selection = select_backend(  # C++ replays launches as soon as it is compiled: megatron/warmup.py
+        config.gemm, formats, tensor_parallel=tensor_parallel, library=config.gemm_library, replays=False
+    )
     packs, reduces = config.communication != "bf16", config.communication == "all"
     if packs:
         selection.backend.check_gathers(formats)

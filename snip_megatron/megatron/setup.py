@@ -353,7 +353,7 @@ class SnipRun:
             clip_grad=args.clip_grad,
             restored=restored,
             unquantised=sum(unquantised_flops(args).values()),
-            prepare=WarmUp(registry, config, request, _warm_up_sizes(host, args, drift=weighs_updates), groups),
+            kernels=WarmUp(registry, config, request, _warm_up_sizes(host, args, drift=weighs_updates), groups),
             timeline=timeline_of(config, args, request, linears, self.scheduler, step),
         )
         return self._controller

@@ -1,24 +1,27 @@
-"""Compiles kernels and makes plans before the first step, so that updates and adoptions need not wait for them.
+"""Compiles the kernels of a run beside its first steps, which run in bf16.
 
-This covers Triton's kernels for every format that a linear of this rank may get, the kernels of probes, the plans of
-the GEMM library, the modules that CUDA loads at a first launch, and the communicators of the reductions. The code of
-training runs twice on tensors of its own. The first run lists the kernels, which the ranks of a node then compile
-together in separate processes. The second run launches them.
+The kernels are those of every format that a linear of this rank may get, and those of probes. The code of training runs
+once on small tensors of its own, which lists them. Processes of low priority then compile them, together for the ranks
+of a node. Training waits only for the kernels of a map that is in force at its first step.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers.context import LinearHandle
+from snip_megatron.gemm.hopper import NATIVE
+from snip_megatron.gemm.selection import launch_from_cpp
+from snip_megatron.layers.context import ALL_BF16, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.warm_up import Formats, covering, warm_up_gemms, warm_up_linear
 from snip_megatron.megatron.startup import is_rank_zero
@@ -30,7 +33,13 @@ from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.reduction import ProbeGroups
 from snip_megatron.statistics.squares import has_kernels
 
+if TYPE_CHECKING:
+    from snip_megatron.quantization.kernels.compiler import Compilation
+    from snip_megatron.quantization.kernels.listing import Variant
+
 _MOST_PROCESSES = 16
+_ROWS = 1024
+"""Most rows with which kernels are listed: more than a probe samples. Kernels depend on multiples of 16 alone."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +62,14 @@ class WarmUpSizes:
 
 
 class WarmUp:
-    """Prepares one rank for training.
-
-    The call is collective. All ranks call it after the first map is adopted and before the first step.
+    """The kernels of this rank, as :class:`snip_megatron.runtime.protocols.Kernels`.
 
     Args:
         registry: the linears of this rank.
         config: the configuration of the run.
         request: the solve request of every update.
         asked: the sizes and kinds of work.
-        groups: the process groups of the reductions.
+        groups: the process groups of the run.
     """
 
     def __init__(
@@ -78,61 +85,115 @@ class WarmUp:
         self._request = request
         self._asked = asked
         self._groups = groups
+        self._compilation: Compilation | None = None
+        # With CUDA graphs no host time is left to save, and a capture of replays has not been tried on a GPU.
+        self._replays = registry.context.backend.name == "hopper" and registry.device is None
 
-    def __call__(self) -> Mapping[str, float] | None:
-        """Prepare this rank.
-
-        Returns:
-            The numbers of kernels, of compiled kernels and of processes that compiled them. None if nothing needs to
-            be prepared, as on a CPU.
-        """
+    def begin(self) -> bool:
+        """See :class:`Kernels`. On a device without kernels nothing is compiled."""
         weight = next((handle.weight for handle in self._registry), None)
-        if not self._lazy(weight):
-            return None
-        device = torch.device("cuda", torch.cuda.current_device())
-        started = time.perf_counter()
-        self._connect(device)
-        figures = self._compile()
-        self._run_if_it_fits()
-        torch.cuda.synchronize(device)
+        if not torch.cuda.is_available() or not (weight is None or has_kernels(weight)):
+            return True
+        listed = self._listed(in_force=True), self._listed(in_force=False)
         torch.cuda.empty_cache()
-        if is_rank_zero() and figures["compiled"]:
-            print(f"snip: compiled in {time.perf_counter() - started:.1f} s", flush=True)
-        return figures
+        gathered: list[tuple[list[Variant], list[Variant]]] = [([], [])] * dist.get_world_size(self._groups.world)
+        dist.all_gather_object(gathered, listed, group=self._groups.world)
+        now, later = ({variant for own in gathered for variant in own[i]} for i in (0, 1))
+        if now:
+            self._compile_first(now)
+        self._compilation = self._compiling(now | later)
+        device = torch.device("cuda", torch.cuda.current_device())
+        running = torch.tensor(float(self._compilation.running()), device=device)
+        dist.all_reduce(running, group=self._groups.world)
+        if float(running):
+            _say(f"compiling {len(now | later)} kernels beside the training; the next map waits for them")
+        return not float(running)
 
-    def _lazy(self, weight: torch.Tensor | None) -> bool:
-        """Return whether any rank has kernels to compile. The result is the same on all ranks."""
-        return torch.cuda.is_available() and (weight is None or has_kernels(weight))
+    def finish(self, seconds: float = math.inf) -> bool:
+        """See :class:`Kernels`."""
+        return self._compilation is None or not self._compilation.running(seconds)
 
-    # -- what is run ---------------------------------------------------------------------------------------------
-    def run_once(self) -> None:
-        """Run everything that steps, probes and adoptions of this rank may run, once for each kind of linear."""
-        asked = self._asked
-        for handle, formats in self._kinds():
+    def complete(self) -> Mapping[str, float]:
+        """See :class:`Kernels`. From now on, C++ launches the kernels of linears outside of CUDA graphs."""
+        found = self._compilation
+        if found is None:
+            return {}
+        if found.left:
+            print(
+                f"snip: processes that compile kernels died or hung: {found.left} of {found.kernels} kernels of rank"
+                f" {dist.get_rank()} are compiled at their first launch",
+                flush=True,
+            )
+        if self._replays:
+            formats = [fmt for fmt in map(Format, self._config.formats) if fmt in NATIVE]
+            _say(launch_from_cpp(self._registry.context.backend, formats))
+        return {"kernels": found.kernels, "compiled": found.compiled, "processes": found.processes}
+
+    def close(self) -> None:
+        """See :class:`Kernels`."""
+        if self._compilation is not None:
+            self._compilation.close()
+
+    # -- compilation -------------------------------------------------------------------------------------------
+    def _compile_first(self, variants: Iterable[Variant]) -> None:
+        """Compile the kernels of the map in force, for which the first step waits."""
+        started = time.perf_counter()
+        compilation = self._compiling(variants)
+        if compilation.processes:
+            _say(f"compiling {compilation.kernels} kernels of the map in force ...")
+        compilation.running(math.inf)
+        dist.barrier(self._groups.world)
+        if compilation.processes:
+            _say(f"compiled in {time.perf_counter() - started:.1f} s")
+
+    def _compiling(self, variants: Iterable[Variant]) -> Compilation:
+        """Start to compile this rank's share of ``variants``, which are those of all ranks."""
+        from triton.runtime import driver
+
+        from snip_megatron.quantization.kernels.compiler import Compilation
+
+        rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // ranks))
+        share = sorted(variants, key=repr)[rank::ranks]
+        replays = self._replays and rank == 0
+        return Compilation(share, driver.active.get_current_target(), processes, replays=replays)
+
+    def _listed(self, *, in_force: bool) -> list[Variant]:
+        from snip_megatron.quantization.kernels.listing import listed
+
+        with listed(run=False) as listing:
+            self.run_once(in_force=in_force)
+        return list(listing.variants)
+
+    # -- what is run -------------------------------------------------------------------------------------------
+    def run_once(self, *, in_force: bool = False) -> None:
+        """Run everything that steps, probes and adoptions of this rank may run, once for each kind of linear.
+
+        Args:
+            in_force: run the steps under the map in force alone.
+        """
+        asked, updates = self._asked, self._config.updates and not in_force
+        for handle, formats in self._kinds(in_force=in_force):
             for tokens in self._tokens(handle):
                 gathered = asked.gathers and handle.parallel == "column"
                 linear = warm_up_linear(handle, tokens, whole_x=gathered, graphed=handle.state.graphed is not None)
                 warm_up_gemms(linear, formats)
-                if self._config.updates:
+                if updates:
                     recorder = warm_up_recording(linear, self._config.measured_formats, self._config.probe_tokens)
                     if asked.drift:
                         warm_up_update_error(recorder, sharded=asked.sharded)
-        if self._config.updates and asked.drift:
+        if updates and asked.drift:
             for weight in {(w.dim(), w.shape[-1]): w for w in asked.sinks}.values():
                 warm_up_sinks(weight, sharded=asked.sharded)
 
-    def _run_if_it_fits(self) -> None:
-        """Run all once, or report that the memory is too small. Such a rank must still take part in the collectives."""
-        try:
-            self.run_once()
-        except torch.cuda.OutOfMemoryError:
-            print("snip: no memory to rehearse the GEMMs: the first update and adoption will take longer", flush=True)
-
     def _tokens(self, handle: LinearHandle) -> list[int]:
         """Return the numbers of rows to run. Those of an expert vary, and kernels differ for multiples of 16."""
-        return [self._asked.tokens] if handle.expert is None else [self._asked.tokens, self._asked.tokens + 1]
+        tokens, shards = self._asked.tokens, 16 * handle.tp_size
+        if tokens > _ROWS * handle.tp_size:
+            tokens = _ROWS * handle.tp_size + tokens % shards
+        return [tokens] if handle.expert is None else [tokens, tokens + 1]
 
-    def _kinds(self) -> Iterator[tuple[LinearHandle, list[Formats]]]:
+    def _kinds(self, *, in_force: bool) -> Iterator[tuple[LinearHandle, list[Formats]]]:
         """Yield one linear of each shape, with the formats that all linears of this shape may get."""
         found: dict[tuple[object, ...], tuple[LinearHandle, dict[Formats, None]]] = {}
         for handle in self._registry:
@@ -143,9 +204,10 @@ class WarmUp:
                 handle.state.beside_swiglu,
             )
             _, formats = found.setdefault(key, (handle, {}))
-            formats |= dict.fromkeys(self._formats(handle))
+            formats |= dict.fromkeys([handle.formats] if in_force else self._formats(handle))
         for handle, formats in found.values():
-            yield handle, list(formats)
+            if not in_force or set(formats) != {ALL_BF16}:
+                yield handle, list(formats)
 
     def _formats(self, handle: LinearHandle) -> Iterable[Formats]:
         """Yield the formats in force, and those that an update, a later phase or a replay may choose."""
@@ -171,38 +233,7 @@ class WarmUp:
         found = pinned_formats(self._registry.names, self._request.pins)
         return {option: [Format(name)] for option, name in found.items()}
 
-    # -- compilation -------------------------------------------------------------------------------------------
-    def _compile(self) -> dict[str, float]:
-        """Compile the kernels of all ranks. Each rank compiles a share of those of its node, and waits."""
-        from triton.runtime import driver
 
-        from snip_megatron.quantization.kernels.compiler import compile_variants
-        from snip_megatron.quantization.kernels.listing import Variant, listed
-
-        with listed(run=False) as listing:
-            self._run_if_it_fits()
-        gathered: list[list[Variant]] = [[] for _ in range(dist.get_world_size(self._groups.world))]
-        dist.all_gather_object(gathered, list(listing.variants), group=self._groups.world)
-        everything = sorted({variant for own in gathered for variant in own}, key=repr)
-        rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // ranks))
-        done = compile_variants(everything[rank::ranks], driver.active.get_current_target(), processes, _say)
-        if done.left:
-            print(
-                f"snip: processes that compile kernels died or hung: {done.left} of {done.kernels} kernels of rank"
-                f" {dist.get_rank()} are compiled at their first launch",
-                flush=True,
-            )
-        dist.barrier(self._groups.world)
-        return {"kernels": len(everything), "compiled": done.compiled, "processes": done.processes}
-
-    def _connect(self, device: torch.device) -> None:
-        """Make NCCL create the communicators of the reductions, which it does at the first collective of a group."""
-        groups = [self._groups] + ([self._groups.experts] if self._groups.experts is not None else [])
-        for group in [self._groups.world, *(g for own in groups for g in (own.tp, own.dp))]:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-
-def _say(kernels: int, processes: int) -> None:
+def _say(line: str) -> None:
     if is_rank_zero():
-        print(f"snip: compiling {kernels} kernels in {processes} processes ...", flush=True)
+        print(f"snip: {line}", flush=True)

@@ -79,6 +79,14 @@ class MapChannel:
         found: list[int] = json.loads(self._agreed(None if steps is None else json.dumps(list(steps)).encode()))
         return found
 
+    def everywhere(self, own: bool) -> bool:
+        """Return whether ``own`` is true on all ranks."""
+        if not dist.is_initialized():
+            return own
+        flag = torch.tensor([int(own)], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(flag.item())
+
     def _agreed(self, message: bytes | None) -> bytes:
         if not dist.is_initialized():  # a process of its own
             assert message is not None

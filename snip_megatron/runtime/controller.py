@@ -20,7 +20,7 @@ from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Guard
-from snip_megatron.runtime.protocols import ProbeResult, Sink, Unmeasured
+from snip_megatron.runtime.protocols import Kernels, ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.schedule_state import ScheduleState
 from snip_megatron.runtime.state import ControllerState, Pending
 from snip_megatron.runtime.step_report import StepFigures, StepReport
@@ -43,8 +43,7 @@ class Controller:
         clip_grad: Megatron's ``--clip-grad``; 0 for none.
         restored: state from a checkpoint; None for a fresh run.
         unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
-        prepare: called once, when the first map is in force and before the first step, to compile what updates and
-            adoptions need. Returns figures for the event, or None. All ranks call it together.
+        kernels: the kernels that maps and updates need; None if they need none.
         timeline: the time of the run; None if its end is unknown.
     """
 
@@ -61,7 +60,7 @@ class Controller:
         restored: ControllerState | None = None,
         *,
         unquantised: float = 0.0,
-        prepare: Callable[[], Mapping[str, float] | None] = lambda: None,
+        kernels: Kernels | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self._config = config
@@ -71,7 +70,9 @@ class Controller:
         self._flops = dict(flops)
         self._unquantised = unquantised
         self._coordinator = coordinator
-        self._prepare = prepare
+        self._kernels = kernels
+        self._ready = kernels is None  # whether all ranks have their kernels; equal on all ranks
+        self._first_step = 0
         self._sink = sink
         self._fraction = self._share(registry.current)
         self._fractions: dict[int, float] = {}  # fp4 shares of the steps whose loss has not arrived yet
@@ -90,8 +91,9 @@ class Controller:
                 self._guard.good = self.state.precision_map
         self._trigger = Trigger(config.trigger, self.state.trigger) if config.updates and config.trigger > 0 else None
         self._updates = Updates(
-            config, self.state, self._schedule, registry, coordinator, self._trigger, self._event, clip_grad
-        )
+            config, self.state, self._schedule, registry, coordinator, self._trigger, self._event,
+            self._has_kernels, clip_grad,
+        )  # fmt: skip
 
     # -- step boundary -----------------------------------------------------------------------------------------
     def before_step(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
@@ -149,8 +151,11 @@ class Controller:
         pending = self.state.pending
         answered = pending is not None and self._coordinator is not None and self._coordinator.answered(pending.version)
         shares = gradients() if looks and gradients else None
-        figures = self._report.exchange(step, loss, grad_norm, shares, answered=answered)
+        compiled = self._kernels is None or self._kernels.finish(0.0)
+        figures = self._report.exchange(step, loss, grad_norm, shares, answered=answered, ready=compiled)
         self._answered = figures is not None and figures.answered
+        if figures is not None and figures.ready and figures.step >= self._first_step:
+            self._take_kernels(step)
         if figures is not None and figures.gradients is not None and self._trigger is not None:
             self._trigger.observe(figures.step, figures.gradients)
         if figures is not None and self._guard is not None:
@@ -185,6 +190,8 @@ class Controller:
         Args:
             together: whether all ranks call this method. Only then can the outstanding collective be waited for.
         """
+        if self._kernels is not None:
+            self._kernels.close()
         figures = self._report.drain() if together else None
         if self._coordinator is None:
             return
@@ -196,7 +203,7 @@ class Controller:
     # -- maps --------------------------------------------------------------------------------------------------
     def _start(self, step: int) -> None:
         """Prepare the first step of this process: the initial map, a replay's schedule, a restored update."""
-        self._started, self._next_step = True, step
+        self._started, self._next_step, self._first_step = True, step, step
         if self._config.replay is not None:
             steps = self._coordinator.replay_steps() if self._coordinator else None
             self._replay_steps = [s for s in self._channel.agree_steps(steps) if s > step]
@@ -217,9 +224,25 @@ class Controller:
         if pending is not None and self._coordinator is not None:
             self._coordinator.submit(pending.step, pending.table, pending.version, pending.phases)
         started = time.perf_counter()
-        prepared = self._prepare()
-        if prepared is not None:
-            self._event(step, "compile", **prepared, wait_s=since(started))
+        if self._kernels is not None and self._kernels.begin():
+            self._take_kernels(step, started)
+
+    def _has_kernels(self) -> bool:
+        """Return whether all ranks have their kernels. ``--snip-wait`` waits for them as for maps. Collective."""
+        if not self._ready and self._kernels is not None and self._config.wait:
+            started = time.perf_counter()
+            if self._channel.everywhere(self._kernels.finish(self._config.wait)):
+                self._take_kernels(self._next_step, started)
+        return self._ready
+
+    def _take_kernels(self, step: int, started: float | None = None) -> None:
+        """Note that all ranks have their kernels, which training has waited for since ``started``."""
+        if self._ready or self._kernels is None:
+            return
+        self._ready, started = True, time.perf_counter() if started is None else started
+        figures = self._kernels.complete()
+        if figures:
+            self._event(step, "compile", **figures, wait_s=since(started))
 
     def _begin_plan(self, step: int) -> None:
         """Restore the account and the plan of the run, or make the plan of a policy that needs no statistics."""
@@ -275,7 +298,8 @@ class Controller:
         """Adopt the pending update's map if rank 0 has it. Otherwise postpone the decision by another lag."""
         started = time.perf_counter()
         again = pending.due > pending.step + self._config.lag
-        if again and not self._answered and not self._config.wait:
+        unanswered = again and not self._answered and not self._config.wait
+        if unanswered or not self._has_kernels():
             decision = Decision(Verdict.NOT_READY)  # all ranks know this from the step's figures: no broadcast needed
         else:
             own = self._coordinator.decision(step, pending.version) if self._coordinator else None
@@ -335,6 +359,8 @@ class Controller:
         if new is None:
             return
         started = time.perf_counter() if started is None else started
+        if self._kernels is not None and not self._ready:  # of a replay, of a later phase, or before a begin
+            self._kernels.finish()
         names = self._registry.names
         changed = int((new.to_codes(names) != self._registry.current.to_codes(names)).sum())
         self._registry.adopt(new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,6 +48,26 @@ class Unmeasured:
 
     reason: str
     figures: Mapping[str, float]
+
+
+class Kernels(Protocol):
+    """The kernels of a run, which are compiled beside the training."""
+
+    def begin(self) -> bool:
+        """Compile what the map in force runs, and begin to compile what updates and later maps run. Collective.
+
+        Returns:
+            Whether all ranks have all kernels. The result is equal on all ranks.
+        """
+
+    def finish(self, seconds: float = math.inf) -> bool:
+        """Wait for this rank's kernels for at most so long. Returns whether the compilation has ended."""
+
+    def complete(self) -> Mapping[str, float]:
+        """Begin to use the kernels, once all ranks have theirs. Returns figures for the event; none without kernels."""
+
+    def close(self) -> None:
+        """End the compilation."""
 
 
 class Sink(Protocol):

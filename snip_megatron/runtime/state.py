@@ -30,6 +30,11 @@ class _Version:
 
 
 @dataclass
+class _Postponed:
+    postponed: int
+
+
+@dataclass
 class _Steps(_Version):
     step: int
     due: int
@@ -70,6 +75,7 @@ class ControllerState:
         spent: what the run has spent so far; None in checkpoints of versions without one.
         plan: the maps of the remaining phases; None for a map that stays until the next update.
         goal: the budget and the schedule of the run; None in checkpoints of versions that did not keep them.
+        postponed: the step before which an update starts that kernels were not ready for; None without one.
     """
 
     precision_map: PrecisionMap | None = None
@@ -83,6 +89,7 @@ class ControllerState:
     spent: BudgetSpent | None = None
     plan: PrecisionPlan | None = None
     goal: Goal | None = None
+    postponed: int | None = None
 
     def to_bytes(self) -> bytes:
         """Return the state as UTF-8 JSON."""
@@ -109,6 +116,7 @@ class ControllerState:
             "ledger": _plain(self.spent),
             "plan": None if self.plan is None else self.plan.as_dict(),
             "goal": _plain(self.goal),
+            "postponed": self.postponed,
         }
         return json.dumps(body).encode()
 
@@ -138,6 +146,7 @@ class ControllerState:
             spent=_part(BudgetSpent, body, "ledger"),
             plan=_plan(body.get("plan")),
             goal=_part(Goal, body, "goal"),
+            postponed=None if body.get("postponed") is None else parse(_Postponed, body, _WHERE).postponed,
         )
 
 

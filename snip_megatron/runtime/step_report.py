@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 # Places in the summed tensor, and their number.
-_LOSS, _RANKS, _BROKEN, _ANSWERED, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(8)
+_LOSS, _RANKS, _BROKEN, _ANSWERED, _WAITING, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(9)
 _ACCOUNT = ("step_s", "speedup", "saved_h")
 
 News = Callable[[], Mapping[str, float] | None]
@@ -33,6 +33,7 @@ class StepFigures:
         broken: whether the loss or the gradient norm was NaN or Inf on any rank.
         gradients: ‖∇W‖² of every linear, at the steps that the trigger observes; None otherwise or if not finite.
         answered: whether rank 0 knew the outcome of the pending update.
+        ready: whether all ranks had their kernels.
         account: rank 0's figures about the run's speed, at the steps that it gives them: ``step_s``, and where they are
             known ``speedup`` over bf16 and ``saved_h``, hours saved so far.
     """
@@ -43,6 +44,7 @@ class StepFigures:
     broken: bool = False
     gradients: tuple[float, ...] | None = None
     answered: bool = False
+    ready: bool = True
     account: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -81,6 +83,7 @@ class StepReport:
         gradients: torch.Tensor | None = None,
         *,
         answered: bool = False,
+        ready: bool = True,
     ) -> StepFigures | None:
         """Start the collective of this step, and return the figures of the previous step. All ranks must call it.
 
@@ -91,6 +94,7 @@ class StepReport:
             gradients: this rank's share of the linears' ‖∇W‖², float64. Either all ranks give it, in the same size, or
                 none.
             answered: on rank 0, whether the outcome of the pending update is known.
+            ready: whether this rank has its kernels.
 
         Returns:
             The figures of the previous step, or None if there are none.
@@ -105,6 +109,8 @@ class StepReport:
             values[_BROKEN] += ~own.isfinite()
         if answered:
             values[_ANSWERED] = 1.0
+        if not ready:
+            values[_WAITING] = 1.0
         news = None if self._news is None else self._news()
         if news is not None:
             known = [news.get(name, math.nan) for name in _ACCOUNT]
@@ -153,6 +159,7 @@ class StepReport:
             broken=sums[_BROKEN] > 0,
             gradients=gradients or None,
             answered=sums[_ANSWERED] > 0,
+            ready=sums[_WAITING] == 0,
             account=_account(sums[_STEP_S:_SUM]),
         )
 

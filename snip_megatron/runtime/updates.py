@@ -27,6 +27,7 @@ class Updates:
         coordinator: the work of rank 0; None on other ranks.
         trigger: starts updates early; None without one.
         event: records an event.
+        ready: returns whether all ranks have the kernels of an update.
         clip_grad: Megatron's ``--clip-grad``; 0 for none.
     """
 
@@ -39,6 +40,7 @@ class Updates:
         coordinator: RankZeroCoordinator | None,
         trigger: Trigger | None,
         event: Callable[..., None],
+        ready: Callable[[], bool],
         clip_grad: float,
     ) -> None:
         self._config = config
@@ -48,19 +50,27 @@ class Updates:
         self._coordinator = coordinator
         self._trigger = trigger
         self._event = event
+        self._ready = ready
         self._clip_grad = clip_grad
 
     def start_if_due(self, steps: range, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
-        """Start an update if one is due, or if the trigger starts one.
+        """Start an update if one is due, or if the trigger starts one. Without kernels it is postponed by a lag.
 
         Args:
             steps: the step that is next, after those that training has left out since the last one. An update that was
                 due before one of these starts now.
             probe: see :meth:`Controller.before_step`.
         """
-        triggered = self._triggered(steps[-1])
-        if triggered or any(map(self._config.is_update_step, steps)):
-            self._start(steps[-1], probe)
+        step, state = steps[-1], self._state
+        due = any(map(self._config.is_update_step, steps)) or state.postponed in steps
+        if not self._triggered(step) and not due:
+            return
+        if self._ready():
+            state.postponed = None
+            self._start(step, probe)
+        else:
+            state.postponed = step + self._config.lag
+            self._event(step, "postpone", reason="kernels are being compiled", until=state.postponed)
 
     def until(self, step: int) -> str:
         """Return how long the maps in force at ``step`` go on, as the end of a sentence."""
@@ -68,15 +78,15 @@ class Updates:
         if pending is not None:
             begins, due = pending.step, pending.due
         else:
-            found = config.next_update(step)
+            found = config.next_update(step) if self._state.postponed is None else self._state.postponed
             if found is None or (self._schedule.last is not None and found + config.lag >= self._schedule.last):
                 return "until the trigger starts an update" if config.trigger > 0 else "until training ends"
             begins, due = found, found + config.lag
         return f"until step {due}, where that of the update at step {begins} takes over"
 
     def _triggered(self, step: int) -> bool:
-        """Return whether the trigger starts an update. It never does while an update is pending."""
-        if self._trigger is None or self._state.pending is not None:
+        """Return whether the trigger starts an update. It never does while one is pending or postponed."""
+        if self._trigger is None or self._state.pending is not None or self._state.postponed is not None:
             return False
         reason = self._trigger.reason()
         if reason is not None:

@@ -96,13 +96,14 @@ def install() -> None:
             function = getattr(update_error, name)
             setattr(module, name, both(function, function))
 
-    def run(warm_up: WarmUp) -> None:
+    def run(warm_up: WarmUp) -> bool:
         global phase
         phase = "warmed up"
         warm_up.run_once()
         phase = "launched"
+        return True
 
-    WarmUp.__call__ = run
+    WarmUp.begin = run
 
 
 def main() -> None:

@@ -1,21 +1,25 @@
-"""Compiles variants of Triton kernels in separate processes, into Triton's cache on disk.
+"""Compiles variants of Triton kernels beside the training, into Triton's cache on disk.
 
-A launch that finds its kernel in the cache takes milliseconds, where a compilation takes about a second. The processes
-need no GPU. If a process dies or hangs, its kernels are compiled at their first launch.
+A launch that finds its kernel in the cache takes milliseconds, where a compilation takes up to a second. One process of
+low priority imports what compilers need and forks the others. They need no GPU. If they die or hang, the kernels that
+are left are compiled at their first launch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib
 import os
 import pickle
-import selectors
+import select
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,89 +29,98 @@ from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
 from snip_megatron.quantization.kernels.listing import Pointer, Variant
-
-_WORTHWHILE = 4
-"""Least number of kernels for which processes are started. Starting one takes as long as compiling a few kernels."""
+from snip_megatron.quantization.kernels.replay_build import compiled_library
 
 _PATIENCE = 120.0
-"""Seconds within which some process must have compiled another kernel. All ranks wait for the slowest of them."""
+"""Seconds within which some process must have compiled another kernel."""
+_NICENESS = 10
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
-@dataclass(frozen=True)
 class Compilation:
-    """The result of :func:`compile_variants`.
+    """The compilation of ``variants`` for ``target`` by other processes.
 
-    Attributes:
-        kernels: number of variants that were requested.
-        compiled: number of variants that the processes compiled; 0 if the cache had all of them.
-        processes: number of processes.
-        left: number of variants that are compiled at their first launch, because processes died or hung.
-    """
-
-    kernels: int
-    compiled: int
-    processes: int
-    left: int = 0
-
-
-def compile_variants(
-    variants: Sequence[Variant],
-    target: GPUTarget,
-    processes: int,
-    starting: Callable[[int, int], None] = lambda kernels, processes: None,
-    patience: float = _PATIENCE,
-) -> Compilation:
-    """Compile ``variants`` for ``target``. Nothing is done if an earlier call in any process has compiled all of them.
+    No process starts if an earlier one on this machine has compiled all of them.
 
     Args:
         variants: the variants, from :func:`snip_megatron.quantization.kernels.listing.listed`.
         target: the target of Triton's driver.
         processes: the largest number of processes.
-        starting: called with the numbers of kernels and of processes before the processes start.
+        replays: whether the C++ extension is built as well, which launches kernels again.
         patience: seconds without a compiled kernel after which the processes are ended.
+
+    Attributes:
+        kernels: number of variants.
+        processes: number of processes.
+        compiled: number of variants that the processes have compiled so far.
+        left: number of variants that will be compiled at their first launch; 0 while processes run.
+        seconds: time from the start of the processes to their end; 0 if none was started.
     """
-    done = _done_file(variants, target)
-    processes = min(processes, len(variants) // 2)
-    if len(variants) < _WORTHWHILE or processes < 1 or done.exists():
-        return Compilation(len(variants), 0, 0)
-    starting(len(variants), processes)
-    workers = [_started(target, variants[number::processes]) for number in range(processes)]
-    compiled = _compiled_by(workers, patience)
-    if compiled == len(variants):
-        done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()
-    return Compilation(len(variants), compiled, processes, len(variants) - compiled)
+
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        target: GPUTarget,
+        processes: int,
+        *,
+        replays: bool = False,
+        patience: float = _PATIENCE,
+    ) -> None:
+        self.kernels, self.compiled, self.left, self.seconds = len(variants), 0, 0, 0.0
+        self._patience, self._done = patience, _done_file(variants, target, replays=replays)
+        self._started = self._heard = time.monotonic()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.processes = 0 if self._done.exists() else max(1, min(processes, len(variants)))
+        if self.processes and (variants or replays):
+            self._process = _started(target, variants, self.processes, replays=replays)
+
+    def running(self, wait: float = 0.0) -> bool:
+        """Return whether the processes still compile. Waits for at most ``wait`` seconds for them to end."""
+        until = time.monotonic() + wait
+        while self._process is not None:
+            assert self._process.stdout is not None
+            now = time.monotonic()
+            quiet = self._heard + self._patience
+            if select.select([self._process.stdout], [], [], max(0.0, min(until, quiet) - now))[0]:
+                found = os.read(self._process.stdout.fileno(), 4096)
+                self.compiled, self._heard = self.compiled + len(found), time.monotonic()
+                if not found:
+                    self.close()
+            elif time.monotonic() >= quiet:
+                self.close()
+            elif time.monotonic() >= until:
+                return True
+        return False
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process = None
+        self.left, self.seconds = self.kernels - self.compiled, time.monotonic() - self._started
+        if not self.left:
+            self._done.parent.mkdir(parents=True, exist_ok=True)
+            self._done.touch()
 
 
-def _started(target: GPUTarget, variants: Sequence[Variant]) -> subprocess.Popen[bytes]:
-    """Start a process that compiles ``variants``. It reads them from a file: a pipe to a dead one breaks."""
+def _started(
+    target: GPUTarget, variants: Sequence[Variant], processes: int, *, replays: bool
+) -> subprocess.Popen[bytes]:
+    """Start the first process. It reads its task from a file: a pipe to a dead one breaks."""
     # The processes must not use the GPU, where a context takes half a gigabyte.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryFile() as file:
-        pickle.dump((target, variants), file)
+        pickle.dump((target, list(variants), processes, replays), file)
         file.seek(0)
-        return subprocess.Popen([sys.executable, "-m", __name__], stdin=file, stdout=subprocess.PIPE, env=environment)
-
-
-def _compiled_by(workers: Sequence[subprocess.Popen[bytes]], patience: float) -> int:
-    """Return how many kernels ``workers`` compile until they end, or until none has compiled one for ``patience``."""
-    compiled = 0
-    with selectors.DefaultSelector() as selector:
-        for worker in workers:
-            assert worker.stdout is not None
-            selector.register(worker.stdout, selectors.EVENT_READ)
-        while selector.get_map() and (ready := selector.select(patience)):
-            for key, _ in ready:
-                found = os.read(key.fd, 4096)
-                compiled += len(found)
-                if not found:
-                    selector.unregister(key.fileobj)
-    for worker in workers:
-        worker.kill()
-        worker.wait()
-        assert worker.stdout is not None
-        worker.stdout.close()
-    return compiled
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__], stdin=file, stdout=subprocess.PIPE, env=environment,
+            start_new_session=True,  # so that Ctrl-C ends the training alone, and one signal ends all of them
+        )  # fmt: skip
 
 
 def compile_variant(variant: Variant) -> None:
@@ -124,10 +137,10 @@ def _kernel(variant: Variant) -> Any:
     return getattr(importlib.import_module(variant.module), variant.name)
 
 
-def _done_file(variants: Sequence[Variant], target: GPUTarget) -> Path:
-    """Return the path of the file whose presence in Triton's cache means that all of ``variants`` are compiled."""
+def _done_file(variants: Sequence[Variant], target: GPUTarget, *, replays: bool) -> Path:
+    """Return the path of the file whose presence in Triton's cache means that everything is compiled."""
     sources = {v.module + v.name: _kernel(v).cache_key for v in variants}
-    asked = repr((sorted(map(repr, variants)), sorted(sources.items()), target, triton.__version__))
+    asked = repr((sorted(map(repr, variants)), sorted(sources.items()), target, triton.__version__, replays))
     return Path(triton.knobs.cache.dir) / f"snip-{hashlib.sha256(asked.encode()).hexdigest()[:32]}"
 
 
@@ -155,13 +168,45 @@ def compile_for(target: GPUTarget) -> None:
     driver.set_active(_Target(target))
 
 
+# -- the processes -------------------------------------------------------------------------------------------------
 def _work() -> None:
-    """Compile the variants that standard input holds. Each compiled kernel writes one byte to standard output."""
-    target, variants = pickle.load(sys.stdin.buffer)
+    """Compile what standard input holds, and fork processes that do. Every kernel writes one byte to the output."""
+    os.nice(_NICENESS)
+    _die_with_parent()
+    target, variants, processes, replays = pickle.load(sys.stdin.buffer)
     compile_for(target)
+    for variant in variants:
+        _kernel(variant)  # imports its module before the forks
+    children = [] if not replays else [_forked(lambda: compiled_library() and None)]
+    children += [_forked(lambda: _compile_all(variants[n::processes])) for n in range(1, processes)]  # noqa: B023
+    _compile_all(variants[::processes])
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _forked(work: Any) -> int:
+    """Run ``work`` in a fork of this process, and return its id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        _die_with_parent()
+        work()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _compile_all(variants: Sequence[Variant]) -> None:
     for variant in variants:
         compile_variant(variant)
         os.write(1, b".")
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this process with its parent, even where that is killed."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

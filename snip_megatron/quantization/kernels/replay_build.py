@@ -51,11 +51,22 @@ def replay_extension() -> tuple[Any | None, str]:
 
 
 def compiled_extension() -> Any:
-    """Compile the extension, or find it in the cache, and import it. Processes of a node may compile it side by side.
+    """Import the extension that :func:`compiled_library` returns. Raises ImportError if it cannot be loaded."""
+    spec = importlib.util.spec_from_file_location(_NAME, compiled_library())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compiled_library() -> Path:
+    """Return the path of the extension in the cache, which is compiled if it is not there.
+
+    Processes of a node may compile it side by side.
 
     Raises:
         OSError, subprocess.SubprocessError: it cannot be compiled. The message has the compiler's first error.
-        ImportError: it cannot be loaded.
     """
     command = _command()
     identity = "\0".join(
@@ -64,12 +75,7 @@ def compiled_extension() -> Any:
     library = _cache() / f"{_NAME}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
     if not library.exists():
         _compile(command, library)
-    spec = importlib.util.spec_from_file_location(_NAME, library)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return library
 
 
 def _compile(command: list[str], library: Path) -> None:

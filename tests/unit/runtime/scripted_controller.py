@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +132,26 @@ def planned(version: int, last: int, **begins: Format) -> Decision:
     return Decision(Verdict.MAP, phases[0].precision_map, plan)
 
 
+class SlowKernels:
+    """Kernels that this rank has compiled from its ``steps``-th look on."""
+
+    def __init__(self, steps: int) -> None:
+        self.left, self.waited = steps, 0
+
+    def begin(self) -> bool:
+        return self.left <= 0
+
+    def finish(self, seconds: float = math.inf) -> bool:
+        self.waited += seconds > 0
+        self.left = 0 if seconds else self.left - 1
+        return self.left <= 0
+
+    def complete(self) -> Mapping[str, float]:
+        return {"kernels": 3}
+
+    def close(self) -> None: ...
+
+
 LATE, LOST = Decision(Verdict.NOT_READY), Decision(Verdict.DROPPED)
 
 
@@ -143,6 +164,7 @@ class Run:
         restored: ControllerState | None = None,
         *,
         timeline: Timeline | None = None,
+        kernels: SlowKernels | None = None,
         **fields: Any,
     ) -> None:
         defaults = {"first_update": 2, "update_interval": 6, "lag": 2}
@@ -156,7 +178,7 @@ class Run:
         channel, report = MapChannel(NAMES, CPU), StepReport(CPU, arrived=arrived)
         self.controller = Controller(
             config, self.registry, channel, report, FLOPS, script, WandbSink(None), clip_grad=1.0,
-            restored=restored, prepare=lambda: None, timeline=timeline,
+            restored=restored, timeline=timeline, kernels=kernels,
         )  # fmt: skip
         self.clips: list[float] = []
         self.value = 1.0

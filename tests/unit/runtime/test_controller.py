@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scripted_controller import LATE, LOST, Run, Script, a_map, ready
+from scripted_controller import LATE, LOST, Run, Script, SlowKernels, a_map, ready
 
 from snip_megatron.layers.context import ALL_BF16
 from snip_megatron.precision import Format, PrecisionMap
@@ -39,6 +39,35 @@ def test_an_update_that_is_due_while_one_is_pending_is_left_out() -> None:
     assert run.script.of("skipped") == [8]
     assert run.script.submitted == [(2, 1)]
     assert run.script.of("adopt") == [12]
+
+
+def test_the_first_update_waits_for_kernels_by_whole_lags_across_a_resume() -> None:
+    """Ranks know one step late that all have their kernels: step 2 is too early, and so is step 4."""
+    run = Run(Script(), kernels=SlowKernels(4))
+    run.steps(0, 3)
+    assert [(step, fields["until"]) for step, kind, fields in run.script.events if kind == "postpone"] == [(2, 4)]
+    restored = ControllerState.from_bytes(run.controller.state_to_save())
+    resumed = Run(Script({1: [ready(1)]}), restored, kernels=SlowKernels(2), update_interval=50)
+    resumed.steps(3, 9)
+    assert resumed.script.of("postpone") == [4]
+    assert resumed.script.of("compile") == [5]
+    assert resumed.script.submitted == [(6, 1)]
+    assert resumed.script.of("adopt") == [8]
+
+
+def test_a_run_that_waits_for_maps_waits_for_kernels() -> None:
+    run = Run(Script({1: [ready(1)]}), kernels=SlowKernels(100), wait=60.0)
+    run.steps(0, 5)
+    assert (run.script.of("compile"), run.script.submitted, run.script.of("adopt")) == ([2], [(2, 1)], [4])
+
+
+def test_a_replayed_map_waits_for_its_kernels() -> None:
+    kernels = SlowKernels(100)
+    run = Run(Script(schedule={3: a_map(Format.FP4)}), kernels=kernels, replay="recorded")
+    run.steps(0, 3)
+    assert kernels.waited == 0
+    run.steps(3, 4)
+    assert (kernels.waited, run.script.of("adopt")) == (1, [3])
 
 
 def test_an_update_of_a_step_that_megatron_leaves_out_starts_before_the_next_one() -> None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from snip_megatron.quantization.kernels.compiler import compile_variants
+from snip_megatron.quantization.kernels.compiler import Compilation
 from snip_megatron.quantization.kernels.listing import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -71,21 +71,23 @@ def test_processes_compile_into_the_cache_and_a_second_call_starts_none(tmp_path
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["first"] == [4, 4, 2, 0]
     assert found["second"] == [4, 0, 0, 0]
-    assert found["started"] == [[4, 2]]
     assert found["cubins"] == [4, 4]  # before and after this process has asked for the same kernels
 
 
 @pytest.mark.parametrize("fault", ["os._exit(1)", "time.sleep(300)"])
-def test_processes_that_die_or_hang_are_waited_for_no_longer(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_die_or_hang_are_noticed(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "faulty.py").write_text(_FAULTY.format(fault=fault))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     variants = [Variant("faulty", "kernel", (number,), ()) for number in range(4)]
-    found = compile_variants(variants, HOPPER, 2, patience=30.0 if "exit" in fault else 1.0)
+    found = Compilation(variants, HOPPER, 2, patience=60.0 if "exit" in fault else 1.0)
+    assert found.running()  # the training goes on beside it
+    assert not found.running(wait=120.0)
     assert (found.compiled, found.processes, found.left) == (0, 2, 4)
-    assert compile_variants(variants, HOPPER, 2, patience=0.1).left == 4  # they do not count as compiled
+    again = Compilation(variants, HOPPER, 2, patience=60.0)  # they do not count as compiled
+    assert again.running()
+    again.close()
+    assert not again.running()
 
 
 _FAULTY = """
@@ -98,10 +100,8 @@ def kernel(x): pass
 
 _COMPILES = """
 import json, pathlib, os, torch
-from dataclasses import astuple
 from triton.backends.compiler import GPUTarget
-from snip_megatron.quantization.kernels.compiler import compile_for, compile_variant, compile_variants
-from snip_megatron.quantization.kernels.compiler import compile_variants
+from snip_megatron.quantization.kernels.compiler import Compilation, compile_for, compile_variant
 from snip_megatron.quantization.kernels.listing import listed
 from snip_megatron.statistics.kernels.sums import output_sums, sum_squares
 with listed(run=False) as listing:
@@ -109,15 +109,18 @@ with listed(run=False) as listing:
         sum_squares(torch.zeros(size + 1))
         sum_squares(torch.zeros(size, dtype=torch.bfloat16))
     output_sums(torch.zeros(16, 32), torch.zeros(16, 32), torch.zeros(16, 32))
-target, started = GPUTarget("cuda", 90, 32), []
+target = GPUTarget("cuda", 90, 32)
 variants = list(listing.variants)
 assert len(variants) == 4, variants
-first, second = (compile_variants(variants, target, 2, lambda *n: started.append(n)) for _ in range(2))
+found = {}
+for name in ("first", "second"):
+    made = Compilation(variants, target, 2)
+    made.running(wait=400.0)
+    found[name] = [made.kernels, made.compiled, made.processes, made.left]
 cubins = lambda: len(list(pathlib.Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
 before = cubins()
 compile_for(target)
 for variant in variants:
     compile_variant(variant)
-found = {"first": astuple(first), "second": astuple(second), "started": started, "cubins": [before, cubins()]}
-print(json.dumps(found))
+print(json.dumps(found | {"cubins": [before, cubins()]}))
 """
