@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import signal
@@ -125,7 +126,7 @@ def compile_kernels(
         return
     from triton.runtime import driver
 
-    from snip_megatron.quantization.kernels.compiler import compile_variants
+    from snip_megatron.quantization.kernels.compiler import Compilation
     from snip_megatron.quantization.kernels.listing import listed
 
     once = Measurer(backend, _Once(device), formats)
@@ -135,7 +136,8 @@ def compile_kernels(
         for weight in workload.weights[:_LISTED]:
             once.weights(weight)
     processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
-    compile_variants(sorted(listing.variants, key=repr), driver.active.get_current_target(), processes)
+    target = driver.active.get_current_target()
+    Compilation(sorted(listing.variants, key=repr), target, processes).running(math.inf)
 
 
 class _Once(Clock):
