@@ -8,8 +8,8 @@ Megatron prints, over the second half of the steps. Trainings start side by side
 the GPU, and then train one after the other. With ``--rounds 2`` all of them train a second time in the reverse order,
 and the medians are over both rounds. ``*_graphs`` is the fastest of the implementations of CUDA graphs that are tried.
 
-``snip_fp4_75*`` run two real updates. ``updates`` in the result has the time by which their steps took longer,
-and the times in the run's events. SNIP's other contenders keep one map, with the same format in every GEMM.
+``snip_default*`` (``--snip`` alone) and ``snip_fp4_75*`` run two real updates. ``updates`` in the result has the time
+by which their steps took longer, and the times in the run's events. SNIP's other contenders keep one map, with the same format in every GEMM.
 
 ``fused`` in the result has what a training of SNIP says of its fusions.
 
@@ -117,8 +117,9 @@ class Job:
             given += ["--transformer-impl", "local"]
         if contender.map is not None:
             given += ["--snip", "--snip-map", str(self._map(contender.map)), "--snip-dir", str(folder / "run")]
-        if contender.updates:
-            given += ["--snip", *shlex.split(self._updates()), "--snip-dir", str(folder / "run")]
+        if contender.updates is not None:
+            budget = shlex.split(contender.updates)
+            given += ["--snip", *budget, *shlex.split(self._updates()), "--snip-dir", str(folder / "run")]
         return [*given, *self._arguments.megatron]
 
     def _updates(self) -> str:
@@ -129,8 +130,9 @@ class Job:
         steps = self._arguments.steps
         first = max(3, steps // 4)  # steps that compile or capture graphs must be fewer than the others before it
         every = max(LAG + 1, -(-(steps - first) // 2))
-        return f"--snip-budget fp4=0.75 --snip-first-update {first} --snip-update-interval {every}" + (
-            f" --snip-lag {LAG} --snip-wait 240 --snip-guard-steps 0"
+        return (
+            f"--snip-first-update {first} --snip-update-interval {every} --snip-lag {LAG} --snip-wait 240"
+            " --snip-guard-steps 0"
         )
 
     def _map(self, fmt: Format) -> Path:
@@ -222,7 +224,7 @@ class Table:
         else:
             runs = self.result["runs"].setdefault(turn.name, [])
             runs.append({"steps_ms": ms, "seconds": round(outcome.seconds, 2)})
-            if CONTENDERS[turn.contender].updates:
+            if CONTENDERS[turn.contender].updates is not None:
                 self.result["updates"][turn.name] = accounts(read_events(run), ms)
             fused = _FUSED.search(outcome.printed)
             if fused is not None:

@@ -38,17 +38,19 @@ class Contender:
         graphs: implementations of CUDA graphs to try, of which the fastest counts; empty for none.
         transformer_engine: whether its formats are Transformer Engine's.
         map: the format of all GEMMs of its map; None without a map.
-        updates: whether it solves for its own maps.
+        updates: the arguments of a budget for which it solves its own maps; empty for the budget of
+            ``--snip`` alone; None if it keeps one map or has none.
     """
 
     arguments: tuple[str, ...] = ()
     graphs: tuple[str, ...] = ()
     transformer_engine: bool = False
     map: Format | None = None
-    updates: bool = False
+    updates: str | None = None
 
 
 _BOTH = ("transformer_engine", "local")
+_FP4 = "--snip-budget fp4=0.75"
 _TE_TENSOR = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 _TE_BLOCK = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
 CONTENDERS = {
@@ -58,17 +60,19 @@ CONTENDERS = {
     "te_fp8_tensor_graphs": Contender(_TE_TENSOR, ("transformer_engine",), transformer_engine=True),
     "te_fp8_block": Contender(_TE_BLOCK, transformer_engine=True),
     "te_fp8_block_graphs": Contender(_TE_BLOCK, ("transformer_engine",), transformer_engine=True),
+    "snip_default": Contender(updates=""),
+    "snip_default_graphs": Contender(graphs=_BOTH, updates=""),
     "snip_fp8_tensor": Contender(map=Format.FP8_TENSOR),
     "snip_fp8_tensor_graphs": Contender(graphs=_BOTH, map=Format.FP8_TENSOR),
     "snip_fp8_tensor_unfused_graphs": Contender(("--snip-fusions", "none"), graphs=_BOTH, map=Format.FP8_TENSOR),
     "snip_fp8": Contender(map=Format.FP8),
     "snip_fp8_graphs": Contender(graphs=_BOTH, map=Format.FP8),
     "snip_fp8_unfused_graphs": Contender(("--snip-fusions", "none"), graphs=_BOTH, map=Format.FP8),
-    "snip_fp4_75": Contender(updates=True),
-    "snip_fp4_75_graphs": Contender(graphs=_BOTH, updates=True),
+    "snip_fp4_75": Contender(updates=_FP4),
+    "snip_fp4_75_graphs": Contender(graphs=_BOTH, updates=_FP4),
     "snip_bf16_graphs": Contender(graphs=_BOTH, map=Format.BF16),
-    "snip_fp4_75_gather_graphs": Contender(("--snip-communication", "gather"), graphs=_BOTH, updates=True),
-    "snip_fp4_75_all_graphs": Contender(("--snip-communication", "all"), graphs=_BOTH, updates=True),
+    "snip_fp4_75_gather_graphs": Contender(("--snip-communication", "gather"), graphs=_BOTH, updates=_FP4),
+    "snip_fp4_75_all_graphs": Contender(("--snip-communication", "all"), graphs=_BOTH, updates=_FP4),
 }
 EXTRA = (
     "snip_fp8_tensor_unfused_graphs",

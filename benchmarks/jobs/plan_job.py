@@ -62,7 +62,7 @@ def _values(arguments: Sequence[str]) -> dict[str, str]:
 
 def formats_of(contender: Contender, block: int) -> tuple[Format, Format, Format]:
     """Return the formats of fprop, dgrad and wgrad in a block."""
-    if contender.updates:
+    if contender.updates is not None:
         return (Format.FP8 if block % 4 else Format.FP4, Format.FP4, Format.FP4)
     return ((contender.map or Format.BF16),) * 3
 
