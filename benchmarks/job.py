@@ -9,7 +9,8 @@ the GPU, and then train one after the other. With ``--rounds 2`` all of them tra
 and the medians are over both rounds. ``*_graphs`` is the fastest of the implementations of CUDA graphs that are tried.
 
 ``snip_default*`` (``--snip`` alone) and ``snip_fp4_75*`` run two real updates. ``updates`` in the result has the time
-by which their steps took longer, and the times in the run's events. SNIP's other contenders keep one map, with the same format in every GEMM.
+by which their steps took longer, and the times in the run's events. SNIP's other contenders keep one map, with the same
+format in every GEMM.
 
 ``fused`` in the result has what a training of SNIP says of its fusions.
 
