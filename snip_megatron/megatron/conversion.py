@@ -25,7 +25,7 @@ from snip_megatron.megatron.fused_mlp import fuse_swiglu
 from snip_megatron.megatron.host import SINKS
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision import Format, LinearId, PrecisionMap
-from snip_megatron.records.recorded_maps import replayed_maps
+from snip_megatron.records.readers import replayed_maps
 from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
 logger = logging.getLogger(__name__)

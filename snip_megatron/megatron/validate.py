@@ -21,7 +21,7 @@ from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import Schedule
-from snip_megatron.records.recorded_maps import replay_schedule
+from snip_megatron.records.readers import replayed_maps, step_path
 from snip_megatron.sensitivity.fixed import fixed_map, late_shares
 from snip_megatron.sensitivity.globs import matching_options, no_match_hint
 from snip_megatron.sensitivity.policies import needs_forward_noise
@@ -179,8 +179,8 @@ def _check_fixed_map(config: SnipConfig, args: argparse.Namespace) -> None:
     if config.map is not None:
         load_map(config.map, names)
     elif config.replay is not None:
-        for _, path in replay_schedule(config.replay):
-            load_map(str(path), names, argument="--snip-replay")
+        for step in replayed_maps(config.replay):
+            load_map(str(step_path(Path(config.replay), "maps", step)), names, argument="--snip-replay")
     else:
         fixed_map(config.policy, names, pins(config, args), config.formats)
     if config.late:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,11 @@ def step_path(run: Path, folder: str, step: int) -> Path:
 
 
 def step_files(run: Path, folder: str, extra: str = "") -> dict[int, Path]:
-    """Return the step files of a folder by step, ascending.
+    """Return the step files of a folder by step, ascending; none if it is missing. Raises SnipError if it cannot be
+    read.
 
-    Args:
-        run: the run directory.
-        folder: a key of STEP_FILES. A missing folder has no files.
-        extra: a further suffix; ``.1`` selects the files that a resumed run has set aside.
-
-    Raises:
-        SnipError: the folder cannot be read.
+    ``folder`` is a key of STEP_FILES, and ``extra`` a further suffix: ``.1`` is that of files that a resumed run has
+    set aside.
     """
     try:
         files = list((run / folder).iterdir())
@@ -54,38 +51,27 @@ def step_files(run: Path, folder: str, extra: str = "") -> dict[int, Path]:
 
 
 def read_config(run: Path | str) -> dict[str, Any]:
-    """Return ``config.json`` as an object with schema, config and facts.
-
-    Raises:
-        SnipError: the file is missing or broken.
-    """
+    """Return ``config.json``, an object with ``config`` and ``facts``. Raises SnipError if it is missing or broken."""
     path = Path(run) / CONFIG
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = _object(path.read_text(encoding="utf-8"), str(path), RUN_SCHEMA, "config")
     except (FileNotFoundError, NotADirectoryError):
         raise SnipError(f"{run}: not a run directory ({CONFIG} is missing); give the directory of --snip-dir") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise SnipError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(body, dict) or body.get("schema") != RUN_SCHEMA or not isinstance(body.get("config"), dict):
-        raise SnipError(f'{path}: "schema" must be "{RUN_SCHEMA}" with an object "config"')
-    if not isinstance(body.get("facts"), dict):
-        body["facts"] = {}
-    return body
+    return body if isinstance(body.get("facts"), dict) else body | {"facts": {}}
 
 
 def read_events(run: Path | str) -> list[dict[str, Any]]:
-    """Return the events in the order in which they were written.
+    """Return the events in the order in which they were written; none if the file is missing.
 
-    Torn lines are skipped. A missing file gives an empty list. Raises SnipError if the file cannot be read.
+    Torn lines are skipped. Raises SnipError if the file cannot be read.
     """
     return [record for record in _lines(Path(run) / EVENTS) if isinstance(record.get("event"), str)]
 
 
 def read_metrics(run: Path | str) -> list[dict[str, Any]]:
-    """Return the metrics, one record a step, ascending. Of a step that was recorded twice, the last record is used.
-
-    Raises SnipError if the file cannot be read.
-    """
+    """Return the metrics, one record a step, ascending. Of a step that was recorded twice, the last record is used."""
     by_step = {record["step"]: record for record in _lines(Path(run) / METRICS)}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -93,26 +79,40 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
 def read_maps(run: Path | str, *, skipped: list[str] | None = None) -> dict[int, PrecisionMap]:
     """Return the maps by the step of their file, ascending.
 
-    Args:
-        run: the run directory.
-        skipped: if given, receives the message of each broken file, which is then left out.
-
-    Raises:
-        SnipError: a file is broken, and ``skipped`` is None.
+    The message of a broken file is added to ``skipped``. Without this list it is raised as a SnipError.
     """
-    return _parsed(Path(run), "maps", lambda text, where: PrecisionMap.from_json(text, where=where), skipped)
+    return _parsed(Path(run), "maps", PrecisionMap.from_json, skipped)
 
 
 def read_plans(run: Path | str, *, skipped: list[str] | None = None) -> dict[int, PrecisionPlan]:
     """Return the plans by the step before which they were adopted, ascending. See :func:`read_maps`."""
-    return _parsed(Path(run), "plans", lambda text, where: PrecisionPlan.from_json(text, where=where), skipped)
+    return _parsed(Path(run), "plans", PrecisionPlan.from_json, skipped)
 
 
 def read_scores(
     run: Path | str, *, skipped: list[str] | None = None, last: int | None = None
 ) -> dict[int, dict[str, Any]]:
     """Return the scores files by step, ascending: all, or the ``last`` ones. See :func:`read_maps`."""
-    return _parsed(Path(run), "scores", _parse_scores, skipped, last)
+    return _parsed(Path(run), "scores", _scores, skipped, last)
+
+
+@functools.cache  # the model, the warm-up and rank 0 need the same maps, and each file is read over the network
+def replayed_maps(run: str) -> Mapping[int, PrecisionMap]:
+    """Return step → map of every adoption that a run directory recorded, which ``--snip-replay`` repeats.
+
+    Raises:
+        SnipError: no adoption is recorded, or a map is missing or broken.
+    """
+    steps = [int(event["step"]) for event in read_events(run) if event["event"] == "adopt"]
+    if not steps:
+        raise SnipError(
+            f"--snip-replay {run}: no adopted map is recorded there; give the directory of a run under SNIP"
+        )
+    maps = read_maps(run)
+    if lost := [step for step in steps if step not in maps]:
+        path = step_path(Path(run), "maps", lost[0])
+        raise SnipError(f"--snip-replay {run}: events.jsonl adopts a map at step {lost[0]} but {path} is missing")
+    return {step: maps[step] for step in steps}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -122,24 +122,29 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         raise SnipError(f"{path}: cannot be read ({error})") from None
 
 
-def _parse_scores(text: str, where: str) -> dict[str, Any]:
+def _object(text: str, where: str, schema: str, name: str) -> dict[str, Any]:
+    """Parse an object of ``schema`` that holds an object ``name``. Raises SnipError."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SnipError(f"{where}: not JSON ({error})") from None
-    if not isinstance(body, dict) or body.get("schema") != SCORES_SCHEMA or not isinstance(body.get("scores"), dict):
-        raise SnipError(f'{where}: "schema" must be "{SCORES_SCHEMA}" with an object "scores"')
+    if not isinstance(body, dict) or body.get("schema") != schema or not isinstance(body.get(name), dict):
+        raise SnipError(f'{where}: "schema" must be "{schema}" with an object "{name}"')
     return body
 
 
+def _scores(text: str, *, where: str) -> dict[str, Any]:
+    return _object(text, where, SCORES_SCHEMA, "scores")
+
+
 def _parsed[T](
-    run: Path, folder: str, parse: Callable[[str, str], T], skipped: list[str] | None, last: int | None = None
+    run: Path, folder: str, parse: Callable[..., T], skipped: list[str] | None, last: int | None = None
 ) -> dict[int, T]:
     found: dict[int, T] = {}
     files = list(step_files(run, folder).items())
     for step, file in files if last is None else files[-last:]:
         try:
-            found[step] = parse(file.read_text(encoding="utf-8"), str(file))
+            found[step] = parse(file.read_text(encoding="utf-8"), where=str(file))
         except (OSError, ValueError, SnipError) as error:
             fault = error if isinstance(error, SnipError) else SnipError(f"{file}: cannot be read ({error})")
             if skipped is None:

@@ -42,14 +42,19 @@ def shares(value: Any) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Adoption:
-    """The adoption of a map before training step ``step``.
+    """The adoption of a map before training step ``step``. A figure is None if it is not known.
 
     Attributes:
         step: the 0-based training step.
-        version: the map's version; None if unknown.
+        version: the map's version.
         fields: the fields of the ``adopt`` event.
         precision_map: the map; None if its file is lost.
-        scores: the scores from which the map was solved; None if unknown, or older than the last MAX_SCORES updates.
+        scores: the scores from which the map was solved; None if they are older than the last MAX_SCORES updates.
+        status: the solver's status of the map.
+        asked: the budget, such as ``speedup=1.3``; None if it is an fp4 share of FLOPs.
+        speedup, loss: under a timed budget the predicted speedup of the linears on the slowest stage, and Σ of losses.
+        achieved: the map's fp4 share of FLOPs, in [0, 1].
+        achieved_per_stage: the same by pipeline stage; empty if unknown.
     """
 
     step: int
@@ -57,42 +62,12 @@ class Adoption:
     fields: Mapping[str, Any]
     precision_map: PrecisionMap | None
     scores: Mapping[str, Any] | None
-
-    @property
-    def status(self) -> str:
-        """The solver's status of the map."""
-        return str(self._known("status", "status") or "unknown")
-
-    @property
-    def asked(self) -> str | None:
-        """The budget, such as ``speedup=1.3``; None if the budget is an fp4 share of FLOPs."""
-        asked = self.fields.get("budget", self.precision_map.prediction().get("budget") if self.precision_map else None)
-        return asked if isinstance(asked, str) else None
-
-    @property
-    def speedup(self) -> float | None:
-        """Predicted speedup of the decoder's linears on the slowest stage; None if the budget is a share of FLOPs."""
-        return number(self._known("speedup", "speedup"))
-
-    @property
-    def loss(self) -> float | None:
-        """Predicted sum of losses; None if the budget is a share of FLOPs."""
-        return number(self._known("loss", "loss"))
-
-    @property
-    def achieved(self) -> float | None:
-        """The map's fp4 share of FLOPs, in [0, 1]. ``achieved`` of a timed budget is a share of time."""
-        timed = self.asked is not None
-        return number(self._known("fp4_fraction", "fp4_share") if timed else self._known("achieved", "achieved"))
-
-    @property
-    def achieved_per_stage(self) -> dict[str, float]:
-        """The fp4 share of FLOPs by pipeline stage; empty if unknown."""
-        return {} if self.asked is not None else shares(self._known("achieved_per_stage", "achieved_per_stage"))
-
-    def _known(self, field: str, attribute: str) -> Any:
-        """Return a field of the event; if it has none, an attribute of the map; None without either."""
-        return self.fields.get(field, getattr(self.precision_map, attribute, None))
+    status: str
+    asked: str | None
+    speedup: float | None
+    loss: float | None
+    achieved: float | None
+    achieved_per_stage: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -159,10 +134,7 @@ class RunData:
         return [event for event in self.events if event["event"] in FAULT_EVENTS]
 
     def validations(self) -> dict[str, dict[int, float]]:
-        """Return formats of the validation, ``map`` or ``bf16`` → step → loss.
-
-        After the last step Megatron validates and then tests. Only the first loss of a step is that of the validation.
-        """
+        """Return formats of the validation, ``map`` or ``bf16`` → step → loss, the first one of each step."""
         found: dict[str, dict[int, float]] = {}
         for event in self.events:
             loss = number(event.get("loss"))
@@ -221,16 +193,32 @@ def _adoptions(
     if not adopted:
         adopted = [{"step": step, "version": precision_map.version} for step, precision_map in maps.items()]
     by_version = {_version(body): body["scores"] for body in scores.values()}
-    return [
-        Adoption(
-            step=event["step"],
-            version=(version := _version(event)),
-            fields=fields_of(event),
-            precision_map=_map_of(event["step"], version, maps),
-            scores=None if version is None else by_version.get(version),
-        )
-        for event in adopted
-    ]
+    return [_adoption(event, _map_of(event["step"], _version(event), maps), by_version) for event in adopted]
+
+
+def _adoption(
+    event: Mapping[str, Any], precision_map: PrecisionMap | None, scores: Mapping[int | None, Mapping[str, Any]]
+) -> Adoption:
+    def known(name: str) -> Any:  # the event says it, or else the map
+        return event.get(name, getattr(precision_map, name, None))
+
+    version = _version(event)
+    asked = event.get("budget", precision_map.prediction().get("budget") if precision_map is not None else None)
+    timed = isinstance(asked, str)  # then ``achieved`` is a share of time
+    share = event.get("fp4_fraction", known("fp4_share")) if timed else known("achieved")
+    return Adoption(
+        step=event["step"],
+        version=version,
+        fields=fields_of(event),
+        precision_map=precision_map,
+        scores=None if version is None else scores.get(version),
+        status=str(known("status") or "unknown"),
+        asked=asked if timed else None,
+        speedup=number(known("speedup")),
+        loss=number(known("loss")),
+        achieved=number(share),
+        achieved_per_stage={} if timed else shares(known("achieved_per_stage")),
+    )
 
 
 def _map_of(step: int, version: int | None, maps: Mapping[int, PrecisionMap]) -> PrecisionMap | None:

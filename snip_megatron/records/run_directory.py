@@ -171,9 +171,8 @@ class RunDirectory:
     # -- end ---------------------------------------------------------------------------------------------------
     def flush(self) -> None:
         """Try all kept writes now. An I/O error is not raised."""
-        self._events.flush()
-        self._metrics.flush()
-        self._files.drain(force=True)
+        for each in (self._events, self._metrics, self._files):
+            each.drain(force=True)
 
     def close(self) -> None:
         """Try all kept writes a last time, report how many were lost, and close the files."""

@@ -33,10 +33,10 @@ def jsonable(value: Any, depth: int = 0) -> Any:
 
     NaN and ±Inf become None. NumPy arrays and torch tensors become lists. Unknown types become their ``str``.
     """
-    if value is None or isinstance(value, (bool, str)):
-        return value.value if isinstance(value, Enum) else value
     if isinstance(value, Enum):
-        return jsonable(value.value, depth + 1)
+        value = value.value
+    if value is None or isinstance(value, (bool, str)):
+        return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -49,6 +49,15 @@ def jsonable(value: Any, depth: int = 0) -> Any:
         if callable(tolist := getattr(value, "tolist", None)):  # numpy scalars and arrays, torch tensors
             return jsonable(tolist(), depth + 1)
     return str(value)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key → value of a nested mapping. An empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = isinstance(value, Mapping) and bool(value)
+        found |= flatten(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
 
 
 def dump_json(value: Any) -> str:
@@ -75,17 +84,12 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
             partial.unlink()
         raise
     if durable:
-        _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable. Some file systems cannot, and the file is complete without it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder, and the file is complete
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 @dataclass
@@ -121,25 +125,20 @@ class Faults:
 
 
 class WriteQueue:
-    """A queue of writes. A write that fails stays in the queue and is tried again with back-off.
+    """Writes that are tried again with back-off if they fail.
 
     Args:
         faults: counts the failures.
-        ordered: whether a failed write holds back the writes behind it, so that lines keep their order.
-        clock: returns the current time in seconds.
+        ordered: whether a failed write holds back those behind it, so that lines keep their order.
     """
 
-    def __init__(self, faults: Faults, *, ordered: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, faults: Faults, *, ordered: bool) -> None:
         self._faults = faults
         self._ordered = ordered
-        self._clock = clock
         self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
         self._bytes = 0
         self._retry_at = 0.0
         self._back_off = FIRST_RETRY_S
-
-    def __len__(self) -> int:
-        return len(self._jobs)
 
     def put(self, job: Callable[[], None], size: int) -> None:
         """Add a write, which holds ``size`` bytes in memory and may raise OSError, and try the queue."""
@@ -152,7 +151,7 @@ class WriteQueue:
 
     def drain(self, *, force: bool = False) -> None:
         """Try every kept write once. During the back-off nothing is tried unless ``force`` is set."""
-        if not self._jobs or (not force and self._clock() < self._retry_at):
+        if not self._jobs or (not force and time.monotonic() < self._retry_at):
             return
         failed: list[tuple[int, Callable[[], None]]] = []
         while self._jobs and not (failed and self._ordered):
@@ -165,7 +164,7 @@ class WriteQueue:
                 failed.append((size, job))
         self._jobs.extendleft(reversed(failed))
         if failed:
-            self._retry_at = self._clock() + self._back_off
+            self._retry_at = time.monotonic() + self._back_off
         self._back_off = min(2 * self._back_off, LAST_RETRY_S) if failed else FIRST_RETRY_S
 
     def close(self) -> None:
@@ -175,7 +174,7 @@ class WriteQueue:
         self._jobs.clear()
 
 
-class LineFile:
+class LineFile(WriteQueue):
     """A file of JSON lines that grows by complete lines only.
 
     Args:
@@ -185,24 +184,20 @@ class LineFile:
     """
 
     def __init__(self, path: Path, faults: Faults, prepare: Callable[[], None]) -> None:
+        super().__init__(faults, ordered=True)
         self._path = path
         self._prepare = prepare
-        self._queue = WriteQueue(faults, ordered=True)
         self._descriptor: int | None = None
         self._torn = False
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one record. An I/O error is not raised; the line is kept and tried again."""
         line = (json.dumps(jsonable(record), allow_nan=False) + "\n").encode()
-        self._queue.put(lambda: self._write(line), len(line))
-
-    def flush(self) -> None:
-        """Try the kept lines now, regardless of the back-off."""
-        self._queue.drain(force=True)
+        self.put(lambda: self._write(line), len(line))
 
     def close(self) -> None:
         """Try the kept lines a last time and close the file."""
-        self._queue.close()
+        super().close()
         self._release()
 
     def _write(self, line: bytes) -> None:

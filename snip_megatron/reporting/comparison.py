@@ -18,7 +18,7 @@ from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.records.run_data import RunData, load_run
 from snip_megatron.reporting.figures import FORMAT_COLOURS, STAGE_COLOURS, Figure, thin
 from snip_megatron.reporting.page import render_page, write_page
-from snip_megatron.reporting.report import flatten, machine_line, policy_line
+from snip_megatron.reporting.report import machine_line, pairs, policy_line, shown_facts
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline
 from snip_megatron.runtime.account import TOLERANCE
@@ -134,10 +134,7 @@ def run_names(runs: Sequence[RunData]) -> list[str]:
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     """Return (key, value of each run) for each configuration value and fact that differs between the runs."""
-    hidden = ("request", "linear_shapes")
-    flat = [
-        dict(flatten(r.config)) | dict(flatten({k: v for k, v in r.facts.items() if k not in hidden})) for r in runs
-    ]
+    flat = [dict(pairs(r.config)) | dict(pairs(shown_facts(r))) for r in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
     return [(key, [one.get(key, "–") for one in flat]) for key in keys if len({one.get(key) for one in flat}) > 1]
 

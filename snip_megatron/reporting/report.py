@@ -15,6 +15,7 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.records.lock import read_lock
 from snip_megatron.records.readers import REPORT
 from snip_megatron.records.run_data import RunData, fields_of, load_run, number
+from snip_megatron.records.storage import flatten
 from snip_megatron.reporting.figures import front_figure, loss_figure, share_figure, timing_figure
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.map_view import map_payload
@@ -74,7 +75,6 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     }
     if phases is not None:
         figures["phases"] = phase_figure(phases)
-    facts = {name: value for name, value in run.facts.items() if name not in _FACTS_TO_COMPUTE_WITH}
     return render_page(
         "report.html",
         title=run.path.resolve().name,
@@ -98,20 +98,19 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         faults=[_event_row(event) for event in run.faults],
         events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],
         events_left_out=max(0, len(run.events) - MAX_EVENT_ROWS),
-        tables=[("Facts", flatten(facts)), ("Configuration", flatten(run.config))],
+        tables=[("Facts", pairs(shown_facts(run))), ("Configuration", pairs(run.config))],
         unreadable=unreadable,
     )
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def pairs(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the (dotted key, value as text) pairs of a nested configuration."""
-    rows: list[tuple[str, str]] = []
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            rows += flatten(value, f"{prefix}{name}.")
-        else:
-            rows.append((f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)))
-    return rows
+    return [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in flatten(tree).items()]
+
+
+def shown_facts(run: RunData) -> dict[str, Any]:
+    """Return the facts that a page shows: those that a reader can use."""
+    return {name: value for name, value in run.facts.items() if name not in _FACTS_TO_COMPUTE_WITH}
 
 
 def policy_line(config: Mapping[str, Any]) -> str:

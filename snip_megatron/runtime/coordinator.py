@@ -11,7 +11,7 @@ from typing import Any
 from snip_megatron.config import SnipConfig
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.records.recorded_maps import replayed_maps
+from snip_megatron.records.readers import replayed_maps
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.adoption import Decision, Verdict
 from snip_megatron.runtime.progress import Progress

@@ -28,8 +28,14 @@ from snip_megatron.megatron.data.prepare_data import _existing
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan, Schedule, SchedulePhase
-from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics, read_scores
-from snip_megatron.records.recorded_maps import replay_schedule
+from snip_megatron.records.readers import (
+    read_config,
+    read_events,
+    read_maps,
+    read_metrics,
+    read_scores,
+    replayed_maps,
+)
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.records.stored import find_stored
@@ -354,7 +360,7 @@ def recorded(path: Path) -> Path:
 def read_everything(run: Path) -> None:
     for read in (read_config, read_events, read_metrics, read_maps, read_scores, load_run):
         attempt(lambda read=read: read(run))
-    attempt(lambda: replay_schedule(str(run)))
+    attempt(lambda: replayed_maps.__wrapped__(str(run)))
     for part in ("problem", "table", "request"):
         attempt(lambda part=part: getattr(find_stored(run, None), part)())
 

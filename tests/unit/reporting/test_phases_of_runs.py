@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,7 @@ def test_phases_their_changes_and_the_average(path: Path) -> None:
 def test_a_budget_of_time_averages_speedups(path: Path) -> None:
     synthetic_run.add_plan(path, plan_of((15, FAST), (60, SLOW)))
     run = load_run(path)
-    timed = [a.__class__(a.step, a.version, {"budget": "speedup=1.4", "speedup": 2.0}, FAST, None)
-             for a in run.adoptions]  # fmt: skip
+    timed = [dataclasses.replace(a, asked="speedup=1.4", speedup=2.0, precision_map=FAST) for a in run.adoptions]
     view = phase_view(RunData(**{**vars(run), "config": {"budget": "speedup=1.4"}, "adoptions": timed}))
     assert view is not None
     assert (view.timed, view.target) == (True, 1.4)
