@@ -1,7 +1,7 @@
 """Models of Megatron's Transformer Engine layers on a CPU.
 
 Transformer Engine's modules can be built there if CUDA seems to be present. Their own forward needs a GPU, that of a
-converted linear does not. The attention core and the norms that are modules of their own are replaced by torch's.
+converted linear does not. The attention core and norms that are modules of their own are replaced by torch's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -32,7 +31,20 @@ DENSE: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
+    "bias_dropout_fusion": False,
 }
+
+
+class TorchAttention(torch.nn.Module):
+    """Causal attention by torch: Megatron's own allocates on a CUDA device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [s, b, heads, d] -> [b, heads, s, d]
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 @contextlib.contextmanager
@@ -51,7 +63,7 @@ def dense(**given: Any) -> GPTModel:
     config = TransformerConfig(**(DENSE | given))
     with seeming_cuda():
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        spec.submodules.self_attention.submodules.core_attention = DotProductAttention
+        spec.submodules.self_attention.submodules.core_attention = TorchAttention
         model = GPTModel(config, spec, 128, 32)
     return with_torch_norms(model)
 
