@@ -27,7 +27,7 @@ WHOLE_TENSOR = _SCALED - ROTATED
 ROTATED_TENSOR = _SCALED & ROTATED
 """Formats that have one scale for the whole tensor, from the amax of its Hadamard transform."""
 
-_SHARDED = {"column": ("w", "g"), "row": ("x", "w")}
+_SHARDED = {"column": ("w", "g"), "row": ("x", "w"), "whole": ()}
 _MAGNITUDE = 0x7FFFFFFF
 
 
@@ -35,10 +35,10 @@ def is_shared(parallel: str, operand: str) -> bool:
     """Return whether each tensor parallel rank holds only a shard of an operand.
 
     X of a column parallel linear and G of a row parallel linear are not sharded: every rank has the whole tensor, under
-    sequence parallelism after the gather.
+    sequence parallelism after the gather. A rank that holds a whole linear takes its tokens for a tensor of their own.
 
     Args:
-        parallel: "column" or "row".
+        parallel: "column", "row" or "whole".
         operand: "x", "w" or "g".
     """
     return operand in _SHARDED[parallel]

@@ -175,7 +175,7 @@ class QuantizedLinear(torch.autograd.Function):
         if not isinstance(g, PrequantizedTensor) and ctx.recorder is None and call.is_alone:
             if call.scatters:
                 g = gather_tokens(g, call.tp_group)
-            spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g.device, dgrad, wgrad), on_device=call.trains)
+            spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g, dgrad, wgrad), on_device=call.trains)
             d, grad_weight = handle.context.backend.backward(g, w, x, spec, main_grad)
             handle.state.backwards += 1
         else:
@@ -207,11 +207,11 @@ def _backward_in_parts(
             g = gather_tokens(g, call.tp_group)
         # These collectives come before the gather of X: those of one group run in order, so that quantising G would
         # otherwise wait for the whole gather.
-        spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g.device, dgrad, wgrad), on_device=call.trains)
+        spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g, dgrad, wgrad), on_device=call.trains)
     if isinstance(kept, QuantizedShard):
         x_gather = start_gather(kept, call.tp_group)
     if call.packs_gradient:
-        keys = gradient_keys(call, g.device, dgrad, wgrad)._replace(first_row=handle.tp_rank * math.prod(g.shape[:-1]))
+        keys = gradient_keys(call, g, dgrad, wgrad)
         spec = OperandSpec(dgrad, wgrad, keys=keys)
         shards = quantized_shards(backend, matrix(g).contiguous(), spec, call.tp_group)
         row_gather, g_gather = (start_gather(shard, call.tp_group) for shard in shards if shard is not None)
@@ -238,8 +238,11 @@ def _backward_in_parts(
     if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
         with torch.no_grad():
             whole = expert_gradient(handle, d) if handle.expert is not None else d
-            rows = matrix(g).contiguous()
-            ctx.recorder.on_backward(x_columnwise.tensor, weight.detach(), rows, d_local, matrix(whole))
+            recorded = [x_columnwise.tensor, matrix(g).contiguous(), d_local, matrix(whole)]
+            if handle.shares_tokens:  # the recorder sees all of them, as those of other linears do
+                recorded = [gather_tokens(tensor, handle.tp_group) for tensor in recorded]
+            x_rows, g_rows, *both = recorded
+            ctx.recorder.on_backward(x_rows, weight.detach(), g_rows, *both)
     return g, d, grad_weight
 
 
@@ -270,22 +273,29 @@ def weight_operands(
     return state.graphed.weight.operands
 
 
-def gradient_keys(call: LinearCall, device: torch.device, *formats: Format) -> GradientKeys:
+def gradient_keys(call: LinearCall, g: Tensor, *formats: Format) -> GradientKeys:
     """Return the keys of stochastic rounding of G. They are None unless dgrad or wgrad uses it.
 
     With CUDA graphs this counts a microbatch, so that it is called once in each backward.
+
+    Args:
+        call: the arguments of the forward.
+        g: G [..., N], or a tensor of as many rows; a token shard if it is quantised before it is gathered.
+        formats: formats of dgrad and wgrad.
     """
     handle = call.handle
-    context, graphed, cols = handle.context, handle.state.graphed, handle.columns(device)
+    context, graphed, cols = handle.context, handle.state.graphed, handle.columns(g.device)
     if STOCHASTIC.isdisjoint(formats):
         return GradientKeys(None, None, cols)
+    shard = call.packs_gradient or handle.shares_tokens
+    first_row = handle.tp_rank * math.prod(g.shape[:-1]) if shard else 0
     if graphed is not None and call.trains:
         dgrad, wgrad = graphed.next_keys()
-        return GradientKeys(dgrad, wgrad, cols, paired=handle.paired)
+        return GradientKeys(dgrad, wgrad, cols, first_row=first_row, paired=handle.paired)
     own = handle.state.backwards if call.override is None else call.override.microbatch
     identity = (context.seed, context.step, handle.global_microbatch(own), handle.index)
     first, second = derive_seeds(identity, _GRADIENT_GEMMS)
-    return GradientKeys(first, second, cols, paired=handle.paired)
+    return GradientKeys(first, second, cols, first_row=first_row, paired=handle.paired)
 
 
 def packs_gradient(handle: LinearHandle, x: Tensor) -> bool:

@@ -142,7 +142,8 @@ class LinearHandle:
 
     Attributes:
         id: layer and kind, which are the linear's global name.
-        parallel: "column" (W is sharded over output features) or "row" (over input features).
+        parallel: "column" (W is sharded over output features), "row" (over input features) or "whole" (every tensor
+            parallel rank has all of it).
         n, k: shape of the unsharded weight.
         stage: pipeline parallel rank.
         tp_rank, tp_size: tensor parallel rank and size.
@@ -150,7 +151,8 @@ class LinearHandle:
         context: the state of the step, which all linears share.
         module: the converted linear.
         parameter: name of the module's parameter that is the local shard of the weight [N local, K local].
-        tp_group: the tensor parallel group; None if no tensor is sharded.
+        tp_group: the tensor parallel group; None if no tensor is sharded. Ranks that share a whole linear's tokens have
+            one.
         expert: global index of the expert that the linear belongs to; None if it belongs to none. The same linear of
             all experts of a layer has one name.
         state: what changes.
@@ -203,6 +205,16 @@ class LinearHandle:
         features = self.out_features.cpu()
         even = features[: features.numel() // 2 * 2 : 2]
         return bool((features[::2] % 2 == 0).all() and (features[1::2] == even + 1).all())
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether every tensor parallel rank has all of the weight and a share of the tokens."""
+        return self.parallel == "whole" and self.tp_group is not None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether another tensor parallel rank reports the weight, because it has the same one."""
+        return self.parallel == "whole" and self.tp_rank > 0
 
     def columns(self, device: torch.device) -> torch.Tensor:
         """Return the output features on a device. Stochastic rounding reads them in every backward."""

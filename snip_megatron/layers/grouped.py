@@ -76,7 +76,7 @@ class GroupedLinear(torch.autograd.Function):
         products = call.products
         fprop, dgrad, wgrad = ctx.formats
         *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
-        keys = gradient_keys(call.linear, g.device, dgrad, wgrad)
+        keys = gradient_keys(call.linear, g, dgrad, wgrad)
         spec = OperandSpec(dgrad, wgrad, keys=keys, rotation=_rotation(handle, wgrad))
         rowwise, columnwise = products.quantize_rows(g.contiguous(), call.splits, spec)
         _, w = _weight_operands(call, weights, fprop, dgrad)

@@ -100,7 +100,7 @@ def quantized_gradient(d: Tensor, y: Tensor, call: LinearCall) -> OperandPair:
     The backend fuses it. If its amax is that of a shard, this is a collective of the tensor parallel group.
     """
     handle, (_, dgrad, wgrad) = call.handle, call.formats
-    backend, spec = handle.context.backend, OperandSpec(dgrad, wgrad, keys=gradient_keys(call, y.device, dgrad, wgrad))
+    backend, spec = handle.context.backend, OperandSpec(dgrad, wgrad, keys=gradient_keys(call, y, dgrad, wgrad))
     if backend.swiglu_kernel(y, (dgrad, wgrad)) == "quantize":
         return backend.swiglu(y, d, spec)
     g, amax = backend.swiglu(y, d, None)

@@ -31,6 +31,10 @@ A microbatch with fewer tokens is used whole.
 """
 
 
+_REPLICATED = {"column": "x", "row": "g", "whole": "xwgy"}
+"""Tensors that every tensor parallel rank has whole, so that one of them reports them."""
+
+
 class Pass(Enum):
     """The passes of a probe over the same microbatches (docs/how-it-works.md, the six steps: 1 to 3)."""
 
@@ -125,6 +129,10 @@ class LinearRecorder:
         """1 on the tensor parallel rank that reports replicated tensors, otherwise 0."""
         return 1.0 if self.handle.tp_rank == 0 else 0.0
 
+    def _own(self, tensor: str) -> float:
+        """Return 0 if another tensor parallel rank reports this tensor ("x", "w", "g" or "y"), otherwise 1."""
+        return self._once if tensor in _REPLICATED[self.handle.parallel] else 1.0
+
     @property
     def rows(self) -> int:
         """Number of tokens seen in the statistics pass."""
@@ -158,7 +166,7 @@ class LinearRecorder:
         """
         self.microbatches += 1
         gradient = getattr(getattr(self.handle.module, "weight", None), "main_grad", None)
-        if self.microbatches > 1 or gradient is None:
+        if self.microbatches > 1 or gradient is None or self.handle.shares_tokens:
             gradient = g.t() @ x
         self.each_gw2 = _plus(self.each_gw2, sum_squares(gradient))
 
@@ -192,17 +200,15 @@ class LinearRecorder:
             return
         self._weighed = True
         w2, *dw2 = _implementation(w).weight_sums(w, self.formats, amax=self._amax("w", w))
-        self._add("w2", w2)
-        self._add_formats("dw2", torch.stack(dw2))
+        self._add("w2", _owned(w2, self._own("w")))
+        self._add_formats("dw2", _owned(torch.stack(dw2), self._own("w")))
 
     def _record(
         self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_local: torch.Tensor, d_reduced: torch.Tensor
     ) -> None:
-        column = self.handle.parallel == "column"
-        x_own = self._once if column else 1.0  # the input of a column-parallel linear is replicated
-        g_own = 1.0 if column else self._once
+        x_own, g_own = self._own("x"), self._own("g")
         # D of a replicated input is replicated after an all-reduce, and a shard after a reduce-scatter.
-        d_own = self._once if column and d_reduced.shape[0] == x.shape[0] else 1.0
+        d_own = x_own if d_reduced.shape[0] == x.shape[0] else 1.0
         amax = {name: self._amax(name, tensor) for name, tensor in (("x", x), ("w", w), ("g", g))}
         summed = _implementation(x)
         d = d_local if x.shape[0] > OUTPUT_TOKENS else None
@@ -219,12 +225,14 @@ class LinearRecorder:
         self.x_cols, self.g_cols = _plus(self.x_cols, of_x.cols), _plus(self.g_cols, of_g.cols)
         self.dx_cols = _plus(self.dx_cols, of_x.col_errors)
         self.dg_cols = _plus(self.dg_cols, of_g.col_errors)
-        # One operand is whole on every rank, so the products of the shards add up to that of the whole token.
-        share = of_x.rows * of_g.rows
+        # One operand is whole on every rank, so the products of the shards add up to that of the whole token. Where all
+        # are whole, one rank reports the products.
+        own = self._own("y") if self.handle.parallel == "whole" else 1.0
+        share = _owned(of_x.rows * of_g.rows, own)
         self._add("s2", share.sum())
         self._record_samples(x, g, x_own, g_own)
         values, rows = self._record_outputs(x, w, g, amax)
-        self.dots.append(Dots(values, rows, share, of_x.dots))
+        self.dots.append(Dots(_owned(values, own), rows, share, None if of_x.dots is None else _owned(of_x.dots, own)))
 
     def _record_samples(self, x: torch.Tensor, g: torch.Tensor, x_own: float, g_own: float) -> None:
         rows = sample_rows(x.shape[0], self.sample_tokens, x.device)
@@ -252,9 +260,9 @@ class LinearRecorder:
         xs, gs = (x, g) if len(rows) == x.shape[0] else (x[rows], g[rows])
         weight = x.shape[0] / max(len(rows), 1)
         y = _product(xs, w)
-        column = self.handle.parallel == "column"  # Y of a row-parallel linear is a partial sum; see reduction.py
-        if column:
-            self._add("y2", sum_squares(y) * weight)
+        partial = self.handle.parallel == "row"  # Y is a partial sum then; see reduction.py
+        if not partial:
+            self._add("y2", _owned(sum_squares(y), weight * self._own("y")))
         zero = g.new_zeros(len(rows), dtype=torch.float64)
         found = []
         for fmt in map(resolve, self.formats):
@@ -266,8 +274,8 @@ class LinearRecorder:
             quantised = backend.multiply(Gemm.FPROP, x_rowwise, w_rowwise, torch.float32)
             found.append(_implementation(x).output_sums(quantised, y, gs))
         dots, squares = zip(*found, strict=True)
-        if column:
-            self._add_formats("e2", torch.stack(squares) * weight)
+        if not partial:
+            self._add_formats("e2", _owned(torch.stack(squares), weight * self._own("y")))
         return torch.stack(dots), rows
 
     def _amax(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -292,8 +300,7 @@ class LinearRecorder:
         sample = self._samples[self._compared]
         self._compared += 1
         rows = sample_rows(x.shape[0], self.sample_tokens, x.device)
-        column = self.handle.parallel == "column"
-        x_own, g_own = (self._once, 1.0) if column else (1.0, self._once)
+        x_own, g_own = self._own("x"), self._own("g")
         dg2 = sum_squares(g[rows].float() - sample.g.float()) * sample.weight * g_own
         if self.phase is Pass.BACKWARD_NOISE:
             self._add("bg2", dg2)

@@ -162,7 +162,8 @@ def run(
     if case.row:
         module = RowParallelLinear(case.k, case.n, input_is_parallel=True, skip_bias_add=True, **shared)
     else:
-        module = ColumnParallelLinear(case.k, case.n, gather_output=False, **shared)
+        stride = 2 if case.gated else 1  # as Megatron's MLP says it
+        module = ColumnParallelLinear(case.k, case.n, gather_output=False, stride=stride, **shared)
     assert module.weight.shape == w.shape
     module.weight.data.copy_(w)
 

@@ -34,6 +34,8 @@ class GradientNorms:
         row = {name: index for index, name in enumerate(registry.names)}
         self._ranges: list[tuple[int, Any, int, int]] = []
         for handle in registry:
+            if handle.repeats:
+                continue
             own: tuple[int, int] | None = (0, handle.weight.numel())
             if host.sharded:
                 own = held(handle.weight)

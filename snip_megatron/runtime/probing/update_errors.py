@@ -62,6 +62,8 @@ class UpdateErrors:
         handle, groups = recorder.handle, self._host.groups.of(recorder.handle)
         name, unit = handle.name, scale.gradient**2
         gradient = _reduced(step.gradient(handle.weight), groups)
+        if handle.repeats:
+            return
         total = sum_squares(gradient)
         if handle.expert is None:  # the gradients of an expert's microbatches are not known one by one
             noise = gradient_noise(recorder.each_gw2, total, groups, recorder.microbatches)
