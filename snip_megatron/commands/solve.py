@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.config.options import add_options, given_options
 from snip_megatron.config.values import parse_pins, parse_tolerance
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format
 from snip_megatron.records.output_file import check_folder, deliver
 
 if TYPE_CHECKING:
@@ -58,14 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND=X",
         help="fp4=SHARE, speedup=FACTOR or loss=BOUND, as --snip-budget; default: the budget of the problem",
     )
-    add("--previous", type=Path, metavar="MAP.json", help="a map to start the search from")
-    add(
-        "--change-penalty",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="loss, in the problem's unit, that is added for every choice that differs from --previous; default: 0",
-    )
     stored = parser.add_argument_group("solve a run's statistics with other settings")
     add_stored = stored.add_argument
     add_stored("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")
@@ -102,12 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
     check_folder("--out", args.out)
     problem, stored = _problem(args)
-    if problem.phases:
-        for name, given in (("sweep", args.sweep is not None), ("change-penalty", args.change_penalty != 0)):
-            if given:
-                raise SnipError(f"--{name}: {args.problem} has phases; that is for one map only")
-    options: dict[str, Any] = {"time_limit_s": args.time_limit, "solver": args.solver, "hint": _previous(args)}
-    options["change_penalty"] = args.change_penalty
+    if problem.phases and args.sweep is not None:
+        raise SnipError(f"--sweep: {args.problem} has phases; that is for one map only")
+    options: dict[str, Any] = {"time_limit_s": args.time_limit, "solver": args.solver}
     if args.sweep is not None:
         deliver("--out", args.out, sweep_json(problem, sweep(problem, args.sweep, **options)))
         return 0
@@ -158,19 +145,6 @@ def _change(args: argparse.Namespace) -> Change:
     if "stage_tolerance" in given:
         fields["stage_tolerance"] = parse_tolerance(given["stage_tolerance"], "--")
     return Change(fields, args.cost, static=args.schedule == "static")
-
-
-def _previous(args: argparse.Namespace) -> dict[str, Format] | None:
-    """Return the choices of ``--previous``. Their ids are not checked."""
-    if args.previous is None:
-        if args.change_penalty:
-            raise SnipError("--change-penalty needs --previous")
-        return None
-    try:
-        choices = json.loads(_read(args.previous))["choices"]
-        return {str(name): Format(fmt) for name, fmt in choices.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise SnipError(f"{args.previous}: not a map (snip.map/1)") from None
 
 
 def _read(path: Path) -> bytes:

@@ -64,11 +64,6 @@ def _check_cost(config: Any) -> None:
         raise SnipError(
             f"--snip-timings {config.timings} cannot be combined with --snip-settings cost=flops: leave one out"
         )
-    if kind == "loss" and config.change_penalty:
-        raise SnipError(
-            f"--snip-settings change_penalty={config.change_penalty} cannot be combined with {budget}: the penalty is a"
-            " loss, and time is what is minimised there"
-        )
     if kind == "loss" and config.updates and not in_nats(config.policy, config.q):
         raise SnipError(
             f"{budget} bounds a loss, and the scores of --snip-policy {config.policy} with --snip-q {config.q} are"
@@ -91,11 +86,6 @@ def _check_phases(config: Any) -> None:
             f"granularity {config.granularity}",
             config.granularity != "gemm",
             "phases weigh a linear's three GEMMs one by one",
-        ),
-        (
-            f"settings change_penalty={config.change_penalty}",
-            config.change_penalty > 0,
-            "a plan has no penalty of changes",
         ),
     )
     for named, present, why in conflicts:

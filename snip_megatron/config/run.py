@@ -226,12 +226,6 @@ class SnipConfig:
         ("mlp.linear_fc2", "self_attention.linear_proj"),
         "with --snip-policy layer-type: kinds of linears to protect, the most protected first",
     )
-    change_penalty: float = setting(
-        0.0,
-        "loss that is added for every option whose format changes, as a multiple of the mean loss of an option's worst"
-        " format",
-        least=0,
-    )
     gemm_library: str = setting(
         "auto",
         "library for fp8 and fp4 GEMMs on Hopper. auto: DeepGEMM for fprop and dgrad if it is installed; deepgemm: for"

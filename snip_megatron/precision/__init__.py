@@ -2,7 +2,7 @@
 
 from snip_megatron.precision.formats import FOUR_BIT, VARIANTS, Format, Gemm, Variant, candidates_fault, misplaced
 from snip_megatron.precision.linears import EXPERT_KINDS, LINEAR_KINDS, LinearId, option_id, split_option_id
-from snip_megatron.precision.map import GRANULARITIES, STATUSES, PrecisionMap, fp4_fraction, unique_keys
+from snip_megatron.precision.map import GRANULARITIES, STATUSES, PrecisionMap, fp4_fraction
 
 __all__ = [
     "EXPERT_KINDS",
@@ -21,5 +21,4 @@ __all__ = [
     "misplaced",
     "option_id",
     "split_option_id",
-    "unique_keys",
 ]

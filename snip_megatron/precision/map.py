@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.errors import SnipError, is_finite, quoted
+from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision.formats import FORMATS, FOUR_BIT, Format, Gemm, misplaced
 from snip_megatron.precision.linears import LinearId, option_id, split_option_id
+from snip_megatron.precision.strict import check_schema, finite, mapping, one_of, read_object, whole
 
 MAP_SCHEMA = "snip.map/1"
 GRANULARITIES = ("gemm", "layer")
@@ -166,38 +167,24 @@ class PrecisionMap:
             SnipError: the text is not such a file. The message names the field.
         """
         try:
-            return cls.from_dict(json.loads(text, object_pairs_hook=unique_keys))
-        except (ValueError, RecursionError) as error:
-            raise SnipError(f"{where}: not JSON ({error})") from None
+            return cls.from_dict(read_object(text))
         except SnipError as error:
             raise SnipError(f"{where}: {error}") from None
 
     @classmethod
     def from_dict(cls, body: Any) -> PrecisionMap:
         """Read and validate the output of :meth:`as_dict`. Raises SnipError naming the field that is invalid."""
-        if not isinstance(body, dict) or body.get("schema") != MAP_SCHEMA:
-            raise SnipError(f'"schema" must be "{MAP_SCHEMA}"')
-        if not isinstance(body.get("choices"), dict):
-            raise SnipError("choices: must be an object of <linear>[:<gemm>] -> format")
-        status = body.get("status", "static")
-        if status not in STATUSES:
-            raise SnipError(f"status: {quoted(status)} is not one of {', '.join(STATUSES)}")
-        per_stage = body.get("achieved_per_stage") or {}
-        if not isinstance(per_stage, dict):
-            raise SnipError("achieved_per_stage: must be an object")
+        check_schema(body, MAP_SCHEMA)
+        choices = mapping(body.get("choices"), "choices", " of <linear>[:<gemm>] -> format")
+        per_stage = mapping(body.get("achieved_per_stage") or {}, "achieved_per_stage")
         budget = body.get("budget")
-        if budget not in (None, "speedup", "loss"):
-            raise SnipError(f"budget: {quoted(budget)} is not one of speedup, loss")
-        version = body.get("version", 0)
-        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**31:
-            raise SnipError("version: must be an integer in [0, 2^31)")
         return cls(
-            choices={key: _choice(key, value) for key, value in body["choices"].items()},
-            version=version,
-            status=status,
-            budget=budget,
-            achieved_per_stage={str(k): _number(v, f"achieved_per_stage[{quoted(k)}]") for k, v in per_stage.items()},
-            **{name: None if body.get(name) is None else _number(body[name], name) for name in _FIGURES},
+            choices={key: _choice(key, value) for key, value in choices.items()},
+            version=whole(body.get("version", 0), "version", below=2**31),
+            status=one_of(body.get("status", "static"), "status", STATUSES),
+            budget=None if budget is None else one_of(budget, "budget", ("speedup", "loss")),
+            achieved_per_stage={str(k): finite(v, f"achieved_per_stage[{quoted(k)}]") for k, v in per_stage.items()},
+            **{name: None if body.get(name) is None else finite(body[name], name) for name in _FIGURES},
         )
 
 
@@ -226,19 +213,3 @@ def _choice(key: str, value: Any) -> Format:
     if (why := misplaced(Format(value), gemm)) is not None:
         raise SnipError(f"choices[{quoted(key)}]: {why}")
     return Format(value)
-
-
-def _number(value: Any, path: str) -> float:
-    if not is_finite(value):
-        raise SnipError(f"{path}: must be a finite number")
-    return float(value)
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object as a dict. Raises SnipError if a key occurs twice."""
-    body = dict(pairs)
-    if len(body) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise SnipError(f"the key {quoted(twice)} stands twice in one object")
-    return body

@@ -10,13 +10,14 @@ import bisect
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from snip_megatron.errors import SnipError, cut, is_finite, quoted
+from snip_megatron.errors import SnipError, is_finite, quoted
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.map import STATUSES, PrecisionMap, unique_keys
+from snip_megatron.precision.map import STATUSES, PrecisionMap
+from snip_megatron.precision.strict import check_keys, check_schema, finite, one_of, read_object, whole
 
 SCHEDULE_SCHEMA = "snip.schedule/1"
 PLAN_SCHEMA = "snip.phases/1"
@@ -26,7 +27,6 @@ MOST_PHASES = 64
 """Of a schedule, and of what the solver takes."""
 FLOORS = ("fp4", "speedup")
 """The kinds of budget that a phase of its own may have."""
-_MOST_STEPS = 2**53  # above, JSON readers of other languages lose digits
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class Schedule:
     def from_json(cls, text: str | bytes, *, where: str = "schedule") -> Schedule:
         """Parse the text of a ``snip.schedule/1`` file. Raises SnipError naming ``where`` and the invalid field."""
         try:
-            body = _object(text)
+            body = read_object(text)
             phases = tuple(_schedule_phase(i, phase) for i, phase in enumerate(_entries(body, SCHEDULE_SCHEMA)))
-            _check_keys(body, ("schema", "phases"))
+            check_keys(body, ("schema", "phases"))
             return cls(phases)
         except SnipError as error:
             raise SnipError(f"{where}: {error}") from None
@@ -217,7 +217,7 @@ class PrecisionPlan:
     def from_json(cls, text: str | bytes, *, where: str = "plan") -> PrecisionPlan:
         """Parse and validate the text of a ``snip.phases/1`` file. Raises SnipError naming ``where`` and the field."""
         try:
-            return cls.from_dict(_object(text))
+            return cls.from_dict(read_object(text))
         except SnipError as error:
             raise SnipError(f"{where}: {error}") from None
 
@@ -226,35 +226,22 @@ class PrecisionPlan:
         """Read and validate the output of :meth:`as_dict`. Raises SnipError naming the field that is invalid."""
         phases, last = [], None
         for i, entry in enumerate(_entries(body, PLAN_SCHEMA)):
-            begin = _count(entry.get("from_step"), f"phases[{i}].from_step", least=0)
+            begin = whole(entry.get("from_step"), f"phases[{i}].from_step")
             if last is not None and begin != last:
                 raise SnipError(f"phases[{i}].from_step: must be {last}, where the preceding phase ends")
-            last = begin + _count(entry.get("steps"), f"phases[{i}].steps", least=1)
+            last = begin + whole(entry.get("steps"), f"phases[{i}].steps", 1)
             try:
                 phases.append(PlanPhase(begin, PrecisionMap.from_dict(entry.get("map"))))
             except SnipError as error:
                 raise SnipError(f"phases[{i}].map: {error}") from None
-        status = body.get("status", "static")
-        if status not in STATUSES:
-            raise SnipError(f"status: {quoted(status)} is not one of {', '.join(STATUSES)}")
-        for name in _FIGURES:
-            if body.get(name) is not None and not is_finite(body[name]):
-                raise SnipError(f"{name}: must be a finite number")
-        version = _count(body.get("version", 0), "version", least=0)
-        return cls(tuple(phases), last or 0, version, status, **{name: body.get(name) for name in _FIGURES})
-
-
-def _object(text: str | bytes) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise SnipError(f"not JSON ({cut(error)})") from None
+        status = one_of(body.get("status", "static"), "status", STATUSES)
+        figures = {name: None if body.get(name) is None else finite(body[name], name) for name in _FIGURES}
+        return cls(tuple(phases), last or 0, whole(body.get("version", 0), "version"), status, **figures)
 
 
 def _entries(body: Any, schema: str) -> list[Mapping[str, Any]]:
     """Return the objects under ``phases``. Raises SnipError if ``body`` is not an object of the schema with such."""
-    if not isinstance(body, dict) or body.get("schema") != schema:
-        raise SnipError(f'"schema" must be "{schema}"')
+    check_schema(body, schema)
     phases = body.get("phases")
     if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
         raise SnipError("phases: must be a list of objects")
@@ -262,7 +249,7 @@ def _entries(body: Any, schema: str) -> list[Mapping[str, Any]]:
 
 
 def _schedule_phase(i: int, body: Mapping[str, Any]) -> SchedulePhase:
-    _check_keys(body, ("from", "budget", "change"), f"phases[{i}]: ")
+    check_keys(body, ("from", "budget", "change"), f"phases[{i}]: ")
     change = body.get("change")
     if change is not None and not isinstance(change, list):
         raise SnipError(f"phases[{i}].change: must be a list of globs such as *:fprop")
@@ -275,15 +262,3 @@ def _schedule_phase(i: int, body: Mapping[str, Any]) -> SchedulePhase:
         return SchedulePhase(float(begin), budget, None if change is None else tuple(change))
     except SnipError as error:
         raise SnipError(f"phases[{i}].{error}") from None
-
-
-def _check_keys(body: Mapping[str, Any], known: Sequence[str], where: str = "") -> None:
-    unknown = sorted(set(body) - set(known))
-    if unknown:
-        raise SnipError(f"{where}unknown key {quoted(unknown[0])} (known: {', '.join(known)})")
-
-
-def _count(value: Any, path: str, *, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MOST_STEPS:
-        raise SnipError(f"{path}: must be an integer, {least} or more")
-    return value

@@ -111,7 +111,6 @@ def _chosen(problem: Problem, step: int, updates: Sequence[Update]) -> tuple[flo
         if update.step == step:
             share = problem.budget.kind == "fp4"
             x, loss = (update.achieved, update.objective) if share else (update.speedup, update.loss)
-            loss = loss if update.loss is None else update.loss  # the objective may also hold the change penalty
             if x is not None and loss is not None:
                 return x, loss
     return None

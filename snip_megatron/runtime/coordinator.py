@@ -170,7 +170,7 @@ class RankZeroCoordinator:
             bound=solved.bound,
             achieved=solved.achieved,
             achieved_per_stage=dict(precision_map.achieved_per_stage) if plan is None else {},
-            **(precision_map.prediction() | self._loss_without_penalty(result)),
+            **(precision_map.prediction()),
             solve_seconds=precision_map.solve_seconds,
             latency_s=result.latency_s,
         )
@@ -189,12 +189,6 @@ class RankZeroCoordinator:
             {int(stage): share for stage, share in precision_map.achieved_per_stage.items()},
         )
         return precision_map.with_fields(fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
-
-    def _loss_without_penalty(self, result: SidecarResult) -> dict[str, float | None]:
-        """Return the sum of losses as a field if the objective also contains the change penalty."""
-        if not self._request.change_penalty or result.solution is None:
-            return {}
-        return {"loss": result.solution.loss}
 
     # -- fixed maps --------------------------------------------------------------------------------------------
     def initial_map(self, step: int) -> Decision:

@@ -204,14 +204,6 @@ def _settled(q: FloatArray, options: Sequence[Option], request: SolveRequest) ->
     return rounded(q)
 
 
-def change_penalty(problem: Problem, request: SolveRequest) -> float:
-    """Return the loss that a changed choice costs: ``request.change_penalty`` times the mean of the options' largest
-    losses.
-    """
-    worst = math.fsum(max(c.loss for c in item.choices) for item in problem.items) / len(problem.items)
-    return request.change_penalty * max(worst, 0.0)
-
-
 def _per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
     """[linears, 3, formats] → [options, formats]: the GEMMs one after the other, or their sum at
     granularity ``layer``.

@@ -52,8 +52,6 @@ class SolveRequest:
             slowest pipeline stage; 1 or more. Exchanges whose bytes formats decide are part of both.
         loss: replaces ``target``: largest Σ of scores that the fastest map may have, in the policy's unit (nats).
         times: predicted seconds of every GEMM and its exchanges, required by ``speedup`` and ``loss``.
-        change_penalty: loss added for every choice that differs from the hint, in units of the mean, over options, of
-            the loss of an option's worst format. 0: none.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
         seed: seed of the policy ``random``, and of the order that breaks ties.
         version: version of the map that this update makes.
@@ -79,7 +77,6 @@ class SolveRequest:
     speedup: float | None = None
     loss: float | None = None
     times: OptionTimes | None = None
-    change_penalty: float = 0.0
     pins: tuple[tuple[str, str], ...] = ()
     seed: int = 1234
     version: int = 0
@@ -201,7 +198,6 @@ def _check_numbers(request: SolveRequest) -> None:
     for name, value in (
         ("backward_share", request.backward_share),
         ("noise_nats", request.noise_nats),
-        ("change_penalty", request.change_penalty),
         ("forgetting", request.forgetting),
         *((f"unquantised_stage_flops of stage {k}", v) for k, v in (request.unquantised_stage_flops or {}).items()),
     ):

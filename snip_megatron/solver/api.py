@@ -31,7 +31,6 @@ def solve(
     deterministic_time: float | None = None,
     seed: int = 0,
     hint: Hint | None = None,
-    change_penalty: float = 0.0,
     solver: str = "cpsat",
 ) -> Solution:
     """Choose one format for every item of a problem, or for every item and phase, within its budget.
@@ -44,7 +43,6 @@ def solve(
             repeatable.
         seed: CP-SAT's seed. Equal seeds give equal results.
         hint: formats to start from, for example the previous map. Unknown ids and formats are ignored.
-        change_penalty: loss that is added for every item, in each phase, whose format differs from the hint.
         solver: ``cpsat``, which proves how good its solution is, or ``greedy``, which rounds and gives a bound.
 
     Returns:
@@ -59,10 +57,6 @@ def solve(
             raise SnipError(f"{name} must be above 0, got {value}")
     if solver not in SOLVERS:
         raise SnipError(f"solver {quoted(solver)} is not one of {', '.join(SOLVERS)}")
-    if not (math.isfinite(change_penalty) and change_penalty >= 0):
-        raise SnipError(f"change_penalty must be 0 or more, got {change_penalty}")
-    if change_penalty and problem.budget.kind == "loss":
-        raise SnipError("change_penalty has no meaning under a loss budget: time is what is minimised there")
     hints = _hints(hint, len(problem.phases))
     from snip_megatron.solver.core import Limits  # imports OR-Tools, which training ranks do not need
     from snip_megatron.solver.search import search
@@ -71,7 +65,7 @@ def solve(
         time_limit_s = DEFAULT_SECONDS if deterministic_time is None else math.inf
     most = math.inf if deterministic_time is None else deterministic_time
     limits = Limits(started + time_limit_s, most, seed)
-    table = Table.build(problem, hints, change_penalty)
+    table = Table.build(problem)
     found = search(table, _hinted(table, hints), limits, exact=solver == "cpsat")
     if found is None:
         fault = infeasibility(problem)
@@ -88,7 +82,7 @@ def _solution(problem: Problem, table: Table, found: Outcome) -> Solution:
     worth, unit = table.worth(savings), rows.reference or 1.0
     times = rows.reference - unit * worth
     chosen = _chosen(table, found.pick)
-    losses = [_losses(problem, p, formats) for p, formats in enumerate(chosen)]
+    losses = [_loss(problem, p, formats) for p, formats in enumerate(chosen)]
     if budget.kind == "loss":
         total = float(table.steps.sum())
         objective = math.fsum((table.steps * times).tolist())
@@ -138,8 +132,8 @@ def _chosen(table: Table, pick: Ints) -> list[dict[str, Format]]:
     return chosen
 
 
-def _losses(problem: Problem, phase: int, formats: Mapping[str, Format]) -> float:
-    """Return Σ loss of one phase as given, without penalties."""
+def _loss(problem: Problem, phase: int, formats: Mapping[str, Format]) -> float:
+    """Return Σ loss of one phase."""
     return math.fsum(
         next(c.losses[phase] for c in item.choices if c.format is formats[item.id]) for item in problem.items
     )

@@ -74,14 +74,6 @@ def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
     return Relaxation(*bound, result.x[len(rows) :])
 
 
-def one_price(table: Table, open_: Bools, price: float, worth: Floats) -> Relaxation:
-    """Return the bound at one price of savings, for problems that are too large for HiGHS."""
-    priced = np.where(table.rows.active, 1.0, 0.0)
-    priced[1:] *= 0.0 if table.rows.active[0] else 1.0  # the rows of stages only if none is about everything
-    of_rows = price * table.steps[:, None] * table.rows.divisor * priced
-    return Relaxation(*_bound(table, open_, 1.0, of_rows, float(of_rows[0].sum() / table.steps[0])), worth)
-
-
 def worth_range(table: Table) -> tuple[Floats, Floats]:
     """Return the smallest and the largest w of each phase that picks which save enough can have, [P] each."""
     high = table.worth(table.savings(table.most_saving()))

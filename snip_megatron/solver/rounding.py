@@ -13,11 +13,8 @@ _MOST_EXPONENT = 600.0
 _MOST_WORK = 1e7  # trimmed choices · size of the table: a million items are not trimmed one by one
 
 
-def first_picks(table: Table) -> tuple[Ints, float] | None:
-    """Return picks that meet the need, all decisions at the lowest price of savings that does, and the price.
-
-    Returns None if no picks meet the need.
-    """
+def first_picks(table: Table) -> Ints | None:
+    """Return picks that meet the need, all decisions at the lowest price of savings that does; None if none do."""
     best = table.most_saving()
     if not table.saves_enough(best):
         return None
@@ -25,7 +22,7 @@ def first_picks(table: Table) -> tuple[Ints, float] | None:
     savings = np.abs(table.saving[table.saving != 0])
     if not len(prices) or not len(savings):
         pick = _cheapest(table, 0.0)
-        return (pick if table.saves_enough(pick) else best), 0.0
+        return pick if table.saves_enough(pick) else best
     steps = table.on.T @ table.steps
     low = math.log(float(prices.min()) / float(savings.max()) / float(steps.max())) - 1
     high = math.log(float(prices.max()) / float(savings.min()) / float(steps.min())) + 1
@@ -36,7 +33,7 @@ def first_picks(table: Table) -> tuple[Ints, float] | None:
             best, high = pick, middle
         else:
             low = middle
-    return (best if table.saves_enough(best) else table.most_saving()), math.exp(min(high, _MOST_EXPONENT))
+    return best if table.saves_enough(best) else table.most_saving()
 
 
 def _cheapest(table: Table, price: Floats | float) -> Ints:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from snip_megatron.solver.core import Limits, solve_core
-from snip_megatron.solver.relaxation import Relaxation, one_price, relax
+from snip_megatron.solver.relaxation import Relaxation, relax
 from snip_megatron.solver.rounding import first_picks, mend_picks
 from snip_megatron.solver.table import GAP, Ints, Table
 
@@ -16,7 +16,6 @@ _CORES = (100, 400, 1600, math.inf)
 _CORE_EFFORT = 0.25
 """Deterministic seconds of all cores but the last."""
 _PROBE_EFFORT = 0.5
-_LARGE = 200_000  # entries of a table; HiGHS takes a second for so many
 _FINER = 1e-3  # if rounding lowers Σ loss below this share of it, the relaxation is solved again in the new scale
 
 
@@ -41,7 +40,7 @@ def search(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) -> O
     if table.limit < math.inf:
         return _fastest(table, hint, limits, exact=exact)
     start = first_picks(table)
-    return None if start is None else _Search(table, *start, hint, limits, exact=exact).run()
+    return None if start is None else _Search(table, start, hint, limits, exact=exact).run()
 
 
 def _fastest(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) -> Outcome | None:
@@ -67,7 +66,7 @@ def _fastest(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) ->
             asked = replace(table, need=need, limit=math.inf)
             start = first_picks(asked)
             if start is not None:
-                search = _Search(asked, *start, hint, limits, exact=by_cores)
+                search = _Search(asked, start, hint, limits, exact=by_cores)
                 found = search.run(enough=table.limit - table.least, effort=_PROBE_EFFORT)
                 if table.total_loss(found.pick) <= table.limit:
                     best, low = found.pick, table.spends(found.pick)
@@ -75,7 +74,7 @@ def _fastest(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) ->
                 if found.bound > table.limit - table.least:
                     proven = min(proven, need)
             high, step = need, 4 * step
-    last = _Search(replace(table, need=low, limit=math.inf), best, 0.0, hint, limits, exact=exact)
+    last = _Search(replace(table, need=low, limit=math.inf), best, hint, limits, exact=exact)
     pick = last.run(effort=_PROBE_EFFORT).pick
     return Outcome(pick, -proven, (proven - low) / (total - low) if proven > low else 0.0)
 
@@ -89,10 +88,8 @@ class _Search:
         bound: lower bound of every pick's Σ shifted loss.
     """
 
-    def __init__(
-        self, table: Table, pick: Ints, price: float, hint: Ints | None, limits: Limits, *, exact: bool
-    ) -> None:
-        self.table, self.limits, self.exact, self.price = table, limits, exact, price
+    def __init__(self, table: Table, pick: Ints, hint: Ints | None, limits: Limits, *, exact: bool) -> None:
+        self.table, self.limits, self.exact = table, limits, exact
         self.pick, self.score, self.bound = pick, table.shifted_loss(pick), 0.0
         self.relaxation: Relaxation | None = None
         if hint is not None:
@@ -130,11 +127,7 @@ class _Search:
         while not self._done():
             before = self.score
             open_ = self.table.loss <= before
-            if self.table.loss.size > _LARGE:
-                worth = self.table.worth(self.table.savings(self.pick))
-                relaxation: Relaxation | None = one_price(self.table, open_, self.price, worth)
-            else:
-                relaxation = relax(self.table, open_, before)
+            relaxation = relax(self.table, open_, before)
             if relaxation is None:
                 return
             self.relaxation, self.bound = relaxation, max(self.bound, relaxation.bound)

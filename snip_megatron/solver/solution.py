@@ -39,16 +39,15 @@ class Solution:
         status: ``optimal`` (``gap`` is at most 1e-4), ``feasible`` (meets the budget; ``gap`` says how good it is) or
             ``infeasible``.
         budget: the budget that was asked for.
-        objective: what was minimised, computed in float64 from the numbers of the problem: Σ loss with the penalties of
-            changed choices, or for a budget of kind ``loss`` the time of the slowest stage, of a plan Σ steps · time.
-            None if infeasible.
+        objective: what was minimised, computed in float64 from the numbers of the problem: Σ loss, or for a
+            budget of kind ``loss`` the time of the slowest stage, of a plan Σ steps · time. None if infeasible.
         bound: lower bound of the objective over all feasible choices.
         gap: certified: (objective − bound) / (objective − Σ of each decision's least loss), or for a budget of kind
             ``loss`` (objective − bound) / objective. None if infeasible.
         achieved: Σ saving / Σ cost; 0 if all costs are 0. Of a plan the mean over all steps, those spent included, or
             for budgets of time reference time / time.
         achieved_per_stage: Σ saving / Σ cost for each stage number; empty for a plan.
-        loss: Σ loss as given, without penalties.
+        loss: Σ loss.
         speedup: reference time / time of the slowest stage; None for a budget of kind ``fp4`` and for a plan.
         solve_seconds: wall-clock time of the solve.
         deterministic_seconds: CP-SAT's own measure of its work, which is the same on every machine.

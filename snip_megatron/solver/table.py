@@ -13,7 +13,7 @@ Decisions are sorted by id and formats by code, so that the order of a file does
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from snip_megatron.precision import Format
 from snip_megatron.solver.items import Choice, Item, Phase
-from snip_megatron.solver.parse import collector_paused
 from snip_megatron.solver.problem import Problem
 
 Floats = NDArray[np.float64]
@@ -68,7 +67,7 @@ class Table:
         stages: the stage numbers, ascending.
         formats: the columns.
         loss: [D, F], shifted so that a decision's smallest loss is 0; inf if the format is not a choice.
-        true_loss: [D, F] as given, with the penalties of changes; inf if the format is not a choice.
+        true_loss: [D, F] as given; inf if the format is not a choice.
         saving: [D, F] of one step; 0 if the format is not a choice.
         cost: [K + 1], Σ cost of each row.
         steps: of every phase, [P].
@@ -94,36 +93,26 @@ class Table:
     limit: float
 
     @classmethod
-    def build(cls, problem: Problem, previous: Sequence[Mapping[str, Format]] = (), penalty: float = 0.0) -> Table:
-        """Build the arrays of a problem.
-
-        Args:
-            problem: the problem.
-            previous: item id → format by phase. ``penalty`` is added to the loss for every phase in which an item's
-                format differs from it.
-            penalty: see ``previous``.
-        """
+    def build(cls, problem: Problem) -> Table:
+        """Build the arrays of a problem."""
         phases = problem.phases or (Phase(1),)
-        with collector_paused():
-            items = sorted(problem.items, key=lambda item: item.id)
-            stages = tuple(sorted({item.stage for item in items}))
-            cost = _costs(items, stages)
-            rows = _rows(problem, cost, stages)
-            parts = [(item, span) for item in items for span in _spans(item, len(phases))]
-            options = [_options(item, rows, stages) for item, _ in parts]
-            formats = tuple(sorted({c.format for own in options for c in own}, key=lambda f: f.code))
-            column = {f: j for j, f in enumerate(formats)}
-            true_loss = np.full((len(parts), len(formats)), np.inf)
-            saving = np.zeros_like(true_loss)
-            at = [i for i, own in enumerate(options) for _ in own], [column[c.format] for own in options for c in own]
-            true_loss[at] = [
-                c.losses[a] if b == a + 1 else math.fsum(c.losses[a:b])
-                for (_, (a, b)), own in zip(parts, options, strict=True)
-                for c in own
-            ]
-            saving[at] = [c.saving for own in options for c in own]
-        if penalty and previous:
-            true_loss += penalty * _changes(parts, formats, previous)
+        items = sorted(problem.items, key=lambda item: item.id)
+        stages = tuple(sorted({item.stage for item in items}))
+        cost = _costs(items, stages)
+        rows = _rows(problem, cost, stages)
+        parts = [(item, span) for item in items for span in _spans(item, len(phases))]
+        options = [_options(item, rows, stages) for item, _ in parts]
+        formats = tuple(sorted({c.format for own in options for c in own}, key=lambda f: f.code))
+        column = {f: j for j, f in enumerate(formats)}
+        true_loss = np.full((len(parts), len(formats)), np.inf)
+        saving = np.zeros_like(true_loss)
+        at = [i for i, own in enumerate(options) for _ in own], [column[c.format] for own in options for c in own]
+        true_loss[at] = [
+            c.losses[a] if b == a + 1 else math.fsum(c.losses[a:b])
+            for (_, (a, b)), own in zip(parts, options, strict=True)
+            for c in own
+        ]
+        saving[at] = [c.saving for own in options for c in own]
         place = {stage: k for k, stage in enumerate(stages)}
         table = cls(
             ids=tuple(item.id for item, _ in parts),
@@ -255,14 +244,6 @@ def _options(item: Item, rows: Rows, stages: Sequence[int]) -> list[Choice]:
     if rows.hard[0] or rows.hard[1 + stages.index(item.stage)]:
         return [c for c in own if c.saving >= 0] or own
     return own
-
-
-def _changes(
-    parts: Sequence[tuple[Item, tuple[int, int]]], formats: Sequence[Format], previous: Sequence[Mapping[str, Format]]
-) -> Floats:
-    """Return in how many phases each choice differs from the previous one, [D, F]. Items without one do not count."""
-    before = [[previous[p][item.id] for p in range(a, b) if item.id in previous[p]] for item, (a, b) in parts]
-    return np.array([[sum(old is not f for old in known) for f in formats] for known in before], dtype=np.float64)
 
 
 def _floor(target: float | None, problem: Problem, rows: Rows) -> float:

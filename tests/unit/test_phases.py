@@ -47,8 +47,8 @@ def test_the_contract_of_a_schedule_file() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[", "not JSON"),
-        (schedule({"from": 0.0}, schema="snip.map/1"), '"schema" must be "snip.schedule/1"'),
+        ("[", "not a JSON object"),
+        (schedule({"from": 0.0}, schema="snip.map/1"), 'schema: must be "snip.schedule/1"'),
         (schedule(), "phases: the first one must begin at 0"),
         (schedule({"from": 0.1}), "phases: the first one must begin at 0"),
         (schedule(*({"from": i / 65} for i in range(65))), "phases: at most 64 are supported, got 65"),
@@ -176,11 +176,11 @@ def test_a_plan_survives_json_with_every_field() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": "snip.map/1"}, '"schema" must be "snip.phases/1"'),
+        ({"schema": "snip.map/1"}, 'schema: must be "snip.phases/1"'),
         ({"phases": []}, "phases: must hold one phase or more"),
         ({"phases": [{}]}, "phases[0].from_step: must be an integer"),
         ({"phases": [{"from_step": 0, "steps": 0}]}, "phases[0].steps: must be an integer, 1 or more"),
-        ({"phases": [{"from_step": 0, "steps": 1}]}, 'phases[0].map: "schema" must be'),
+        ({"phases": [{"from_step": 0, "steps": 1}]}, "phases[0].map: schema: must be"),
         ({"status": "perfect"}, "status: 'perfect' is not one of"),
         ({"bound": "low"}, "bound: must be a finite number"),
         ({"version": -1}, "version: must be an integer, 0 or more"),

@@ -48,15 +48,13 @@ def solve_job(job: SolveJob) -> SidecarResult:
     A plan's budget that past steps have made impossible is replaced by the reachable value. This happens once: if the
     solver finds that value infeasible as well, the job fails.
     """
-    from snip_megatron.sensitivity.problem import build_problem, change_penalty
+    from snip_megatron.sensitivity.problem import build_problem
     from snip_megatron.solver import solve
 
     started, request = time.perf_counter(), job.request
     limits: dict[str, Any] = {"deterministic_time": request.deterministic_time, "seed": request.seed % 2**31}
     limits["hint"] = job.hint
     problem, scores = build_problem(job.table, request)
-    if request.phases is None:
-        limits["change_penalty"] = change_penalty(problem, request)
     between = time.perf_counter()
     solution, out_of_reach = solve(problem, **limits), None
     if request.phases is not None and solution.fault is not None and solution.fault.reachable is not None:

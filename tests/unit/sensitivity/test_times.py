@@ -6,14 +6,12 @@ import json
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import SolveRequest, build_problem, check_reachable
-from snip_megatron.sensitivity.problem import change_penalty
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver import solve
 from snip_megatron.timing.cost_model import option_seconds, with_times
@@ -153,27 +151,13 @@ def test_formats_without_figures_are_refused() -> None:
     check_reachable(linear_rows(2), request(speedup=None, loss=1e-9))  # what loss is reachable depends on scores
 
 
-# -- stability -------------------------------------------------------------------------------------------------
-def test_the_penalty_is_in_means_of_the_worst_losses() -> None:
-    table = make_table(layers=2)
-    problem, _ = build_problem(table, SolveRequest())
-    worst = np.mean([max(c.loss for c in item.choices) for item in problem.items])
-    assert change_penalty(problem, SolveRequest()) == 0.0
-    assert change_penalty(problem, SolveRequest(change_penalty=0.25)) == pytest.approx(0.25 * worst)
-    before = solve(problem)
-    other, _ = build_problem(make_table(layers=2, seed=1), SolveRequest())
-    held = solve(other, hint=before.choices, change_penalty=change_penalty(other, SolveRequest(change_penalty=1e3)))
-    assert dict(held.choices) == dict(before.choices)
-    assert dict(solve(other, hint=before.choices).choices) != dict(before.choices)
-
-
 # -- records ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "made",
     [
         SolveRequest(),
         SolveRequest(pins=(("*.0.*", "bf16"),), unquantised_stage_flops={0: 1.0, 1: 2.0}),
-        request(granularity="layer", change_penalty=0.5),
+        request(granularity="layer"),
         request(speedup=None, loss=0.002, q="noise", times=replace(times(), rest={0: 0.25, 1: 0.5})),
         request(times=replace(times(), exchanges={"mlp.linear_fc1": EXCHANGED}, estimated="at 350 GB/s a GPU")),
     ],

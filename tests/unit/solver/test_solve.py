@@ -193,25 +193,6 @@ def test_a_hint_may_be_anything() -> None:
     assert solve(problem, hint=best.choices, solver="greedy").objective <= best.objective
 
 
-def test_a_penalty_keeps_choices_that_hardly_matter() -> None:
-    n = 20
-    rng = np.random.default_rng(3)
-    base = [[0.0, float(x)] for x in rng.uniform(1, 2, n)]
-    old = solve(make_problem(base, [[0.0, 1.0]] * n, [1.0] * n, [0] * n, 0.5))
-    moved = [[0.0, x * (1 + 0.02 * rng.normal())] for _, x in base]
-    moved[0][1] = 0.1 if old.choices["i0000"] is Format.BF16 else 50.0  # one that does matter
-    problem = make_problem(moved, [[0.0, 1.0]] * n, [1.0] * n, [0] * n, 0.5)
-    free, steady = (solve(problem, hint=old.choices, change_penalty=penalty) for penalty in (0.0, 0.1))
-    changed = [sum(s.choices[i] is not f for i, f in old.choices.items()) for s in (free, steady)]
-    assert changed[1] == 2  # the one that matters, and one to make up for it
-    assert changed[0] >= changed[1]
-    assert steady.objective == pytest.approx(steady.loss + 0.1 * changed[1], rel=1e-14)
-    with pytest.raises(SnipError, match="change_penalty"):
-        solve(problem, change_penalty=-1.0)
-    with pytest.raises(SnipError, match="no meaning under a loss budget"):
-        solve(replace(problem, budget=Budget("loss", 1.0)), hint=old.choices, change_penalty=0.1)
-
-
 @pytest.mark.parametrize("kind", HARD)
 def test_a_limit_ends_with_a_true_bound(kind: str) -> None:
     """Losses that follow savings are hard in every knapsack. The limit is one for the whole solve."""

@@ -1,0 +1,104 @@
+"""Strict reading of JSON. Every function raises SnipError with the path of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from snip_megatron.errors import SnipError, is_finite, quoted
+
+_MOST = 2**53  # above, JSON readers of other languages lose digits
+
+
+def read_object(text: str | bytes) -> dict[str, Any]:
+    """Return the object that a text holds. Other texts are refused, and an object that has a key twice."""
+    start = text[:4096].lstrip()[:1]
+    if text and start not in ("{", b"{"):
+        raise SnipError("not a JSON object (it must start with '{')")
+    try:
+        body: dict[str, Any] = json.loads(
+            text.decode("utf-8") if isinstance(text, bytes) else text, object_pairs_hook=unique_keys
+        )
+    except UnicodeDecodeError as error:
+        raise SnipError(f"not UTF-8 text (byte {error.start})") from None
+    except RecursionError:
+        raise SnipError("not JSON: nested too deeply") from None
+    except ValueError as error:
+        raise SnipError(f"not JSON: {error}") from None
+    return body
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object as a dict. Raises SnipError if a key occurs twice."""
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise SnipError(f"the key {quoted(twice)} stands twice in one object")
+    return body
+
+
+def check_schema(body: Any, *schemas: str) -> str:
+    """Return the schema of an object, which is one of ``schemas``."""
+    found = body.get("schema") if isinstance(body, Mapping) else None
+    if not isinstance(found, str) or found not in schemas:
+        known = " or ".join(f'"{schema}"' for schema in schemas)
+        raise SnipError(f"schema: must be {known}")
+    return found
+
+
+def check_keys(body: Mapping[str, Any], known: Iterable[str], where: str = "") -> None:
+    """Refuse an object that has other keys than ``known``."""
+    if unknown := sorted(set(body) - set(known)):
+        raise SnipError(f"{where}unknown key {quoted(unknown[0])} (known: {', '.join(known)})")
+
+
+def field(body: Mapping[str, Any], key: str, prefix: str = "") -> Any:
+    """Return the value of a required key. ``prefix`` is the path of the object, with a dot."""
+    if key not in body:
+        raise SnipError(f"{prefix}{key}: missing")
+    return body[key]
+
+
+def mapping(value: Any, path: str, of: str = "") -> dict[str, Any]:
+    """Return an object."""
+    if not isinstance(value, dict):
+        raise SnipError(f"{path}: must be an object{of}")
+    return value
+
+
+def array(value: Any, path: str, of: str = "") -> list[Any]:
+    """Return an array."""
+    if not isinstance(value, list):
+        raise SnipError(f"{path}: must be an array{of}")
+    return value
+
+
+def number(value: Any, path: str) -> float:
+    """Return a number as float64, NaN and Infinity too. Whole numbers beyond float64 are refused."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise SnipError(f"{path}: must be a number, got {quoted(value)}")
+    return float(value) if isinstance(value, float) else finite(value, path)
+
+
+def finite(value: Any, path: str) -> float:
+    """Return a finite number as float64."""
+    if not is_finite(value):
+        raise SnipError(f"{path}: must be a finite number")
+    return float(value)
+
+
+def whole(value: Any, path: str, least: int = 0, below: int = _MOST) -> int:
+    """Return an integer from ``least`` on and below ``below``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < below:
+        raise SnipError(f"{path}: must be an integer, {least} or more")
+    return value
+
+
+def one_of(value: Any, path: str, known: Iterable[str], what: str = "is not one of") -> str:
+    """Return a text that is one of ``known``."""
+    names = list(known)
+    if not isinstance(value, str) or value not in names:
+        raise SnipError(f"{path}: {quoted(value)} {what} {', '.join(names)}")
+    return value
